@@ -1,0 +1,95 @@
+"""The engine's settings: what the user asks for, and what the scheduler is finally given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the user asks for; None and "auto" are resolved when the model is loaded, into other objects."""
+
+    model: str
+    """A Hugging Face directory, `smollm2` (the packaged model) or `echo` (no model at all)."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """dummy: random weights from the directory's config.json, for benchmarks."""
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """auto: float32 on CPU, the checkpoint's on CUDA."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 0
+    """Seeds the requests that bring none."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    num_kv_blocks: int | None = None
+    """KV blocks in the pool; None: from kv_cache_memory_bytes or the device's free memory."""
+    kv_cache_memory_bytes: int | None = None
+    """Bytes for the KV cache; None on CPU: a quarter of the available RAM, at most 4 GiB."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the device's memory for weights, activations and KV cache together."""
+    max_model_len: int | None = None
+    """Longest prompt + output in tokens; None: the model's context length."""
+    max_num_seqs: int | None = None
+    """Sequences in one step; None: 64 on CPU, 256 on CUDA."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of a step; None: 512 on CPU, 8192 on CUDA."""
+    long_prefill_token_threshold: int = 0
+    """Most prompt tokens of one request in a step; 0: the budget alone limits."""
+    enable_prefix_caching: bool = True
+    async_scheduling: bool | None = None
+    """Plan step N+1 while step N runs (depth 1). None: off on CPU, on on CUDA."""
+    pad_to_bucket: bool | None = None
+    """Pad a step's rows and tokens to a bucket size, as CUDA graphs need. None: off on CPU."""
+    enforce_eager: bool = False
+    """No CUDA graphs."""
+    batch_invariant: bool = False
+    kv_cache_dtype: str = "auto"
+    quantization: str | None = None
+    swap_space_gib: float = 0.0
+    tensor_parallel_size: int = 1
+    skip_tokenizer_init: bool = False
+    """Serve token ids only."""
+    num_threads: int | None = None
+    """CPU threads for the model; None: torch's default."""
+
+    def __post_init__(self) -> None:
+        def need(condition: bool, message: str) -> None:
+            if not condition:
+                raise ConfigError(message)
+
+        need(bool(self.model), "model must name a directory, smollm2 or echo")
+        need(self.block_size >= 1, f"block_size must be at least 1, got {self.block_size}")
+        for name in ("num_kv_blocks", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs",
+                     "max_num_batched_tokens", "num_threads"):  # fmt: skip
+            value = getattr(self, name)
+            need(value is None or value >= 1, f"{name} must be at least 1, got {value}")
+        need(self.num_kv_blocks is None or self.num_kv_blocks >= 2, "num_kv_blocks must be at least 2 (one is reserved)")
+        need(self.long_prefill_token_threshold >= 0, "long_prefill_token_threshold must not be negative")
+        need(0.0 < self.gpu_memory_utilization <= 1.0, "gpu_memory_utilization must be in (0, 1]")
+        for name, supported in (("kv_cache_dtype", "auto"), ("quantization", None), ("swap_space_gib", 0.0),
+                                ("tensor_parallel_size", 1), ("batch_invariant", False)):  # fmt: skip
+            value = getattr(self, name)
+            need(value == supported, f"{name}={value!r} is not supported yet; leave it at {supported!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """The limits a scheduler works under, all resolved."""
+
+    block_size: int
+    num_kv_blocks: int
+    """Blocks in the pool, the null block (id 0) included."""
+    max_model_len: int
+    max_num_seqs: int
+    """Rows: sequences in one step."""
+    max_num_batched_tokens: int
+    """May be smaller than max_num_seqs: the rows that do not fit wait for the next step."""
+    long_prefill_token_threshold: int = 0
+    enable_prefix_caching: bool = True
+    depth: int = 0
+    """Steps in flight while the next is planned: 0 synchronous, 1 overlapped."""
+    watermark_ratio: float = 0.01
+    """Share of the pool that admission leaves free, so that running rows can grow."""
+    eos_token_ids: tuple[int, ...] = ()

@@ -1,0 +1,49 @@
+"""The engine's error tree. Every error carries a `code`, the word that reaches the caller.
+
+EngineError
+├── InvalidRequest            the caller is wrong; only this request fails
+│   ├── PromptTooLong         prompt_too_long: longer than max_model_len
+│   ├── NeverFits             never_fits: needs more KV blocks than the pool has
+│   └── UnsupportedFeature    unsupported_feature: refused, never ignored
+├── ConfigError               the engine was asked for something impossible at start
+│   └── ModelLoadError        no such model, unreadable or unsupported checkpoint
+└── StepError                 the step raised; its requests are retried, then fail alone
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    code = "engine_error"
+
+
+class InvalidRequest(EngineError, ValueError):
+    code = "invalid_job"
+
+
+class PromptTooLong(InvalidRequest):
+    code = "prompt_too_long"
+
+
+class NeverFits(InvalidRequest):
+    code = "never_fits"
+
+
+class UnsupportedFeature(InvalidRequest):
+    code = "unsupported_feature"
+
+
+class ConfigError(EngineError, ValueError):
+    code = "config_error"
+
+
+class ModelLoadError(ConfigError):
+    code = "model_load_error"
+
+
+class StepError(EngineError):
+    """A step failed. `request_ids` are the requests that were in it."""
+
+    def __init__(self, message: str, request_ids: list[str]) -> None:
+        super().__init__(message)
+        self.request_ids = request_ids

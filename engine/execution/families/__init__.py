@@ -1,0 +1,1 @@
+"""Adapters for model families that do not go through the attention interface."""

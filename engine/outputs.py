@@ -1,0 +1,186 @@
+"""What the engine tells the outside: request outputs, and snapshots of its state. Plain types, no torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.plan import TokenLogprobs
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+Phase = Literal["waiting", "prefill", "decode"]
+
+
+@dataclass(slots=True)
+class SampleState:
+    """A sample as far as it has got: what a checkpoint stores and `add_request(resume=...)` takes."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class CompletionDelta:
+    """What one sample gained in a step."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    """New text. Text that may still become a stop string or half a character is held back until it is decided."""
+    offset: int
+    """How many output tokens the sample had before this delta (resumed ones included)."""
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended the sample; None for EOS and for length."""
+
+
+@dataclass(slots=True)
+class Usage:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache."""
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """News of one request after a step: deltas, progress, and at the end usage or an error."""
+
+    request_id: str
+    phase: Phase
+    prompt_tokens_done: int
+    prompt_tokens: int
+    deltas: list[CompletionDelta] = field(default_factory=list)
+    finished: bool = False
+    usage: Usage | None = None
+    """Set on the last output."""
+    error: str | None = None
+    error_code: str | None = None
+    ttft_s: float | None = None
+    """Seconds from add_request to the first token; set on the last output."""
+
+
+class Histogram:
+    """A cumulative-free bucket count that costs one bisection per observation and no lock.
+
+    `bounds` are upper bounds (inclusive); one bucket more holds what is above the last.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def snapshot(self) -> HistogramSnapshot:
+        return HistogramSnapshot(self.bounds, tuple(self.counts), self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramSnapshot:
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    """Per bucket, not cumulative; the last entry is the overflow bucket."""
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheStats:
+    """The block pool at one moment. free + cached + active + reserved == capacity, always."""
+
+    capacity_blocks: int
+    block_size: int
+    free_blocks: int
+    """No reference, no hash."""
+    cached_blocks: int
+    """No reference, but hashed: reusable by a prefix hit, evictable."""
+    active_blocks: int
+    """At least one reference."""
+    reserved_blocks: int
+    """The null block, and blocks that wait for in-flight steps to retire."""
+    shared_blocks: int
+    """At least two references."""
+    block_references: int
+    """Sum of reference counts; references / active = sharing ratio."""
+    filled_slots: int
+    """Token slots in use in active blocks; a shared block counts once."""
+    allocations: int = 0
+    frees: int = 0
+    evictions: int = 0
+    allocation_failures: int = 0
+    cow_copies: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+
+    @property
+    def utilization(self) -> float:
+        return self.active_blocks / self.capacity_blocks if self.capacity_blocks else 0.0
+
+    @property
+    def waste(self) -> float:
+        slots = self.active_blocks * self.block_size
+        return 1.0 - self.filled_slots / slots if slots else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    running: int = 0
+    """Sequences that hold a row."""
+    waiting: int = 0
+    """Requests that wait for blocks, a row or budget."""
+    preemptions: int = 0
+    preempted_tokens: int = 0
+    """Computed tokens thrown away by recompute preemption, to be computed again (prefix hits not deducted)."""
+    steps_failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One immutable snapshot, taken by the engine's own thread between two steps."""
+
+    kv: KVCacheStats
+    scheduler: SchedulerStats
+    tier: str
+    """Exactness tier: bitwise, token or continues."""
+    fingerprint: str
+    model: str
+    device: str
+    max_model_len: int
+    max_num_seqs: int
+    steps: int = 0
+    last_step_time: float = 0.0
+    """`time.monotonic()` when the last step finished; 0.0 before the first."""
+    prompt_tokens: int = 0
+    """Prompt tokens of admitted requests."""
+    computed_tokens: int = 0
+    """Tokens that went through the model, redone ones included."""
+    generated_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    """finish reason -> requests (a request counts under its first sample's reason)."""
+    invalid_logits: int = 0
+    histograms: dict[str, dict[str, HistogramSnapshot]] = field(default_factory=dict)
+    """name -> label value ("" when unlabelled) -> snapshot. Names: step_seconds (by phase: schedule, prepare,
+    forward, sample, output), step_tokens (by kind), step_utilization, batch_size, time_to_first_token_seconds,
+    inter_token_latency_seconds, request_seconds, prompt_tokens, generated_tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Headroom for admission, as the engine sees it now."""
+
+    free_rows: int
+    """Sequences that could start now."""
+    available_blocks: int
+    """Free + cached blocks, less the watermark."""
+    block_size: int
+    waiting: int
+    """Requests already queued inside the engine."""

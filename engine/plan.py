@@ -1,0 +1,130 @@
+"""What one step does: the plan that scheduling hands to execution, and the result that comes back.
+
+Plain and picklable: scheduling writes it, execution reads it, and neither imports the other. Token values of
+running rows never travel in a plan; execution keeps them in a per-row token table, into which sampling writes,
+so that step N+1 can be planned before step N's tokens are known on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class NewRow:
+    """A sequence enters a row: everything execution must know of it. Replaces whatever the row held."""
+
+    row: int
+    request_id: str
+    sample_index: int
+    """Which of the request's n samples this is; part of the noise's key."""
+    token_ids: list[int]
+    """Every token known so far: the prompt, then resumed or earlier generated ones."""
+    num_prompt_tokens: int
+    block_ids: list[int]
+    """The row's whole block table when the step starts (`RowWork.new_block_ids` come on top)."""
+    params: SamplingParams
+    seed: int
+    """The resolved seed, in [0, 2**63)."""
+
+
+@dataclass(slots=True)
+class RowWork:
+    """Compute `num_tokens` tokens of a row, from position `start` on."""
+
+    row: int
+    start: int
+    num_tokens: int
+    new_block_ids: list[int] = field(default_factory=list)
+    """Blocks appended to the row's table by this step."""
+    replaced_blocks: list[tuple[int, int]] = field(default_factory=list)
+    """(index in the block table, new block id): the row's entries after a copy-on-write."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """Sample a token for `row` from the logits of one of the step's tokens.
+
+    Several samples may name the same `token_index`: that is how n > 1 forks off one prefill.
+    """
+
+    row: int
+    token_index: int
+    """Index into the step's flattened tokens, in the order of `StepPlan.work`."""
+    position: int
+    """Where the token goes in the row's token table (= the sequence's length before it)."""
+    allowed_token_ids: list[int] | None = None
+    """Only these may be sampled (structured output). None = all."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. Applied in this order: freed rows, new rows, block copies, the forward pass, samples."""
+
+    step_id: int
+    freed_rows: list[int] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source, destination) block ids, copied in every layer before anything is written."""
+    work: list[RowWork] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(work.num_tokens for work in self.work)
+
+    @property
+    def kind(self) -> str:
+        """prefill (no row decodes), decode (all rows do) or mixed. A row with one token counts as decode."""
+        num_decodes = sum(work.num_tokens == 1 for work in self.work)
+        if num_decodes == len(self.work):
+            return "decode"
+        return "mixed" if num_decodes else "prefill"
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one output position, from raw logits (before temperature and penalties)."""
+
+    token_id: int
+    logprob: float | None
+    """None for a token that was forced rather than sampled."""
+    top: list[tuple[int, float]] = field(default_factory=list)
+    """(token id, logprob) of the most likely tokens, best first."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step sampled. The lists run parallel to `StepPlan.samples`."""
+
+    step_id: int
+    token_ids: list[list[int]]
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """Sample number -> one entry per token, for the samples whose request asked for logprobs."""
+    invalid: frozenset[int] = frozenset()
+    """Sample numbers whose logits were not finite: those requests fail, alone."""
+    prepare_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+
+
+class StepHandle(Protocol):
+    """A launched step."""
+
+    @property
+    def plan(self) -> StepPlan: ...
+
+    def wait(self) -> StepResult:
+        """Block until the step's tokens are on the host."""
+        ...
+
+
+class Executor(Protocol):
+    """What runs plans: the model runner, the echo runner, or a test's hash model."""
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Start a step and return at once where the device allows it. Steps retire in launch order."""
+        ...

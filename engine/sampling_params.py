@@ -1,0 +1,128 @@
+"""How the tokens of one request are chosen. Validated once, at construction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from engine.errors import InvalidRequest, UnsupportedFeature
+
+MAX_STOP_STRINGS = 64
+MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """What shape the output must have; exactly one of the fields is set.
+
+    `choice`: the output is one of these strings. `regex`, `json` (a schema) and `grammar` as in vLLM.
+    """
+
+    choice: tuple[str, ...] | None = None
+    regex: str | None = None
+    json: str | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        if len(given) != 1:
+            raise InvalidRequest(f"structured_outputs takes exactly one of choice, regex, json, grammar; got {given}")
+        if self.choice is not None:
+            object.__setattr__(self, "choice", tuple(dict.fromkeys(self.choice)))
+            if not self.choice or any(not isinstance(label, str) or not label for label in self.choice):
+                raise InvalidRequest("structured_outputs.choice needs at least one label, none of them empty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters, named as in OpenAI's and vLLM's APIs.
+
+    `temperature=0` is greedy. `top_k` 0 or -1, `top_p` 1.0 and `min_p` 0.0 switch their filter off.
+    `seed=None` draws one seed per request, so that a replay of the same request is a replay of its noise.
+    `max_tokens=None` means the rest of the context. Raises `InvalidRequest` on values that make no sense.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, tuple(value))
+        self._check_ranges()
+        self._check_supported()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def _check_ranges(self) -> None:
+        def need(condition: bool, message: str) -> None:
+            if not condition:
+                raise InvalidRequest(message)
+
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            need(math.isfinite(getattr(self, name)), f"{name} must be finite")
+        need(self.n >= 1, f"n must be at least 1, got {self.n}")
+        need(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}")
+        need(self.min_tokens >= 0, f"min_tokens must not be negative, got {self.min_tokens}")
+        need(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+        )
+        need(self.temperature >= 0.0, f"temperature must not be negative, got {self.temperature}")
+        need(self.top_k >= -1, f"top_k must be -1, 0 or positive, got {self.top_k}")
+        need(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}")
+        need(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}")
+        need(self.seed is None or 0 <= self.seed <= MAX_SEED, f"seed must be in [0, 2**63), got {self.seed}")
+        need(len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}")
+        need(all(isinstance(s, str) and s for s in self.stop), "stop strings must be non-empty strings")
+        need(self.repetition_penalty > 0.0, f"repetition_penalty must be positive, got {self.repetition_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            need(-2.0 <= getattr(self, name) <= 2.0, f"{name} must be in [-2, 2]")
+        need(all(math.isfinite(v) for v in self.logit_bias.values()), "logit_bias values must be finite")
+        need(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids must not be empty")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            need(value is None or 0 <= value <= MAX_LOGPROBS, f"{name} must be in [0, {MAX_LOGPROBS}]")
+        need(
+            self.truncate_prompt_tokens is None or self.truncate_prompt_tokens >= 1,
+            "truncate_prompt_tokens must be at least 1",
+        )
+
+    def _check_supported(self) -> None:
+        if self.best_of is not None and self.best_of != self.n:
+            raise UnsupportedFeature("best_of is not supported yet; use n")
+        if self.bad_words:
+            raise UnsupportedFeature("bad_words is not supported yet; use logit_bias")
+        if self.prompt_logprobs is not None:
+            raise UnsupportedFeature("prompt_logprobs is not supported yet")
+        if self.structured_outputs is not None and self.structured_outputs.choice is None:
+            raise UnsupportedFeature("structured_outputs supports choice only so far")

@@ -1,0 +1,1 @@
+"""Plain-Python bookkeeping: requests, blocks, and who runs in the next step."""

@@ -1,0 +1,119 @@
+"""A request is what the caller gave; it owns n sequences, each with its own tokens, blocks and row."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.outputs import FinishReason
+from engine.plan import TokenLogprobs
+from engine.sampling_params import SamplingParams
+
+
+class Grammar(Protocol):
+    """What constrains a sequence's next token. One per sequence; knows nothing of the model."""
+
+    def allowed_token_ids(self) -> list[int] | None:
+        """The tokens that may come next; None = any."""
+        ...
+
+    def advance(self, token_id: int) -> list[int]:
+        """Take a sampled token; returns tokens that are forced to follow it (jump-forward)."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing may follow: the sequence ends with finish reason `stop`."""
+        ...
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    """Holds a row and blocks."""
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sample of a request: `num_computed_tokens` chases `num_tokens`; there are no phases."""
+
+    request: Request
+    index: int
+    """0..n-1, the sample index."""
+    output_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    row: int | None = None
+    block_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    """Tokens whose KV is in the cache or being written by a step already planned."""
+    num_pending_tokens: int = 0
+    """Samples planned in steps that have not retired: tokens that exist on the device only."""
+    grammar: Grammar | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and output tokens whose values the host knows."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens and those still in flight."""
+        return self.num_known_tokens + self.num_pending_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    def token_ids(self) -> list[int]:
+        """Every known token, prompt first."""
+        return self.request.prompt_token_ids + self.output_token_ids
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A caller's request, already validated and tokenised."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    """`max_tokens` is resolved (never None)."""
+    seed: int
+    priority: int = 0
+    """Lower runs first, as in vLLM."""
+    arrival: float = 0.0
+    """Orders requests of one priority; kept through preemption."""
+    sequences: list[Sequence] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    """Prompt tokens served by the prefix cache when the request was first admitted."""
+    num_step_failures: int = 0
+    """Steps that raised while this request was in them."""
+
+    @property
+    def max_tokens(self) -> int:
+        assert self.params.max_tokens is not None, "the input processor resolves max_tokens"
+        return self.params.max_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.is_finished for sequence in self.sequences)
+
+
+@dataclass(slots=True)
+class SequenceUpdate:
+    """What a retired step did to one sequence: the scheduler's word to the output processor."""
+
+    sequence: Sequence
+    new_token_ids: list[int] = field(default_factory=list)
+    new_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+    """Set when the sequence failed (finish_reason "error")."""
+    error_code: str | None = None

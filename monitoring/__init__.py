@@ -1,0 +1,1 @@
+"""Metrics, health and logs. Reads snapshots, never the insides of the engine."""

@@ -1,0 +1,1 @@
+"""The wire contract that producers and workers share."""

@@ -1,0 +1,1 @@
+"""The long-lived process between Redis and the engine."""

@@ -70,6 +70,7 @@ class StepPlan:
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, destination) block ids, copied in every layer before anything is written."""
     work: list[RowWork] = field(default_factory=list)
+    """Rows with one token first: execution splits the batch there."""
     samples: list[Sample] = field(default_factory=list)
 
     @property

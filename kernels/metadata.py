@@ -1,0 +1,30 @@
+"""What the attention operators must know of a step, beside queries and caches. Tensors only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """One step's ragged batch over the paged cache.
+
+    Rows with one query token come first (`num_decode_rows` of them), then rows with more. Every row's keys and
+    values of this step are in the cache before attention reads it; query token i of a row with `query_len`
+    tokens stands at position `seq_len - query_len + i` and sees keys 0..that position.
+
+    Padded rows (`seq_lens` 0) and padded tokens (`slot_mapping` -1) may stand at the end of the batch: they
+    write nothing, and what comes out for them is undefined.
+    """
+
+    block_tables: torch.Tensor  # [num_rows, max_blocks] int32; entries past a row's length are undefined
+    query_start_loc: torch.Tensor  # [num_rows + 1] int32, prefix sums of the query lengths
+    seq_lens: torch.Tensor  # [num_rows] int32, tokens in the cache after this step's writes
+    slot_mapping: torch.Tensor  # [num_tokens] int64, block id * block_size + offset; -1 = padded
+    query_lens_host: list[int]  # [num_rows] the same on the host, for grids and work lists
+    seq_lens_host: list[int]  # [num_rows]
+    num_decode_rows: int
+    max_query_len: int
+    max_seq_len: int

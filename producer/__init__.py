@@ -1,0 +1,98 @@
+"""The producer: submit generation jobs to Pagemill and collect their results.
+
+Importing it is light. Names load when they are first used, and bring in redis and pydantic only.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from producer.async_client import AsyncProducer
+    from producer.async_handles import AsyncBatchHandle, AsyncJobHandle
+    from producer.client import Producer
+    from producer.handles import BatchHandle, JobHandle
+    from producer.wire.errors import (
+        IdempotencyConflict,
+        InvalidJob,
+        JobCancelled,
+        JobDead,
+        JobError,
+        JobExpired,
+        JobFailed,
+        JobNotFound,
+        PagemillError,
+        QueueFull,
+        RedisUnavailable,
+        ResultExpired,
+        ResultTimeout,
+    )
+    from producer.wire.protocol import (
+        BatchCounts,
+        BatchItem,
+        Job,
+        JobStatus,
+        Message,
+        Output,
+        Progress,
+        Result,
+        StreamEvent,
+        StructuredOutputs,
+        Usage,
+    )
+
+__all__ = [
+    "Producer",
+    "AsyncProducer",
+    "JobHandle",
+    "BatchHandle",
+    "AsyncJobHandle",
+    "AsyncBatchHandle",
+    "Job",
+    "Message",
+    "StructuredOutputs",
+    "JobStatus",
+    "Progress",
+    "Result",
+    "Output",
+    "Usage",
+    "StreamEvent",
+    "BatchCounts",
+    "BatchItem",
+    "PagemillError",
+    "InvalidJob",
+    "QueueFull",
+    "IdempotencyConflict",
+    "RedisUnavailable",
+    "ResultTimeout",
+    "JobNotFound",
+    "ResultExpired",
+    "JobError",
+    "JobFailed",
+    "JobDead",
+    "JobCancelled",
+    "JobExpired",
+]
+
+_HOMES = {
+    "producer.client": ("Producer",),
+    "producer.async_client": ("AsyncProducer",),
+    "producer.handles": ("JobHandle", "BatchHandle"),
+    "producer.async_handles": ("AsyncJobHandle", "AsyncBatchHandle"),
+    "producer.wire.protocol": tuple(__all__[6:17]),
+    "producer.wire.errors": tuple(__all__[17:]),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,231 @@
+"""What comes back over the wire: status, progress, results, stream events, batches, checkpoints.
+
+Times are unix seconds (float, UTC) by the server's clock, durations are seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+State = Literal["queued", "delayed", "running", "succeeded", "failed", "cancelled", "expired", "dead"]
+EndState = Literal["succeeded", "failed", "cancelled", "expired", "dead"]
+Phase = Literal["waiting", "prefill", "decode"]
+FinishReason = Literal["stop", "length"]
+
+ACTIVE_STATES: tuple[State, ...] = ("queued", "delayed", "running")
+END_STATES: tuple[EndState, ...] = ("succeeded", "failed", "cancelled", "expired", "dead")
+
+
+class WireModel(BaseModel):
+    """Strict about unknown fields, immutable, and silent about its input when it refuses it."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, hide_input_in_errors=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class TokenLogprob(WireModel):
+    """One token and its log probability; None where the token was forced."""
+
+    token_id: int
+    logprob: float | None
+    text: str = ""
+
+
+class PositionLogprobs(WireModel):
+    """The chosen token of one output position, and the most likely ones."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+class Output(WireModel):
+    """One sample. `finish_reason` is None in partial output."""
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+    parsed: Any = None
+    """The value the text stands for, when the job asked for a structure."""
+
+
+class Usage(WireModel):
+    """Token counts of one job; `cached_tokens` are prompt tokens taken from the prefix cache."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Timing(WireModel):
+    """Seconds from submit to the start, from the start to the first token, and from submit to the end."""
+
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+
+
+class Result(WireModel):
+    """What a job that succeeded came to."""
+
+    id: str
+    outputs: tuple[Output, ...] = Field(min_length=1)
+    usage: Usage = Usage()
+    model: str
+    seed: int | None = None
+    tier: str = "continues"
+    """How exact a resumed run is: bitwise, token or continues."""
+    fingerprint: str = ""
+    """Names weights, dtype and device class; results with the same one are comparable."""
+    attempt: int = 1
+    resumed_tokens: int = 0
+    """Output tokens taken over from a checkpoint."""
+    timing: Timing = Timing()
+    metadata: dict[str, Any] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.outputs[0].finish_reason
+
+
+class ErrorInfo(WireModel):
+    """Why an execution or a job ended without a result."""
+
+    code: str
+    message: str
+    retryable: bool = False
+    partial: tuple[Output, ...] = ()
+
+
+class Progress(WireModel):
+    """How far a job is. Token counts are sums over its samples."""
+
+    phase: Phase = "waiting"
+    prompt_tokens_done: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    max_tokens: int = 0
+    updated_at: float = 0.0
+
+
+class JobStatus(WireModel):
+    """One job at one moment. `position` counts the jobs ahead of it in its own waiting set."""
+
+    id: str
+    state: State
+    queue: str
+    model: str
+    tenant: str
+    priority: str
+    attempt: int = 0
+    """The execution that is under way or was the last; 0 before the first."""
+    crashes: int = 0
+    position: int | None = None
+    created_at: float
+    started_at: float | None = None
+    """When its last execution began."""
+    finished_at: float | None = None
+    deadline: float | None = None
+    worker: str | None = None
+    progress: Progress = Progress()
+    error: str | None = None
+    """Why it failed, was retried, or waits."""
+    metadata: dict[str, Any] | None = None
+
+    @property
+    def done(self) -> bool:
+        """The job has reached a terminal state."""
+        return self.state in END_STATES
+
+
+class StreamEvent(WireModel):
+    """One event of `stream()`.
+
+    `token`: new tokens of sample `index` that begin at `offset`. `snapshot`: the sample's full text and
+    tokens so far, replacing what came before. `end`: the job ended in `state`; the last event, exactly once.
+    """
+
+    type: Literal["token", "snapshot", "end"]
+    attempt: int = 0
+    index: int = 0
+    offset: int = 0
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    state: EndState | None = None
+
+
+class BatchCounts(WireModel):
+    """Jobs of a batch by state. The states sum to `total` at every read."""
+
+    total: int = 0
+    queued: int = 0
+    delayed: int = 0
+    running: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    expired: int = 0
+    dead: int = 0
+
+    @property
+    def ended(self) -> int:
+        return self.succeeded + self.failed + self.cancelled + self.expired + self.dead
+
+    @property
+    def done(self) -> bool:
+        """Every job that has been submitted has ended."""
+        return self.ended == self.total
+
+
+class BatchItem(WireModel):
+    """The end of one job of a batch: its result or its error. Reading on from `cursor` gives the next."""
+
+    id: str
+    key: str
+    metadata: dict[str, Any] | None = None
+    cursor: int
+    state: EndState
+    result: Result | None = None
+    error: ErrorInfo | None = None
+
+
+class Delta(WireModel):
+    """What one sample gained since its last checkpoint, from output position `offset` on."""
+
+    index: int = Field(ge=0)
+    offset: int = Field(ge=0)
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+
+
+class CheckpointSample(WireModel):
+    """One sample as far as it was checkpointed."""
+
+    index: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+
+
+class Checkpoint(WireModel):
+    """Where a takeover goes on. Only the tokens: KV is never stored."""
+
+    v: int = 1
+    fingerprint: str = ""
+    seed: int | None = None
+    seqs: tuple[CheckpointSample, ...] = ()

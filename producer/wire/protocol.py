@@ -1,0 +1,306 @@
+"""What a job is: its fields, limits and envelope. What comes back is in outputs.py and re-exported here.
+
+The envelope is the job's JSON with its non-default fields and `v`, the envelope version. Workers validate it
+again when they pull, so that a job written by anybody fails alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, Strict, StringConstraints, ValidationError, field_validator, model_validator
+
+from producer.wire import keys
+from producer.wire.errors import InvalidJob
+from producer.wire.outputs import (
+    ACTIVE_STATES,
+    END_STATES,
+    BatchCounts,
+    BatchItem,
+    Checkpoint,
+    CheckpointSample,
+    Delta,
+    EndState,
+    ErrorInfo,
+    FinishReason,
+    JobStatus,
+    Output,
+    Phase,
+    PositionLogprobs,
+    Progress,
+    Result,
+    State,
+    StreamEvent,
+    Timing,
+    TokenLogprob,
+    Usage,
+    WireModel,
+)
+from producer.wire.sampling import (
+    DEFAULT_PROMPT_MAX_TOKENS,
+    SAMPLING_FIELDS,
+    Int,
+    SamplingFields,
+    StructuredOutputs,
+    TokenId,
+)
+
+__all__ = [
+    "ENVELOPE_VERSION",
+    "Job",
+    "Message",
+    "SamplingFields",
+    "StructuredOutputs",
+    "SAMPLING_FIELDS",
+    "DEFAULT_PROMPT_MAX_TOKENS",
+    "JobStatus",
+    "Progress",
+    "Phase",
+    "State",
+    "EndState",
+    "ACTIVE_STATES",
+    "END_STATES",
+    "Result",
+    "Output",
+    "FinishReason",
+    "PositionLogprobs",
+    "TokenLogprob",
+    "Usage",
+    "Timing",
+    "ErrorInfo",
+    "StreamEvent",
+    "BatchCounts",
+    "BatchItem",
+    "Checkpoint",
+    "CheckpointSample",
+    "Delta",
+    "WireModel",
+]
+
+ENVELOPE_VERSION = 1
+MAX_PAYLOAD_BYTES = 1 << 20
+MAX_METADATA_BYTES = 16 << 10
+MAX_METADATA_DEPTH = 16
+MAX_MESSAGES = 1024
+MAX_SECONDS = 366 * 86400.0
+"""Longest delay, ttl or timeout."""
+BYTES_PER_TOKEN = 3
+"""A low guess for text, so that a job is rather thought too dear than too cheap."""
+CHAT_TOKENS_GUESS = 256
+"""What a chat that names no max_tokens is expected to generate."""
+
+_Seconds = Annotated[float, Strict(), Field(gt=0.0, le=MAX_SECONDS, allow_inf_nan=False)]
+_UnixTime = Annotated[float, Strict(), Field(ge=0.0, le=1e11, allow_inf_nan=False)]
+_Bool = Annotated[bool, Strict()]
+
+
+class Message(WireModel):
+    """One turn of a chat."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Annotated[str, Strict()]
+
+
+class Job(SamplingFields):
+    """One generation job: exactly one of `prompt`, `messages` and `prompt_token_ids`, a model, and options.
+
+    `Job.parse` raises `InvalidJob`; the constructor raises pydantic's ValidationError.
+    """
+
+    prompt: Annotated[str, StringConstraints(strict=True, min_length=1)] | None = None
+    messages: Annotated[tuple[Message, ...], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    prompt_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)] | None = None
+    model: Annotated[str, StringConstraints(strict=True, pattern=f"^{keys.MODEL_PATTERN.pattern}$")]
+    """The served name, never a path."""
+    priority: Literal["high", "normal", "low"] = "normal"
+    tenant: Annotated[str, StringConstraints(strict=True, pattern=f"^{keys.TENANT_PATTERN.pattern}$")] = (
+        "default"
+    )
+    deadline: _UnixTime | None = None
+    """Unix seconds. A job that has not ended by then is expired."""
+    ttl: _Seconds | None = None
+    """A deadline counted from the submit, in seconds; with `deadline`, the earlier one holds."""
+    delay: _Seconds | None = None
+    """Seconds before the job may start."""
+    run_at: _UnixTime | None = None
+    """Unix seconds before which the job does not start."""
+    timeout: _Seconds | None = None
+    """Seconds that one execution may take."""
+    max_attempts: Int = Field(default=3, ge=1, le=100)
+    """Executions that may end in the job's own retryable error."""
+    idempotency_key: Annotated[str, StringConstraints(strict=True, min_length=1, max_length=255)] | None = (
+        None
+    )
+    key: Annotated[str, StringConstraints(strict=True, min_length=1, max_length=255)] | None = None
+    """The item's name inside its batch."""
+    metadata: dict[str, Any] | None = None
+    """The caller's own JSON, handed back with status and result."""
+    stream: _Bool = False
+    """Checkpoint often, so that `stream()` sees tokens early."""
+    webhook: str | None = None
+    traceparent: (
+        Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")]
+        | None
+    ) = None
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Job:
+        """A job from its fields. Raises InvalidJob with every reason, and never quotes the input."""
+        try:
+            job = cls.model_validate(dict(fields))
+        except ValidationError as error:
+            raise InvalidJob(_reasons(error)) from None
+        if job.webhook is not None:
+            raise InvalidJob(
+                "webhook is not supported yet; poll or wait for the result", "unsupported_feature"
+            )
+        return job
+
+    @classmethod
+    def from_payload(cls, payload: bytes) -> Job:
+        """A job from its envelope. Raises InvalidJob."""
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise InvalidJob(
+                f"the payload has {len(payload)} bytes, the limit is {MAX_PAYLOAD_BYTES}", "payload_too_large"
+            )
+        try:
+            fields = json.loads(payload, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            raise InvalidJob("the payload is not JSON") from None
+        if not isinstance(fields, dict) or fields.pop("v", None) != ENVELOPE_VERSION:
+            raise InvalidJob(f"the payload is not a version {ENVELOPE_VERSION} envelope")
+        return cls.parse(fields)
+
+    def to_payload(self) -> bytes:
+        """The envelope. Raises InvalidJob if it is larger than the limit."""
+        body = self.model_dump_json(exclude_defaults=True)
+        payload = f'{{"v":{ENVELOPE_VERSION},{body[1:]}'.encode()
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise InvalidJob(
+                f"the job has {len(payload)} bytes, the limit is {MAX_PAYLOAD_BYTES}", "payload_too_large"
+            )
+        return payload
+
+    def sampling(self) -> dict[str, Any]:
+        """Keyword arguments for the engine's SamplingParams, `max_tokens` resolved for plain prompts."""
+        fields = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        if self.max_tokens is None and self.messages is None:
+            fields["max_tokens"] = DEFAULT_PROMPT_MAX_TOKENS
+        return fields
+
+    def cost_tokens(self) -> int:
+        """A guess of the KV tokens the job will hold: its prompt, and its output once per sample."""
+        if self.prompt_token_ids is not None:
+            prompt_tokens = len(self.prompt_token_ids)
+        elif self.prompt is not None:
+            prompt_tokens = _text_tokens(self.prompt)
+        else:
+            prompt_tokens = sum(_text_tokens(message.content) + 4 for message in self.messages or ())
+        default = CHAT_TOKENS_GUESS if self.messages is not None else DEFAULT_PROMPT_MAX_TOKENS
+        return prompt_tokens + (self.max_tokens or default) * self.n
+
+    def digest(self) -> str:
+        """A hash of what the job computes: prompt, model and sampling, not when, for whom or how soon."""
+        work = self.model_dump_json(include=_WORK_FIELDS, exclude_defaults=True)
+        return hashlib.blake2b(work.encode(), digest_size=12).hexdigest()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _map_response_format(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("response_format") is None:
+            return data
+        if data.get("structured_outputs") is not None:
+            raise ValueError("give response_format or structured_outputs, not both")
+        fields = {name: value for name, value in data.items() if name != "response_format"}
+        fields["structured_outputs"] = _structure(data["response_format"])
+        return fields
+
+    @field_validator("metadata")
+    @classmethod
+    def _small_json(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is None:
+            return None
+        _check_json(value, MAX_METADATA_DEPTH)
+        if len(json.dumps(value, ensure_ascii=False).encode()) > MAX_METADATA_BYTES:
+            raise ValueError(f"metadata has more than {MAX_METADATA_BYTES} bytes of JSON")
+        return value
+
+    @model_validator(mode="after")
+    def _one_prompt_one_start(self) -> Self:
+        if sum(value is not None for value in (self.prompt, self.messages, self.prompt_token_ids)) != 1:
+            raise ValueError("give exactly one of prompt, messages, prompt_token_ids")
+        if self.delay is not None and self.run_at is not None:
+            raise ValueError("give delay or run_at, not both")
+        return self
+
+
+_WORK_FIELDS = {*SAMPLING_FIELDS, "prompt", "messages", "prompt_token_ids", "model"}
+
+
+def _text_tokens(text: str) -> int:
+    return len(text.encode()) // BYTES_PER_TOKEN + 1
+
+
+def _structure(response_format: Any) -> dict[str, str] | None:
+    """OpenAI's response_format as structured_outputs."""
+    match response_format:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"json": '{"type":"object"}'}
+        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
+            _check_json(schema, depth=64)
+            return {"json": json.dumps(schema, ensure_ascii=False)}
+    raise ValueError(
+        "response_format must have type text, json_object or json_schema (with json_schema.schema)"
+    )
+
+
+def _check_json(value: Any, depth: int) -> None:
+    """Raise ValueError unless `value` is plain JSON: str names, finite numbers, no lone surrogates."""
+    match value:
+        case None | bool() | int():
+            return
+        case float():
+            if not math.isfinite(value):
+                raise ValueError("numbers must be finite")
+        case str():
+            if not _is_unicode(value):
+                raise ValueError("strings must not hold lone surrogates")
+        case list() | tuple() | dict():
+            if depth == 0:
+                raise ValueError("nested too deep")
+            if isinstance(value, dict):
+                if not all(isinstance(name, str) and _is_unicode(name) for name in value):
+                    raise ValueError("names must be strings")
+                value = value.values()
+            for item in value:
+                _check_json(item, depth - 1)
+        case _:
+            raise ValueError(f"{type(value).__name__} is not JSON")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _reasons(error: ValidationError) -> str:
+    """Every complaint with its place, without a word of the input."""
+    reasons = []
+    for item in error.errors(include_input=False, include_url=False, include_context=False)[:8]:
+        place = ".".join(str(part) for part in item["loc"] if isinstance(part, int | str))
+        message = item["msg"].removeprefix("Value error, ")
+        reasons.append(f"{place}: {message}" if place else message)
+    return "; ".join(reasons)

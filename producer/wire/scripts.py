@@ -1,0 +1,42 @@
+"""The Lua scripts and the value that stands for one call of one of them. No input or output happens here."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+_INCLUDE = re.compile(r"^-- @include (\w+)\n", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One atomic transition, not yet run: a transport sends it and hands back `parse(reply)`.
+
+    Every script tolerates being sent twice, so a call whose reply was lost may be sent again.
+    """
+
+    script: str
+    """The script's name: `producer/wire/lua/<script>.lua`."""
+    keys: tuple[str, ...]
+    args: tuple[str | bytes | int | float, ...]
+    parse: Callable[[Any], T]
+
+
+@cache
+def source(name: str) -> str:
+    """The script's text, with the files it includes put in their place."""
+    text = (files("producer.wire") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    return _INCLUDE.sub(lambda match: source(match[1]), text)
+
+
+@cache
+def sha1(name: str) -> str:
+    """What EVALSHA calls the script."""
+    return hashlib.sha1(source(name).encode(), usedforsecurity=False).hexdigest()

@@ -1,0 +1,160 @@
+"""Two small drivers that run `Call`s: one over redis.Redis, one over redis.asyncio.Redis.
+
+Scripts go by EVALSHA; a server that does not know one yet (NOSCRIPT: new, restarted, failed over) is taught it
+and asked again. The driver library's errors become ours here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import redis
+import redis.asyncio
+from redis import exceptions
+
+from producer.wire import scripts
+from producer.wire.errors import QueueFull, RedisUnavailable
+from producer.wire.scripts import Call
+
+T = TypeVar("T")
+
+CONNECTION_OPTIONS: dict[str, Any] = {
+    "socket_timeout": 15.0,
+    "socket_connect_timeout": 5.0,
+    "socket_keepalive": True,
+    "health_check_interval": 30,
+}
+"""For every client of ours. A blocking command must return before `socket_timeout`."""
+
+_PIPELINE_CALLS = 500
+
+
+@contextmanager
+def wrap_errors() -> Iterator[None]:
+    """Turn the driver library's errors into ours."""
+    try:
+        yield
+    except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
+        raise RedisUnavailable(f"Redis does not answer: {error}") from error
+    except exceptions.ResponseError as error:
+        raise _response_error(error) from error
+
+
+def _response_error(error: exceptions.ResponseError) -> Exception:
+    message = str(error)
+    # Redis 6.2 wraps a script's error in a sentence of its own, so the word is looked for anywhere.
+    if isinstance(error, exceptions.OutOfMemoryError) or "OOM command not allowed" in message:
+        return QueueFull("the Redis server has reached its maxmemory")
+    unavailable = (
+        "READONLY",
+        "LOADING",
+        "MASTERDOWN",
+        "CLUSTERDOWN",
+        "MISCONF",
+        "BUSY",
+        "TRYAGAIN",
+        "NOREPLICAS",
+    )
+    if isinstance(error, exceptions.ReadOnlyError) or any(word in message[:160] for word in unavailable):
+        return RedisUnavailable(f"Redis refuses writes now: {message}")
+    return error
+
+
+class SyncTransport:
+    """Runs calls over a `redis.Redis` (decode_responses off). Thread-safe, as the client is."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.client = client
+
+    def run(self, call: Call[T]) -> T:
+        """Run one call. Raises RedisUnavailable, QueueFull (out of memory), or redis' ResponseError."""
+        with wrap_errors():
+            try:
+                reply = self.client.evalsha(*_evalsha(call))
+            except exceptions.NoScriptError:
+                reply = self.client.eval(scripts.source(call.script), len(call.keys), *call.keys, *call.args)
+        return call.parse(reply)
+
+    def run_many(self, calls: Sequence[Call[T]]) -> list[T]:
+        """Run calls in one round trip (each atomic, together not). The first error is raised, after all ran."""
+        replies: list[Any] = []
+        with wrap_errors():
+            for start in range(0, len(calls), _PIPELINE_CALLS):
+                replies += self._pipeline(calls[start : start + _PIPELINE_CALLS])
+        return [call.parse(reply) for call, reply in zip(calls, replies, strict=True)]
+
+    def _pipeline(self, calls: Sequence[Call[T]]) -> list[Any]:
+        replies = self._send(calls)
+        unknown = [i for i, reply in enumerate(replies) if isinstance(reply, exceptions.NoScriptError)]
+        if unknown:
+            for name in {calls[i].script for i in unknown}:
+                self.client.script_load(scripts.source(name))
+            for i, reply in zip(unknown, self._send([calls[i] for i in unknown]), strict=True):
+                replies[i] = reply
+        return _without_errors(replies)
+
+    def _send(self, calls: Sequence[Call[T]]) -> list[Any]:
+        with self.client.pipeline(transaction=False) as pipeline:
+            for call in calls:
+                pipeline.evalsha(*_evalsha(call))
+            return list(pipeline.execute(raise_on_error=False))
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class AsyncTransport:
+    """Runs calls over a `redis.asyncio.Redis` (decode_responses off)."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self.client = client
+
+    async def run(self, call: Call[T]) -> T:
+        """As SyncTransport.run."""
+        with wrap_errors():
+            try:
+                reply = await self.client.evalsha(*_evalsha(call))
+            except exceptions.NoScriptError:
+                source = scripts.source(call.script)
+                reply = await self.client.eval(source, len(call.keys), *call.keys, *call.args)
+        return call.parse(reply)
+
+    async def run_many(self, calls: Sequence[Call[T]]) -> list[T]:
+        """As SyncTransport.run_many."""
+        replies: list[Any] = []
+        with wrap_errors():
+            for start in range(0, len(calls), _PIPELINE_CALLS):
+                replies += await self._pipeline(calls[start : start + _PIPELINE_CALLS])
+        return [call.parse(reply) for call, reply in zip(calls, replies, strict=True)]
+
+    async def _pipeline(self, calls: Sequence[Call[T]]) -> list[Any]:
+        replies = await self._send(calls)
+        unknown = [i for i, reply in enumerate(replies) if isinstance(reply, exceptions.NoScriptError)]
+        if unknown:
+            for name in {calls[i].script for i in unknown}:
+                await self.client.script_load(scripts.source(name))
+            for i, reply in zip(unknown, await self._send([calls[i] for i in unknown]), strict=True):
+                replies[i] = reply
+        return _without_errors(replies)
+
+    async def _send(self, calls: Sequence[Call[T]]) -> list[Any]:
+        async with self.client.pipeline(transaction=False) as pipeline:
+            for call in calls:
+                pipeline.evalsha(*_evalsha(call))
+            return list(await pipeline.execute(raise_on_error=False))
+
+    async def close(self) -> None:
+        await self.client.aclose()
+
+
+def _evalsha(call: Call[Any]) -> tuple[Any, ...]:
+    return (scripts.sha1(call.script), len(call.keys), *call.keys, *call.args)
+
+
+def _without_errors(replies: list[Any]) -> list[Any]:
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise reply
+    return replies

@@ -1,0 +1,157 @@
+"""What a worker counts about itself. Plain Python: whoever counts needs no metrics library."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from typing import Generic, Literal, TypeVar, get_args
+
+from engine.outputs import Histogram, HistogramSnapshot
+
+Delivery = Literal["first", "redelivered"]
+Outcome = Literal["succeeded", "failed", "cancelled", "expired", "dead"]
+RetryReason = Literal["engine_error", "out_of_memory", "worker_lost", "output_invalid", "other"]
+RenewalResult = Literal["renewed", "lost", "error"]
+CommitResult = Literal["committed", "fenced", "already_done", "error"]
+ProgressResult = Literal["written", "refused", "error"]
+BlockReason = Literal["kv", "rows", "loading", "paused", "draining", "redis", "results"]
+RedisErrorKind = Literal["connection", "timeout", "response", "other"]
+WorkerState = Literal["starting", "ready", "paused", "draining", "degraded", "stopped"]
+
+FAILURE_CODES = (
+    "invalid_job",
+    "prompt_too_long",
+    "never_fits",
+    "unknown_model",
+    "schema_invalid",
+    "schema_too_complex",
+    "payload_too_large",
+    "unsigned",
+    "unsupported_feature",
+    "engine_error",
+    "out_of_memory",
+    "worker_lost",
+    "output_invalid",
+    "deadline_exceeded",
+    "attempts_exhausted",
+    "crash_suspect",
+)
+
+WAIT_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
+"""A job may wait for minutes in a backlog or for a night in a batch."""
+REDIS_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+ATTEMPTS = (1, 2, 3, 5, 10)
+
+Label = TypeVar("Label", bound=str)
+
+
+class Counts(Generic[Label]):
+    """A counter per label value, each there from the start. What it does not know is counted as `other`.
+
+    A label value that nobody declared would make the number of series unbounded, and an exception here
+    would cost a job: neither is worth a number.
+    """
+
+    def __init__(self, lock: threading.Lock, values: Iterable[str]) -> None:
+        self._lock = lock
+        self._counts: dict[str, float] = dict.fromkeys(values, 0)
+
+    def inc(self, value: Label, amount: float = 1) -> None:
+        with self._lock:
+            key = value if value in self._counts else "other"
+            self._counts[key] = self._counts.get(key, 0) + amount
+
+    def read(self) -> dict[str, float]:
+        with self._lock:
+            return dict(self._counts)
+
+
+class Counter:
+    """A counter without labels."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._count = 0.0
+
+    def inc(self, amount: float = 1) -> None:
+        with self._lock:
+            self._count += amount
+
+    def read(self) -> float:
+        return self._count
+
+
+class Observations:
+    """A histogram that several threads may feed."""
+
+    def __init__(self, lock: threading.Lock, bounds: tuple[float, ...]) -> None:
+        self._lock = lock
+        self._histogram = Histogram(bounds)
+
+    def observe(self, value: float) -> None:
+        with self._lock:
+            self._histogram.observe(value)
+
+    def read(self) -> HistogramSnapshot:
+        with self._lock:
+            return self._histogram.snapshot()
+
+
+class WorkerCounters:
+    """Everything a worker counts, and the few figures it states about itself.
+
+    Safe from any thread. One lock guards all counts and is held for one addition, so that nobody waits for a
+    scrape. The plain attributes at the end are written by the worker and read at scrape time.
+    """
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        self.jobs_received: Counts[Delivery] = Counts(lock, get_args(Delivery))
+        """Jobs pulled; `redelivered`: somebody else had started it."""
+        self.jobs_finished: Counts[Outcome] = Counts(lock, get_args(Outcome))
+        """Ends that this worker committed."""
+        self.job_failures: Counts[str] = Counts(lock, (*FAILURE_CODES, "other"))
+        """Executions that ended with an error, by its code; those that will be retried included."""
+        self.job_retries: Counts[RetryReason] = Counts(lock, get_args(RetryReason))
+        self.jobs_handed_back = Counter(lock)
+        """Jobs returned to the queue unfinished, at drain or because nothing had been started."""
+        self.resumed_tokens = Counter(lock)
+        """Tokens taken over from checkpoints instead of being generated again."""
+        self.discarded_tokens: Counts[Literal["cancelled", "fenced", "retry"]] = Counts(
+            lock, ("cancelled", "fenced", "retry")
+        )
+        """Generated tokens that reach nobody."""
+
+        self.lease_renewals: Counts[RenewalResult] = Counts(lock, get_args(RenewalResult))
+        self.leases_lost = Counter(lock)
+        self.commits: Counts[CommitResult] = Counts(lock, get_args(CommitResult))
+        """fenced: a stale token's result, discarded. already_done: a commit repeated after a lost reply."""
+        self.progress_writes: Counts[ProgressResult] = Counts(lock, get_args(ProgressResult))
+
+        self.admission_blocked_seconds: Counts[BlockReason] = Counts(lock, get_args(BlockReason))
+        """Time in which no job could be pulled, by what stood in the way."""
+        self.redis_errors: Counts[RedisErrorKind] = Counts(lock, get_args(RedisErrorKind))
+        self.redis_reconnects = Counter(lock)
+
+        self.queue_wait_seconds = Observations(lock, WAIT_SECONDS)
+        """From submit (or the retry's due time) to the pull."""
+        self.e2e_seconds = Observations(lock, WAIT_SECONDS)
+        """From submit to the committed end."""
+        self.attempts = Observations(lock, ATTEMPTS)
+        """Executions that a finished job took."""
+        self.commit_seconds = Observations(lock, REDIS_SECONDS)
+
+        self.state: WorkerState = "starting"
+        self.started_at = time.time()
+        """Unix seconds."""
+        self.redis_up = False
+        self.leases_held = 0
+        self.credit_sequences = 0
+        """Sequences that the last pull asked for at most."""
+        self.credit_blocks = 0
+        """KV blocks that the last pull could have filled."""
+        self.results_buffered = 0
+        """Finished results held in memory until Redis takes them."""
+        self.results_buffered_bytes = 0
+        self.model_load_seconds = 0.0

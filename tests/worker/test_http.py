@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from worker.http import Health, PortTaken, Probes, StatusServer
+
+
+class Answers:
+    def __init__(self) -> None:
+        self.health = Health(ok=True)
+        self.readiness = Health(ok=True)
+
+    def probes(self) -> Probes:
+        return Probes(
+            metrics=lambda: b"metric 1\n", health=lambda: self.health, readiness=lambda: self.readiness
+        )
+
+
+@pytest.fixture
+def answers() -> Answers:
+    return Answers()
+
+
+@pytest.fixture
+def server(answers: Answers) -> Iterator[StatusServer]:
+    server = StatusServer("127.0.0.1", 0, answers.probes())
+    yield server
+    server.close()
+
+
+def get(url: str) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def test_metrics_are_served_as_they_come(server: StatusServer) -> None:
+    assert get(f"{server.url}/metrics") == (200, b"metric 1\n")
+
+
+def test_probes_answer_503_when_they_are_not_good_and_say_why(server: StatusServer, answers: Answers) -> None:
+    assert get(f"{server.url}/healthz")[0] == 200
+    answers.readiness = Health(ok=False, details={"state": "draining"})
+    status, body = get(f"{server.url}/readyz")
+    assert status == 503
+    assert json.loads(body) == {"ok": False, "state": "draining"}
+    assert get(f"{server.url}/healthz")[0] == 200
+
+
+def test_an_unknown_path_is_404(server: StatusServer) -> None:
+    assert get(f"{server.url}/nonsense")[0] == 404
+
+
+def test_an_explicit_port_that_is_taken_is_an_error(server: StatusServer, answers: Answers) -> None:
+    with pytest.raises(PortTaken, match=f"port {server.port} .* is taken"):
+        StatusServer("127.0.0.1", server.port, answers.probes())
+
+
+def test_the_default_port_moves_on_when_it_is_taken(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setattr("worker.http.DEFAULT_HTTP_PORT", taken.getsockname()[1])
+        server = StatusServer("127.0.0.1", None, answers.probes())
+        try:
+            assert server.port > taken.getsockname()[1]
+            assert get(f"{server.url}/metrics")[0] == 200
+        finally:
+            server.close()

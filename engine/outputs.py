@@ -141,6 +141,8 @@ class SchedulerStats:
     preempted_tokens: int = 0
     """Computed tokens thrown away by recompute preemption, to be computed again (prefix hits not deducted)."""
     steps_failed: int = 0
+    discarded_tokens: int = 0
+    """Sampled tokens thrown away because their sequence had already ended (a stop found one step late)."""
 
 
 @dataclass(frozen=True, slots=True)

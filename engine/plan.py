@@ -42,6 +42,9 @@ class RowWork:
     """Blocks appended to the row's table by this step."""
     replaced_blocks: list[tuple[int, int]] = field(default_factory=list)
     """(index in the block table, new block id): the row's entries after a copy-on-write."""
+    forced_token_ids: list[tuple[int, int]] = field(default_factory=list)
+    """(position, token id): tokens a grammar forced after a sampled one. Execution never sampled them, so it
+    writes them into the row's token table before the forward pass."""
 
 
 @dataclass(slots=True)

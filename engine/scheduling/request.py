@@ -54,6 +54,14 @@ class Sequence:
     num_pending_tokens: int = 0
     """Samples planned in steps that have not retired: tokens that exist on the device only."""
     grammar: Grammar | None = None
+    last_step_id: int = -1
+    """The newest step whose plan names this sequence's blocks."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Chained hashes of the full blocks of known tokens, as far as they were needed."""
+    num_registered_blocks: int = 0
+    """Leading blocks of the table that the prefix cache already knows of."""
+    forced_token_ids: list[tuple[int, int]] = field(default_factory=list)
+    """(position, token) of forced tokens that execution has not been told of yet."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -77,6 +85,14 @@ class Sequence:
         """Every known token, prompt first."""
         return self.request.prompt_token_ids + self.output_token_ids
 
+    def known_tokens(self, start: int, end: int) -> list[int]:
+        """Known tokens at positions start..end-1, without copying a long prompt."""
+        prompt = self.request.prompt_token_ids
+        if end <= len(prompt):
+            return prompt[start:end]
+        output = self.output_token_ids[max(0, start - len(prompt)) : end - len(prompt)]
+        return prompt[start:] + output
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -96,6 +112,16 @@ class Request:
     """Prompt tokens served by the prefix cache when the request was first admitted."""
     num_step_failures: int = 0
     """Steps that raised while this request was in them."""
+    insertion: int = 0
+    """Counts requests in the order they were added; breaks ties of priority and arrival. Set by the scheduler."""
+    max_num_tokens: int = 0
+    """Where its sequences end in `length`: prompt + max_tokens, within the model's context. Set by the scheduler."""
+    was_admitted: bool = False
+    """Has entered a step at least once."""
+
+    @property
+    def live_sequences(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if not sequence.is_finished]
 
     @property
     def max_tokens(self) -> int:

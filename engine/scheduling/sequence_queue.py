@@ -1,0 +1,72 @@
+"""Sequences in scheduling order, for those that wait and for those that run."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from engine.scheduling.request import Sequence
+
+_Key = tuple[int, float, int, int]
+
+
+def scheduling_key(sequence: Sequence) -> _Key:
+    """Priority, then arrival, then insertion, then sample: unique, and fixed for a sequence's whole life."""
+    request = sequence.request
+    return (request.priority, request.arrival, request.insertion, sequence.index)
+
+
+class SequenceQueue:
+    """Sequences sorted by `scheduling_key`; adding and removing is a bisection."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+        self._num_requests = 0
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def __contains__(self, sequence: object) -> bool:
+        return isinstance(sequence, Sequence) and self._find(sequence) is not None
+
+    @property
+    def first(self) -> Sequence:
+        return self._sequences[0]
+
+    @property
+    def last(self) -> Sequence:
+        return self._sequences[-1]
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have a sequence here."""
+        return self._num_requests
+
+    def add(self, sequence: Sequence) -> None:
+        index = bisect_left(self._sequences, scheduling_key(sequence), key=scheduling_key)
+        if not self._borders_sibling(index, sequence):
+            self._num_requests += 1
+        self._sequences.insert(index, sequence)
+
+    def discard(self, sequence: Sequence) -> bool:
+        """Remove a sequence; False if it was not there."""
+        index = self._find(sequence)
+        if index is None:
+            return False
+        del self._sequences[index]
+        if not self._borders_sibling(index, sequence):
+            self._num_requests -= 1
+        return True
+
+    def _borders_sibling(self, index: int, sequence: Sequence) -> bool:
+        """Whether a sequence of the same request stands on either side of the gap before `index`."""
+        beside = self._sequences[max(0, index - 1) : index + 1]
+        return any(other.request is sequence.request for other in beside)
+
+    def _find(self, sequence: Sequence) -> int | None:
+        index = bisect_left(self._sequences, scheduling_key(sequence), key=scheduling_key)
+        found = index < len(self._sequences) and self._sequences[index] is sequence
+        return index if found else None

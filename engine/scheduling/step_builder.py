@@ -1,0 +1,103 @@
+"""A step while it is being planned, and the record of it while it is in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.plan import NewRow, RowWork, Sample, StepPlan
+from engine.scheduling.kv_cache_manager import AllocatedSlots
+from engine.scheduling.request import Request, Sequence
+
+
+@dataclass(slots=True)
+class InFlightStep:
+    """A planned step until its result is in: which sequences its rows stood for."""
+
+    plan: StepPlan
+    computed: list[Sequence] = field(default_factory=list)
+    """Parallel to `plan.work`."""
+    sampled: list[Sequence] = field(default_factory=list)
+    """Parallel to `plan.samples`."""
+    has_failed: bool = False
+    """It raised, or a step before it did: its result is worth nothing."""
+    is_settled: bool = False
+    """The caller has told of its failure and will not come back to it."""
+
+    def requests(self) -> list[Request]:
+        return list(dict.fromkeys(sequence.request for sequence in self.computed))
+
+
+@dataclass(slots=True)
+class StepBuilder:
+    """Collects one step's work under its token budget."""
+
+    step_id: int
+    budget: int
+    """Tokens that may still be added."""
+    is_short: bool = False
+    """A sequence did not get the blocks it needed: nothing new may be admitted, none may take what it waits for."""
+    promised_blocks: int = 0
+    """Blocks that rows whose prefill is cut short by the budget will need before they can sample."""
+    _new_rows: list[NewRow] = field(default_factory=list)
+    _block_copies: list[tuple[int, int]] = field(default_factory=list)
+    _decodes: list[tuple[RowWork, Sequence]] = field(default_factory=list)
+    _prefills: list[tuple[RowWork, Sequence]] = field(default_factory=list)
+    _samplers: dict[int, list[Sequence]] = field(default_factory=dict)
+    """Row -> the sequences that sample from its last token: itself, and its siblings when it forks."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._decodes and not self._prefills
+
+    def add_row(self, sequence: Sequence) -> None:
+        """A sequence enters its row, with the blocks it has now."""
+        request, row = sequence.request, sequence.row
+        assert row is not None
+        self._new_rows.append(
+            NewRow(
+                row=row,
+                request_id=request.request_id,
+                sample_index=sequence.index,
+                token_ids=sequence.token_ids(),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                block_ids=list(sequence.block_ids),
+                params=request.params,
+                seed=request.seed,
+            )
+        )
+
+    def add_work(self, sequence: Sequence, num_tokens: int, slots: AllocatedSlots) -> None:
+        """Compute a sequence's next tokens. Advances the sequence."""
+        assert sequence.row is not None
+        assert 0 < num_tokens <= self.budget
+        work = RowWork(
+            sequence.row, sequence.num_computed_tokens, num_tokens, slots.new_block_ids, slots.replaced_blocks
+        )
+        if sequence.forced_token_ids:
+            work.forced_token_ids, sequence.forced_token_ids = sequence.forced_token_ids, []
+        if slots.block_copies:
+            self._block_copies += slots.block_copies
+        (self._decodes if num_tokens == 1 else self._prefills).append((work, sequence))
+        self.budget -= num_tokens
+        sequence.num_computed_tokens += num_tokens
+        sequence.last_step_id = self.step_id
+
+    def add_samplers(self, row: int, sequences: list[Sequence]) -> None:
+        """Sample for each of these sequences from the last token that the step computes in `row`."""
+        self._samplers[row] = sequences
+
+    def build(self, freed_rows: list[int]) -> InFlightStep:
+        plan = StepPlan(self.step_id, freed_rows, self._new_rows, self._block_copies)
+        step = InFlightStep(plan)
+        token_index = -1
+        for work, sequence in self._decodes + self._prefills:
+            token_index += work.num_tokens
+            plan.work.append(work)
+            step.computed.append(sequence)
+            for sampler in self._samplers.get(work.row, ()):
+                assert sampler.row is not None
+                allowed = None if sampler.grammar is None else sampler.grammar.allowed_token_ids()
+                plan.samples.append(Sample(sampler.row, token_index, sampler.num_tokens, allowed))
+                step.sampled.append(sampler)
+                sampler.num_pending_tokens += 1
+        return step

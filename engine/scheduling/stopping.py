@@ -1,0 +1,79 @@
+"""What a sampled token does to its sequence: append it, follow the grammar, decide whether that was the end."""
+
+from __future__ import annotations
+
+from engine.plan import TokenLogprobs
+from engine.scheduling.request import Sequence, SequenceUpdate
+
+
+def append_sampled(
+    sequence: Sequence,
+    token_ids: list[int],
+    logprobs: list[TokenLogprobs] | None,
+    eos_token_ids: frozenset[int],
+) -> SequenceUpdate:
+    """Append what a step sampled and what a grammar forces after it, up to the sequence's end if it comes.
+
+    Sets `finish_reason` and `stop_reason` when the sequence ends; its status is the scheduler's business. The
+    token that stops a sequence is part of its output; tokens after it are dropped. A grammar that completes
+    with the last allowed token ends in `stop`, not in `length`.
+    """
+    update = SequenceUpdate(sequence)
+    if sequence.request.params.logprobs is not None:
+        update.new_logprobs = []
+        if sequence.logprobs is None:
+            sequence.logprobs = []
+    for number, token_id in enumerate(token_ids):
+        _append(update, token_id, logprobs[number] if logprobs else None)
+        if _stops(sequence, token_id, eos_token_ids):
+            break
+        if sequence.grammar is not None and _follow_grammar(update, token_id, eos_token_ids):
+            break
+        if _is_full(sequence):
+            sequence.finish_reason = "length"
+            break
+    return update
+
+
+def _follow_grammar(update: SequenceUpdate, token_id: int, eos_token_ids: frozenset[int]) -> bool:
+    """Advance the grammar and append what it forces, as far as the limit allows. True: the sequence stopped."""
+    sequence = update.sequence
+    grammar = sequence.grammar
+    assert grammar is not None
+    for forced in grammar.advance(token_id):
+        if _is_full(sequence):
+            return False
+        sequence.forced_token_ids.append((sequence.num_known_tokens, forced))
+        _append(update, forced, None)
+        if _stops(sequence, forced, eos_token_ids):
+            return True
+    if grammar.is_complete:
+        sequence.finish_reason = "stop"
+    return grammar.is_complete
+
+
+def _append(update: SequenceUpdate, token_id: int, logprob: TokenLogprobs | None) -> None:
+    sequence = update.sequence
+    sequence.output_token_ids.append(token_id)
+    update.new_token_ids.append(token_id)
+    if update.new_logprobs is not None:
+        assert sequence.logprobs is not None
+        entry = logprob or TokenLogprobs(token_id, None)
+        update.new_logprobs.append(entry)
+        sequence.logprobs.append(entry)
+
+
+def _stops(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int]) -> bool:
+    params = sequence.request.params
+    if len(sequence.output_token_ids) < params.min_tokens:
+        return False
+    if token_id in eos_token_ids and not params.ignore_eos:
+        sequence.finish_reason = "stop"
+    elif token_id in params.stop_token_ids:
+        sequence.finish_reason = "stop"
+        sequence.stop_reason = token_id
+    return sequence.finish_reason is not None
+
+
+def _is_full(sequence: Sequence) -> bool:
+    return sequence.num_known_tokens >= sequence.request.max_num_tokens

@@ -1,0 +1,203 @@
+"""A model without a network: its next token is a hash of every token so far, read back through the block table.
+
+The KV cache is a real array with one (token, position) per slot, written and read only through block tables, so
+any wrong block, missed copy, stale row or early reuse changes the output or trips an assertion. `HashOracle`
+computes the same tokens from the plain token list.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from engine.plan import NewRow, Sample, StepPlan, StepResult, TokenLogprobs
+from engine.sampling_params import SamplingParams
+
+Slot = tuple[int, int]
+POISON: Slot = (-1, -1)
+
+
+class BadStep(RuntimeError):
+    """The model's forward pass raised."""
+
+
+@dataclass(frozen=True)
+class HashOracle:
+    """The language itself: (tokens so far, params, seed, sample) -> next token."""
+
+    vocab_size: int = 64
+    eos_token_ids: tuple[int, ...] = ()
+
+    def next_token(
+        self,
+        token_ids: list[int],
+        num_output_tokens: int,
+        params: SamplingParams,
+        seed: int,
+        sample_index: int,
+        allowed_token_ids: list[int] | None = None,
+    ) -> int:
+        candidates = range(self.vocab_size) if allowed_token_ids is None else allowed_token_ids
+        if num_output_tokens < params.min_tokens:
+            banned = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+            candidates = [token for token in candidates if token not in banned]
+        noise = () if params.is_greedy else (seed, sample_index)
+        return candidates[hash((tuple(token_ids), noise)) % len(candidates)]
+
+    def generate(
+        self, prompt: list[int], params: SamplingParams, seed: int, sample_index: int, max_num_tokens: int
+    ) -> tuple[list[int], str]:
+        """One sample, sequentially: its output tokens and finish reason."""
+        token_ids = list(prompt)
+        while True:
+            num_output = len(token_ids) - len(prompt)
+            token = self.next_token(token_ids, num_output, params, seed, sample_index)
+            token_ids.append(token)
+            if num_output + 1 >= params.min_tokens:
+                is_eos = token in self.eos_token_ids and not params.ignore_eos
+                if is_eos or token in params.stop_token_ids:
+                    return token_ids[len(prompt) :], "stop"
+            if len(token_ids) >= max_num_tokens:
+                return token_ids[len(prompt) :], "length"
+
+
+@dataclass
+class _Row:
+    token_ids: dict[int, int]
+    block_ids: list[int]
+    new: NewRow
+
+
+@dataclass
+class HashStep:
+    plan: StepPlan
+    model: HashModel
+    result: StepResult | BaseException | None = None
+
+    def wait(self) -> StepResult:
+        self.model.run_up_to(self)
+        if isinstance(self.result, BaseException):
+            raise self.result
+        assert self.result is not None
+        return self.result
+
+
+@dataclass
+class HashModel:
+    """An executor over `num_blocks` blocks. Steps run when they are waited for, in launch order.
+
+    Running late is the worst case for the scheduler: whatever it hands out or poisons too early is then gone by
+    the time an older step reads it. `bad_tokens`: computing one of them raises. `nan_tokens`: a sequence that
+    holds one samples from logits that are not finite.
+    """
+
+    num_blocks: int
+    block_size: int
+    oracle: HashOracle
+    max_num_rows: int
+    bad_tokens: frozenset[int] = frozenset()
+    nan_tokens: frozenset[int] = frozenset()
+    num_tokens_computed: int = 0
+    num_steps: int = 0
+    _cache: list[list[Slot]] = field(init=False)
+    _rows: dict[int, _Row] = field(default_factory=dict)
+    _launched: deque[HashStep] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self._cache = [[POISON] * self.block_size for _ in range(self.num_blocks)]
+
+    def launch(self, plan: StepPlan) -> HashStep:
+        step = HashStep(plan, self)
+        self._launched.append(step)
+        return step
+
+    def run_up_to(self, step: HashStep) -> None:
+        while step.result is None:
+            oldest = self._launched.popleft()
+            try:
+                oldest.result = self._run(oldest.plan)
+            except BadStep as error:
+                oldest.result = error
+
+    def poison(self, block_ids: list[int]) -> None:
+        """These blocks belong to nobody: reading them from now on is an error."""
+        for block_id in block_ids:
+            self._cache[block_id] = [POISON] * self.block_size
+
+    def block_tokens(self, block_id: int) -> list[Slot]:
+        return self._cache[block_id]
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        self.num_steps += 1
+        self._apply_rows(plan)
+        copies = [(destination, list(self._cache[source])) for source, destination in plan.block_copies]
+        for destination, content in copies:
+            self._cache[destination] = content
+        last_tokens = self._forward(plan)
+        token_ids, logprobs, invalid = [], {}, set()
+        for number, sample in enumerate(plan.samples):
+            row, position = last_tokens[sample.token_index]
+            tokens = self._read(row, position)
+            token = self._sample(sample, tokens)
+            token_ids.append([token])
+            if self._rows[sample.row].new.params.logprobs is not None:
+                logprobs[number] = [TokenLogprobs(token, -1.0)]
+            if self.nan_tokens.intersection(tokens):
+                invalid.add(number)
+        return StepResult(plan.step_id, token_ids, logprobs, frozenset(invalid))
+
+    def _apply_rows(self, plan: StepPlan) -> None:
+        for row in plan.freed_rows:
+            self._rows.pop(row, None)
+        for new in plan.new_rows:
+            assert 0 <= new.row < self.max_num_rows
+            self._rows[new.row] = _Row(dict(enumerate(new.token_ids)), list(new.block_ids), new)
+        for work in plan.work:
+            table = self._rows[work.row].block_ids
+            for index, block_id in work.replaced_blocks:
+                table[index] = block_id
+            table += work.new_block_ids
+
+    def _forward(self, plan: StepPlan) -> dict[int, tuple[int, int]]:
+        """Write every token's slot, as a layer writes K and V; flattened index -> (row, position)."""
+        where: dict[int, tuple[int, int]] = {}
+        written: set[tuple[int, int]] = set()
+        num_tokens = [work.num_tokens for work in plan.work]
+        assert num_tokens == sorted(num_tokens, key=lambda n: n != 1), "rows with one token come first"
+        assert len({work.row for work in plan.work}) == len(plan.work), "a row appears once"
+        for work in plan.work:
+            row = self._rows[work.row]
+            row.token_ids.update(work.forced_token_ids)
+            for position in range(work.start, work.start + work.num_tokens):
+                token = row.token_ids[position]
+                block_id, offset = row.block_ids[position // self.block_size], position % self.block_size
+                assert block_id != 0, "the null block is never written"
+                assert (block_id, offset) not in written, "two tokens were given one slot"
+                if token in self.bad_tokens:
+                    raise BadStep(f"token {token}")
+                written.add((block_id, offset))
+                self._cache[block_id][offset] = (token, position)
+                where[len(where)] = (work.row, position)
+        self.num_tokens_computed += len(where)
+        return where
+
+    def _read(self, row: int, last_position: int) -> list[int]:
+        table = self._rows[row].block_ids
+        tokens = []
+        for position in range(last_position + 1):
+            token, written_for = self._cache[table[position // self.block_size]][position % self.block_size]
+            assert written_for == position, (
+                f"row {row} reads position {position}, the slot holds {written_for}"
+            )
+            tokens.append(token)
+        return tokens
+
+    def _sample(self, sample: Sample, tokens: list[int]) -> int:
+        row = self._rows[sample.row]
+        assert sample.position == len(tokens), "a sample comes from the last token"
+        num_output = len(tokens) - row.new.num_prompt_tokens
+        token = self.oracle.next_token(
+            tokens, num_output, row.new.params, row.new.seed, row.new.sample_index, sample.allowed_token_ids
+        )
+        row.token_ids[sample.position] = token
+        return token

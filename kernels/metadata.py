@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,3 +28,6 @@ class AttentionMetadata:
     num_decode_rows: int
     max_query_len: int
     max_seq_len: int
+    # Filled by the prefill kernel's first call of the step and read by the other layers' calls: which (row,
+    # query tile) every program takes, by (query heads per KV head, tile height).
+    work_lists: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)

@@ -1,0 +1,176 @@
+"""The operators that the engine calls. Each picks its face by the device of its tensors.
+
+CUDA tensors go to the Triton kernels, CPU tensors to `kernels.cpu`, or to the plain torch reference where the
+CPU face's JIT library is not installed. Faces load on first use: a machine without triton never imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+from kernels.metadata import AttentionMetadata
+
+FaceName = Literal["triton", "cpu", "reference"]
+
+
+class _ReshapeAndCache(Protocol):
+    def __call__(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None: ...
+
+
+class _PagedAttention(Protocol):
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        alibi_slopes: torch.Tensor | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor: ...
+
+
+class _CopyBlocks(Protocol):
+    def __call__(
+        self, key_cache: torch.Tensor, value_cache: torch.Tensor, block_pairs: Sequence[tuple[int, int]]
+    ) -> None: ...
+
+
+class _Face(NamedTuple):
+    reshape_and_cache: _ReshapeAndCache
+    paged_attention: _PagedAttention
+    copy_blocks: _CopyBlocks
+
+
+_override: ContextVar[FaceName | None] = ContextVar("kernel_face", default=None)
+
+
+@contextmanager
+def override(face: FaceName) -> Iterator[None]:
+    """Use one face whatever the device, in this thread or task: for tests and comparisons.
+
+    "triton" on CPU tensors needs TRITON_INTERPRET=1, set before the kernels are imported.
+    """
+    token = _override.set(face)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+@cache
+def _load(face: FaceName) -> _Face:
+    if face == "triton":
+        from kernels.copy_blocks import copy_blocks
+        from kernels.paged_attention import paged_attention
+        from kernels.reshape_and_cache import reshape_and_cache
+
+        return _Face(reshape_and_cache, paged_attention, copy_blocks)
+    if face == "cpu":
+        from kernels import cpu
+
+        return _Face(cpu.reshape_and_cache, cpu.paged_attention, cpu.copy_blocks)
+    from kernels import reference
+
+    return _Face(reference.reshape_and_cache, reference.paged_attention, reference.copy_blocks)
+
+
+@cache
+def _default_face(device_type: str) -> FaceName:
+    if device_type == "cuda":
+        return "triton"
+    if device_type == "cpu" and all(importlib.util.find_spec(name) for name in ("numba", "kernels.cpu")):
+        return "cpu"
+    return "reference"
+
+
+def _face(tensor: torch.Tensor) -> _Face:
+    return _load(_override.get() or _default_face(tensor.device.type))
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write every token's key and value to its slot of one layer's cache.
+
+    Args:
+        key, value: [num_tokens, num_kv_heads, head_dim]; views with any strides over a contiguous last
+            dimension. Converted to the cache's dtype.
+        key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], contiguous.
+        slot_mapping: [num_tokens] int64, block id * block_size + offset; -1 skips the token. No slot twice.
+    """
+    assert key.stride(-1) == 1
+    assert value.stride(-1) == 1
+    _face(key).reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    alibi_slopes: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention of one step's tokens over one layer's paged cache.
+
+    A score is `scale * query . key`, then `softcap * tanh(score / softcap)`, then plus
+    `alibi_slopes[head] * key position`; softmax runs over the visible keys. No unused block, unused slot or block
+    table entry outside a row's length (or, where no query token can see them, before its window) is read.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim], last dimension contiguous; num_heads is a multiple of
+            num_kv_heads, and consecutive heads share a KV head.
+        key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], contiguous, with this step's
+            keys and values already written; block_size is a power of two.
+        alibi_slopes: [num_heads] fp32 on the query's device.
+        sliding_window: key j is visible to query position i if i - sliding_window < j <= i.
+
+    Returns:
+        [num_tokens, num_heads, head_dim], fresh and contiguous. What stands at padded tokens is undefined.
+    """
+    assert query.stride(-1) == 1
+    assert query.shape[1] % key_cache.shape[1] == 0
+    return _face(query).paged_attention(
+        query,
+        key_cache,
+        value_cache,
+        metadata,
+        scale=scale,
+        alibi_slopes=alibi_slopes,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+
+
+def copy_blocks(
+    key_cache: torch.Tensor, value_cache: torch.Tensor, block_pairs: Sequence[tuple[int, int]]
+) -> None:
+    """Copy blocks (source, destination) within one layer's caches, in place.
+
+    Pairs never chain: no block is the destination of one pair and the source or destination of another.
+    """
+    _face(key_cache).copy_blocks(key_cache, value_cache, block_pairs)

@@ -1,0 +1,52 @@
+"""Triton's face of paged attention: the decode kernel for the first rows of a step, the prefill kernel for the rest."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.metadata import AttentionMetadata
+from kernels.paged_attention_decode import paged_attention_decode
+from kernels.paged_attention_prefill import paged_attention_prefill
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    alibi_slopes: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """See `kernels.dispatch.paged_attention`. Two kernels, because one that did both would pipeline neither."""
+    out = query.new_empty(query.shape)
+    num_decode_rows = metadata.num_decode_rows
+    if num_decode_rows > 0:
+        paged_attention_decode(
+            out[:num_decode_rows],
+            query[:num_decode_rows],
+            key_cache,
+            value_cache,
+            metadata.block_tables[:num_decode_rows],
+            metadata.seq_lens[:num_decode_rows],
+            max_seq_len=metadata.max_seq_len,
+            scale=scale,
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            softcap=softcap,
+        )
+    if num_decode_rows < len(metadata.query_lens_host):
+        paged_attention_prefill(
+            out,
+            query,
+            key_cache,
+            value_cache,
+            metadata,
+            scale=scale,
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            softcap=softcap,
+        )
+    return out

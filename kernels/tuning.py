@@ -1,0 +1,102 @@
+"""Tile shapes of the attention kernels, by plain if and else.
+
+Never autotuned: a serving process must not time kernels on its first requests, a key lookup costs tens of
+microseconds per launch, and a captured graph could not re-tune. Every entry here is compiled ahead of time for
+sm_80 and sm_90 by the tests, which refuse spills and too much shared memory. None of them has been measured on a
+GPU yet; what an entry says under "because" is what the compiler's output showed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# Compute capability and multiprocessors assumed where there is no device to ask: Triton's interpreter.
+_ASSUMED_CAPABILITY = (9, 0)
+_ASSUMED_MULTIPROCESSORS = 1
+
+# Below this many tokens a split's launch and merge cost more than they spread.
+MIN_SPLIT_TOKENS = 256
+# What the merge kernel is sized for; also bounds the partial results: 64 * head_dim floats per head and row.
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A kernel's shape: query rows and keys per step, and how Triton spreads and pipelines them."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least `n`, for n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """The device's compute capability, or the newest one tuned for when kernels are interpreted."""
+    if device.type != "cuda":
+        return _ASSUMED_CAPABILITY
+    return torch.cuda.get_device_capability(device)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run truly side by side on the device."""
+    if device.type != "cuda":
+        return _ASSUMED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def decode_tile(head_dim: int, group_size: int, element_size: int) -> Tile:
+    """The decode kernel's tile for one KV head's `group_size` query heads.
+
+    Rows are the query heads of a group, padded to the 16 that a tensor-core product takes; a group of more than
+    `block_m` heads is cut into several programs, which read its keys twice.
+    """
+    padded = next_power_of_2(head_dim)
+    widest = 64 if padded >= 256 else 128
+    rows = min(max(16, next_power_of_2(group_size)), widest)
+    if element_size >= 4:
+        # Because fp32 products run on the plain cores here and hold both operands in registers.
+        return Tile(block_m=min(rows, 32), block_n=32, num_warps=4, num_stages=2)
+    if rows >= 64:
+        return Tile(
+            block_m=rows, block_n=64 if padded < 256 else 32, num_warps=8 if rows == 128 else 4, num_stages=2
+        )
+    if padded >= 256:
+        return Tile(block_m=rows, block_n=32, num_warps=4, num_stages=3)
+    # Because 64 keys of 128 dims are 16 KB: three stages leave room for five programs on an sm_90 multiprocessor.
+    return Tile(block_m=rows, block_n=64, num_warps=4, num_stages=3)
+
+
+def prefill_tile(head_dim: int, element_size: int, capability: tuple[int, int]) -> Tile:
+    """The prefill kernel's tile. `block_m` counts (token, head of the group) pairs.
+
+    At least 64 rows, so that sm_90 compiles to wgmma; 16 or 32 rows would fall back to the older mma.sync.
+    """
+    padded = next_power_of_2(head_dim)
+    if element_size >= 4:
+        return Tile(block_m=32, block_n=32, num_warps=4, num_stages=1)
+    if capability >= (9, 0):
+        if padded >= 256:
+            return Tile(block_m=128, block_n=64, num_warps=8, num_stages=2)
+        return Tile(block_m=128, block_n=64, num_warps=8, num_stages=3)
+    if padded >= 256:
+        return Tile(block_m=64, block_n=32, num_warps=4, num_stages=2)
+    return Tile(block_m=128, block_n=64, num_warps=8, num_stages=2)
+
+
+def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) -> int:
+    """Into how many splits the longest row's keys are cut: enough programs to fill the device, no more.
+
+    Read from host numbers only, so a captured graph keeps its grid; how many of the splits a row uses, the
+    kernel decides from the row's own length. `num_programs` is rows times KV heads before the cut.
+    """
+    # Four programs of a decode tile fit on a multiprocessor (see decode_tile).
+    wanted = (4 * num_multiprocessors) // max(1, num_programs)
+    most = -(-max_kv_len // MIN_SPLIT_TOKENS)
+    return max(1, min(wanted, most, MAX_SPLITS))

@@ -195,7 +195,7 @@ class BatchItem(WireModel):
     id: str
     key: str
     metadata: dict[str, Any] | None = None
-    cursor: int
+    cursor: str
     state: EndState
     result: Result | None = None
     error: ErrorInfo | None = None

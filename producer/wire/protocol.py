@@ -82,6 +82,7 @@ __all__ = [
 ]
 
 ENVELOPE_VERSION = 1
+DEFAULT_MAX_ATTEMPTS = 3
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_METADATA_BYTES = 16 << 10
 MAX_METADATA_DEPTH = 16
@@ -130,7 +131,7 @@ class Job(SamplingFields):
     """Unix seconds before which the job does not start."""
     timeout: _Seconds | None = None
     """Seconds that one execution may take."""
-    max_attempts: Int = Field(default=3, ge=1, le=100)
+    max_attempts: Int = Field(default=DEFAULT_MAX_ATTEMPTS, ge=1, le=100)
     """Executions that may end in the job's own retryable error."""
     idempotency_key: Annotated[str, StringConstraints(strict=True, min_length=1, max_length=255)] | None = (
         None

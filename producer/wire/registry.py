@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from producer.wire import keys
 from producer.wire.outputs import WireModel
@@ -27,26 +29,68 @@ class WorkerInfo(WireModel):
     """Jobs it holds."""
 
 
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    """A queue at a glance. `waiting` and `oldest_s` are by (priority, tenant, model)."""
+
+    counts: dict[str, int]
+    """Jobs by state: now for the active states, ever for the terminal ones."""
+    waiting: dict[tuple[str, str, str], int]
+    oldest_s: dict[tuple[str, str, str], float]
+    leases: int
+    dead: int
+    """Jobs in the dead-letter set."""
+    paused: bool
+
+
 def heartbeat(queue: str, info: WorkerInfo, ttl_ms: int = WORKER_TTL_MS) -> Call[None]:
     """Register the worker, or say that it still lives. After `ttl_ms` without one it counts as gone."""
-    raise NotImplementedError
+    args: tuple[str | int, ...] = (info.id, ttl_ms, info.model_dump_json(), *info.models)
+    return Call("heartbeat", (keys.prefix(queue),), args, _nothing)
 
 
 def leave(queue: str, worker_id: str) -> Call[None]:
     """Take the worker off the list. Its leases, if any, lapse by themselves."""
-    raise NotImplementedError
+    return Call("leave", (keys.prefix(queue),), (worker_id,), _nothing)
 
 
 def workers(queue: str) -> Call[list[WorkerInfo]]:
-    """The workers that live, by id."""
-    raise NotImplementedError
+    """The workers that live."""
+    return Call(
+        "workers",
+        (keys.prefix(queue),),
+        (),
+        lambda reply: [WorkerInfo.model_validate_json(row) for row in reply],
+    )
 
 
 def set_paused(queue: str, paused: bool) -> Call[None]:
     """Pause: nothing is pulled, running jobs finish, submits are accepted."""
-    raise NotImplementedError
+    return Call("pause", (keys.prefix(queue),), (int(paused),), _nothing)
+
+
+def stats(queue: str) -> Call[QueueStats]:
+    """What waits, what runs, what ended. Needs no live worker."""
+    return Call("stats", (keys.prefix(queue),), (), _stats)
 
 
 def doorbells(queue: str, models: Sequence[str]) -> list[str]:
     """What an idle worker blocks on: `BLPOP <doorbells> <timeout>`, then `pull`, whatever came of it."""
     return [keys.doorbell(queue, model) for model in models]
+
+
+def _nothing(reply: Any) -> None:
+    return None
+
+
+def _stats(reply: list[Any]) -> QueueStats:
+    flat, lanes, leases, dead, paused = reply
+    waiting: dict[tuple[str, str, str], int] = {}
+    oldest: dict[tuple[str, str, str], float] = {}
+    for name, jobs, age_ms in lanes:
+        _, priority, tenant, model = keys.split_lane(name.decode())
+        lane = (priority, tenant, model)
+        waiting[lane] = waiting.get(lane, 0) + jobs
+        oldest[lane] = max(oldest.get(lane, 0.0), int(age_ms) / 1000)
+    counts = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
+    return QueueStats(counts, waiting, oldest, leases, dead, bool(paused))

@@ -37,6 +37,14 @@ def source(name: str) -> str:
 
 
 @cache
+def names() -> tuple[str, ...]:
+    """Every script that can be called; the files that only others include are left out."""
+    included = {"common", "states", "sweeping", "cancelling", "records"}
+    found = {path.name.removesuffix(".lua") for path in (files("producer.wire") / "lua").iterdir()}
+    return tuple(sorted(found - included))
+
+
+@cache
 def sha1(name: str) -> str:
     """What EVALSHA calls the script."""
     return hashlib.sha1(source(name).encode(), usedforsecurity=False).hexdigest()

@@ -1,23 +1,22 @@
 """The life of a job as atomic transitions. Each function returns a `Call`; nothing here talks to a server.
 
 A worker's transitions carry the fencing token that `pull` issued. A token that is no longer the job's is
-refused and changes nothing. Batches and the reading side are in collections.py, workers in registry.py.
+refused and changes nothing. What a producer reads is in reading.py, batches in batches.py, workers in
+registry.py.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from producer.wire.outputs import (
-    Checkpoint,
-    Delta,
-    EndState,
-    ErrorInfo,
-    Progress,
-)
+from producer.wire import keys
+from producer.wire.checkpoints import merge_checkpoint
+from producer.wire.outputs import Checkpoint, Delta, EndState, ErrorInfo, Progress
+from producer.wire.protocol import DEFAULT_MAX_ATTEMPTS, ENVELOPE_VERSION, Job
 from producer.wire.scripts import Call
 
 DEFAULT_QUEUE_LIMIT = 1_000_000
@@ -92,8 +91,8 @@ class PullReply:
     jobs: list[PulledJob]
     swept: SweepReply
     paused: bool
-    waiting: int
-    """Jobs of these models that are still queued."""
+    queued: int
+    """Jobs that are still queued, of all models."""
 
     @property
     def cancelled(self) -> int:
@@ -116,6 +115,33 @@ class RenewReply:
     """Still held, but to be stopped and committed as cancelled or expired, with what there is."""
 
 
+def prepare(job: Job, job_id: str) -> Submission:
+    """A job as `submit` takes it. Raises InvalidJob when it is too large."""
+    header: dict[str, str | int] = {
+        "id": job_id,
+        "lane": keys.lane(ENVELOPE_VERSION, job.priority, job.tenant, job.model),
+        "cost": job.cost_tokens(),
+    }
+    for name in ("delay", "ttl", "run_at", "deadline"):
+        seconds = getattr(job, name)
+        if seconds is not None:
+            header[name] = round(seconds * 1000)
+    if job.max_attempts != DEFAULT_MAX_ATTEMPTS:
+        header["max_attempts"] = job.max_attempts
+    if job.n != 1:
+        header["n"] = job.n
+    if job.stream:
+        header["stream"] = 1
+    if job.key is not None:
+        header["key"] = job.key
+    if job.idempotency_key is not None:
+        header["idem"] = f"{job.tenant}:{job.idempotency_key}"
+        header["digest"] = job.digest()
+    if job.metadata is not None:
+        header["metadata"] = json.dumps(job.metadata, ensure_ascii=False)
+    return Submission(job_id, json.dumps(header).encode(), job.to_payload())
+
+
 def submit(
     queue: str,
     submissions: Sequence[Submission],
@@ -124,7 +150,8 @@ def submit(
     limit: int = DEFAULT_QUEUE_LIMIT,
 ) -> Call[list[SubmitReply]]:
     """Store jobs and let them wait; all that fit under the queue's limit, in order. One reply per job."""
-    raise NotImplementedError
+    jobs = [part for item in submissions for part in (item.header, item.payload)]
+    return Call("submit", (keys.prefix(queue),), (batch_id or "", limit, *jobs), _submit_replies)
 
 
 def pull(
@@ -142,14 +169,18 @@ def pull(
     `holding` is how many jobs the worker has now. At 0 the first job comes whatever it costs (the engine says
     never_fits, if so), and a suspect may come, alone. While this worker holds a suspect, no job comes.
     """
-    raise NotImplementedError
+    limits = (lease_ms, max_jobs, max_cost_tokens, holding)
+    args: tuple[str | int, ...] = (worker_id, *limits, ENVELOPE_VERSION, *models)
+    return Call("pull", (keys.prefix(queue),), args, _pull_reply)
 
 
 def renew(
     queue: str, worker_id: str, held: Sequence[tuple[str, int]], lease_ms: int = LEASE_MS
 ) -> Call[RenewReply]:
     """Extend the leases of (job id, token) pairs whose token is still the job's."""
-    raise NotImplementedError
+    del worker_id  # the token alone says whose the job is
+    pairs = [part for pair in held for part in pair]
+    return Call("renew", (keys.prefix(queue),), (lease_ms, *pairs), _renew_reply)
 
 
 def checkpoint(
@@ -168,7 +199,15 @@ def checkpoint(
     job's first step, since only then a lost lease counts as a crash. `restart` drops what was checkpointed
     before: for an execution that begins at the prompt again. `cancelled`: written, but stop the job.
     """
-    raise NotImplementedError
+    args: list[str | int] = [job_id, token, _pack_progress(progress), fingerprint, int(restart)]
+    for delta in deltas:
+        args += [
+            delta.index,
+            delta.offset,
+            len(delta.token_ids),
+            delta.model_dump_json(exclude_defaults=True),
+        ]
+    return Call("checkpoint", (keys.prefix(queue),), tuple(args), _word)
 
 
 def commit(
@@ -183,7 +222,9 @@ def commit(
 
     A job whose cancel or expiry was recorded before ends so, whatever `state` says; the reply says which.
     """
-    raise NotImplementedError
+    outcome = result_json if state == "succeeded" else error_json
+    assert outcome is not None, f"{state} needs {'a result' if state == 'succeeded' else 'an error'}"
+    return Call("commit", (keys.prefix(queue),), (job_id, token, state, outcome), _word)
 
 
 def retry(
@@ -193,24 +234,94 @@ def retry(
 
     `restart`: drop the checkpoint, so that the next attempt starts from the prompt.
     """
-    raise NotImplementedError
+    last = ErrorInfo(
+        code="attempts_exhausted",
+        message=f"every attempt failed, the last with {error.code}: {error.message}",
+        partial=error.partial,
+    )
+    errors = (error.model_dump_json(), last.model_dump_json())
+    args = (job_id, token, round(delay_s * 1000), *errors, int(restart))
+    return Call("retry", (keys.prefix(queue),), args, _word)
 
 
 def release(queue: str, job_id: str, token: int) -> Call[ReleaseReply]:
     """Hand the job back at its old rank. Counts neither as attempt nor as crash."""
-    raise NotImplementedError
+    return Call("release", (keys.prefix(queue),), (job_id, token), _word)
 
 
 def cancel(queue: str, job_ids: Sequence[str]) -> Call[list[CancelReply]]:
     """End waiting jobs, and ask for the end of running ones (`requested`)."""
-    raise NotImplementedError
+    return Call("cancel", (keys.prefix(queue),), tuple(job_ids), _words)
 
 
 def sweep(queue: str, limit: int = SWEEP_LIMIT) -> Call[SweepReply]:
     """Reclaim lapsed leases, promote due jobs, end what is past its deadline, purge what is past its time."""
-    raise NotImplementedError
+    return Call("sweep", (keys.prefix(queue),), (limit,), _sweep_reply)
 
 
 def retry_delay(attempt: int) -> float:
     """Seconds before attempt `attempt` + 1: full jitter under min(60, 2**attempt)."""
     return random.uniform(0.0, min(RETRY_CAP_S, 2.0**attempt))
+
+
+def _word(reply: bytes) -> Any:
+    return reply.decode()
+
+
+def _words(reply: list[bytes]) -> Any:
+    return [word.decode() for word in reply]
+
+
+def _submit_replies(reply: list[list[bytes]]) -> list[SubmitReply]:
+    return [SubmitReply(_word(status), job_id.decode()) for status, job_id in reply]
+
+
+def _sweep_reply(reply: list[int]) -> SweepReply:
+    reclaimed, dead, cancelled, expired, promoted, due = reply
+    return SweepReply(reclaimed, dead, cancelled, expired, promoted, due if due >= 0 else None)
+
+
+def _pull_reply(reply: list[Any]) -> PullReply:
+    jobs, swept, paused, queued = reply
+    return PullReply([_pulled_job(*job) for job in jobs], _sweep_reply(swept), bool(paused), queued)
+
+
+def _pulled_job(
+    job_id: bytes,
+    token: int,
+    payload: bytes,
+    attempt: int,
+    crashes: int,
+    alone: int,
+    created_at: bytes,
+    deadline: bytes,
+    fingerprint: bytes,
+    entries: list[bytes],
+) -> PulledJob:
+    return PulledJob(
+        job_id=job_id.decode(),
+        token=token,
+        payload=payload,
+        checkpoint=merge_checkpoint(entries, fingerprint.decode()),
+        attempt=attempt,
+        crashes=crashes,
+        alone=bool(alone),
+        submitted_at=int(created_at) / 1000,
+        deadline=int(deadline) / 1000 if deadline else None,
+    )
+
+
+def _renew_reply(reply: list[list[bytes]]) -> RenewReply:
+    lost, cancelled = reply
+    return RenewReply(_words(lost), _words(cancelled))
+
+
+def _pack_progress(progress: Progress) -> str:
+    """Short enough to stay in the job hash's compact encoding (64 bytes a value)."""
+    counts = (
+        progress.prompt_tokens_done,
+        progress.prompt_tokens,
+        progress.generated_tokens,
+        progress.max_tokens,
+    )
+    return " ".join((progress.phase, *map(str, counts)))

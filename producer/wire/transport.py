@@ -1,7 +1,7 @@
 """Two small drivers that run `Call`s: one over redis.Redis, one over redis.asyncio.Redis.
 
-Scripts go by EVALSHA; a server that does not know one yet (NOSCRIPT: new, restarted, failed over) is taught it
-and asked again. The driver library's errors become ours here and nowhere else.
+Scripts go by EVALSHA. A server that does not know one (NOSCRIPT: new, restarted, failed over) is taught all
+of them and asked again. The driver library's errors become ours here and nowhere else.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def wrap_errors() -> Iterator[None]:
         raise _response_error(error) from error
 
 
-def _response_error(error: exceptions.ResponseError) -> Exception:
+def _response_error(error: Exception) -> Exception:
     message = str(error)
     # Redis 6.2 wraps a script's error in a sentence of its own, so the word is looked for anywhere.
     if isinstance(error, exceptions.OutOfMemoryError) or "OOM command not allowed" in message:
@@ -74,11 +74,12 @@ class SyncTransport:
             try:
                 reply = self.client.evalsha(*_evalsha(call))
             except exceptions.NoScriptError:
-                reply = self.client.eval(scripts.source(call.script), len(call.keys), *call.keys, *call.args)
+                self._teach()
+                reply = self.client.evalsha(*_evalsha(call))
         return call.parse(reply)
 
     def run_many(self, calls: Sequence[Call[T]]) -> list[T]:
-        """Run calls in one round trip (each atomic, together not). The first error is raised, after all ran."""
+        """Run calls in one round trip, each atomic, together not. Raises the first error, after all ran."""
         replies: list[Any] = []
         with wrap_errors():
             for start in range(0, len(calls), _PIPELINE_CALLS):
@@ -89,8 +90,7 @@ class SyncTransport:
         replies = self._send(calls)
         unknown = [i for i, reply in enumerate(replies) if isinstance(reply, exceptions.NoScriptError)]
         if unknown:
-            for name in {calls[i].script for i in unknown}:
-                self.client.script_load(scripts.source(name))
+            self._teach()
             for i, reply in zip(unknown, self._send([calls[i] for i in unknown]), strict=True):
                 replies[i] = reply
         return _without_errors(replies)
@@ -100,6 +100,11 @@ class SyncTransport:
             for call in calls:
                 pipeline.evalsha(*_evalsha(call))
             return list(pipeline.execute(raise_on_error=False))
+
+    def _teach(self) -> None:
+        # All at once: with one known and another not, a pipeline's calls would be reordered.
+        for name in scripts.names():
+            self.client.script_load(scripts.source(name))
 
     def close(self) -> None:
         self.client.close()
@@ -117,8 +122,8 @@ class AsyncTransport:
             try:
                 reply = await self.client.evalsha(*_evalsha(call))
             except exceptions.NoScriptError:
-                source = scripts.source(call.script)
-                reply = await self.client.eval(source, len(call.keys), *call.keys, *call.args)
+                await self._teach()
+                reply = await self.client.evalsha(*_evalsha(call))
         return call.parse(reply)
 
     async def run_many(self, calls: Sequence[Call[T]]) -> list[T]:
@@ -133,8 +138,7 @@ class AsyncTransport:
         replies = await self._send(calls)
         unknown = [i for i, reply in enumerate(replies) if isinstance(reply, exceptions.NoScriptError)]
         if unknown:
-            for name in {calls[i].script for i in unknown}:
-                await self.client.script_load(scripts.source(name))
+            await self._teach()
             for i, reply in zip(unknown, await self._send([calls[i] for i in unknown]), strict=True):
                 replies[i] = reply
         return _without_errors(replies)
@@ -144,6 +148,10 @@ class AsyncTransport:
             for call in calls:
                 pipeline.evalsha(*_evalsha(call))
             return list(await pipeline.execute(raise_on_error=False))
+
+    async def _teach(self) -> None:
+        for name in scripts.names():
+            await self.client.script_load(scripts.source(name))
 
     async def close(self) -> None:
         await self.client.aclose()

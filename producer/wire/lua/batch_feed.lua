@@ -1,0 +1,21 @@
+-- The ends of a batch, in the order they came.
+-- KEYS[1] prefix
+-- ARGV[1] batch id  [2] position to read from  [3] jobs at most  [4] bytes after which to stop
+-- Returns {next position, {position, end record} and so on}; what was acknowledged is left out
+-- @include records
+local base = tonumber(redis.call('HGET', P .. 'batch:' .. ARGV[1], 'base') or 0)
+local position = math.max(base, tonumber(ARGV[2]))
+local from = position - base
+local items, bytes = {}, 0
+for _, id in ipairs(redis.call('LRANGE', P .. 'bfeed:' .. ARGV[1], from, from + ARGV[3] - 1)) do
+  if bytes > tonumber(ARGV[4]) then
+    break
+  end
+  position = position + 1
+  local record = end_record(id)
+  if record[2] ~= '' then
+    items[#items + 1] = {position, record}
+    bytes = bytes + #record[5]
+  end
+end
+return {position, items}

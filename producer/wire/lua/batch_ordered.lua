@@ -1,0 +1,20 @@
+-- The ends of a batch in the order of its submits, up to the first job that has not ended.
+-- KEYS[1] prefix
+-- ARGV[1] batch id  [2] position to read from  [3] jobs at most  [4] bytes after which to stop
+-- Returns {next position, {position, end record} and so on}; what was acknowledged is left out
+-- @include records
+local position = tonumber(ARGV[2])
+local items, bytes = {}, 0
+for _, id in ipairs(redis.call('LRANGE', P .. 'bjobs:' .. ARGV[1], position, position + ARGV[3] - 1)) do
+  local state = redis.call('HGET', P .. 'job:' .. id, 'state')
+  if bytes > tonumber(ARGV[4]) or (state and not has_ended(state)) then
+    break
+  end
+  position = position + 1
+  if state then
+    local record = end_record(id)
+    items[#items + 1] = {position, record}
+    bytes = bytes + #record[5]
+  end
+end
+return {position, items}

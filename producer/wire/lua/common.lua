@@ -1,0 +1,43 @@
+-- What the scripts share. KEYS[1] is the queue's prefix `pagemill:{<queue>}:`; every other name is that
+-- prefix and a word (producer/wire/keys.py). Times are milliseconds by the server's clock.
+local P = KEYS[1]
+local clock = redis.call('TIME')
+local NOW = clock[1] * 1000 + math.floor(clock[2] / 1000)
+
+-- A whole number as text: tostring() would write 1.7e+12.
+local function int(number)
+  return string.format('%.0f', number)
+end
+
+-- The waiting set a job belongs to. Three crashes make it a suspect, and suspects wait apart.
+local function waiting_lane(lane, crashes)
+  if tonumber(crashes or 0) >= 3 then
+    return (string.gsub(lane, '^(%d+):%w', '%1:s'))
+  end
+  return lane
+end
+
+local function split_lane(lane)
+  return string.match(lane, '^(%d+):(%w):([^:]+):(.+)$')
+end
+
+local function turns_key(version, class, model)
+  return P .. 'turns:' .. version .. ':' .. class .. ':' .. model
+end
+
+-- Wake an idle worker. The list is capped and short-lived: it is a hint, workers also poll.
+local function ring(model)
+  local bell = P .. 'bell:' .. model
+  redis.call('LPUSH', bell, '1')
+  redis.call('LTRIM', bell, 0, 15)
+  redis.call('PEXPIRE', bell, 60000)
+end
+
+-- Make a lane known to pull, and its tenant's turn come.
+local function open_lane(lane)
+  local version, class, tenant, model = split_lane(lane)
+  redis.call('SADD', P .. 'lanes', lane)
+  local turn = redis.call('HGET', P .. 'meta', 'turn') or '0'
+  redis.call('ZADD', turns_key(version, class, model), 'NX', turn, tenant)
+  ring(model)
+end

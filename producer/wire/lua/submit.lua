@@ -1,0 +1,140 @@
+-- Store jobs and let them wait.
+-- KEYS[1] prefix `pagemill:{<queue>}:`
+-- ARGV[1] batch id, or ''
+-- ARGV[2] how many jobs may wait, unless the queue has a limit of its own
+-- ARGV[3], ARGV[4] and so on: header and payload of each job. The payload is the envelope, stored byte for byte.
+--   The header is JSON: id, lane `<version>:<class>:<tenant>:<model>` (class 0 high, 1 normal, 2 low), cost (tokens);
+--   where they apply also delay, ttl (ms from now), run_at, deadline (unix ms), max_attempts, n, stream (1),
+--   key (the name inside the batch), idem `<tenant>:<idempotency key>`, digest (of the work), metadata (JSON text).
+-- Returns one {status, id} per job: created; exists (this id was submitted before); same, conflict (the
+--   idempotency key belongs to that id, with an equal or another digest); full (nothing was stored).
+-- @include common
+
+-- Check everything before the first write: Lua has no rollback.
+local TYPES = {
+  id = 'string', lane = 'string', key = 'string', idem = 'string', digest = 'string', metadata = 'string',
+  cost = 'number', delay = 'number', ttl = 'number', run_at = 'number', deadline = 'number', max_attempts = 'number',
+  n = 'number', stream = 'number'
+}
+
+local function is_sound(job)
+  for name, value in pairs(job) do
+    if type(value) ~= TYPES[name] then
+      return false
+    end
+  end
+  return job.cost and string.match(job.id or '', '^[%w._-]+$')
+    and string.match(job.lane or '', '^%d+:[012]:[%w._@-]+:.+$')
+end
+
+local jobs = {}
+for i = 3, #ARGV, 2 do
+  local read, job = pcall(cjson.decode, ARGV[i])
+  if not read or type(job) ~= 'table' or not is_sound(job) or not ARGV[i + 1] then
+    return redis.error_reply('PAGEMILL bad header at ARGV ' .. i)
+  end
+  job.payload = ARGV[i + 1]
+  jobs[#jobs + 1] = job
+end
+
+local batch = ARGV[1] ~= '' and ARGV[1] or nil
+local limit = tonumber(redis.call('HGET', P .. 'meta', 'limit') or ARGV[2])
+local depth = redis.call('HMGET', P .. 'counts', 'queued', 'delayed')
+local room = limit - (depth[1] or 0) - (depth[2] or 0)
+local seq
+local lanes, queued, delayed = {}, 0, 0
+
+-- The status of a job that is not to be stored, and the id it goes by; nil for a new one.
+local function known(job)
+  if redis.call('EXISTS', P .. 'job:' .. job.id) == 1 then
+    return 'exists', job.id
+  end
+  if batch and redis.call('SISMEMBER', P .. 'backed:' .. batch, job.id) == 1 then
+    return 'exists', job.id
+  end
+  local other = job.idem and redis.call('GET', P .. 'idem:' .. job.idem)
+  if other then
+    local state = redis.call('HGET', P .. 'job:' .. other, 'state')
+    if state == 'queued' or state == 'delayed' or state == 'running' or state == 'succeeded' then
+      return redis.call('HGET', P .. 'job:' .. other, 'digest') == job.digest and 'same' or 'conflict', other
+    end
+  end
+  if room <= 0 then
+    return 'full', job.id
+  end
+end
+
+local function store(job)
+  redis.call('SET', P .. 'in:' .. job.id, job.payload)
+  if not seq then
+    seq = redis.call('HINCRBY', P .. 'meta', 'seq', #jobs) - #jobs
+  end
+  seq = seq + 1
+  room = room - 1
+  local due = math.max(job.run_at or 0, job.delay and NOW + job.delay or 0)
+  local state = due > NOW and 'delayed' or 'queued'
+  local fields = {'state', state, 'lane', job.lane, 'seq', int(seq), 'cost', int(job.cost), 'created_at', int(NOW)}
+  local function set(name, value)
+    if value then
+      fields[#fields + 1] = name
+      fields[#fields + 1] = type(value) == 'number' and int(value) or value
+    end
+  end
+  local deadline = math.min(job.deadline or math.huge, job.ttl and NOW + job.ttl or math.huge)
+  set('deadline', deadline < math.huge and deadline)
+  set('max_attempts', job.max_attempts)
+  set('n', job.n)
+  set('stream', job.stream)
+  set('batch', batch)
+  set('key', job.key)
+  set('idem', job.idem)
+  set('digest', job.idem and job.digest)
+  set('due_at', state == 'delayed' and due)
+  redis.call('HSET', P .. 'job:' .. job.id, unpack(fields))
+  if job.metadata then
+    redis.call('SET', P .. 'md:' .. job.id, job.metadata)
+  end
+  if job.idem then
+    redis.call('SET', P .. 'idem:' .. job.idem, job.id)
+  end
+  if deadline < math.huge then
+    redis.call('ZADD', P .. 'deadlines', int(deadline), job.id)
+  end
+  if batch then
+    redis.call('RPUSH', P .. 'bjobs:' .. batch, job.id)
+  end
+  if state == 'delayed' then
+    redis.call('ZADD', P .. 'delayed', int(due), job.id)
+    delayed = delayed + 1
+  else
+    redis.call('ZADD', P .. 'wait:' .. job.lane, int(seq), job.id)
+    lanes[job.lane] = true
+    queued = queued + 1
+  end
+end
+
+local replies = {}
+for i, job in ipairs(jobs) do
+  local status, id = known(job)
+  if not status then
+    store(job)
+    status, id = 'created', job.id
+  end
+  replies[i] = {status, id}
+end
+
+local function add(key)
+  redis.call('HINCRBY', key, 'queued', queued)
+  redis.call('HINCRBY', key, 'delayed', delayed)
+end
+if queued + delayed > 0 then
+  add(P .. 'counts')
+  if batch then
+    add(P .. 'batch:' .. batch)
+    redis.call('HINCRBY', P .. 'batch:' .. batch, 'total', queued + delayed)
+  end
+end
+for lane in pairs(lanes) do
+  open_lane(lane)
+end
+return replies

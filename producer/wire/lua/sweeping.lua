@@ -1,0 +1,101 @@
+-- @include states
+-- What time does to jobs. Any party may run it, so nothing waits for a worker that is gone.
+
+-- A lost lease of a job that had entered a step without getting further is a crash; any other counts nothing.
+local function reclaim(id, job)
+  local crashes = tonumber(job.crashes or 0)
+  if job.stepped and not job.advanced then
+    crashes = crashes + 1
+  end
+  redis.call('HDEL', P .. 'job:' .. id, 'token')
+  if crashes > 0 then
+    redis.call('HSET', P .. 'job:' .. id, 'crashes', crashes)
+  end
+  if crashes >= 5 then
+    finish(id, job, 'dead', CRASHED)
+    return 'dead'
+  end
+  -- The suspects' record is kept under the worker, so detach needs the job as it was; the lane, as it is now.
+  detach(id, job)
+  job.crashes = crashes
+  enqueue(id, job)
+  return 'reclaimed'
+end
+
+local function sweep_leases(limit, done)
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'leases', '-inf', int(NOW), 'LIMIT', 0, limit)) do
+    local job = load(id)
+    local ending = job and (job.ending or (tonumber(job.deadline or math.huge) <= NOW and 'expired'))
+    if not job or job.state ~= 'running' then
+      redis.call('ZREM', P .. 'leases', id)
+    elseif ending then
+      redis.call('HDEL', P .. 'job:' .. id, 'token')
+      finish(id, job, ending, ENDED[ending])
+      done[ending] = done[ending] + 1
+    else
+      local became = reclaim(id, job)
+      done[became] = done[became] + 1
+    end
+  end
+end
+
+local function sweep_delayed(limit, done)
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'delayed', '-inf', int(NOW), 'LIMIT', 0, limit)) do
+    local job = load(id)
+    if not job or job.state ~= 'delayed' then
+      redis.call('ZREM', P .. 'delayed', id)
+    else
+      enqueue(id, job)
+      redis.call('HDEL', P .. 'job:' .. id, 'due_at')
+      done.promoted = done.promoted + 1
+    end
+  end
+end
+
+local function sweep_deadlines(limit, done)
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'deadlines', '-inf', int(NOW), 'LIMIT', 0, limit)) do
+    local job = load(id)
+    redis.call('ZREM', P .. 'deadlines', id)
+    if job and (job.state == 'queued' or job.state == 'delayed') then
+      finish(id, job, 'expired', EXPIRED)
+      done.expired = done.expired + 1
+    elseif job and job.state == 'running' and not job.ending then
+      ask_to_end(id, 'expired')
+    end
+  end
+end
+
+-- Purge the oldest batch whose time is over, a slice at a time; one with unfinished jobs gets more time.
+local function sweep_batches(limit)
+  local batch = redis.call('ZRANGEBYSCORE', P .. 'bexpiry', '-inf', int(NOW), 'LIMIT', 0, 1)[1]
+  if not batch then
+    return
+  end
+  for _, state in ipairs(redis.call('HMGET', P .. 'batch:' .. batch, 'queued', 'delayed', 'running')) do
+    if tonumber(state or 0) > 0 then
+      redis.call('ZADD', P .. 'bexpiry', int(NOW + BATCH_TTL), batch)
+      return
+    end
+  end
+  for _, id in ipairs(redis.call('LRANGE', P .. 'bjobs:' .. batch, 0, limit - 1)) do
+    erase(id)
+  end
+  redis.call('LTRIM', P .. 'bjobs:' .. batch, limit, -1)
+  if redis.call('EXISTS', P .. 'bjobs:' .. batch) == 0 then
+    redis.call('ZREM', P .. 'bexpiry', batch)
+    redis.call('UNLINK', P .. 'batch:' .. batch, P .. 'bfeed:' .. batch, P .. 'backed:' .. batch)
+  end
+end
+
+-- Returns reclaimed, dead, cancelled, expired, promoted, and ms until the next delayed job is due (or -1).
+local function sweep(limit)
+  local done = {reclaimed = 0, dead = 0, cancelled = 0, expired = 0, promoted = 0}
+  sweep_leases(limit, done)
+  sweep_deadlines(limit, done)
+  sweep_delayed(limit, done)
+  sweep_batches(limit)
+  redis.call('ZREMRANGEBYSCORE', P .. 'dead', '-inf', int(NOW - DEAD_TTL))
+  local due = redis.call('ZRANGE', P .. 'delayed', 0, 0, 'WITHSCORES')[2]
+  local wait = due and math.max(0, due - NOW) or -1
+  return {done.reclaimed, done.dead, done.cancelled, done.expired, done.promoted, wait}
+end

@@ -83,29 +83,31 @@ class FreeBlockQueue:
 
     def popleft(self) -> KVBlock:
         block = self._head.next_free
-        assert block is not None and block is not self._tail, "the free queue is empty"
+        assert block is not None
+        assert block is not self._tail, "the free queue is empty"
         self.remove(block)
         return block
 
     def remove(self, block: KVBlock) -> None:
         before, after = block.prev_free, block.next_free
-        assert before is not None and after is not None, f"{block} is not in the free queue"
+        assert before is not None, f"{block} is not in the free queue"
+        assert after is not None, f"{block} is not in the free queue"
         before.next_free, after.prev_free = after, before
         block.prev_free = block.next_free = None
         self._length -= 1
 
     def _insert(self, before: KVBlock, block: KVBlock, after: KVBlock) -> None:
-        assert block.prev_free is None and block.next_free is None, f"{block} is in the free queue already"
+        assert block.prev_free is None, f"{block} is in the free queue already"
         before.next_free, block.prev_free = block, before
         after.prev_free, block.next_free = block, after
         self._length += 1
 
 
 class BlockPool:
-    """Hands out blocks, counts references, remembers the hashes of full blocks, evicts the least recently used.
+    """Hands out blocks, counts references, finds full blocks by hash, evicts the least recently used.
 
-    Steps retire in order (`retire`). A block whose last reference goes while a step that names it is in flight
-    is reserved until that step retires: execution may still read it.
+    Steps retire in order (`retire`). A block whose last reference goes while a step that names it is in
+    flight is reserved until that step retires: execution may still read it.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -224,8 +226,9 @@ class BlockPool:
         return self._by_hash.get(block_hash)
 
     def register(self, block: KVBlock, block_hash: bytes) -> bool:
-        """Make a full block findable. False if an equal one already is: the first stays the one that is found."""
-        assert block.ref_count > 0 and block.block_hash is None, f"{block} cannot be registered"
+        """Make a full block findable. False if an equal one already is: that one stays."""
+        assert block.ref_count > 0, f"{block} is nobody's"
+        assert block.block_hash is None, f"{block} is registered already"
         if self._by_hash.setdefault(block_hash, block) is not block:
             return False
         block.block_hash = block_hash
@@ -260,16 +263,14 @@ class BlockPool:
         assert NULL_BLOCK_ID not in queued
         deferred = {block.block_id for block in self.blocks if block.is_reserved}
         listed = {block.block_id for blocks in self._deferred.values() for block in blocks}
-        assert len(deferred) == self._num_deferred and deferred <= listed, (
-            deferred,
-            listed,
-            self._num_deferred,
-        )
+        assert len(deferred) == self._num_deferred, f"{deferred} wait, {self._num_deferred} counted"
+        assert deferred <= listed, f"{deferred - listed} wait for no step"
         active = [block for block in self.blocks if block.ref_count > 0]
         assert not queued & deferred
         assert not (queued | deferred) & {block.block_id for block in active}
-        hashed = sum(block.block_hash is not None for block in queue)
-        assert hashed == self.num_cached, f"{hashed} cached blocks, {self.num_cached} counted"
+        is_cached = [block.block_hash is not None for block in queue]
+        assert sum(is_cached) == self.num_cached, f"{sum(is_cached)} cached, {self.num_cached} counted"
+        assert is_cached == sorted(is_cached), "a cached block would be evicted before a free one is used"
         states = (self.num_free, self.num_cached, self.num_active, self.num_reserved)
         assert sum(states) == self.capacity, f"free, cached, active, reserved = {states} of {self.capacity}"
         assert len(active) == self.num_active, f"{len(active)} active blocks, {self.num_active} counted"

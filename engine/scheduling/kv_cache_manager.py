@@ -1,9 +1,9 @@
 """The logical side of the KV cache: each sequence's block table, prefix hits, forks and copy-on-write.
 
-The scheduler asks here in tokens; which blocks that means is nobody else's business. Blocks become findable by
-their hash when the step that fills them is planned, not when it has run: in each layer every KV write precedes
-attention, so a request that enters the same step may already read them, and a burst of equal cold prefixes
-computes the prefix once.
+The scheduler asks here in tokens; which blocks that means is nobody else's business. Blocks become findable
+by their hash when the step that fills them is planned, not when it has run: in each layer every KV write
+precedes attention, so a request that enters the same step may already read them, and a burst of equal cold
+prefixes computes the prefix once.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ class AllocatedSlots:
     """(source, destination) ids to copy before the step writes anything."""
     replaced_blocks: list[tuple[int, int]] = field(default_factory=list)
     """(index in the table, new id): entries that a copy-on-write exchanged."""
+
+
+NO_NEW_SLOTS = AllocatedSlots()
+"""The answer when the table has room already, as for most decodes. Never changed."""
 
 
 class KVCacheManager:
@@ -86,30 +90,33 @@ class KVCacheManager:
 
     def num_blocks_needed(self, sequence: Sequence, num_new_tokens: int) -> int:
         """Blocks that `allocate_slots` would take from the pool."""
-        needed = self.blocks_for(sequence.num_computed_tokens + num_new_tokens) - len(sequence.block_ids)
-        return max(needed, 0) + self._writes_shared_block(sequence)
+        start, table = sequence.num_computed_tokens, sequence.block_ids
+        needed = -(-(start + num_new_tokens) // self.block_size) - len(table)
+        index = start // self.block_size
+        if index < len(table) and self.pool.blocks[table[index]].ref_count > 1:
+            needed += 1
+        return needed
 
     def allocate_slots(self, sequence: Sequence, num_new_tokens: int, step_id: int) -> AllocatedSlots | None:
         """Make room for a sequence's next tokens in step `step_id`; None: not now, and nothing has changed.
 
         The first write into a partial block that a fork still shares goes to a copy of it.
         """
+        start = sequence.num_computed_tokens
         needed = self.num_blocks_needed(sequence, num_new_tokens)
-        slots = AllocatedSlots()
-        if needed:
-            if needed > self.pool.num_available:
-                self._allocation_failures += 1
-                return None
-            self._take_blocks(sequence, needed, step_id, slots)
-        self._fill(sequence, sequence.num_computed_tokens, sequence.num_computed_tokens + num_new_tokens)
+        if needed > self.pool.num_available:
+            self._allocation_failures += 1
+            return None
+        slots = self._take_blocks(sequence, needed, step_id) if needed else NO_NEW_SLOTS
+        self._fill(sequence, start, start + num_new_tokens)
         return slots
 
     def register_full_blocks(self, sequence: Sequence) -> None:
         """Make findable what is full, has known tokens, and is computed or planned (up to `last_step_id`)."""
-        num_full = min(sequence.num_computed_tokens, sequence.num_known_tokens) // self.block_size
         first = sequence.num_registered_blocks
-        if num_full <= first or not self._enable_prefix_caching:
+        if sequence.num_computed_tokens // self.block_size <= first or not self._enable_prefix_caching:
             return
+        num_full = min(sequence.num_computed_tokens, sequence.num_known_tokens) // self.block_size
         hashes = self._block_hashes(sequence, num_full)
         for index in range(first, num_full):
             block = self.pool.blocks[sequence.block_ids[index]]
@@ -191,28 +198,22 @@ class KVCacheManager:
                 filled[block_id] = max(filled[block_id], in_block)
                 block = self.pool.blocks[block_id]
                 if block.block_hash is not None:
-                    assert block.block_hash == hashes[index] and block.num_filled == self.block_size, block
+                    assert block.block_hash == hashes[index], f"{block} does not hold what its hash says"
+                    assert block.num_filled == self.block_size, f"{block} is hashed but not full"
         for block in self.pool.blocks:
-            assert block.ref_count == references[block.block_id], (block, references[block.block_id])
-            if block.ref_count:
-                assert block.num_filled == filled[block.block_id], (
-                    block,
-                    block.num_filled,
-                    filled[block.block_id],
-                )
+            held, fill = references[block.block_id], filled[block.block_id]
+            assert block.ref_count == held, f"{block} stands in {held} tables"
+            assert not held or block.num_filled == fill, f"{block} has {block.num_filled} slots, not {fill}"
         assert all(step_id > self.pool.retired_step_id for step_id in self._unproven)
 
-    def _writes_shared_block(self, sequence: Sequence) -> bool:
-        index = sequence.num_computed_tokens // self.block_size
-        table = sequence.block_ids
-        return index < len(table) and self.pool.blocks[table[index]].ref_count > 1
-
-    def _take_blocks(self, sequence: Sequence, needed: int, step_id: int, slots: AllocatedSlots) -> None:
-        """Allocate, replacing the shared partial block by a copy if the write starts in one."""
+    def _take_blocks(self, sequence: Sequence, needed: int, step_id: int) -> AllocatedSlots:
+        """Allocate; a shared block that the write starts in is replaced by a copy."""
+        slots = AllocatedSlots()
         taken = self.pool.allocate(needed)
-        if self._writes_shared_block(sequence):
-            index = sequence.num_computed_tokens // self.block_size
-            shared, copy = self.pool.blocks[sequence.block_ids[index]], taken.pop(0)
+        index = sequence.num_computed_tokens // self.block_size
+        shared = self.pool.blocks[sequence.block_ids[index]] if index < len(sequence.block_ids) else None
+        if shared is not None and shared.ref_count > 1:
+            copy = taken.pop(0)
             slots.block_copies.append((shared.block_id, copy.block_id))
             slots.replaced_blocks.append((index, copy.block_id))
             self.pool.fill(copy, shared.num_filled)
@@ -222,11 +223,12 @@ class KVCacheManager:
             self._cow_copies += 1
         slots.new_block_ids = [block.block_id for block in taken]
         sequence.block_ids.extend(slots.new_block_ids)
+        return slots
 
     def _fill(self, sequence: Sequence, start: int, end: int) -> None:
-        size = self.block_size
-        for index in range(start // size, self.blocks_for(end)):
-            self.pool.fill(self.pool.blocks[sequence.block_ids[index]], min(size, end - index * size))
+        size, pool, table = self.block_size, self.pool, sequence.block_ids
+        for index in range(start // size, -(-end // size)):
+            pool.fill(pool.blocks[table[index]], min(size, end - index * size))
 
     def _block_hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         """The first `num_blocks` chained hashes of a sequence, extending those it remembers."""

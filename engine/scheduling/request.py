@@ -113,9 +113,9 @@ class Request:
     num_step_failures: int = 0
     """Steps that raised while this request was in them."""
     insertion: int = 0
-    """Counts requests in the order they were added; breaks ties of priority and arrival. Set by the scheduler."""
+    """How many requests were added before it; breaks ties of priority and arrival. Set by the scheduler."""
     max_num_tokens: int = 0
-    """Where its sequences end in `length`: prompt + max_tokens, within the model's context. Set by the scheduler."""
+    """Prompt + max_tokens, within the model's context: where `length` ends it. Set by the scheduler."""
     was_admitted: bool = False
     """Has entered a step at least once."""
 

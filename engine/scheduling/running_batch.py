@@ -15,8 +15,8 @@ from engine.scheduling.step_builder import StepBuilder
 class RunningBatch:
     """Rows, and the sequences in them.
 
-    A request whose n samples start out equal enters as one sequence, its leader, which prefills the prompt; n - 1
-    rows stay claimed for the siblings, which fork off in the step that completes it. Claiming them at
+    A request whose n samples start out equal enters as one sequence, its leader, which prefills the prompt;
+    n - 1 rows stay claimed for the siblings, which fork off in the step that completes it. Claiming them at
     admission keeps two half-admitted requests from waiting for each other's rows.
     """
 
@@ -43,7 +43,7 @@ class RunningBatch:
         return max(0, self._kv.pool.num_available - self._watermark_blocks)
 
     def schedule(self, step: StepBuilder, candidates: Iterable[Sequence]) -> list[Sequence]:
-        """Add what the budget allows of these running sequences, in order; returns the sequences preempted."""
+        """Add what the budget allows of these running sequences, in order; returns those preempted."""
         preempted: list[Sequence] = []
         for sequence in list(candidates):
             if not step.budget:
@@ -63,8 +63,8 @@ class RunningBatch:
     def admit(self, step: StepBuilder, sequence: Sequence, siblings: list[Sequence]) -> bool:
         """Give a waiting sequence a row, its prefix hits and its first chunk. False: not now.
 
-        Admission asks for room for all known tokens, not just the chunk, and for one own block per sibling, above
-        the watermark. Alone, whatever is there must do.
+        Admission asks for room for all known tokens, not just the chunk, and for one own block per sibling,
+        above the watermark. Alone, whatever is there must do.
         """
         if sequence.num_pending_tokens or self.num_unclaimed_rows < 1 + len(siblings):
             return False
@@ -169,21 +169,20 @@ class RunningBatch:
         return slots
 
     def _plan(self, step: StepBuilder, sequence: Sequence, num_tokens: int, slots: AllocatedSlots) -> None:
-        """Add the work; sample, and fork the siblings, if it reaches the last token."""
+        """Add the work; fork the siblings if it reaches the prompt's last token."""
         step.add_work(sequence, num_tokens, slots)
         self._kv.register_full_blocks(sequence)
         if sequence.num_computed_tokens < sequence.num_tokens:
             needed = self._kv.blocks_for(sequence.num_known_tokens) - len(sequence.block_ids)
             step.promised_blocks += max(0, needed)
             return
-        assert sequence.row is not None
-        samplers = [sequence]
-        if sequence in self._siblings:
-            for sibling in self._siblings.pop(sequence):
+        siblings = self._siblings.pop(sequence, None)
+        if siblings is not None:
+            for sibling in siblings:
                 self._kv.fork(sequence, sibling)
                 self._enter(step, sibling)
-                samplers.append(sibling)
-        step.add_samplers(sequence.row, samplers)
+            assert sequence.row is not None
+            step.add_siblings(sequence.row, siblings)
 
     def _enter(self, step: StepBuilder, sequence: Sequence) -> None:
         sequence.row = heapq.heappop(self._free_rows)

@@ -1,8 +1,8 @@
 """Who computes which tokens in the next step, and what became of them when it retired.
 
-There is no prefill phase and no decode phase: each sequence has `num_computed_tokens` chasing `num_tokens`, and
-every step hands out one token budget, to running sequences first, then to waiting ones, oldest first. A decode
-is a sequence that is one token behind; a chunked prefill is one that is further behind than the budget reaches.
+There is no prefill phase and no decode phase: each sequence has `num_computed_tokens` chasing `num_tokens`,
+and every step hands out one token budget, to running sequences first, then to waiting ones, oldest first. A
+decode is a sequence one token behind; a chunked prefill is one further behind than the budget reaches.
 """
 
 from __future__ import annotations
@@ -136,13 +136,15 @@ class Scheduler:
         return updates
 
     def recover(self, plan: StepPlan) -> None:
-        """The step of this plan raised: it never happened. Its requests go back to waiting and become suspects.
+        """The step of this plan raised: it never happened. Its requests wait again, as suspects.
 
-        Steps planned after it read what it was to write, so they are void as well; settle them as usual, their
-        results are ignored and their requests are not blamed.
+        Steps planned after it read what it was to write, so they are void as well; settle them as usual,
+        their results are ignored and their requests are not blamed. A suspect gets steps of its own until it
+        has got past where it was; the caller fails one that raises alone.
         """
         void = [step for step in self._in_flight if step.plan.step_id >= plan.step_id]
-        assert void and void[0].plan is plan, "only a step in flight can fail"
+        assert void, "only a step in flight can fail"
+        assert void[0].plan is plan, "only a step in flight can fail"
         failed = void[0]
         failed.is_settled = True
         if failed.has_failed:
@@ -240,7 +242,7 @@ class Scheduler:
                 self._waiting.add(sequence)
 
     def _follows_leader(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence starts as a fork: its siblings are as empty as it is, and it is not the first."""
+        """Whether a waiting sequence will fork off its first live sibling: none of them has a token yet."""
         if self._batch.is_sibling(sequence):
             return True
         live = sequence.request.live_sequences
@@ -265,7 +267,7 @@ class Scheduler:
         return True
 
     def _schedule_suspects(self, step: StepBuilder) -> None:
-        """Give the first suspect that can run a step of its own; if none can, run the others without admitting."""
+        """Give the first suspect that can run a step of its own; if none can, run the others, admit none."""
         for request in sorted(self._suspects, key=lambda r: scheduling_key(r.sequences[0])):
             self._schedule_running(step, [s for s in self._batch.sequences if s.request is request])
             for sequence in [s for s in request.sequences if s in self._waiting]:
@@ -325,7 +327,7 @@ class Scheduler:
             self._kv.retire(self._in_flight.popleft().plan.step_id)
 
     def _undo(self, step: InFlightStep) -> None:
-        """Send what is left of a void step's sequences back to waiting, without the tokens it was to sample."""
+        """Send a void step's sequences back to waiting, without the tokens it was to sample."""
         step.has_failed = True
         self._batch.mark_freed(step.plan.freed_rows)
         for sequence in step.sampled:
@@ -338,7 +340,7 @@ class Scheduler:
             self._enqueue(request)
 
     def _clear_suspects(self, step: InFlightStep) -> None:
-        """A suspect that sampled in a step of its own, and is caught up, has got past the point of failure."""
+        """A suspect that sampled in a step of its own, and is caught up, has got past its failure."""
         if not self._suspects or not step.sampled:
             return
         requests = step.requests()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.plan import NewRow, RowWork, Sample, StepPlan
-from engine.scheduling.kv_cache_manager import AllocatedSlots
+from engine.scheduling.kv_cache_manager import NO_NEW_SLOTS, AllocatedSlots
 from engine.scheduling.request import Request, Sequence
 
 
@@ -35,15 +35,15 @@ class StepBuilder:
     budget: int
     """Tokens that may still be added."""
     is_short: bool = False
-    """A sequence did not get the blocks it needed: nothing new may be admitted, none may take what it waits for."""
+    """A sequence did not get the blocks it needed: nobody behind it may take any."""
     promised_blocks: int = 0
     """Blocks that rows whose prefill is cut short by the budget will need before they can sample."""
     _new_rows: list[NewRow] = field(default_factory=list)
     _block_copies: list[tuple[int, int]] = field(default_factory=list)
     _decodes: list[tuple[RowWork, Sequence]] = field(default_factory=list)
     _prefills: list[tuple[RowWork, Sequence]] = field(default_factory=list)
-    _samplers: dict[int, list[Sequence]] = field(default_factory=dict)
-    """Row -> the sequences that sample from its last token: itself, and its siblings when it forks."""
+    _siblings: dict[int, list[Sequence]] = field(default_factory=dict)
+    """Row -> the sequences that fork off it in this step, and sample from its last token as well."""
 
     @property
     def is_empty(self) -> bool:
@@ -70,21 +70,20 @@ class StepBuilder:
         """Compute a sequence's next tokens. Advances the sequence."""
         assert sequence.row is not None
         assert 0 < num_tokens <= self.budget
-        work = RowWork(
-            sequence.row, sequence.num_computed_tokens, num_tokens, slots.new_block_ids, slots.replaced_blocks
-        )
+        work = RowWork(sequence.row, sequence.num_computed_tokens, num_tokens)
+        if slots is not NO_NEW_SLOTS:
+            work.new_block_ids, work.replaced_blocks = slots.new_block_ids, slots.replaced_blocks
+            self._block_copies += slots.block_copies
         if sequence.forced_token_ids:
             work.forced_token_ids, sequence.forced_token_ids = sequence.forced_token_ids, []
-        if slots.block_copies:
-            self._block_copies += slots.block_copies
         (self._decodes if num_tokens == 1 else self._prefills).append((work, sequence))
         self.budget -= num_tokens
         sequence.num_computed_tokens += num_tokens
         sequence.last_step_id = self.step_id
 
-    def add_samplers(self, row: int, sequences: list[Sequence]) -> None:
-        """Sample for each of these sequences from the last token that the step computes in `row`."""
-        self._samplers[row] = sequences
+    def add_siblings(self, row: int, siblings: list[Sequence]) -> None:
+        """The step completes the prompt in `row`: sample from its last token for these sequences too."""
+        self._siblings[row] = siblings
 
     def build(self, freed_rows: list[int]) -> InFlightStep:
         plan = StepPlan(self.step_id, freed_rows, self._new_rows, self._block_copies)
@@ -94,10 +93,16 @@ class StepBuilder:
             token_index += work.num_tokens
             plan.work.append(work)
             step.computed.append(sequence)
-            for sampler in self._samplers.get(work.row, ()):
-                assert sampler.row is not None
-                allowed = None if sampler.grammar is None else sampler.grammar.allowed_token_ids()
-                plan.samples.append(Sample(sampler.row, token_index, sampler.num_tokens, allowed))
-                step.sampled.append(sampler)
-                sampler.num_pending_tokens += 1
+            if sequence.num_computed_tokens == sequence.num_tokens:
+                self._add_sample(step, sequence, token_index)
+                for sibling in self._siblings.get(work.row, ()):
+                    self._add_sample(step, sibling, token_index)
         return step
+
+    @staticmethod
+    def _add_sample(step: InFlightStep, sequence: Sequence, token_index: int) -> None:
+        assert sequence.row is not None
+        allowed = None if sequence.grammar is None else sequence.grammar.allowed_token_ids()
+        step.plan.samples.append(Sample(sequence.row, token_index, sequence.num_tokens, allowed))
+        step.sampled.append(sequence)
+        sequence.num_pending_tokens += 1

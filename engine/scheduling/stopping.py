@@ -1,4 +1,4 @@
-"""What a sampled token does to its sequence: append it, follow the grammar, decide whether that was the end."""
+"""What a sampled token does to its sequence: append it, follow the grammar, decide if that was the end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def append_sampled(
 
 
 def _follow_grammar(update: SequenceUpdate, token_id: int, eos_token_ids: frozenset[int]) -> bool:
-    """Advance the grammar and append what it forces, as far as the limit allows. True: the sequence stopped."""
+    """Advance the grammar and append what it forces, as far as the limit allows. True: the end."""
     sequence = update.sequence
     grammar = sequence.grammar
     assert grammar is not None

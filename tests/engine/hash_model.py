@@ -1,8 +1,8 @@
-"""A model without a network: its next token is a hash of every token so far, read back through the block table.
+"""A model without a network: its next token is a hash of all tokens so far, read back through block tables.
 
-The KV cache is a real array with one (token, position) per slot, written and read only through block tables, so
-any wrong block, missed copy, stale row or early reuse changes the output or trips an assertion. `HashOracle`
-computes the same tokens from the plain token list.
+The KV cache is a real array with one (token, position) per slot, written and read only through block tables,
+so any wrong block, missed copy, stale row or early reuse changes the output or trips an assertion.
+`HashOracle` computes the same tokens from the plain token list.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ class HashStep:
 
 @dataclass
 class HashModel:
-    """An executor over `num_blocks` blocks. Steps run when they are waited for, in launch order.
+    """An executor over `num_blocks` blocks. A step runs when it is waited for, in launch order.
 
-    Running late is the worst case for the scheduler: whatever it hands out or poisons too early is then gone by
-    the time an older step reads it. `bad_tokens`: computing one of them raises. `nan_tokens`: a sequence that
-    holds one samples from logits that are not finite.
+    Running late is the worst case for the scheduler: whatever it hands out or poisons too early is then gone
+    by the time an older step reads it. `bad_tokens`: computing one of them raises. `nan_tokens`: a sequence
+    that holds one samples from logits that are not finite.
     """
 
     num_blocks: int

@@ -29,7 +29,7 @@ class WorkerConfig(BaseSettings):
     """None: an embedded Valkey server under `state_dir`."""
     queue: str = "default"
     state_dir: Path | None = None
-    """None: `$XDG_STATE_HOME/pagemill`, or `~/.local/state/pagemill`."""
+    """Where an embedded server keeps its data. None: `~/.local/state/pagemill`."""
     http_host: str = "127.0.0.1"
     http_port: int | None = Field(default=None, ge=0, le=65535)
     """None: 9790, or the next free port. An explicit port that is taken is an error; 0 takes any."""

@@ -26,9 +26,10 @@ from typing import IO
 
 import redis
 
+from producer.wire.discovery import SERVER_FILE
+
 logger = logging.getLogger(__name__)
 
-SERVER_FILE = "server.json"
 OWNER_LOCK = "owner.lock"
 START_LOCK = "start.lock"
 PORT_FILE = "port"

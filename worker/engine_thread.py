@@ -68,14 +68,6 @@ class EngineState(enum.Enum):
     """The loop died; `EngineThread.error` says of what. It never comes back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Headroom:
-    """The engine's capacity after a step, and how many AddRequests it had seen by then."""
-
-    capacity: Capacity
-    num_added: int
-
-
 class EngineThread:
     """Carries an engine. `deliver` is called on the engine's thread and must not block.
 
@@ -91,10 +83,7 @@ class EngineThread:
         self._loaded = threading.Event()
         self._engine: Engine | None = None
         self._held = False
-        self._num_sent = 0
-        self._num_added = 0
-        self._send_lock = threading.Lock()
-        self._headroom: Headroom | None = None
+        self._capacity: Capacity | None = None
         self._stats: EngineStats | None = None
         self._stats_at = 0.0
         self._last_progress = time.monotonic()
@@ -105,18 +94,14 @@ class EngineThread:
         self._thread.start()
 
     def wait_loaded(self, timeout: float | None = None) -> bool:
-        """True once the model is loaded; raises what loading raised (`ConfigError`, `ModelLoadError`)."""
-        done = self._loaded.wait(timeout)
-        if self.error is not None:
+        """True once the model is loaded. Raises the EngineError that loading ended in, if it did."""
+        self._loaded.wait(timeout)
+        if isinstance(self.error, EngineError):
             raise self.error
-        return done
+        return self._engine is not None and self._loaded.is_set()
 
-    def add(self, request: AddRequest) -> int:
-        """Queue a request; returns its number, to be compared with `Headroom.num_added`."""
-        with self._send_lock:
-            self._num_sent += 1
-            self._inbox.put(request)
-            return self._num_sent
+    def add(self, request: AddRequest) -> None:
+        self._inbox.put(request)
 
     def abort(self, request_id: str) -> None:
         """Ends the request with finish reason `abort`; unknown ids are ignored."""
@@ -145,9 +130,9 @@ class EngineThread:
         return self.engine.input_processor
 
     @property
-    def headroom(self) -> Headroom | None:
-        """None until the model is loaded."""
-        return self._headroom
+    def capacity(self) -> Capacity | None:
+        """The engine's headroom after its last step; None until the model is loaded."""
+        return self._capacity
 
     @property
     def stats(self) -> EngineStats | None:
@@ -211,7 +196,6 @@ class EngineThread:
     def _execute(self, engine: Engine, command: Command) -> None:
         match command:
             case AddRequest():
-                self._num_added += 1
                 try:
                     engine.add_request(
                         command.request_id,
@@ -239,7 +223,7 @@ class EngineThread:
 
     def _publish(self, engine: Engine, *, force: bool = False) -> None:
         now = time.monotonic()
-        self._headroom = Headroom(engine.capacity(), self._num_added)
+        self._capacity = engine.capacity()
         if force or now - self._stats_at >= STATS_INTERVAL_S:
             self._stats = engine.stats()
             self._stats_at = now

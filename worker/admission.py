@@ -1,0 +1,312 @@
+"""Admission: pulls as many jobs as the engine has room for, and turns them into requests.
+
+A pulled job is invisible to other workers, so nothing is pulled that would only wait here. Room is counted
+in rows and in KV tokens: the blocks that are free or evictable, less what running requests will still grow.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import InvalidRequest
+from engine.outputs import SampleState
+from monitoring.counters import BlockReason, WorkerCounters
+from producer.wire import transitions
+from producer.wire.errors import InvalidJob, RedisUnavailable
+from producer.wire.outputs import ErrorInfo, Progress
+from producer.wire.protocol import Job
+from producer.wire.transitions import PulledJob
+from worker.engine_thread import AddRequest, EngineState, EngineThread
+from worker.final_write import failed, succeeded
+from worker.job_queue import Backoff, JobQueue, ServerClock
+from worker.job_table import JobTable
+from worker.leases import LeaseKeeper
+from worker.progress import ProgressReporter
+from worker.running_job import PRIORITIES, RunningJob, engine_params, sample_records, sample_states
+
+logger = logging.getLogger(__name__)
+
+DOORBELL_S = 1.0
+"""The longest sleep of an idle worker; then it looks, and sweeps, anyway."""
+BLOCKED_POLL_S = 0.25
+MAX_JOBS_PER_PULL = 64
+OUTPUT_RATIO_WEIGHT = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What may be pulled now. Without jobs, `blocked` says why."""
+
+    jobs: int
+    tokens: int
+    block_size: int = 1
+    blocked: BlockReason | None = None
+
+
+class OutputForecast:
+    """How much of its max_tokens a job is expected to use: a moving average, 1.0 until something is known."""
+
+    def __init__(self) -> None:
+        self._ratio = 1.0
+
+    def observe(self, job: RunningJob) -> None:
+        used = job.generated_tokens / (job.max_tokens * job.params.n)
+        self._ratio += OUTPUT_RATIO_WEIGHT * (used - self._ratio)
+
+    def remaining(self, job: RunningJob) -> int:
+        """Output tokens that the job is still expected to add, over all its samples; at least one each."""
+        expected = int(job.max_tokens * self._ratio) * job.params.n
+        return max(job.params.n, expected - job.generated_tokens)
+
+
+def credit(engine: EngineThread, running: list[RunningJob], forecast: OutputForecast) -> Credit:
+    """Room in the engine for more jobs.
+
+    Rows are what the engine has less what its requests will take. Tokens are the blocks that the engine
+    counted after its last step, less the growth still to come: a request that it had not seen by then will
+    grow by all of itself.
+    """
+    capacity, stats = engine.capacity, engine.stats
+    if capacity is None or stats is None or engine.state is EngineState.LOADING:
+        return Credit(0, 0, blocked="loading")
+    if engine.state is EngineState.HELD:
+        return Credit(0, 0, blocked="results")
+    live = [job for job in running if not job.has_left_engine]
+    rows = stats.max_num_seqs - sum(job.params.n for job in live)
+    if rows <= 0:
+        return Credit(0, 0, blocked="rows")
+    growth = sum(len(job.prompt_token_ids) - job.prompt_tokens_done + forecast.remaining(job) for job in live)
+    tokens = capacity.available_blocks * capacity.block_size - growth
+    if tokens <= 0 and live:
+        return Credit(0, 0, blocked="kv")
+    return Credit(min(rows, MAX_JOBS_PER_PULL), max(0, tokens), capacity.block_size)
+
+
+class Admission:
+    """The pulling thread."""
+
+    def __init__(
+        self,
+        queue: JobQueue,
+        engine: EngineThread,
+        table: JobTable,
+        reporter: ProgressReporter,
+        leases: LeaseKeeper,
+        clock: ServerClock,
+        counters: WorkerCounters,
+    ) -> None:
+        self._queue = queue
+        self._engine = engine
+        self._table = table
+        self._reporter = reporter
+        self._leases = leases
+        self._clock = clock
+        self._counters = counters
+        self._models: list[str] = []
+        self._room = threading.Event()
+        self._stop = threading.Event()
+        self._backoff = Backoff()
+        self._thread = threading.Thread(target=self._run, name="pagemill-admission", daemon=True)
+        self._forecast = OutputForecast()
+        self.blocked: BlockReason | None = "loading"
+        """What keeps this worker from pulling; None while it may."""
+
+    def start(self, models: list[str]) -> None:
+        self._models = models
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Pull no more. A pull that is under way still hands its jobs to the engine."""
+        self._stop.set()
+        self._room.set()
+
+    def join(self, timeout: float) -> bool:
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def on_finished(self, job: RunningJob | None) -> None:
+        """A job has left the engine: look again. Called on the reporter's thread."""
+        if job is not None:
+            self._forecast.observe(job)
+        self._room.set()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._pull_once()
+                self._backoff.reset()
+            except RedisUnavailable:
+                self._wait_for_redis()
+            except Exception:
+                logger.exception("pulling jobs failed; trying again")
+                self._blocked_for("redis", self._backoff.next())
+        self.blocked = "draining"
+
+    def _pull_once(self) -> None:
+        self._room.clear()
+        room = credit(self._engine, self._table.running(), self._forecast)
+        if room.blocked is not None:
+            self._blocked_for(room.blocked, BLOCKED_POLL_S)
+            return
+        self._counters.credit_sequences = room.jobs
+        self._counters.credit_blocks = room.tokens // room.block_size
+        reply = self._queue.pull(self._models, room.jobs, room.tokens, len(self._table))
+        for pulled in reply.jobs:
+            self._table.hold(pulled.job_id, pulled.token)
+        if reply.paused:
+            self._blocked_for("paused", DOORBELL_S)
+        elif reply.jobs:
+            self.blocked = None
+            self._take_in(reply.jobs)
+        elif reply.queued and len(self._table):
+            # They cost more than there is, or wait for a suspect to end: the doorbell would ring for nothing.
+            self._blocked_for("kv", BLOCKED_POLL_S)
+        else:
+            self.blocked = None
+            due_s = DOORBELL_S if reply.next_due_ms is None else reply.next_due_ms / 1000
+            self._queue.wait_for_doorbell(self._models, min(DOORBELL_S, due_s))
+
+    def _blocked_for(self, reason: BlockReason, timeout_s: float) -> None:
+        if self.blocked != reason:
+            logger.debug("no jobs are pulled: %s", reason)
+        self.blocked = reason
+        began = time.monotonic()
+        self._room.wait(timeout_s)
+        self._counters.admission_blocked_seconds.inc(reason, time.monotonic() - began)
+
+    def _wait_for_redis(self) -> None:
+        """Until the leases have been renewed: a pull sweeps, and would take our own lapsed ones from us."""
+        away_since = time.monotonic()
+        self.blocked = "redis"
+        while not self._stop.is_set() and not self._leases.wait_renewed(away_since, BLOCKED_POLL_S):
+            self._counters.admission_blocked_seconds.inc("redis", BLOCKED_POLL_S)
+
+    def _take_in(self, pulled: list[PulledJob]) -> None:
+        """Validate, tokenise, announce and start; a job that is no good fails alone."""
+        jobs = [job for item in pulled if (job := self._prepare(item)) is not None]
+        if not jobs:
+            return
+        # Before a job's first step: only a job that entered one can have made its worker crash.
+        replies = self._announce([self._announcement(job) for job in jobs])
+        for job, reply in zip(jobs, replies, strict=True):
+            if reply == "stale":
+                self._reporter.lost(job.job_id, job.token)
+            else:
+                self._start(job)
+                if reply == "cancelled":
+                    self._reporter.cancelled(job.job_id)
+
+    def _prepare(self, pulled: PulledJob) -> RunningJob | None:
+        self._counters.jobs_received.inc("redelivered" if pulled.crashes or pulled.checkpoint else "first")
+        started_at = self._clock.now()
+        self._counters.queue_wait_seconds.observe(max(0.0, started_at - pulled.submitted_at))
+        try:
+            return self._running_job(pulled, Job.from_payload(pulled.payload), started_at)
+        except (InvalidJob, InvalidRequest) as error:
+            self._fail(pulled, error.code, str(error))
+        except Exception as error:
+            # Whatever a payload makes our code raise is that job's own trouble: the others go on.
+            logger.exception("job %s: its payload made validation fail", pulled.job_id)
+            self._fail(pulled, "invalid_job", f"the job can't be read: {type(error).__name__}")
+        return None
+
+    def _fail(self, pulled: PulledJob, code: str, message: str) -> None:
+        self._counters.job_failures.inc(code)
+        self._reporter.end(failed(self._queue.queue, pulled, ErrorInfo(code=code, message=message)))
+
+    def _running_job(self, pulled: PulledJob, job: Job, started_at: float) -> RunningJob | None:
+        messages = None
+        if job.messages is not None:
+            messages = [{"role": message.role, "content": message.content} for message in job.messages]
+        prompt_token_ids, params = self._engine.input_processor.process(
+            prompt=job.prompt,
+            messages=messages,
+            prompt_token_ids=job.prompt_token_ids,
+            params=engine_params(job, pulled.job_id),
+        )
+        engine = self._engine.engine
+        checkpoint = pulled.checkpoint
+        if checkpoint is not None and checkpoint.fingerprint != engine.fingerprint:
+            checkpoint = None
+        running = RunningJob(
+            pulled=pulled,
+            job=job,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            started_at=started_at,
+            expires_at=_expires_at(pulled, job, started_at),
+            samples=sample_records(checkpoint, params.n),
+            restart_checkpoint=pulled.checkpoint is not None and checkpoint is None,
+            saved_at=time.monotonic(),
+        )
+        running.resumed_tokens = running.generated_tokens
+        if running.is_complete:  # everything was checkpointed; only the commit is missing
+            result = running.result(
+                None, tier=engine.tier, fingerprint=engine.fingerprint, now=self._clock.now()
+            )
+            self._reporter.end(succeeded(self._queue.queue, running, result))
+            return None
+        return running
+
+    def _announcement(self, job: RunningJob) -> Any:
+        progress = Progress(
+            phase="prefill", prompt_tokens=len(job.prompt_token_ids), max_tokens=job.max_tokens * job.params.n
+        )
+        return transitions.checkpoint(
+            self._queue.queue, job.job_id, job.token, progress, (), restart=job.restart_checkpoint
+        )
+
+    def _announce(self, calls: list[Any]) -> list[Any]:
+        """Send until the server has answered: half-started jobs must not be dropped."""
+        while True:
+            try:
+                return self._queue.run_many(calls)
+            except RedisUnavailable:
+                self._wait_for_redis()
+                if self._stop.is_set():
+                    return [None] * len(calls)
+
+    def _start(self, job: RunningJob) -> None:
+        job.restart_checkpoint = False
+        if not self._table.start(job, self._send):
+            return
+        resumed = f", going on after {job.resumed_tokens} tokens" if job.resumed_tokens else ""
+        self._counters.resumed_tokens.inc(job.resumed_tokens)
+        logger.info(
+            "job %s: running, attempt %d, %d prompt tokens%s",
+            job.job_id,
+            job.pulled.attempt,
+            len(job.prompt_token_ids),
+            resumed,
+        )
+
+    def _send(self, job: RunningJob) -> None:
+        resume: list[SampleState] | None = sample_states(job.samples) if job.resumed_tokens else None
+        self._engine.add(
+            AddRequest(
+                request_id=job.request_id,
+                prompt_token_ids=job.prompt_token_ids,
+                params=job.params,
+                priority=PRIORITIES[job.job.priority],
+                arrival=job.pulled.submitted_at,
+                resume=resume,
+            )
+        )
+
+
+def _expires_at(pulled: PulledJob, job: Job, now: float) -> float | None:
+    """`time.monotonic()` at the job's deadline or at the end of its timeout, whichever comes first."""
+    seconds = [
+        *([] if job.timeout is None else [job.timeout]),
+        *([] if pulled.deadline is None else [pulled.deadline - now]),
+    ]
+    return time.monotonic() + min(seconds) if seconds else None

@@ -1,0 +1,166 @@
+"""The last write of a job on this worker: commit, retry or release, and what its reply means."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from monitoring.counters import WorkerCounters
+from producer.wire import transitions
+from producer.wire.outputs import ErrorInfo, Result
+from producer.wire.scripts import Call
+from producer.wire.transitions import CheckpointReply, PulledJob
+from worker.running_job import Ending, RunningJob, end_state
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FinalWrite:
+    """May be sent any number of times: the server takes it once."""
+
+    pulled: PulledJob
+    kind: Literal["succeeded", "failed", "cancelled", "expired", "retried", "released"]
+    call: Call[Any]
+    note: str
+    """For the log: what happened, without a word of the prompt or the output."""
+    size: int = 0
+    """Bytes of the result or the error."""
+    needs_checkpoint: bool = False
+    """What was generated last must be checkpointed first: it is a partial result, a stream's last tokens or
+    what the next execution goes on from."""
+    new_tokens: int = 0
+    """Tokens generated here."""
+    code: str = ""
+
+    @property
+    def job_id(self) -> str:
+        return self.pulled.job_id
+
+    @property
+    def token(self) -> int:
+        return self.pulled.token
+
+    @property
+    def key(self) -> str:
+        return f"{self.pulled.job_id}#{self.pulled.token}"
+
+    def settle(self, reply: Any, counters: WorkerCounters, now: float) -> None:
+        """Log and count what the server made of it."""
+        if isinstance(reply, Exception):
+            counters.commits.inc("error")
+            logger.error(
+                "job %s: the server refuses its end (%s): %s; its lease will lapse",
+                self.job_id,
+                self.kind,
+                reply,
+            )
+        elif reply == "fenced":
+            counters.commits.inc("fenced")
+            counters.discarded_tokens.inc("fenced", self.new_tokens)
+            logger.warning("job %s: somebody else holds it by now; its end here is discarded", self.job_id)
+        elif reply == "already_done":
+            counters.commits.inc("already_done")
+        elif reply == "released":
+            counters.jobs_handed_back.inc()
+            logger.info("job %s: handed back%s", self.job_id, self.note)
+        elif reply == "retrying":
+            counters.job_retries.inc(self.code)  # type: ignore[arg-type]  # unknown codes count as other
+            logger.warning(
+                "job %s: attempt %d failed%s; it will be retried", self.job_id, self.pulled.attempt, self.note
+            )
+        else:
+            self._settle_end(self.kind if reply == "committed" else reply, counters, now)
+
+    def _settle_end(self, state: Any, counters: WorkerCounters, now: float) -> None:
+        counters.commits.inc("committed")
+        counters.jobs_finished.inc(state)
+        counters.attempts.observe(self.pulled.attempt)
+        counters.e2e_seconds.observe(max(0.0, now - self.pulled.submitted_at))
+        if state in ("cancelled", "expired"):
+            counters.discarded_tokens.inc("cancelled", self.new_tokens)
+        logger.info("job %s: %s%s", self.job_id, state, self.note)
+
+
+def checkpoint_call(queue: str, job: RunningJob, fingerprint: str, now: float) -> Call[CheckpointReply]:
+    """Progress, and what the job's checkpoint lacks."""
+    return transitions.checkpoint(
+        queue,
+        job.job_id,
+        job.token,
+        job.progress(now),
+        job.unsaved(),
+        fingerprint=fingerprint,
+        restart=job.restart_checkpoint,
+    )
+
+
+def succeeded(queue: str, job: RunningJob, result: Result) -> FinalWrite:
+    body = result.model_dump_json().encode()
+    new_tokens = job.generated_tokens - job.resumed_tokens
+    resumed = f", {job.resumed_tokens} of them resumed" if job.resumed_tokens else ""
+    return FinalWrite(
+        job.pulled,
+        "succeeded",
+        transitions.commit(queue, job.job_id, job.token, "succeeded", result_json=body),
+        f" with {job.generated_tokens} tokens{resumed}",
+        size=len(body),
+        needs_checkpoint=job.job.stream,
+        new_tokens=new_tokens,
+    )
+
+
+def failed(queue: str, pulled: PulledJob, error: ErrorInfo, job: RunningJob | None = None) -> FinalWrite:
+    """The job's own final error. `job` is None when it never became a request."""
+    body = error.model_dump_json().encode()
+    return FinalWrite(
+        pulled,
+        "failed",
+        transitions.commit(queue, pulled.job_id, pulled.token, "failed", error_json=body),
+        f" ({error.code}): {error.message}",
+        size=len(body),
+        needs_checkpoint=job is not None,
+        new_tokens=job.generated_tokens - job.resumed_tokens if job is not None else 0,
+        code=error.code,
+    )
+
+
+def stopped(queue: str, job: RunningJob, ending: Ending) -> FinalWrite:
+    """Cancelled, or past its deadline or timeout; what there is stays readable as partial output."""
+    body = ErrorInfo(code=ending.code, message=ending.message).model_dump_json().encode()
+    state = end_state(ending)
+    return FinalWrite(
+        job.pulled,
+        ending.kind,
+        transitions.commit(queue, job.job_id, job.token, state, error_json=body),
+        f" after {job.generated_tokens} tokens: {ending.message}",
+        size=len(body),
+        needs_checkpoint=True,
+        new_tokens=job.generated_tokens - job.resumed_tokens,
+        code=ending.code,
+    )
+
+
+def retried(queue: str, job: RunningJob, error: ErrorInfo) -> FinalWrite:
+    delay_s = transitions.retry_delay(job.pulled.attempt)
+    restart = error.code == "output_invalid"
+    return FinalWrite(
+        job.pulled,
+        "retried",
+        transitions.retry(queue, job.job_id, job.token, error, delay_s, restart=restart),
+        f" ({error.code}): {error.message}",
+        needs_checkpoint=not restart,
+        new_tokens=job.generated_tokens - job.resumed_tokens,
+        code=error.code,
+    )
+
+
+def released(queue: str, job: RunningJob) -> FinalWrite:
+    return FinalWrite(
+        job.pulled,
+        "released",
+        transitions.release(queue, job.job_id, job.token),
+        f" after {job.generated_tokens} tokens",
+        needs_checkpoint=True,
+    )

@@ -1,0 +1,237 @@
+"""The queue as a worker sees it: the wire's transitions over one connection, and whether Redis is there.
+
+Each thread that talks to Redis has a JobQueue of its own, so that a blocking read delays no lease renewal and
+no commit. They share one Connectivity.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import redis
+
+from monitoring.counters import RedisErrorKind, WorkerCounters
+from monitoring.queue_figures import Priority, QueueFigures
+from producer.wire import keys, registry, transitions
+from producer.wire.errors import RedisUnavailable
+from producer.wire.scripts import Call
+from producer.wire.transitions import PullReply, RenewReply
+from producer.wire.transport import CONNECTION_OPTIONS, SyncTransport, wrap_errors
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SOCKET_TIMEOUT_S = 5.0
+"""A server that does not answer within this is away. Blocking reads are shorter."""
+
+
+class Connectivity:
+    """Whether Redis answers: told by every connection, read by everybody. Thread-safe."""
+
+    def __init__(self, counters: WorkerCounters) -> None:
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._down_since: float | None = None
+        self._was_up = False
+
+    @property
+    def is_up(self) -> bool:
+        return self._was_up and self._down_since is None
+
+    def succeeded(self) -> None:
+        if self.is_up:
+            return
+        with self._lock:
+            if self._down_since is not None and self._was_up:
+                away = time.monotonic() - self._down_since
+                logger.warning("Redis is back after %.1f s: renewing leases, writing held results", away)
+                self._counters.redis_reconnects.inc()
+            self._down_since, self._was_up = None, True
+            self._counters.redis_up = True
+
+    def failed(self, error: RedisUnavailable) -> None:
+        self._counters.redis_errors.inc(_kind(error))
+        with self._lock:
+            if self._down_since is None:
+                self._down_since = time.monotonic()
+                self._counters.redis_up = False
+                logger.error(
+                    "%s; no jobs are pulled, running jobs go on and their results are held, "
+                    "trying again until it answers",
+                    error,
+                )
+
+
+class Backoff:
+    """Growing pauses between tries, with jitter so that workers do not return in step."""
+
+    def __init__(self, first_s: float = 0.05, cap_s: float = 1.0) -> None:
+        self._first_s, self._cap_s = first_s, cap_s
+        self._tries = 0
+
+    def reset(self) -> None:
+        self._tries = 0
+
+    def next(self) -> float:
+        pause = min(self._cap_s, self._first_s * 2.0**self._tries)
+        self._tries = min(self._tries + 1, 16)
+        return pause * random.uniform(0.5, 1.0)
+
+
+class JobQueue:
+    """One worker's transitions on one queue, over one connection.
+
+    Raises RedisUnavailable whenever the server does not answer, or refuses writes.
+    """
+
+    def __init__(
+        self, url: str, queue: str, worker_id: str, lease_ms: int, connectivity: Connectivity
+    ) -> None:
+        options = CONNECTION_OPTIONS | {"socket_timeout": SOCKET_TIMEOUT_S, "retry": None}
+        self._client = redis.Redis.from_url(url, **options)
+        self._transport = SyncTransport(self._client)
+        self._connectivity = connectivity
+        self.queue = queue
+        self.worker_id = worker_id
+        self.lease_ms = lease_ms
+
+    def pull(self, models: Sequence[str], max_jobs: int, max_cost_tokens: int, holding: int) -> PullReply:
+        call = transitions.pull(
+            self.queue, self.worker_id, models, max_jobs, max_cost_tokens, self.lease_ms, holding=holding
+        )
+        return self.run(call)
+
+    def renew(self, held: Sequence[tuple[str, int]]) -> RenewReply:
+        return self.run(transitions.renew(self.queue, self.worker_id, held, self.lease_ms))
+
+    def wait_for_doorbell(self, models: Sequence[str], timeout_s: float) -> None:
+        """Block until there may be a job for one of `models`, at most `timeout_s`.
+
+        That must be below the socket's timeout.
+        """
+        bells = registry.doorbells(self.queue, models)
+        self._guard(lambda: self._client.blpop(bells, timeout=max(0.01, timeout_s)))
+
+    def server_time(self) -> float:
+        """Unix seconds by the server's clock."""
+        seconds, microseconds = self._guard(self._client.time)
+        return float(seconds) + float(microseconds) / 1e6
+
+    def server_info(self) -> dict[str, Any]:
+        info: dict[str, Any] = self._guard(self._client.info)
+        return info
+
+    def run(self, call: Call[T]) -> T:
+        return self._guard(lambda: self._transport.run(call))
+
+    def run_many(self, calls: Sequence[Call[Any]]) -> list[Any | Exception]:
+        """Run calls in one round trip. A call that the server refuses gives its exception in its place.
+
+        Raises RedisUnavailable when the outcome of some call is unknown: send all of them again.
+        """
+        try:
+            return list(self._guard(lambda: self._transport.run_many(calls)))
+        except RedisUnavailable:
+            raise
+        except Exception:
+            # Transitions tolerate being sent twice: one at a time shows which of them is refused.
+            return [self._run_or_error(call) for call in calls]
+
+    def _run_or_error(self, call: Call[T]) -> T | Exception:
+        try:
+            return self.run(call)
+        except RedisUnavailable:
+            raise
+        except Exception as error:
+            return error
+
+    def listen_for_cancels(self) -> redis.client.PubSub:
+        """A subscription whose messages are job ids. Raises RedisUnavailable."""
+        pubsub = self._client.pubsub(ignore_subscribe_messages=True)
+        self._guard(lambda: pubsub.subscribe(keys.cancel_channel(self.queue)))
+        return pubsub
+
+    def next_cancel(self, pubsub: redis.client.PubSub, timeout_s: float) -> str | None:
+        """The next job id that somebody cancelled; None if there was none for `timeout_s`."""
+        message = self._guard(lambda: pubsub.get_message(timeout=timeout_s))
+        return message["data"].decode("utf-8", "replace") if message is not None else None
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _guard(self, operation: Callable[[], T]) -> T:
+        try:
+            with wrap_errors():
+                value = operation()
+        except RedisUnavailable as error:
+            self._connectivity.failed(error)
+            raise
+        self._connectivity.succeeded()
+        return value
+
+
+class ServerClock:
+    """The server's clock, as an offset from ours: deadlines and timings of jobs are in its time."""
+
+    def __init__(self) -> None:
+        self._offset = 0.0
+
+    def set(self, server_time: float) -> None:
+        self._offset = server_time - time.time()
+
+    def now(self) -> float:
+        return time.time() + self._offset
+
+
+def queue_figures(queue: str, stats: registry.QueueStats, now: float) -> QueueFigures:
+    """A queue's statistics as monitoring takes them: summed over tenants and models."""
+    waiting: dict[Priority, int] = {}
+    oldest: dict[Priority, float] = {}
+    for (name, _, _), jobs in stats.waiting.items():
+        priority = cast(Priority, name)
+        waiting[priority] = waiting.get(priority, 0) + jobs
+    for (name, _, _), age_s in stats.oldest_s.items():
+        priority = cast(Priority, name)
+        oldest[priority] = max(oldest.get(priority, 0.0), age_s)
+    return QueueFigures(
+        queue=queue,
+        taken_at=now,
+        waiting=waiting,
+        oldest_age_seconds=oldest,
+        delayed=stats.counts.get("delayed", 0),
+        running=stats.counts.get("running", 0),
+        leases=stats.leases,
+        dead=stats.dead,
+        paused=stats.paused,
+    )
+
+
+def warn_about_server(info: dict[str, Any]) -> None:
+    """Say loudly what about this server endangers jobs. Reads INFO only: managed servers hide CONFIG."""
+    policy = str(info.get("maxmemory_policy", "noeviction"))
+    if policy != "noeviction":
+        logger.warning(
+            "THIS REDIS MAY DELETE JOBS: its maxmemory-policy is %s, so it evicts keys when memory runs out; "
+            "set maxmemory-policy noeviction",
+            policy,
+        )
+    if not info.get("aof_enabled"):
+        logger.warning(
+            "THIS REDIS MAY LOSE JOBS: it has no append-only file, so a crash takes everything since the "
+            "last snapshot with it; set appendonly yes"
+        )
+
+
+def _kind(error: RedisUnavailable) -> RedisErrorKind:
+    cause = error.__cause__
+    if isinstance(cause, redis.TimeoutError):
+        return "timeout"
+    if isinstance(cause, redis.ResponseError):
+        return "response"
+    return "connection" if isinstance(cause, redis.ConnectionError | OSError) else "other"

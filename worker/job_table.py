@@ -1,0 +1,67 @@
+"""The jobs this worker holds, shared by admission, the reporter and the lease keeper."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from worker.running_job import RunningJob
+
+
+class JobTable:
+    """Leases by job id, and running jobs by request id. Every method is atomic.
+
+    A job is held from the moment it is pulled until Redis has taken its end; it runs from the moment the
+    engine is given it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._leases: dict[str, int] = {}
+        self._running: dict[str, RunningJob] = {}
+
+    def hold(self, job_id: str, token: int) -> None:
+        with self._lock:
+            self._leases[job_id] = token
+
+    def let_go(self, job_id: str, token: int) -> bool:
+        """Forget a job; False if it was not held under `token` (any more)."""
+        with self._lock:
+            if self._leases.get(job_id) != token:
+                return False
+            del self._leases[job_id]
+            self._running.pop(f"{job_id}#{token}", None)
+            return True
+
+    def start(self, job: RunningJob, send: Callable[[RunningJob], None]) -> bool:
+        """Add `job` and `send` it to the engine in one, so that an abort can only come after.
+
+        False, and nothing sent, if its lease was lost meanwhile.
+        """
+        with self._lock:
+            if self._leases.get(job.job_id) != job.token:
+                return False
+            send(job)
+            self._running[job.request_id] = job
+            return True
+
+    def by_request(self, request_id: str) -> RunningJob | None:
+        with self._lock:
+            return self._running.get(request_id)
+
+    def by_job(self, job_id: str) -> RunningJob | None:
+        with self._lock:
+            token = self._leases.get(job_id)
+            return None if token is None else self._running.get(f"{job_id}#{token}")
+
+    def leases(self) -> list[tuple[str, int]]:
+        with self._lock:
+            return list(self._leases.items())
+
+    def running(self) -> list[RunningJob]:
+        with self._lock:
+            return list(self._running.values())
+
+    def __len__(self) -> int:
+        """Jobs held."""
+        return len(self._leases)

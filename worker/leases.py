@@ -1,0 +1,155 @@
+"""Keeps the worker's leases: renews them, and learns which jobs were lost or cancelled.
+
+On a thread and a connection of its own, so that neither a long step nor a slow commit lets a lease lapse, and
+only while the engine gets anywhere: a worker that hangs must lose its jobs to one that does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from redis.client import PubSub
+
+from monitoring.counters import WorkerCounters
+from producer.wire import transitions
+from producer.wire.errors import RedisUnavailable
+from producer.wire.registry import WorkerInfo, heartbeat, leave
+from worker.job_queue import Backoff, JobQueue, ServerClock
+from worker.job_table import JobTable
+
+logger = logging.getLogger(__name__)
+
+CANCEL_POLL_S = 0.2
+"""The longest wait for a pushed cancel, and so for a stop."""
+
+
+class LeaseListener(Protocol):
+    """Who is told what became of a job. Called on the keeper's thread; must not block."""
+
+    def lost(self, job_id: str, token: int) -> None: ...
+
+    def cancelled(self, job_id: str) -> None: ...
+
+
+class LeaseKeeper:
+    def __init__(
+        self,
+        queue: JobQueue,
+        table: JobTable,
+        listener: LeaseListener,
+        clock: ServerClock,
+        counters: WorkerCounters,
+        *,
+        renew_s: float,
+        is_well: Callable[[], bool],
+        describe: Callable[[], WorkerInfo],
+    ) -> None:
+        """`is_well`: whether the engine gets anywhere; `describe`: what the worker says of itself."""
+        self._queue = queue
+        self._table = table
+        self._listener = listener
+        self._clock = clock
+        self._counters = counters
+        self._renew_s = renew_s
+        self._is_well = is_well
+        self._describe = describe
+        self._pubsub: PubSub | None = None
+        self._renewed = threading.Condition()
+        self._renewed_at = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pagemill-leases", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """Stop renewing and take the worker off the list."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def wait_renewed(self, since: float, timeout: float) -> bool:
+        """Wait for a renewal that began after `since` (monotonic).
+
+        After an outage nothing may be pulled before that: a pull sweeps, and our own leases have lapsed.
+        """
+        with self._renewed:
+            return self._renewed.wait_for(lambda: self._renewed_at > since, timeout)
+
+    def _run(self) -> None:
+        backoff = Backoff(cap_s=min(0.5, self._renew_s))
+        due = 0.0
+        while not self._stop.is_set():
+            try:
+                if time.monotonic() >= due:
+                    due = time.monotonic() + self._renew_s
+                    self._beat()
+                self._listen(min(CANCEL_POLL_S, max(0.0, due - time.monotonic())))
+                backoff.reset()
+            except RedisUnavailable:
+                self._counters.lease_renewals.inc("error")
+                self._unsubscribe()
+                due = 0.0
+                self._stop.wait(backoff.next())
+            except Exception:
+                logger.exception("renewing leases failed; trying again")
+                self._counters.lease_renewals.inc("error")
+                due = 0.0
+                self._stop.wait(self._renew_s / 2)
+        self._leave()
+
+    def _beat(self) -> None:
+        if not self._is_well():
+            logger.error("the engine gets nowhere: %d leases are left to lapse", len(self._table))
+        else:
+            self._renew_leases()
+        self._clock.set(self._queue.server_time())
+        self._queue.run(heartbeat(self._queue.queue, self._describe()))
+        self._queue.run(transitions.sweep(self._queue.queue))
+
+    def _renew_leases(self) -> None:
+        began = time.monotonic()
+        held = self._table.leases()
+        # Renew before anything else: after an outage every millisecond is somebody else's chance.
+        reply = self._queue.renew(held)
+        self._counters.leases_held = len(held) - len(reply.lost)
+        self._counters.lease_renewals.inc("renewed", len(held) - len(reply.lost))
+        tokens = dict(held)
+        for job_id in reply.lost:
+            self._counters.lease_renewals.inc("lost")
+            self._listener.lost(job_id, tokens[job_id])
+        for job_id in reply.cancelled:
+            self._listener.cancelled(job_id)
+        with self._renewed:
+            self._renewed_at = began
+            self._renewed.notify_all()
+
+    def _listen(self, timeout_s: float) -> None:
+        """Wait for pushed cancels; they only come sooner than the next renewal's."""
+        if self._pubsub is None:
+            self._pubsub = self._queue.listen_for_cancels()
+        job_id = self._queue.next_cancel(self._pubsub, timeout_s)
+        if job_id is not None:
+            self._listener.cancelled(job_id)
+
+    def _unsubscribe(self) -> None:
+        if self._pubsub is not None:
+            self._pubsub.close()
+            self._pubsub = None
+
+    def _leave(self) -> None:
+        self._unsubscribe()
+        try:
+            self._queue.run(leave(self._queue.queue, self._queue.worker_id))
+        except RedisUnavailable:
+            logger.info("could not take the worker off the list; its entry expires by itself")
+        except Exception:
+            logger.exception("could not take the worker off the list; its entry expires by itself")

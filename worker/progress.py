@@ -1,0 +1,326 @@
+"""The reporter: takes the engine's outputs, writes progress and checkpoints, and commits what has ended.
+
+One thread and one connection. Writes are coalesced per job and sent in one round trip for all jobs. While
+Redis is away outputs are still taken in and ends are held; when too many are, the engine stops stepping.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from engine.outputs import RequestOutput
+from monitoring.counters import WorkerCounters
+from producer.wire.errors import FINAL_CODES, RETRYABLE_CODES, RedisUnavailable
+from producer.wire.outputs import ErrorInfo
+from worker.config import WorkerConfig
+from worker.engine_thread import EngineThread
+from worker.final_write import FinalWrite, checkpoint_call, failed, released, retried, stopped, succeeded
+from worker.job_queue import Backoff, JobQueue, ServerClock
+from worker.job_table import JobTable
+from worker.running_job import Ending, RunningJob
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.2
+"""How often deadlines are looked at when nothing else happens."""
+RELEASE_PATIENCE_S = 2.0
+"""A job that is handed back waits this long for the engine's last word on it."""
+MAX_WRITES = 500
+"""Writes in one round trip."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    job_id: str
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Stop the running job `job_id`, or every one when it is None."""
+
+    job_id: str | None
+    ending: Ending
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A job that needs no engine: its checkpoint held all of it, or it never became a request."""
+
+    write: FinalWrite
+
+
+Event = list[RequestOutput] | Lost | Stop | End
+
+
+class ProgressReporter:
+    """Owns every running job's record; others send it events."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        queue: JobQueue,
+        table: JobTable,
+        clock: ServerClock,
+        counters: WorkerCounters,
+        *,
+        on_finished: Callable[[RunningJob | None], None],
+    ) -> None:
+        """`on_finished` is called when a job has left the engine, so that more may be pulled; with the job,
+        if it is known and came to its own end."""
+        self._config = config
+        self._queue = queue
+        self._table = table
+        self._clock = clock
+        self._counters = counters
+        self._on_finished = on_finished
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._ended: dict[str, FinalWrite] = {}
+        self._stopping: dict[str, float] = {}
+        self._engine: EngineThread | None = None
+        self._is_holding = False
+        self._give_up_at: float | None = None
+        self._backoff = Backoff()
+        self._retry_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="pagemill-reporter", daemon=True)
+
+    def start(self, engine: EngineThread) -> None:
+        self._engine = engine
+        self._thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        """Write what there is to write, for at most `timeout` seconds; True if nothing is left."""
+        self._give_up_at = time.monotonic() + timeout
+        self._events.put([])
+        self._thread.join(timeout + 1.0)
+        return not self._ended and not self._table.running() and not self._thread.is_alive()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def deliver(self, outputs: list[RequestOutput]) -> None:
+        """Take a batch of the engine's outputs; called on the engine's thread."""
+        self._events.put(outputs)
+
+    def end(self, write: FinalWrite) -> None:
+        self._events.put(End(write))
+
+    def lost(self, job_id: str, token: int) -> None:
+        self._events.put(Lost(job_id, token))
+
+    def cancelled(self, job_id: str) -> None:
+        self._events.put(Stop(job_id, Ending("cancelled", "cancelled", "the job was cancelled")))
+
+    def hand_back_all(self) -> None:
+        """Stop every running job, checkpoint it and release it."""
+        self._events.put(Stop(None, Ending("released")))
+
+    def _run(self) -> None:
+        while not self._is_done():
+            try:
+                self._take_events()
+                self._check_clocks()
+                if time.monotonic() >= self._retry_at:
+                    self._write()
+                self._hold_or_go_on()
+            except RedisUnavailable:
+                self._counters.commits.inc("error", len(self._ended))
+                self._retry_at = time.monotonic() + self._backoff.next()
+            except Exception:
+                logger.exception("the reporter failed at something; going on")
+                self._retry_at = time.monotonic() + self._backoff.next()
+
+    def _is_done(self) -> bool:
+        if self._give_up_at is None:
+            return False
+        settled = not self._ended and not self._table.running() and self._events.empty()
+        return settled or time.monotonic() >= self._give_up_at
+
+    def _take_events(self) -> None:
+        """Wait for an event, then take all there are."""
+        try:
+            event = self._events.get(timeout=self._wait_s())
+            while True:
+                self._handle(event)
+                event = self._events.get_nowait()
+        except Empty:
+            pass
+
+    def _wait_s(self) -> float:
+        now = time.monotonic()
+        if self._ended:
+            return min(TICK_S, max(0.0, self._retry_at - now))
+        if any(job.job.stream and job.unsaved_tokens for job in self._table.running()):
+            return min(TICK_S, self._config.stream_checkpoint_s)
+        return TICK_S
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case Lost(job_id, token):
+                self._drop(job_id, token)
+            case Stop(None, ending):
+                for job in self._table.running():
+                    self._begin_stop(job, ending)
+            case Stop(str() as job_id, ending):
+                if (running := self._table.by_job(job_id)) is not None:
+                    self._begin_stop(running, ending)
+            case End(write):
+                self._ended[write.key] = write
+            case list():
+                for output in event:
+                    self._take_output(output)
+
+    def _take_output(self, output: RequestOutput) -> None:
+        job = self._table.by_request(output.request_id)
+        if job is None or job.request_id in self._ended:
+            return  # lost or handed back meanwhile: nobody may hear of it
+        job.apply(output)
+        if output.finished:
+            self._finish(job, output)
+
+    def _finish(self, job: RunningJob, output: RequestOutput | None) -> None:
+        """The engine is done with the job (or, with None, has been waited for long enough)."""
+        self._stopping.pop(job.request_id, None)
+        if output is not None and output.error_code is not None:
+            write = self._refused(job, output.error_code, output.error or output.error_code)
+        elif job.is_complete:
+            write = self._succeeded(job, output)
+        elif job.ending is not None and job.ending.kind == "released":
+            write = released(self._queue.queue, job)
+        elif job.ending is not None:
+            write = stopped(self._queue.queue, job, job.ending)
+        else:
+            write = self._refused(job, "engine_error", "the engine ended the job without a reason")
+        job.has_left_engine = True
+        self._ended[job.request_id] = write
+        self._on_finished(job if job.is_complete else None)
+
+    def _succeeded(self, job: RunningJob, output: RequestOutput | None) -> FinalWrite:
+        assert self._engine is not None, "outputs come from an engine"
+        engine = self._engine.engine
+        result = job.result(output, tier=engine.tier, fingerprint=engine.fingerprint, now=self._clock.now())
+        return succeeded(self._queue.queue, job, result)
+
+    def _refused(self, job: RunningJob, code: str, message: str) -> FinalWrite:
+        if code in FINAL_CODES:
+            self._counters.job_failures.inc(code)
+            return failed(self._queue.queue, job.pulled, ErrorInfo(code=code, message=message), job)
+        code = code if code in RETRYABLE_CODES else "engine_error"
+        self._counters.job_failures.inc(code)
+        return retried(self._queue.queue, job, ErrorInfo(code=code, message=message, retryable=True))
+
+    def _begin_stop(self, job: RunningJob, ending: Ending) -> None:
+        """Ask the engine to stop the job; the end follows with its last output."""
+        if job.ending is not None or job.request_id in self._ended:
+            return
+        assert self._engine is not None, "jobs run only once there is an engine"
+        job.ending = ending
+        self._stopping[job.request_id] = time.monotonic() + RELEASE_PATIENCE_S
+        self._engine.abort(job.request_id)
+
+    def _check_clocks(self) -> None:
+        now = time.monotonic()
+        for job in self._table.running():
+            if job.expires_at is not None and now >= job.expires_at:
+                self._begin_stop(job, Ending("expired", "deadline_exceeded", job.expiry_message))
+        for request_id, patience in list(self._stopping.items()):
+            stalled = self._table.by_request(request_id)
+            if stalled is None:
+                del self._stopping[request_id]
+            elif now >= patience:
+                self._finish(stalled, None)
+
+    def _drop(self, job_id: str, token: int) -> None:
+        """The lease is somebody else's: stop, and tell nobody."""
+        job = self._table.by_job(job_id)
+        if not self._table.let_go(job_id, token):
+            return
+        self._ended.pop(f"{job_id}#{token}", None)
+        self._counters.leases_lost.inc()
+        logger.warning("job %s: lost its lease; its work here is discarded", job_id)
+        if job is not None and self._engine is not None:
+            self._engine.abort(job.request_id)
+            self._counters.discarded_tokens.inc("fenced", job.generated_tokens - job.resumed_tokens)
+        self._on_finished(None)
+
+    def _write(self) -> None:
+        now = time.monotonic()
+        due = [job for job in self._table.running() if self._is_due(job, now)]
+        for start in range(0, len(due), MAX_WRITES):
+            self._write_checkpoints(due[start : start + MAX_WRITES])
+        ended = [write for write in self._ended.values() if not self._lacks_checkpoint(write)]
+        for start in range(0, len(ended), MAX_WRITES):
+            self._write_ends(ended[start : start + MAX_WRITES])
+        self._backoff.reset()
+
+    def _is_due(self, job: RunningJob, now: float) -> bool:
+        if job.request_id in self._ended:
+            return self._lacks_checkpoint(self._ended[job.request_id])
+        if job.is_progress_saved and not job.has_unsaved:
+            return False
+        interval = self._config.stream_checkpoint_s if job.job.stream else self._config.checkpoint_s
+        return job.unsaved_tokens >= self._config.checkpoint_tokens or now - job.saved_at >= interval
+
+    def _lacks_checkpoint(self, write: FinalWrite) -> bool:
+        job = self._table.by_request(write.key)
+        return (
+            write.needs_checkpoint and job is not None and job.has_unsaved and not job.is_checkpoint_refused
+        )
+
+    def _write_checkpoints(self, jobs: Sequence[RunningJob]) -> None:
+        assert self._engine is not None, "jobs run only once there is an engine"
+        fingerprint, now = self._engine.engine.fingerprint, self._clock.now()
+        calls = [checkpoint_call(self._queue.queue, job, fingerprint, now) for job in jobs]
+        for job, reply in zip(jobs, self._queue.run_many(calls), strict=True):
+            self._counters.progress_writes.inc("written" if reply in ("ok", "cancelled") else "refused")
+            if reply == "stale":
+                self._drop(job.job_id, job.token)
+            elif reply == "bad_offset":
+                logger.error(
+                    "job %s: its stored checkpoint is not what was written; writing it anew", job.job_id
+                )
+                job.start_over()
+            elif isinstance(reply, Exception):
+                logger.error("job %s: the server refuses its checkpoint: %s", job.job_id, reply)
+                job.saved_at = time.monotonic()
+                job.is_checkpoint_refused = job.request_id in self._ended
+            else:
+                job.mark_saved(time.monotonic())
+                if reply == "cancelled":
+                    self._begin_stop(job, Ending("cancelled", "cancelled", "the job was cancelled"))
+
+    def _write_ends(self, writes: Sequence[FinalWrite]) -> None:
+        began = time.monotonic()
+        replies = self._queue.run_many([write.call for write in writes])
+        self._counters.commit_seconds.observe(time.monotonic() - began)
+        for write, reply in zip(writes, replies, strict=True):
+            self._ended.pop(write.key, None)
+            self._table.let_go(write.job_id, write.token)
+            write.settle(reply, self._counters, self._clock.now())
+
+    def _hold_or_go_on(self) -> None:
+        """Bound what is held in memory while Redis does not take it."""
+        held_bytes = sum(write.size for write in self._ended.values())
+        self._counters.results_buffered = len(self._ended)
+        self._counters.results_buffered_bytes = held_bytes
+        too_much = (
+            len(self._ended) >= self._config.max_held_results or held_bytes >= self._config.max_held_bytes
+        )
+        if too_much == self._is_holding or self._engine is None:
+            return
+        self._is_holding = too_much
+        self._engine.hold(too_much)
+        if too_much:
+            logger.error(
+                "%d results (%d bytes) wait for Redis: the engine stops until it takes them",
+                len(self._ended),
+                held_bytes,
+            )
+        else:
+            logger.warning("held results are written: the engine goes on")

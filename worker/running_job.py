@@ -1,0 +1,311 @@
+"""A job that this worker runs: what came in, what was generated, and how much of that Redis has."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from engine.outputs import RequestOutput, SampleState
+from engine.plan import TokenLogprobs
+from engine.sampling_params import SamplingParams
+from engine.sampling_params import StructuredOutputs as EngineStructuredOutputs
+from producer.wire.outputs import (
+    Checkpoint,
+    CheckpointSample,
+    Delta,
+    EndState,
+    FinishReason,
+    Output,
+    Phase,
+    PositionLogprobs,
+    Progress,
+    Result,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
+from producer.wire.protocol import Job
+from producer.wire.transitions import PulledJob
+
+PRIORITIES = {"high": -1, "normal": 0, "low": 1}
+"""The wire's priorities as the engine's: lower runs first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a running job is being stopped, and what becomes of it if it does not finish first."""
+
+    kind: Literal["cancelled", "expired", "released"]
+    code: str = ""
+    message: str = ""
+
+
+@dataclass(slots=True)
+class SampleRecord:
+    """One sample so far; the `saved_*` part of it is in the job's checkpoint."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    saved_tokens: int = 0
+    saved_chars: int = 0
+    saved_finish: bool = False
+
+    @property
+    def is_saved(self) -> bool:
+        """The checkpoint lacks nothing of it."""
+        finish_is_saved = self.saved_finish or self.finish_reason is None
+        lengths = (len(self.token_ids), len(self.text))
+        return finish_is_saved and lengths == (self.saved_tokens, self.saved_chars)
+
+    def unsaved(self) -> Delta:
+        return Delta(
+            index=self.index,
+            offset=self.saved_tokens,
+            token_ids=tuple(self.token_ids[self.saved_tokens :]),
+            text=self.text[self.saved_chars :],
+            finish_reason=self.finish_reason,
+            logprobs=None if self.logprobs is None else tuple(self.logprobs[self.saved_tokens :]),
+        )
+
+    def mark_saved(self, delta: Delta) -> None:
+        self.saved_tokens = delta.offset + len(delta.token_ids)
+        self.saved_chars += len(delta.text)
+        self.saved_finish = delta.finish_reason is not None
+
+    def as_output(self) -> Output:
+        return Output(
+            index=self.index,
+            text=self.text,
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason,
+            logprobs=None if self.logprobs is None else tuple(self.logprobs),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class RunningJob:
+    """Written by the reporter's thread only, once it is in the table; admission reads its counts."""
+
+    pulled: PulledJob
+    job: Job
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    """`max_tokens` and `seed` are resolved."""
+    started_at: float
+    """Unix seconds by the server's clock."""
+    expires_at: float | None
+    """`time.monotonic()` when its deadline or its timeout ends it."""
+    samples: list[SampleRecord]
+    resumed_tokens: int = 0
+    phase: Phase = "waiting"
+    prompt_tokens_done: int = 0
+    is_progress_saved: bool = True
+    saved_at: float = 0.0
+    """`time.monotonic()` of the last checkpoint."""
+    restart_checkpoint: bool = False
+    """The next checkpoint replaces what is stored."""
+    sending: list[Delta] | None = None
+    """Deltas whose write has no known outcome: they are sent again exactly so."""
+    is_checkpoint_refused: bool = False
+    """The server takes no more of it (out of memory): the end is written without."""
+    ending: Ending | None = None
+    has_left_engine: bool = False
+
+    @property
+    def job_id(self) -> str:
+        return self.pulled.job_id
+
+    @property
+    def token(self) -> int:
+        return self.pulled.token
+
+    @property
+    def request_id(self) -> str:
+        """The engine's name for this execution: a job that comes back has another."""
+        return f"{self.pulled.job_id}#{self.pulled.token}"
+
+    @property
+    def max_tokens(self) -> int:
+        assert self.params.max_tokens is not None, "the input processor resolves max_tokens"
+        return self.params.max_tokens
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+    @property
+    def unsaved_tokens(self) -> int:
+        return sum(len(sample.token_ids) - sample.saved_tokens for sample in self.samples)
+
+    @property
+    def has_unsaved(self) -> bool:
+        """The checkpoint lacks something."""
+        return not all(sample.is_saved for sample in self.samples)
+
+    @property
+    def expiry_message(self) -> str:
+        deadline = self.pulled.deadline
+        if self.job.timeout is not None and (
+            deadline is None or self.started_at + self.job.timeout < deadline
+        ):
+            return f"ran longer than its timeout of {self.job.timeout:g} s"
+        return "the deadline passed"
+
+    @property
+    def is_complete(self) -> bool:
+        return all(sample.finish_reason is not None for sample in self.samples)
+
+    def apply(self, output: RequestOutput) -> None:
+        """Take in a step's news."""
+        self.phase = output.phase
+        self.prompt_tokens_done = output.prompt_tokens_done
+        self.is_progress_saved = False
+        for delta in output.deltas:
+            sample = self.samples[delta.index]
+            sample.token_ids += delta.token_ids
+            sample.text += delta.text
+            if delta.logprobs is not None:
+                sample.logprobs = (sample.logprobs or []) + [wire_logprobs(entry) for entry in delta.logprobs]
+            if delta.finish_reason in ("stop", "length"):
+                sample.finish_reason = delta.finish_reason
+
+    def unsaved(self) -> list[Delta]:
+        """What to checkpoint next. Until `mark_saved` or `start_over`, the same deltas each time."""
+        if not self.sending:
+            self.sending = [sample.unsaved() for sample in self.samples if not sample.is_saved]
+        return self.sending
+
+    def mark_saved(self, now: float) -> None:
+        for delta in self.sending or ():
+            self.samples[delta.index].mark_saved(delta)
+        self.sending = None
+        self.restart_checkpoint = False
+        self.is_progress_saved = True
+        self.saved_at = now
+
+    def start_over(self) -> None:
+        """The stored checkpoint is not what we believed: write it anew, whole."""
+        self.sending = None
+        self.restart_checkpoint = True
+        for sample in self.samples:
+            sample.saved_tokens = sample.saved_chars = 0
+            sample.saved_finish = False
+
+    def progress(self, server_time: float) -> Progress:
+        return Progress(
+            phase=self.phase,
+            prompt_tokens_done=self.prompt_tokens_done,
+            prompt_tokens=len(self.prompt_token_ids),
+            generated_tokens=self.generated_tokens,
+            max_tokens=self.max_tokens * self.params.n,
+            updated_at=server_time,
+        )
+
+    def outputs(self) -> tuple[Output, ...]:
+        return tuple(sample.as_output() for sample in self.samples)
+
+    def result(self, output: RequestOutput | None, *, tier: str, fingerprint: str, now: float) -> Result:
+        """The job's result.
+
+        Args:
+            output: the engine's last word on the request; None when the checkpoint held a finished job.
+            now: unix seconds by the server's clock.
+        """
+        usage = output.usage if output is not None else None
+        return Result(
+            id=self.job_id,
+            outputs=self.outputs(),
+            usage=Usage(
+                prompt_tokens=len(self.prompt_token_ids),
+                completion_tokens=self.generated_tokens,
+                cached_tokens=usage.cached_tokens if usage is not None else 0,
+            ),
+            model=self.job.model,
+            seed=self.params.seed,
+            tier=tier,
+            fingerprint=fingerprint,
+            attempt=self.pulled.attempt,
+            resumed_tokens=self.resumed_tokens,
+            timing=Timing(
+                queue_s=max(0.0, self.started_at - self.pulled.submitted_at),
+                ttft_s=output.ttft_s if output is not None else None,
+                e2e_s=max(0.0, now - self.pulled.submitted_at),
+            ),
+            metadata=self.job.metadata,
+        )
+
+
+def engine_params(job: Job, job_id: str) -> SamplingParams:
+    """The job's sampling parameters as the engine's. Raises `engine.errors.InvalidRequest`.
+
+    A job that came without a seed (a submit by hand) gets one from its id: the same wherever it runs.
+    """
+    fields: dict[str, Any] = job.sampling()
+    structure = fields["structured_outputs"]
+    if structure is not None:
+        fields["structured_outputs"] = EngineStructuredOutputs(
+            choice=structure.choice, regex=structure.regex, json=structure.json, grammar=structure.grammar
+        )
+    if fields["seed"] is None:
+        digest = hashlib.blake2b(job_id.encode(), digest_size=8).digest()
+        fields["seed"] = int.from_bytes(digest, "big") >> 1
+    return SamplingParams(**fields)
+
+
+def sample_records(checkpoint: Checkpoint | None, n: int) -> list[SampleRecord]:
+    """Samples as the checkpoint has them, or as they begin."""
+    records = [SampleRecord(index) for index in range(n)]
+    for saved in checkpoint.seqs if checkpoint is not None else ():
+        if saved.index < n:
+            records[saved.index] = _record(saved)
+    return records
+
+
+def sample_states(records: list[SampleRecord]) -> list[SampleState]:
+    """What the engine needs to go on from `records`."""
+    return [
+        SampleState(
+            index=record.index,
+            token_ids=list(record.token_ids),
+            logprobs=None
+            if record.logprobs is None
+            else [engine_logprobs(entry) for entry in record.logprobs],
+            finish_reason=record.finish_reason,
+        )
+        for record in records
+    ]
+
+
+def _record(saved: CheckpointSample) -> SampleRecord:
+    return SampleRecord(
+        index=saved.index,
+        token_ids=list(saved.token_ids),
+        text=saved.text,
+        logprobs=None if saved.logprobs is None else list(saved.logprobs),
+        finish_reason=saved.finish_reason,
+        saved_tokens=len(saved.token_ids),
+        saved_chars=len(saved.text),
+        saved_finish=saved.finish_reason is not None,
+    )
+
+
+def wire_logprobs(entry: TokenLogprobs) -> PositionLogprobs:
+    return PositionLogprobs(
+        chosen=TokenLogprob(token_id=entry.token_id, logprob=entry.logprob),
+        top=tuple(TokenLogprob(token_id=token_id, logprob=value) for token_id, value in entry.top),
+    )
+
+
+def engine_logprobs(entry: PositionLogprobs) -> TokenLogprobs:
+    top = [(item.token_id, item.logprob) for item in entry.top if item.logprob is not None]
+    return TokenLogprobs(entry.chosen.token_id, entry.chosen.logprob, top)
+
+
+def end_state(ending: Ending) -> EndState:
+    """The state that a job stopped for `ending` is committed as."""
+    assert ending.kind != "released", "a released job does not end"
+    return ending.kind

@@ -35,10 +35,10 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._eos_token_ids = frozenset(config.eos_token_ids)
-        self._kv = KVCacheManager(
+        self.kv_cache = KVCacheManager(
             config.num_kv_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
         )
-        self._batch = RunningBatch(config, self._kv)
+        self._batch = RunningBatch(config, self.kv_cache)
         self._waiting = SequenceQueue()
         self._requests: dict[str, Request] = {}
         self._suspects: set[Request] = set()
@@ -87,7 +87,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step. None: nothing can run before a step in flight retires or a request arrives."""
-        assert len(self._in_flight) <= self._config.depth, "too many steps in flight"
+        unsettled = sum(not step.is_settled for step in self._in_flight)
+        assert unsettled <= self._config.depth, f"{unsettled} steps in flight"
         step = StepBuilder(self._next_step_id, self._config.max_num_batched_tokens)
         if self._suspects:
             self._schedule_suspects(step)
@@ -155,7 +156,7 @@ class Scheduler:
             if not request.is_finished:
                 request.num_step_failures += 1
                 self._suspects.add(request)
-        self._kv.drop_unproven(plan.step_id)
+        self.kv_cache.drop_unproven(plan.step_id)
         self._retire_settled()
         for step in void:
             self._undo(step)
@@ -191,7 +192,7 @@ class Scheduler:
         )
 
     def kv_stats(self) -> KVCacheStats:
-        return self._kv.stats()
+        return self.kv_cache.stats()
 
     def capacity(self) -> Capacity:
         return Capacity(
@@ -204,7 +205,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Recompute every invariant from the requests. Raises AssertionError. Slow: for tests."""
         sequences = [sequence for request in self._requests.values() for sequence in request.sequences]
-        self._kv.check_integrity(sequences)
+        self.kv_cache.check_integrity(sequences)
         self._batch.check_integrity()
         for sequence in sequences:
             assert (sequence in self._batch.sequences) == (sequence.status is SequenceStatus.RUNNING)
@@ -222,7 +223,7 @@ class Scheduler:
                 f"{num_sequences} samples need as many rows, there are {self._config.max_num_seqs}"
             )
         # The last token is never written; full prompt blocks are shared, the rest is each sample's own.
-        num_blocks = self._kv.blocks_for(request.max_num_tokens - 1)
+        num_blocks = self.kv_cache.blocks_for(request.max_num_tokens - 1)
         num_shared = len(request.prompt_token_ids) // self._config.block_size if num_sequences > 1 else 0
         needed = num_shared + num_sequences * (num_blocks - num_shared)
         usable = self._config.num_kv_blocks - 1
@@ -282,7 +283,7 @@ class Scheduler:
         update = append_sampled(
             sequence, result.token_ids[number], result.logprobs.get(number), self._eos_token_ids
         )
-        self._kv.register_full_blocks(sequence)
+        self.kv_cache.register_full_blocks(sequence)
         if sequence.finish_reason is not None:
             self._end(sequence)
         return update
@@ -290,7 +291,7 @@ class Scheduler:
     def _fail_invalid(self, request: Request) -> list[SequenceUpdate]:
         """Logits were not finite: the request fails, and nothing it may have spoilt is found again."""
         for sequence in request.live_sequences:
-            self._kv.forget(sequence)
+            self.kv_cache.forget(sequence)
         return self._end_request(
             request.request_id, "error", "the model's logits were not finite", "output_invalid"
         )
@@ -324,7 +325,7 @@ class Scheduler:
 
     def _retire_settled(self) -> None:
         while self._in_flight and self._in_flight[0].is_settled:
-            self._kv.retire(self._in_flight.popleft().plan.step_id)
+            self.kv_cache.retire(self._in_flight.popleft().plan.step_id)
 
     def _undo(self, step: InFlightStep) -> None:
         """Send a void step's sequences back to waiting, without the tokens it was to sample."""

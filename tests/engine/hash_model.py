@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from engine.plan import NewRow, Sample, StepPlan, StepResult, TokenLogprobs
 from engine.sampling_params import SamplingParams
+from engine.scheduling.request import Grammar
 
 Slot = tuple[int, int]
 POISON: Slot = (-1, -1)
@@ -45,20 +46,30 @@ class HashOracle:
         return candidates[hash((tuple(token_ids), noise)) % len(candidates)]
 
     def generate(
-        self, prompt: list[int], params: SamplingParams, seed: int, sample_index: int, max_num_tokens: int
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        seed: int,
+        sample_index: int,
+        max_num_tokens: int,
+        grammar: Grammar | None = None,
     ) -> tuple[list[int], str]:
         """One sample, sequentially: its output tokens and finish reason."""
-        token_ids = list(prompt)
+        output: list[int] = []
         while True:
-            num_output = len(token_ids) - len(prompt)
-            token = self.next_token(token_ids, num_output, params, seed, sample_index)
-            token_ids.append(token)
-            if num_output + 1 >= params.min_tokens:
-                is_eos = token in self.eos_token_ids and not params.ignore_eos
-                if is_eos or token in params.stop_token_ids:
-                    return token_ids[len(prompt) :], "stop"
-            if len(token_ids) >= max_num_tokens:
-                return token_ids[len(prompt) :], "length"
+            allowed = None if grammar is None else grammar.allowed_token_ids()
+            sampled = self.next_token(prompt + output, len(output), params, seed, sample_index, allowed)
+            forced = [] if grammar is None else grammar.advance(sampled)
+            for number, token in enumerate([sampled, *forced]):
+                output.append(token)
+                if len(output) >= params.min_tokens:
+                    is_eos = token in self.eos_token_ids and not params.ignore_eos
+                    if is_eos or token in params.stop_token_ids:
+                        return output, "stop"
+                if grammar is not None and grammar.is_complete and number == len(forced):
+                    return output, "stop"
+                if len(prompt) + len(output) >= max_num_tokens:
+                    return output, "length"
 
 
 @dataclass
@@ -87,7 +98,7 @@ class HashModel:
     """An executor over `num_blocks` blocks. A step runs when it is waited for, in launch order.
 
     Running late is the worst case for the scheduler: whatever it hands out or poisons too early is then gone
-    by the time an older step reads it. `bad_tokens`: computing one of them raises. `nan_tokens`: a sequence
+    by the time an older step reads it. `bad_steps` raise; so does computing one of `bad_tokens`. `nan_tokens`: a sequence
     that holds one samples from logits that are not finite.
     """
 
@@ -95,6 +106,7 @@ class HashModel:
     block_size: int
     oracle: HashOracle
     max_num_rows: int
+    bad_steps: set[int] = field(default_factory=set)
     bad_tokens: frozenset[int] = frozenset()
     nan_tokens: frozenset[int] = frozenset()
     num_tokens_computed: int = 0
@@ -115,9 +127,19 @@ class HashModel:
         while step.result is None:
             oldest = self._launched.popleft()
             try:
+                if oldest.plan.step_id in self.bad_steps:
+                    raise BadStep(f"step {oldest.plan.step_id}")
                 oldest.result = self._run(oldest.plan)
             except BadStep as error:
                 oldest.result = error
+                self._void_launched()
+
+    def _void_launched(self) -> None:
+        """What was launched after a failed step yields rubbish: an error, or tokens nobody may believe."""
+        for step in self._launched:
+            rubbish = StepResult(step.plan.step_id, [[self.oracle.vocab_size] for _ in step.plan.samples])
+            step.result = BadStep("a step before it failed") if step.plan.step_id % 2 else rubbish
+        self._launched.clear()
 
     def poison(self, block_ids: list[int]) -> None:
         """These blocks belong to nobody: reading them from now on is an error."""

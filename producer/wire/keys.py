@@ -85,6 +85,6 @@ def cancel_channel(queue: str) -> str:
     return f"{prefix(queue)}cancel"
 
 
-def feed_channel(queue: str, job_id: str) -> str:
-    """Pub/sub: a hint that a streaming job has new tokens."""
-    return f"{prefix(queue)}feed:{job_id}"
+def feed_channel(queue: str) -> str:
+    """Pub/sub: the id of every streaming job that has new tokens."""
+    return f"{prefix(queue)}feed"

@@ -11,7 +11,7 @@ from typing import Any
 from producer.wire import keys
 from producer.wire.checkpoints import partial_outputs, read_deltas
 from producer.wire.errors import JOB_ERRORS, JobError, JobNotFound, ResultExpired
-from producer.wire.outputs import Delta, ErrorInfo, JobStatus, Progress, Result, State
+from producer.wire.outputs import END_STATES, Delta, EndState, ErrorInfo, JobStatus, Progress, Result, State
 from producer.wire.scripts import Call
 
 FEED_ENTRIES = 256
@@ -60,6 +60,11 @@ class Feed:
     attempt: int
     deltas: list[Delta]
     result: Result | None
+
+    @property
+    def end(self) -> EndState | None:
+        """The terminal state, once it is reached."""
+        return next((state for state in END_STATES if state == self.state), None)
 
 
 def statuses(queue: str, job_ids: Sequence[str]) -> Call[list[JobStatus | None]]:

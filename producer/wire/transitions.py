@@ -115,8 +115,10 @@ class RenewReply:
     """Still held, but to be stopped and committed as cancelled or expired, with what there is."""
 
 
-def prepare(job: Job, job_id: str) -> Submission:
-    """A job as `submit` takes it. Raises InvalidJob when it is too large."""
+def prepare(job: Job, job_id: str, *, digest: str | None = None) -> Submission:
+    """A job as `submit` takes it. `digest` goes with an idempotency key: what the caller's job computes,
+    without the seed it was given on the way. Raises InvalidJob when the job is too large.
+    """
     header: dict[str, str | int] = {
         "id": job_id,
         "lane": keys.lane(ENVELOPE_VERSION, job.priority, job.tenant, job.model),
@@ -136,7 +138,7 @@ def prepare(job: Job, job_id: str) -> Submission:
         header["key"] = job.key
     if job.idempotency_key is not None:
         header["idem"] = f"{job.tenant}:{job.idempotency_key}"
-        header["digest"] = job.digest()
+        header["digest"] = digest or job.digest()
     if job.metadata is not None:
         header["metadata"] = json.dumps(job.metadata, ensure_ascii=False)
     return Submission(job_id, json.dumps(header).encode(), job.to_payload())

@@ -66,6 +66,6 @@ if grown > 0 then
   redis.call('HDEL', key, 'crashes')
 end
 if job[4] and #ARGV > 5 then
-  redis.call('PUBLISH', P .. 'feed:' .. id, 'token')
+  redis.call('PUBLISH', P .. 'feed', id)
 end
 return job[3] and 'cancelled' or 'ok'

@@ -3,7 +3,7 @@
 -- ARGV[1] worker id  [2] lease in ms  [3] jobs at most  [4] cost at most, in tokens  [5] jobs the worker holds
 -- ARGV[6] envelope versions it reads, comma-separated  [7] and on: the models it serves
 -- Returns {jobs, sweep's reply, paused (0 or 1), jobs queued}, each job being
---   {id, token, payload, attempt, crashes, alone (0 or 1), created_at, deadline or '', fingerprint, checkpoint entries}
+--   {id, token, payload, attempt, crashes, alone (0 or 1), created_at, deadline or '', fingerprint, checkpoint list}
 -- @include sweeping
 local AGEING = 30000
 local SHARE = 8

@@ -115,7 +115,7 @@ local function finish(id, job, state, out)
     redis.call('PUBLISH', P .. 'ended', 'batch:' .. job.batch)
   end
   if job.stream then
-    redis.call('PUBLISH', P .. 'feed:' .. id, 'end')
+    redis.call('PUBLISH', P .. 'feed', id)
   end
 end
 

@@ -6,8 +6,8 @@
 -- @include common
 local replies = {}
 for i, id in ipairs(ARGV) do
-  local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'lane', 'attempt', 'crashes', 'created_at', 'started_at',
-    'finished_at', 'deadline', 'worker', 'progress', 'progress_at')
+  local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'lane', 'attempt', 'crashes', 'created_at',
+    'started_at', 'finished_at', 'deadline', 'worker', 'progress', 'progress_at')
   if not job[1] then
     replies[i] = {}
   else

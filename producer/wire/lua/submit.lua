@@ -1,11 +1,12 @@
 -- Store jobs and let them wait.
 -- KEYS[1] prefix `pagemill:{<queue>}:`
 -- ARGV[1] batch id, or ''
--- ARGV[2] how many jobs may wait, unless the queue has a limit of its own
+-- ARGV[2] how many jobs may wait, unless the queue has a limit of its own. No further argument: an empty batch.
 -- ARGV[3], ARGV[4] and so on: header and payload of each job. The payload is the envelope, stored byte for byte.
 --   The header is JSON: id, lane `<version>:<class>:<tenant>:<model>` (class 0 high, 1 normal, 2 low), cost (tokens);
 --   where they apply also delay, ttl (ms from now), run_at, deadline (unix ms), max_attempts, n, stream (1),
---   key (the name inside the batch), idem `<tenant>:<idempotency key>`, digest (of the work), metadata (JSON text).
+--   key (the name inside the batch), idem `<tenant>:<idempotency key>`, digest (of the work), metadata (JSON text),
+--   invalid (an error as JSON text: the row is no job, and is recorded in its batch as failed).
 -- Returns one {status, id} per job: created; exists (this id was submitted before); same, conflict (the
 --   idempotency key belongs to that id, with an equal or another digest); full (nothing was stored).
 -- @include common
@@ -13,8 +14,8 @@
 -- Check everything before the first write: Lua has no rollback.
 local TYPES = {
   id = 'string', lane = 'string', key = 'string', idem = 'string', digest = 'string', metadata = 'string',
-  cost = 'number', delay = 'number', ttl = 'number', run_at = 'number', deadline = 'number', max_attempts = 'number',
-  n = 'number', stream = 'number'
+  invalid = 'string', cost = 'number', delay = 'number', ttl = 'number', run_at = 'number', deadline = 'number',
+  max_attempts = 'number', n = 'number', stream = 'number'
 }
 
 local function is_sound(job)
@@ -23,7 +24,7 @@ local function is_sound(job)
       return false
     end
   end
-  return job.cost and string.match(job.id or '', '^[%w._-]+$')
+  return job.cost and (not job.invalid or ARGV[1] ~= '') and string.match(job.id or '', '^[%w._-]+$')
     and string.match(job.lane or '', '^%d+:[012]:[%w._@-]+:.+$')
 end
 
@@ -42,7 +43,7 @@ local limit = tonumber(redis.call('HGET', P .. 'meta', 'limit') or ARGV[2])
 local depth = redis.call('HMGET', P .. 'counts', 'queued', 'delayed')
 local room = limit - (depth[1] or 0) - (depth[2] or 0)
 local seq
-local lanes, queued, delayed = {}, 0, 0
+local lanes, queued, delayed, failed = {}, 0, 0, 0
 
 -- The status of a job that is not to be stored, and the id it goes by; nil for a new one.
 local function known(job)
@@ -113,11 +114,28 @@ local function store(job)
   end
 end
 
+-- A row that is no job: it is in its batch as a failed one, so that the counts add up to the rows.
+local function record_invalid(job)
+  redis.call('SET', P .. 'out:' .. job.id, job.invalid)
+  redis.call('HSET', P .. 'job:' .. job.id, 'state', 'failed', 'lane', job.lane, 'created_at', int(NOW),
+    'finished_at', int(NOW), 'batch', batch, 'key', job.key or '')
+  if job.metadata then
+    redis.call('SET', P .. 'md:' .. job.id, job.metadata)
+  end
+  redis.call('RPUSH', P .. 'bjobs:' .. batch, job.id)
+  redis.call('RPUSH', P .. 'bfeed:' .. batch, job.id)
+  failed = failed + 1
+end
+
 local replies = {}
 for i, job in ipairs(jobs) do
   local status, id = known(job)
   if not status then
-    store(job)
+    if job.invalid then
+      record_invalid(job)
+    else
+      store(job)
+    end
     status, id = 'created', job.id
   end
   replies[i] = {status, id}
@@ -126,13 +144,16 @@ end
 local function add(key)
   redis.call('HINCRBY', key, 'queued', queued)
   redis.call('HINCRBY', key, 'delayed', delayed)
+  redis.call('HINCRBY', key, 'failed', failed)
 end
-if queued + delayed > 0 then
+if batch then
+  redis.call('HSETNX', P .. 'batch:' .. batch, 'created_at', int(NOW))
+  redis.call('HINCRBY', P .. 'batch:' .. batch, 'total', queued + delayed + failed)
+  redis.call('ZADD', P .. 'bexpiry', int(NOW + 604800000), batch)
+  add(P .. 'batch:' .. batch)
+end
+if queued + delayed + failed > 0 then
   add(P .. 'counts')
-  if batch then
-    add(P .. 'batch:' .. batch)
-    redis.call('HINCRBY', P .. 'batch:' .. batch, 'total', queued + delayed)
-  end
 end
 for lane in pairs(lanes) do
   open_lane(lane)

@@ -1,0 +1,173 @@
+"""The producer for asyncio: the same names and contracts as client.py, awaitable."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+
+from producer import flows, submitting
+from producer.async_handles import AsyncBatchHandle, AsyncJobHandle
+from producer.async_listener import AsyncListener
+from producer.client import check_options
+from producer.effects import Effect, Emit, Flow, Sleep, Wait
+from producer.submitting import JobLike, OnFull, OnInvalid
+from producer.wire.discovery import find_redis
+from producer.wire.outputs import JobStatus
+from producer.wire.transport import CONNECTION_OPTIONS, AsyncTransport
+
+T = TypeVar("T")
+
+MAX_CONNECTIONS = 32
+"""Ten thousand tasks may call at once; they take turns on these."""
+
+
+class AsyncProducer:
+    """Producer for one event loop: use it on the loop that first used it.
+
+    async with AsyncProducer() as producer:
+        handle = await producer.submit(prompt="The capital of France is", model="smollm2")
+        print((await handle.result(timeout=60)).text)
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        queue: str = "default",
+        tenant: str = "default",
+        hmac_key: str | bytes | None = None,
+    ) -> None:
+        check_options(queue, tenant, hmac_key)
+        self.queue = queue
+        self.tenant = tenant
+        self._url = url
+        self._connection: _Connection | None = None
+
+    def __repr__(self) -> str:
+        return f"AsyncProducer(queue={self.queue!r}, tenant={self.tenant!r})"
+
+    async def submit(
+        self, job: JobLike | None = None, /, *, job_id: str | None = None, **fields: Any
+    ) -> AsyncJobHandle:
+        """As Producer.submit."""
+        chosen = submitting.new_job_id() if job_id is None else submitting.check_id(job_id)
+        built = submitting.build_job(job, fields, self.tenant)
+        return AsyncJobHandle(self, await self._run(submitting.submit(self.queue, built, chosen)))
+
+    async def submit_many(
+        self,
+        jobs: Iterable[JobLike],
+        *,
+        batch_id: str | None = None,
+        on_invalid: OnInvalid = "record",
+        on_full: OnFull = "block",
+    ) -> AsyncBatchHandle:
+        """As Producer.submit_many."""
+        chosen = submitting.new_batch_id() if batch_id is None else submitting.check_id(batch_id)
+        items = submitting.prepare_items(
+            jobs, chosen, tenant=self.tenant, on_invalid=on_invalid, by_content=batch_id is not None
+        )
+        await self._run(submitting.submit_many(self.queue, chosen, items, on_full))
+        return AsyncBatchHandle(self, chosen)
+
+    def job(self, job_id: str) -> AsyncJobHandle:
+        """As Producer.job."""
+        return AsyncJobHandle(self, submitting.check_id(job_id))
+
+    def batch(self, batch_id: str) -> AsyncBatchHandle:
+        """As Producer.batch."""
+        return AsyncBatchHandle(self, submitting.check_id(batch_id))
+
+    async def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
+        """As Producer.statuses."""
+        return await self._run(flows.statuses(self.queue, job_ids))
+
+    async def close(self) -> None:
+        """Close the connections. A later use opens new ones."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _run(self, flow: Flow[T]) -> T:
+        """Drive a flow that emits nothing to its value."""
+        try:
+            effect = next(flow)
+            while True:
+                try:
+                    value = await self._perform(effect)
+                except Exception as error:
+                    effect = flow.throw(error)
+                else:
+                    effect = flow.send(value)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        finally:
+            flow.close()
+
+    async def _iterate(self, flow: Flow[None]) -> AsyncIterator[Any]:
+        """Drive a flow as its items are asked for."""
+        try:
+            effect = next(flow)
+            while True:
+                if isinstance(effect, Emit):
+                    yield effect.item
+                    effect = next(flow)
+                    continue
+                try:
+                    value = await self._perform(effect)
+                except Exception as error:
+                    effect = flow.throw(error)
+                else:
+                    effect = flow.send(value)
+        except StopIteration:
+            return
+        finally:
+            flow.close()
+
+    async def _perform(self, effect: Effect) -> Any:
+        match effect:
+            case Sleep(seconds):
+                await asyncio.sleep(seconds)
+            case Wait(topic, timeout, polled):
+                await self._connected().listener.wait(topic, timeout, polled=polled)
+            case Emit():
+                raise AssertionError("a flow that emits was run for its value")
+            case call:
+                return await self._connected().transport.run(call)
+        return None
+
+    def _connected(self) -> _Connection:
+        if self._connection is None:
+            self._connection = _Connection(find_redis(self._url), self.queue)
+        return self._connection
+
+
+class _Connection:
+    """A client, its transport, a listener."""
+
+    def __init__(self, url: str, queue: str) -> None:
+        retry = Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=2)
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            url, max_connections=MAX_CONNECTIONS, timeout=None, retry=retry, **CONNECTION_OPTIONS
+        )
+        self.transport = AsyncTransport(redis.asyncio.Redis.from_pool(pool))
+        self.listener = AsyncListener(self.transport, queue)
+
+    async def close(self) -> None:
+        await self.listener.close()
+        await self.transport.close()

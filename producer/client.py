@@ -1,0 +1,204 @@
+"""The producer for threads: submits jobs, and hands out handles to what becomes of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import redis
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+from producer import flows, submitting
+from producer.effects import Effect, Emit, Flow, Sleep, Wait
+from producer.handles import BatchHandle, JobHandle
+from producer.listener import Listener
+from producer.submitting import JobLike, OnFull, OnInvalid
+from producer.wire import keys
+from producer.wire.discovery import find_redis
+from producer.wire.errors import InvalidJob
+from producer.wire.outputs import JobStatus
+from producer.wire.transport import CONNECTION_OPTIONS, SyncTransport
+
+T = TypeVar("T")
+
+
+class Producer:
+    """Submits generation jobs to one queue and collects their results.
+
+    Connects when it is first used. Threads may share it, and a forked child gets connections of its own. As a
+    context manager it closes them at the end.
+
+        with Producer() as producer:
+            handle = producer.submit(prompt="The capital of France is", model="smollm2")
+            print(handle.result(timeout=60).text)
+
+    Without `url`, PAGEMILL_REDIS_URL says where Redis is, else the embedded server of a local worker is used.
+    Every method may raise RedisUnavailable.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        queue: str = "default",
+        tenant: str = "default",
+        hmac_key: str | bytes | None = None,
+    ) -> None:
+        check_options(queue, tenant, hmac_key)
+        self.queue = queue
+        self.tenant = tenant
+        self._url = url
+        self._lock = threading.Lock()
+        self._connection: _Connection | None = None
+
+    def __repr__(self) -> str:
+        return f"Producer(queue={self.queue!r}, tenant={self.tenant!r})"
+
+    def submit(self, job: JobLike | None = None, /, *, job_id: str | None = None, **fields: Any) -> JobHandle:
+        """Submit one job: a Job, a mapping, or its fields as keywords.
+
+        The id is minted here, so a submit that is repeated after a lost reply adds nothing: after
+        RedisUnavailable, `submit(..., job_id=error.job_id)` is safe. Raises InvalidJob, QueueFull,
+        IdempotencyConflict.
+        """
+        chosen = submitting.new_job_id() if job_id is None else submitting.check_id(job_id)
+        built = submitting.build_job(job, fields, self.tenant)
+        return JobHandle(self, self._run(submitting.submit(self.queue, built, chosen)))
+
+    def submit_many(
+        self,
+        jobs: Iterable[JobLike],
+        *,
+        batch_id: str | None = None,
+        on_invalid: OnInvalid = "record",
+        on_full: OnFull = "block",
+    ) -> BatchHandle:
+        """Submit an iterable of jobs as a batch; reads it lazily, and returns when all are accepted.
+
+        A job's `key` names it inside the batch. Submitting the same keys under the same `batch_id` again
+        attaches to what is there and adds only what is missing. `on_invalid`: "record" makes a bad row a
+        failed item of the batch, "raise" raises InvalidJob (what came before stays submitted). `on_full`:
+        "block" waits for room, "raise" raises QueueFull.
+        """
+        chosen = submitting.new_batch_id() if batch_id is None else submitting.check_id(batch_id)
+        items = submitting.prepare_items(
+            jobs, chosen, tenant=self.tenant, on_invalid=on_invalid, by_content=batch_id is not None
+        )
+        self._run(submitting.submit_many(self.queue, chosen, items, on_full))
+        return BatchHandle(self, chosen)
+
+    def job(self, job_id: str) -> JobHandle:
+        """A handle to a job that was submitted elsewhere, or before. Asks the server nothing yet."""
+        return JobHandle(self, submitting.check_id(job_id))
+
+    def batch(self, batch_id: str) -> BatchHandle:
+        """A handle to a batch that was submitted elsewhere, or before. Asks the server nothing yet."""
+        return BatchHandle(self, submitting.check_id(batch_id))
+
+    def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
+        """The status of many jobs at once. Raises JobNotFound."""
+        return self._run(flows.statuses(self.queue, job_ids))
+
+    def close(self) -> None:
+        """Close the connections. A later use opens new ones."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+        if connection is not None and connection.pid == os.getpid():
+            connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, flow: Flow[T]) -> T:
+        """Drive a flow that emits nothing to its value."""
+        try:
+            effect = next(flow)
+            while True:
+                try:
+                    value = self._perform(effect)
+                except Exception as error:
+                    effect = flow.throw(error)
+                else:
+                    effect = flow.send(value)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        finally:
+            flow.close()
+
+    def _iterate(self, flow: Flow[None]) -> Iterator[Any]:
+        """Drive a flow as its items are asked for."""
+        try:
+            effect = next(flow)
+            while True:
+                if isinstance(effect, Emit):
+                    yield effect.item
+                    effect = next(flow)
+                    continue
+                try:
+                    value = self._perform(effect)
+                except Exception as error:
+                    effect = flow.throw(error)
+                else:
+                    effect = flow.send(value)
+        except StopIteration:
+            return
+        finally:
+            flow.close()
+
+    def _perform(self, effect: Effect) -> Any:
+        match effect:
+            case Sleep(seconds):
+                time.sleep(seconds)
+            case Wait(topic, timeout, polled):
+                self._connected().listener.wait(topic, timeout, polled=polled)
+            case Emit():
+                raise AssertionError("a flow that emits was run for its value")
+            case call:
+                return self._connected().transport.run(call)
+        return None
+
+    def _connected(self) -> _Connection:
+        connection = self._connection
+        if connection is None or connection.pid != os.getpid():
+            # A lock that was held while the process forked is never released in the child.
+            lock = self._lock if connection is None or connection.pid == os.getpid() else threading.Lock()
+            with lock:
+                connection = self._connection
+                if connection is None or connection.pid != os.getpid():
+                    connection = _Connection(find_redis(self._url), self.queue)
+                    self._lock, self._connection = lock, connection
+        return connection
+
+
+class _Connection:
+    """What belongs to one process: a client, its transport, a listener."""
+
+    def __init__(self, url: str, queue: str) -> None:
+        self.pid = os.getpid()
+        retry = Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=2)
+        self.transport = SyncTransport(redis.Redis.from_url(url, retry=retry, **CONNECTION_OPTIONS))
+        self.listener = Listener(self.transport, queue)
+
+    def close(self) -> None:
+        self.listener.close()
+        self.transport.close()
+
+
+def check_options(queue: str, tenant: str, hmac_key: str | bytes | None) -> None:
+    """Raise InvalidJob for a producer's options that make no sense."""
+    keys.prefix(queue)
+    if not keys.TENANT_PATTERN.fullmatch(tenant):
+        raise InvalidJob("a tenant is 1 to 64 of the characters A-Z a-z 0-9 . _ @ -")
+    if hmac_key is not None:
+        raise InvalidJob("hmac_key is not supported yet", "unsupported_feature")

@@ -1,0 +1,88 @@
+"""Handles to a job and to a batch. They hold an id and a Producer, so they cost nothing to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from producer import flows
+from producer.wire.outputs import BatchCounts, BatchItem, JobStatus, Progress, Result, StreamEvent
+
+if TYPE_CHECKING:
+    from producer.client import Producer
+
+
+class JobHandle:
+    """One job. Every method may raise JobNotFound and RedisUnavailable."""
+
+    __slots__ = ("_producer", "id")
+
+    def __init__(self, producer: Producer, job_id: str) -> None:
+        self._producer = producer
+        self.id = job_id
+
+    def __repr__(self) -> str:
+        return f"JobHandle({self.id!r})"
+
+    def status(self) -> JobStatus:
+        """What the job is doing."""
+        return self._producer._run(flows.status(self._producer.queue, self.id))
+
+    def progress(self) -> Progress:
+        """How far it is."""
+        return self.status().progress
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the end, at most `timeout` seconds (None: as long as it takes, through reconnects).
+
+        Raises JobFailed, JobDead, JobCancelled or JobExpired for an end without a result, ResultTimeout when
+        the job has not ended in time (it goes on), ResultExpired when the result has been removed.
+        """
+        return self._producer._run(flows.wait_result(self._producer.queue, self.id, timeout))
+
+    def cancel(self) -> bool:
+        """True: the job will not succeed. False: it had ended before."""
+        return self._producer._run(flows.cancel(self._producer.queue, self.id))
+
+    def stream(self) -> Iterator[StreamEvent]:
+        """Tokens as they are checkpointed, and one `end`. Late readers get a `snapshot` first."""
+        return self._producer._iterate(flows.stream(self._producer.queue, self.id))
+
+
+class BatchHandle:
+    """A batch. Every method may raise JobNotFound and RedisUnavailable."""
+
+    __slots__ = ("_producer", "id")
+
+    def __init__(self, producer: Producer, batch_id: str) -> None:
+        self._producer = producer
+        self.id = batch_id
+
+    def __repr__(self) -> str:
+        return f"BatchHandle({self.id!r})"
+
+    def counts(self) -> BatchCounts:
+        """Jobs by state; they sum to the total."""
+        return self._producer._run(flows.batch_counts(self._producer.queue, self.id))
+
+    def results(self, ordered: bool = False, after: str | None = None) -> Iterator[BatchItem]:
+        """Each end as it happens (ordered: in the order of the submits), until all jobs have ended.
+
+        Never raises for a job: an item holds a result or an error. `after` is the cursor of the last item
+        that was dealt with, so that another reader, or another day, goes on from there.
+        """
+        return self._producer._iterate(
+            flows.batch_results(self._producer.queue, self.id, ordered=ordered, after=after)
+        )
+
+    def ack(self, cursor: str) -> int:
+        """Free the items up to this cursor on the server; returns how many. They cannot be read again."""
+        return self._producer._run(flows.ack_batch(self._producer.queue, self.id, cursor))
+
+    def wait(self, timeout: float | None = None) -> BatchCounts:
+        """Wait until every job has ended. Raises ResultTimeout; the batch goes on."""
+        return self._producer._run(flows.wait_batch(self._producer.queue, self.id, timeout))
+
+    def cancel(self) -> int:
+        """Stop every job that has not ended; returns how many."""
+        return self._producer._run(flows.cancel_batch(self._producer.queue, self.id))

@@ -1,0 +1,200 @@
+"""Submitting jobs as flows: minting ids and seeds, cutting chunks, being refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+from producer.effects import Flow, Sleep
+from producer.wire import keys, transitions
+from producer.wire.errors import IdempotencyConflict, InvalidJob, QueueFull, RedisUnavailable
+from producer.wire.outputs import ErrorInfo
+from producer.wire.protocol import MAX_METADATA_BYTES, Job
+from producer.wire.scripts import Call
+from producer.wire.transitions import Submission, SubmitReply
+
+JobLike: TypeAlias = Job | Mapping[str, Any]
+OnInvalid: TypeAlias = Literal["record", "raise"]
+OnFull: TypeAlias = Literal["block", "raise"]
+
+CHUNK_JOBS = 250
+CHUNK_BYTES = 1 << 20
+FIRST_PAUSE_S = 0.05
+LAST_PAUSE_S = 1.0
+RETRY_PAUSES_S = (0.1, 0.3, 0.6)
+"""Between tries to reach a server that is away."""
+
+
+def new_job_id() -> str:
+    return secrets.token_hex(12)
+
+
+def new_batch_id() -> str:
+    return secrets.token_hex(10)
+
+
+def item_id(batch_id: str, key: str) -> str:
+    """The id of a batch's item. It follows from batch and key, so a second submit meets the first."""
+    return hashlib.blake2b(f"{batch_id}\0{key}".encode(), digest_size=12).hexdigest()
+
+
+def check_id(name: str) -> str:
+    if not keys.ID_PATTERN.fullmatch(name):
+        raise InvalidJob("an id is 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+    return name
+
+
+def build_job(job: JobLike | None, fields: Mapping[str, Any], tenant: str) -> Job:
+    """A job from a Job or a mapping, with `fields` on top. Raises InvalidJob."""
+    if isinstance(job, Job) and not fields and "tenant" in job.model_fields_set:
+        return job
+    given = {"tenant": tenant}
+    if isinstance(job, Job):
+        given |= {name: getattr(job, name) for name in job.model_fields_set}
+    elif isinstance(job, Mapping):
+        given |= job
+    elif job is not None:
+        raise InvalidJob(f"a job is a Job or a mapping of its fields, not {type(job).__name__}")
+    return Job.parse(given | dict(fields))
+
+
+def with_seed(job: Job, job_id: str) -> Job:
+    """A job without a seed gets one here, so that every execution of it draws the same noise.
+
+    It follows from the id, so that submitting an id again submits the same job.
+    """
+    if job.seed is not None:
+        return job
+    digest = hashlib.blake2b(job_id.encode(), digest_size=8, person=b"pagemill-seed").digest()
+    return job.model_copy(update={"seed": int.from_bytes(digest, "big") >> 1})
+
+
+def _send(call: Call[list[SubmitReply]]) -> Flow[list[SubmitReply]]:
+    """Send a submit, again after short pauses if the server is away: the ids make a second one harmless."""
+    for pause in RETRY_PAUSES_S:
+        try:
+            replies: list[SubmitReply] = yield call
+        except RedisUnavailable:
+            yield Sleep(pause)
+        else:
+            return replies
+    replies = yield call
+    return replies
+
+
+def submit(queue: str, job: Job, job_id: str) -> Flow[str]:
+    """Submit one job; returns the id it goes by, another's if the idempotency key was known."""
+    if job.key is not None:
+        raise InvalidJob("key names an item of a batch; use submit_many, or metadata")
+    digest = None if job.idempotency_key is None else job.digest()
+    submission = transitions.prepare(with_seed(job, job_id), job_id, digest=digest)
+    try:
+        replies = yield from _send(transitions.submit(queue, [submission]))
+    except RedisUnavailable as error:
+        raise RedisUnavailable(f"{error}; the job may have arrived or not", job_id) from error
+    reply = replies[0]
+    if reply.status == "full":
+        raise QueueFull(f"queue {queue} takes no more jobs now")
+    if reply.status == "conflict":
+        raise IdempotencyConflict(
+            f"the idempotency key belongs to job {reply.job_id}, with another payload", reply.job_id
+        )
+    return reply.job_id
+
+
+def submit_many(queue: str, batch_id: str, submissions: Iterator[Submission], on_full: OnFull) -> Flow[None]:
+    """Submit an iterable of jobs chunk by chunk; returns when all are accepted."""
+    for chunk in cut_chunks(submissions):
+        pause = FIRST_PAUSE_S
+        while chunk:
+            replies: list[SubmitReply] = []
+            try:
+                replies = yield from _send(transitions.submit(queue, chunk, batch_id=batch_id))
+            except QueueFull:
+                # Out of memory. Nothing of the chunk was stored.
+                if on_full == "raise":
+                    raise
+            left = [item for item, reply in zip(chunk, replies, strict=False) if reply.status == "full"]
+            chunk = left if replies else chunk
+            if chunk and on_full == "raise":
+                raise QueueFull(f"queue {queue} takes no more jobs now; {len(chunk)} of a chunk were refused")
+            if chunk:
+                yield Sleep(pause)
+                pause = min(LAST_PAUSE_S, 2 * pause)
+
+
+def cut_chunks(submissions: Iterator[Submission]) -> Iterator[list[Submission]]:
+    """Chunks of at most 250 jobs and 1 MiB, unless one job is larger; without any job, one empty chunk."""
+    chunk: list[Submission] = []
+    size, chunks = 0, 0
+    for item in submissions:
+        grown = size + len(item.header) + len(item.payload)
+        if chunk and (len(chunk) == CHUNK_JOBS or grown > CHUNK_BYTES):
+            yield chunk
+            chunks += 1
+            chunk, grown = [], grown - size
+        chunk.append(item)
+        size = grown
+    if chunk or not chunks:
+        yield chunk
+
+
+def prepare_items(
+    jobs: Iterable[JobLike], batch_id: str, *, tenant: str, on_invalid: OnInvalid, by_content: bool
+) -> Iterator[Submission]:
+    """Submissions for the items of a batch, made as they are asked for.
+
+    An item without a key gets its position for one; or, in a batch that may be submitted again
+    (`by_content`), the hash of its work and how many equal items came before it.
+    """
+    seen: dict[str, int] = {}
+    for position, given in enumerate(jobs):
+        try:
+            job = build_job(given, {}, tenant)
+            if job.idempotency_key is not None:
+                message = "idempotency_key is for single jobs; in a batch, `key` does its work"
+                raise InvalidJob(message, "unsupported_feature")
+            if job.key is None:
+                job = job.model_copy(
+                    update={"key": _default_key(job, position, seen if by_content else None)}
+                )
+            assert job.key is not None
+            job_id = item_id(batch_id, job.key)
+            yield transitions.prepare(with_seed(job, job_id), job_id)
+        except InvalidJob as error:
+            if on_invalid == "raise":
+                raise InvalidJob(f"item {position}: {error}", error.code) from None
+            yield _record_invalid(given, position, batch_id, error)
+
+
+def _default_key(job: Job, position: int, seen: dict[str, int] | None) -> str:
+    if seen is None:
+        return str(position)
+    digest = job.digest()
+    seen[digest] = seen.get(digest, 0) + 1
+    return f"{digest}-{seen[digest]}"
+
+
+def _record_invalid(given: object, position: int, batch_id: str, error: InvalidJob) -> Submission:
+    """A row that is no job, as the failed item it will be. Its key and metadata are kept if they can be."""
+    fields: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    key, metadata = fields.get("key"), fields.get("metadata")
+    if not (isinstance(key, str) and 0 < len(key) <= 255 and key.isprintable()):
+        key = f"invalid-{position}"
+    try:
+        text = json.dumps(metadata, allow_nan=False) if isinstance(metadata, dict) else None
+    except (ValueError, TypeError, RecursionError):
+        text = None
+    header = {
+        "id": item_id(batch_id, key),
+        "key": key,
+        "lane": keys.lane(1, "normal", "default", "-"),
+        "cost": 0,
+        "invalid": ErrorInfo(code=error.code, message=str(error)).model_dump_json(),
+    }
+    if text is not None and len(text) <= MAX_METADATA_BYTES:
+        header["metadata"] = text
+    return Submission(str(header["id"]), json.dumps(header).encode(), b"")

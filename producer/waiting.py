@@ -1,0 +1,89 @@
+"""Who waits for what, shared by the two listeners. Knows no threads' or loops' ways, and no server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+FIRST_POLL_S = 0.05
+LAST_POLL_S = 1.0
+IDLE_TICK_S = 0.25
+"""Longest a listener sleeps, so that a new wait is polled for soon."""
+POLL_CHUNK = 500
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """One wait. `wake` is called at most once, from the listener."""
+
+    topic: str
+    wake: Callable[[], None]
+    polled: bool
+    next_poll: float
+    interval: float = FIRST_POLL_S
+
+
+class WaitingRoom:
+    """The waits of one Producer. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiters: dict[str, list[Waiter]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def enter(self, topic: str, wake: Callable[[], None], *, polled: bool) -> Waiter:
+        waiter = Waiter(topic, wake, polled, time.monotonic() + FIRST_POLL_S)
+        with self._lock:
+            self._waiters.setdefault(topic, []).append(waiter)
+        return waiter
+
+    def leave(self, waiter: Waiter) -> None:
+        with self._lock:
+            waiters = self._waiters.get(waiter.topic)
+            if waiters and waiter in waiters:
+                waiters.remove(waiter)
+                if not waiters:
+                    del self._waiters[waiter.topic]
+
+    def call(self, topics: Iterable[str]) -> None:
+        """Wake who waits for these topics."""
+        with self._lock:
+            woken = [waiter for topic in topics for waiter in self._waiters.pop(topic, ())]
+        for waiter in woken:
+            waiter.wake()
+
+    def call_all(self) -> None:
+        """Wake everybody: something may have been missed."""
+        with self._lock:
+            topics = list(self._waiters)
+        self.call(topics)
+
+    def due(self) -> list[str]:
+        """The jobs whose end should be asked for now. Each wait is asked for less often as it gets older."""
+        now = time.monotonic()
+        due = []
+        with self._lock:
+            for topic, waiters in self._waiters.items():
+                late = [waiter for waiter in waiters if waiter.polled and waiter.next_poll <= now]
+                for waiter in late:
+                    waiter.interval = min(LAST_POLL_S, 2 * waiter.interval)
+                    waiter.next_poll = now + waiter.interval
+                if late:
+                    due.append(topic)
+        return due
+
+    def tick(self) -> float:
+        """How long the listener may sleep: while there is a young wait, only a moment."""
+        with self._lock:
+            young = any(w.interval < IDLE_TICK_S for waiters in self._waiters.values() for w in waiters)
+        return FIRST_POLL_S if young else IDLE_TICK_S
+
+
+def topic_of(channel: bytes, message: bytes, feed_channel: str) -> str:
+    """The topic a hint is about."""
+    text = message.decode()
+    return f"feed:{text}" if channel.decode() == feed_channel else text

@@ -1,0 +1,91 @@
+"""What a metric is: a name, a help text, and how to read its value from a snapshot.
+
+The tables beside this file (`engine_metrics`, `queue_metrics`, `worker_metrics`) are the catalogue. Nothing
+is incremented here: every value is read from a snapshot at scrape time, so that a scrape is one moment of
+the truth and the step loop never meets a metrics library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Generic, Literal, TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+
+from engine.outputs import HistogramSnapshot
+
+PREFIX = "pagemill_"
+
+Source = TypeVar("Source")
+Labels = tuple[str, ...]
+Number = float | bool
+Reading = Number | HistogramSnapshot | Mapping[str, Number | HistogramSnapshot] | Mapping[Labels, Number]
+"""One value; or one per value of the only label; or one per combination of several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric(Generic[Source]):
+    """One metric family and the way from a snapshot to its samples."""
+
+    kind: Literal["gauge", "counter", "histogram"]
+    name: str
+    """Without the prefix; in base units; a counter ends in `_total`."""
+    help: str
+    read: Callable[[Source], Reading]
+    labels: Labels = ()
+
+    def family(self, source: Source | None) -> Family:
+        """The family with the samples of `source`; None gives the name, type and help alone."""
+        family = _new_family(self.kind, PREFIX + self.name, self.help, self.labels)
+        if source is not None:
+            reading = self.read(source)
+            children = reading.items() if isinstance(reading, Mapping) else [((), reading)]
+            for key, value in children:
+                _add_sample(family, (key,) if isinstance(key, str) else key, value)
+        return family
+
+
+def gauge(
+    name: str, help: str, read: Callable[[Source], Reading], *labels: str
+) -> Metric[Source]:  # fmt: skip
+    return Metric("gauge", name, help, read, labels)
+
+
+def counter(name: str, help: str, read: Callable[[Source], Reading], *labels: str) -> Metric[Source]:
+    return Metric("counter", name, help, read, labels)
+
+
+def histogram(name: str, help: str, read: Callable[[Source], Reading], *labels: str) -> Metric[Source]:
+    return Metric("histogram", name, help, read, labels)
+
+
+def one_of(current: str, values: tuple[str, ...]) -> dict[str, Number]:
+    """A state set: 1 for the value that holds, 0 for every other one."""
+    return {value: value == current for value in values}
+
+
+def _new_family(kind: str, name: str, help: str, labels: Labels) -> Family:
+    if kind == "gauge":
+        return GaugeMetricFamily(name, help, labels=labels)
+    if kind == "counter":
+        return CounterMetricFamily(name, help, labels=labels)
+    return HistogramMetricFamily(name, help, labels=labels)
+
+
+def _add_sample(family: Family, labels: Labels, value: Number | HistogramSnapshot) -> None:
+    if isinstance(value, HistogramSnapshot):
+        assert isinstance(family, HistogramMetricFamily)
+        bounds = [*(_bound(bound) for bound in value.bounds), "+Inf"]
+        cumulative = accumulate(value.counts)
+        family.add_metric(labels, list(zip(bounds, cumulative, strict=True)), value.total)
+    else:
+        assert isinstance(family, GaugeMetricFamily | CounterMetricFamily)
+        family.add_metric(labels, float(value))
+
+
+def _bound(bound: float) -> str:
+    """`le` as Prometheus' own clients write it, so that 1 and 1.0 stay one series."""
+    return repr(float(bound))

@@ -1,0 +1,108 @@
+"""The worker's metrics: jobs, leases, commits, admission, and its link to Redis."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from monitoring.counters import WorkerCounters, WorkerState
+from monitoring.metrics import Metric, counter, gauge, histogram, one_of
+
+JOBS: tuple[Metric[WorkerCounters], ...] = (
+    counter(
+        "jobs_received_total",
+        "Jobs pulled; redelivered: an earlier execution had started.",
+        lambda c: c.jobs_received.read(),
+        "delivery",
+    ),
+    counter(
+        "jobs_finished_total", "Ends that this worker committed.", lambda c: c.jobs_finished.read(), "outcome"
+    ),
+    counter(
+        "job_failures_total",
+        "Executions that ended with an error, by code; retried ones included.",
+        lambda c: c.job_failures.read(),
+        "code",
+    ),
+    counter("job_retries_total", "Executions to be retried.", lambda c: c.job_retries.read(), "reason"),
+    counter(
+        "jobs_handed_back_total",
+        "Jobs returned to the queue unfinished.",
+        lambda c: c.jobs_handed_back.read(),
+    ),
+    counter(
+        "resumed_tokens_total",
+        "Tokens taken over from checkpoints, not generated again.",
+        lambda c: c.resumed_tokens.read(),
+    ),
+    counter(
+        "discarded_tokens_total",
+        "Generated tokens that reach nobody.",
+        lambda c: c.discarded_tokens.read(),
+        "reason",
+    ),
+    histogram(
+        "job_queue_wait_seconds", "From a job's submit to its pull.", lambda c: c.queue_wait_seconds.read()
+    ),
+    histogram("job_e2e_seconds", "From a job's submit to its committed end.", lambda c: c.e2e_seconds.read()),
+    histogram("job_attempts", "Executions that a finished job took.", lambda c: c.attempts.read()),
+)
+
+LEASES_AND_COMMITS: tuple[Metric[WorkerCounters], ...] = (
+    gauge("leases_held", "Jobs that this worker holds a lease for.", lambda c: c.leases_held),
+    counter("lease_renewals_total", "Renewals by result.", lambda c: c.lease_renewals.read(), "result"),
+    counter("leases_lost_total", "Leases that ended before their job did.", lambda c: c.leases_lost.read()),
+    counter(
+        "result_commits_total",
+        "Commits by result; fenced: another worker had the job by then, the result is discarded.",
+        lambda c: c.commits.read(),
+        "result",
+    ),
+    histogram("result_commit_seconds", "Time of a commit.", lambda c: c.commit_seconds.read()),
+    counter(
+        "progress_writes_total",
+        "Progress and checkpoint writes by result; refused: a stale token or a wrong offset.",
+        lambda c: c.progress_writes.read(),
+        "result",
+    ),
+)
+
+ADMISSION_AND_REDIS: tuple[Metric[WorkerCounters], ...] = (
+    gauge(
+        "admission_credit_sequences",
+        "Sequences that the last pull had room for.",
+        lambda c: c.credit_sequences,
+    ),
+    gauge("admission_credit_blocks", "KV blocks that the last pull had room for.", lambda c: c.credit_blocks),
+    counter(
+        "admission_blocked_seconds_total",
+        "Time in which no job could be pulled, by what stood in the way.",
+        lambda c: c.admission_blocked_seconds.read(),
+        "reason",
+    ),
+    gauge("redis_up", "1 while Redis answers.", lambda c: c.redis_up),
+    counter("redis_errors_total", "Failed Redis calls.", lambda c: c.redis_errors.read(), "kind"),
+    counter("redis_reconnects_total", "Times Redis came back.", lambda c: c.redis_reconnects.read()),
+    gauge(
+        "redis_result_buffer_jobs",
+        "Finished results held until Redis takes them.",
+        lambda c: c.results_buffered,
+    ),
+    gauge(
+        "redis_result_buffer_bytes",
+        "Bytes of the results held until Redis takes them.",
+        lambda c: c.results_buffered_bytes,
+    ),
+)
+
+PROCESS: tuple[Metric[WorkerCounters], ...] = (
+    gauge(
+        "worker_state",
+        "1 for the state that the worker is in.",
+        lambda c: one_of(c.state, get_args(WorkerState)),
+        "state",
+    ),
+    gauge("worker_start_timestamp_seconds", "When the worker started.", lambda c: c.started_at),
+    gauge("model_load_seconds", "Time it took to load the model.", lambda c: c.model_load_seconds),
+)
+
+WORKER_METRICS = JOBS + LEASES_AND_COMMITS + ADMISSION_AND_REDIS + PROCESS

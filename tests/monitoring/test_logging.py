@@ -1,0 +1,67 @@
+"""Log lines as a collector and as a person read them."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from monitoring.logging import configure_logging
+
+
+@pytest.fixture(autouse=True)
+def _restore_root() -> Iterator[None]:
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    # basicConfig(force=True) closes what it replaces; pytest's own handlers must survive.
+    root.handlers = []
+    yield
+    root.handlers, root.level = before, level
+
+
+def test_json_lines_carry_extras_and_errors() -> None:
+    stream = io.StringIO()
+    configure_logging("info", "json", stream)
+    logger = logging.getLogger("worker.test")
+    logger.info("job %s\nstarted", 7, extra={"job_id": "01J", "attempt": 2})
+    try:
+        raise RuntimeError("no more blocks")
+    except RuntimeError:
+        logger.exception("step failed")
+    first, second = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert first["message"] == "job 7\nstarted"
+    assert (first["level"], first["logger"], first["job_id"], first["attempt"]) == (
+        "info",
+        "worker.test",
+        "01J",
+        2,
+    )
+    assert isinstance(first["time"], float)
+    assert "RuntimeError: no more blocks" in second["error"]
+
+
+def test_console_lines_end_with_the_extras() -> None:
+    stream = io.StringIO()
+    configure_logging("warning", stream=stream)
+    logger = logging.getLogger("worker.test")
+    logger.info("not shown")
+    logger.warning("lease lost", extra={"job_id": "01J"})
+    (line,) = stream.getvalue().splitlines()
+    assert line.endswith("warning worker.test  lease lost  job_id=01J")
+
+
+def test_a_second_call_replaces_the_first() -> None:
+    old, new = io.StringIO(), io.StringIO()
+    configure_logging(stream=old)
+    configure_logging(stream=new)
+    logging.getLogger("worker.test").info("once")
+    assert old.getvalue() == ""
+    assert new.getvalue().count("once") == 1
+
+
+def test_a_level_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(ValueError, match="LOUD"):
+        configure_logging("loud")

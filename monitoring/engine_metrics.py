@@ -82,7 +82,7 @@ KV_CACHE: tuple[Metric[EngineStats], ...] = (
     gauge("kv_cache_block_size_tokens", "Token slots in a KV block.", lambda s: s.kv.block_size),
     gauge(
         "kv_cache_blocks",
-        "KV blocks by state; the states sum to the capacity. cached: no reference, but a prefix hit can use it."
+        "KV blocks by state; the states sum to the capacity. cached: no reference, but reusable by a prefix."
         " reserved: the null block, and blocks that wait for steps in flight.",
         _blocks_by_state,
         "state",

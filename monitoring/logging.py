@@ -1,7 +1,7 @@
 """How the process logs: one line per event on stderr, for people or as JSON for a collector.
 
-Callers use the standard library's loggers and pass ids as `extra={"job_id": ...}`. Prompts and outputs are never
-logged: they belong to the job's owner.
+Callers use the standard library's loggers and pass ids as `extra={"job_id": ...}`. Prompts and outputs are
+never logged: they belong to the job's owner.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a flow may ask of its driver.
 
 A flow is a generator that holds one multi-step operation of the protocol: it yields effects, is sent what
-came of them, and returns its value. Producer drives flows with threads, AsyncProducer with asyncio; neither knows
-the protocol, and no flow does any input or output.
+came of them, and returns its value. Producer drives flows with threads, AsyncProducer with asyncio; neither
+knows the protocol, and no flow does any input or output.
 """
 
 from __future__ import annotations

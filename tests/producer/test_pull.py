@@ -1,0 +1,90 @@
+"""pull: whose turn it is, how much a worker gets, and when it gets nothing."""
+
+from __future__ import annotations
+
+from producer.wire import registry, transitions
+from producer.wire.transitions import Submission
+from tests.producer.driving import Queue
+
+
+def test_high_before_normal_before_low(queue: Queue) -> None:
+    for priority in ("low", "normal", "high"):
+        queue.submit(priority, priority=priority)
+    assert [job.job_id for job in queue.pull()] == ["high", "normal", "low"]
+
+
+def test_every_eighth_job_is_the_one_that_waited_longest(queue: Queue) -> None:
+    queue.submit("old", priority="low")
+    queue.client.hset(f"{queue.prefix}job:old", "created_at", 1)
+    queue.submit(*(f"h{i}" for i in range(10)), priority="high")
+    pulled = [job.job_id for job in queue.pull(10)]
+    assert pulled.index("old") == 7
+
+
+def test_tenants_take_turns(queue: Queue) -> None:
+    queue.submit(*(f"a{i}" for i in range(4)), tenant="a")
+    queue.submit(*(f"b{i}" for i in range(2)), tenant="b")
+    assert [job.job_id for job in queue.pull()] == ["a0", "b0", "a1", "b1", "a2", "a3"]
+
+
+def test_a_worker_gets_only_the_models_it_serves(queue: Queue) -> None:
+    queue.submit("x", model="org/x:8b")
+    queue.submit("m")
+    assert [job.job_id for job in queue.pull()] == ["m"]
+    assert [job.job_id for job in queue.pull(models=("a", "org/x:8b"))] == ["x"]
+
+
+def test_pull_stops_at_the_credit_and_nothing_overtakes(queue: Queue) -> None:
+    for job_id, max_tokens in (("a", 100), ("dear", 1000), ("b", 100)):
+        queue.submit(job_id, max_tokens=max_tokens)
+    assert [job.job_id for job in queue.pull(cost=500)] == ["a"]
+    assert queue.pull(cost=500, holding=1) == []
+    assert [job.job_id for job in queue.pull(cost=500)] == ["dear"], "an idle worker takes it at any cost"
+
+
+def test_pull_takes_no_more_than_asked(queue: Queue) -> None:
+    queue.submit("a", "b", "c")
+    assert len(queue.pull(2)) == 2
+    assert queue.pull(0) == []
+    assert queue.run(transitions.pull(queue.name, "w", ["m"], 0, 0)).queued == 1
+
+
+def test_a_paused_queue_gives_nothing_and_accepts_submits(queue: Queue) -> None:
+    queue.run(registry.set_paused(queue.name, True))
+    queue.submit("a")
+    reply = queue.run(transitions.pull(queue.name, "w", ["m"], 1, 1000))
+    assert (reply.jobs, reply.paused) == ([], True)
+    queue.run(registry.set_paused(queue.name, False))
+    assert queue.pull_one().job_id == "a"
+
+
+def test_each_pull_issues_a_new_token_and_a_lease(queue: Queue) -> None:
+    queue.submit("a")
+    first = queue.pull_one()
+    queue.release(first)
+    second = queue.pull_one()
+    assert second.token > first.token
+    assert queue.client.zcard(f"{queue.prefix}leases") == 1
+
+
+def test_an_envelope_of_a_newer_version_is_left_alone(queue: Queue) -> None:
+    header = b'{"id":"new","lane":"2:1:default:m","cost":1}'
+    queue.run(transitions.submit(queue.name, [Submission("new", header, b'{"v":2}')]))
+    assert queue.pull() == []
+    assert queue.state("new") == "queued"
+
+
+def test_a_job_whose_payload_is_gone_fails_alone(queue: Queue) -> None:
+    queue.submit("a", "b")
+    queue.client.delete(f"{queue.prefix}in:a")
+    assert [job.job_id for job in queue.pull()] == ["b"]
+    assert queue.state("a") == "failed"
+
+
+def test_the_doorbell_rings_for_a_submit_and_is_silent_when_all_is_taken(queue: Queue) -> None:
+    (bell,) = registry.doorbells(queue.name, ["m"])
+    queue.submit("a")
+    assert queue.client.llen(bell) == 1
+    queue.pull(1)
+    queue.pull(1)
+    assert queue.client.llen(bell) == 0

@@ -1,0 +1,1 @@
+"""Benchmarks: one module per question, each printing a table and writing JSON under results/."""

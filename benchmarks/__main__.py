@@ -1,0 +1,132 @@
+"""`python -m benchmarks`: measure, print the table, write it as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import machine, peers, throughput
+from benchmarks.workloads import WORKLOADS
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> int:
+    arguments = _parse()
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    if arguments.install_peers:
+        return _install_peers(console)
+    if machine.is_busy():
+        print("this machine is busy: the figures will be too low, and the ratios doubtful", file=sys.stderr)
+    contenders = throughput.available_contenders(arguments.engines)
+    if not contenders:
+        print(f"none of {', '.join(arguments.engines)} can run here", file=sys.stderr)
+        return 2
+    model = _model_directory(arguments.model)
+    request = throughput.build_request(
+        str(model),
+        json.loads((model / "config.json").read_text())["vocab_size"],
+        arguments.workloads,
+        seed=arguments.seed,
+        share=arguments.share,
+        kv_cache_gib=arguments.kv_cache_gib,
+        options=dict(arguments.engine_option),
+    )
+    started, where = datetime.now(UTC), machine.describe()
+    try:
+        measurements = throughput.measure_all(contenders, request, arguments.rounds, console)
+    except throughput.BenchmarkError as error:
+        print(error, file=sys.stderr)
+        return 1
+    console.print(throughput.table(measurements, request.workloads))
+    report = {
+        "question": "output tokens per second, offline, greedy, fp32",
+        "date": started.isoformat(timespec="seconds"),
+        "machine": where,
+        "model": arguments.model,
+        "settings": {
+            "seed": arguments.seed,
+            "share": arguments.share,
+            "rounds": arguments.rounds,
+            "kv_cache_gib": arguments.kv_cache_gib,
+            "engine_options": request.options,
+        },
+        "versions": {name: results[0]["versions"] for name, results in measurements.results.items()},
+        "load_seconds": {
+            name: [round(result["load_seconds"], 1) for result in results]
+            for name, results in measurements.results.items()
+        },
+        "workloads": throughput.summary(measurements, request.workloads),
+    }
+    path = arguments.out or RESULTS / f"throughput-{started:%Y%m%dT%H%M%SZ}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    console.print(f"written to {path}")
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    names = [contender.name for contender in throughput.CONTENDERS]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=throughput.__doc__)
+    parser.add_argument("--engines", nargs="+", choices=names, default=names)
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=3, help="repeats of every engine, interleaved")
+    parser.add_argument("--model", default="smollm2", help="a Hugging Face directory, or smollm2")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="share of each workload's requests, for a dry run"
+    )
+    parser.add_argument("--kv-cache-gib", type=int, default=2, help="KV cache of every engine that has one")
+    parser.add_argument(
+        "--engine-option", action="append", default=[], type=_option, metavar="NAME=JSON",
+        help="option for our engine, for instance max_num_seqs=32; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")
+    parser.add_argument(
+        "--install-peers", action="store_true", help="make vLLM's environment (some 2 GB), and stop"
+    )
+    arguments = parser.parse_args()
+    if arguments.rounds < 1 or not 0.0 < arguments.share <= 1.0:
+        parser.error("--rounds must be at least 1 and --share in (0, 1]")
+    return arguments
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=JSON") from error
+
+
+def _install_peers(console: Console) -> int:
+    console.print(
+        f"installing {peers.VLLM_REQUIREMENT} into {peers.environment_directory()}, several minutes"
+    )
+    try:
+        peers.install()
+    except (subprocess.CalledProcessError, RuntimeError) as error:
+        print(f"vLLM could not be installed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _model_directory(model: str) -> Path:
+    if Path(model).is_dir():
+        return Path(model)
+    from engine.execution.packaged_model import PACKAGED_MODEL, packaged_model_directory
+
+    if model != PACKAGED_MODEL:
+        raise SystemExit(f"--model {model}: no such directory, and not {PACKAGED_MODEL}")
+    return packaged_model_directory()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

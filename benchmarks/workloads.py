@@ -1,0 +1,92 @@
+"""The requests that every engine in a table is given: random token ids, fixed by a seed.
+
+Random tokens keep the model's opinion out of the measurement: every request generates exactly the number of
+tokens it asks for (greedy, end-of-sequence ignored), so that all engines do the same work.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# Tokenizers keep special tokens at the low end of the vocabulary; prompts stay clear of them.
+LOWEST_TOKEN_ID = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Lognormal:
+    """A length distribution: lognormal around a median, clipped."""
+
+    median: float
+    sigma: float
+    low: int
+    high: int
+
+    def draw(self, rng: random.Random) -> int:
+        value = round(self.median * rng.lognormvariate(0.0, self.sigma))
+        return min(max(value, self.low), self.high)
+
+
+MIXED_INPUT = Lognormal(median=64, sigma=1.0, low=4, high=512)
+MIXED_OUTPUT = Lognormal(median=48, sigma=1.0, low=4, high=384)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in arrival order; `prompts[i]` generates `max_tokens[i]` tokens."""
+
+    name: str
+    prompts: list[list[int]]
+    max_tokens: list[int]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.max_tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt) for prompt in self.prompts)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Workload:
+        return cls(**data)
+
+
+def chat(vocab_size: int, seed: int, share: float = 1.0) -> Workload:
+    """32 requests of 64 tokens in, 128 out: decode at a steady batch size."""
+    rng = random.Random(f"chat {seed}")
+    count = _scaled(32, share)
+    return Workload("chat", [_tokens(rng, 64, vocab_size) for _ in range(count)], [128] * count)
+
+
+def mixed(vocab_size: int, seed: int, share: float = 1.0) -> Workload:
+    """64 requests with lognormal lengths: what static batches pad and wait for."""
+    rng = random.Random(f"mixed {seed}")
+    count = _scaled(64, share)
+    prompts = [_tokens(rng, MIXED_INPUT.draw(rng), vocab_size) for _ in range(count)]
+    return Workload("mixed", prompts, [MIXED_OUTPUT.draw(rng) for _ in range(count)])
+
+
+def label(vocab_size: int, seed: int, share: float = 1.0) -> Workload:
+    """128 requests that share 256 tokens and bring 32 to 48 of their own, 4 out: data-set labelling."""
+    rng = random.Random(f"label {seed}")
+    count = _scaled(128, share)
+    shared = _tokens(rng, 256, vocab_size)
+    prompts = [shared + _tokens(rng, rng.randint(32, 48), vocab_size) for _ in range(count)]
+    return Workload("label", prompts, [4] * count)
+
+
+WORKLOADS: dict[str, Callable[[int, int, float], Workload]] = {"chat": chat, "mixed": mixed, "label": label}
+
+
+def _tokens(rng: random.Random, count: int, vocab_size: int) -> list[int]:
+    return [rng.randrange(LOWEST_TOKEN_ID, vocab_size) for _ in range(count)]
+
+
+def _scaled(count: int, share: float) -> int:
+    return max(1, round(count * share))

@@ -16,7 +16,7 @@ from engine.errors import InvalidRequest
 from engine.outputs import SampleState
 from monitoring.counters import BlockReason, WorkerCounters
 from producer.wire import transitions
-from producer.wire.errors import InvalidJob, RedisUnavailable
+from producer.wire.errors import InvalidJob, QueueFull, RedisUnavailable
 from producer.wire.outputs import ErrorInfo, Progress
 from producer.wire.protocol import Job
 from producer.wire.transitions import PulledJob
@@ -146,6 +146,9 @@ class Admission:
                 self._backoff.reset()
             except RedisUnavailable:
                 self._wait_for_redis()
+            except QueueFull as error:  # out of memory: only ends can be written, and those make room
+                logger.warning("no jobs can be pulled: %s; trying again", error)
+                self._blocked_for("redis", DOORBELL_S)
             except Exception:
                 logger.exception("pulling jobs failed; trying again")
                 self._blocked_for("redis", self._backoff.next())
@@ -271,9 +274,9 @@ class Admission:
             try:
                 return self._queue.run_many(calls)
             except RedisUnavailable:
-                self._wait_for_redis()
                 if self._stop.is_set():
-                    return [None] * len(calls)
+                    raise  # they were not started: their leases lapse and nothing is counted
+                self._wait_for_redis()
 
     def _start(self, job: RunningJob) -> None:
         job.restart_checkpoint = False

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
 """How often deadlines are looked at when nothing else happens."""
+TAKE_S = 0.05
+"""The longest that events are taken in between two writes."""
 RELEASE_PATIENCE_S = 2.0
 """A job that is handed back waits this long for the engine's last word on it."""
 MAX_WRITES = 500
@@ -97,7 +99,8 @@ class ProgressReporter:
         """Write what there is to write, for at most `timeout` seconds; True if nothing is left."""
         self._give_up_at = time.monotonic() + timeout
         self._events.put([])
-        self._thread.join(timeout + 1.0)
+        if self._thread.ident is not None:
+            self._thread.join(timeout + 1.0)
         return not self._ended and not self._table.running() and not self._thread.is_alive()
 
     @property
@@ -143,11 +146,14 @@ class ProgressReporter:
         return settled or time.monotonic() >= self._give_up_at
 
     def _take_events(self) -> None:
-        """Wait for an event, then take all there are."""
+        """Wait for an event, then take what there is; a fast engine must not keep us from writing."""
         try:
             event = self._events.get(timeout=self._wait_s())
+            until = time.monotonic() + TAKE_S
             while True:
                 self._handle(event)
+                if time.monotonic() >= until:
+                    return
                 event = self._events.get_nowait()
         except Empty:
             pass

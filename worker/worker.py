@@ -322,6 +322,7 @@ def _serve(
         reason = _watch(worker, server, signals)
         if reason is not None:
             logger.critical("%s; the process exits, and other workers take its jobs over", reason)
+            worker.reporter.stop(WRITE_OUT_S)  # what had ended before need not run again
             return EXIT_FAILED
         give_up_at = signals.first_at + config.shutdown_s
         _exit_hard_at(give_up_at)

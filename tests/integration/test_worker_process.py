@@ -1,0 +1,222 @@
+"""The worker as a process: how it starts, what it says when it cannot, how it leaves."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from producer.wire import discovery
+from tests.conftest import RedisServer
+from tests.worker.harness import (
+    QueueClient,
+    WorkerProcess,
+    eventually,
+    get,
+    get_json,
+    process_settings,
+    running_worker,
+    worker_config,
+)
+
+Spawn = Callable[..., WorkerProcess]
+LONG = {"prompt": "0123456789" * 60, "max_tokens": 600}
+"""Three seconds of echo:5."""
+
+
+@pytest.fixture
+def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
+    client = QueueClient(valkey_url, queue_name)
+    yield client
+    client.redis.close()
+
+
+@pytest.fixture
+def spawn(valkey_url: str, queue_name: str, tmp_path: Path) -> Iterator[Spawn]:
+    """Start worker processes; what is left of them at the end is killed."""
+    spawned: list[WorkerProcess] = []
+
+    def start(**settings: Any) -> WorkerProcess:
+        url = settings.pop("redis_url", valkey_url)
+        process = WorkerProcess(
+            process_settings(url, queue_name, **settings), tmp_path / f"worker-{len(spawned)}.log"
+        )
+        spawned.append(process)
+        return process
+
+    yield start
+    for process in spawned:
+        process.kill()
+
+
+def start_running(spawn: Spawn, client: QueueClient, jobs: int = 1, **settings: Any) -> WorkerProcess:
+    """A worker process with `jobs` jobs of three seconds that have begun to generate."""
+    process = spawn(**settings)
+    ids = client.submit(*(LONG for _ in range(jobs)))
+    for job_id in ids:
+        eventually(lambda job_id=job_id: client.generated(job_id) > 0, "the first tokens")
+    return process
+
+
+def test_an_unreachable_redis_is_exit_3_with_a_message(spawn: Spawn) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"redis://127.0.0.1:{unused.getsockname()[1]}/0"
+        process = spawn(redis_url=url)
+        assert process.wait() == 3
+    assert "Redis does not answer" in process.log()
+    assert "Traceback" not in process.log()
+
+
+@pytest.mark.parametrize("model", ["/no/such/model", "echo:fast"])
+def test_a_model_that_is_not_there_is_exit_2_with_a_message(spawn: Spawn, model: str) -> None:
+    process = spawn(model=model)
+    assert process.wait() == 2
+    assert model.partition(":")[0] in process.log()
+    assert "Traceback" not in process.log()
+
+
+def test_a_taken_port_is_exit_2_with_a_message(spawn: Spawn) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        process = spawn(http_port=taken.getsockname()[1])
+        assert process.wait() == 2
+    assert "is taken; choose another with --http-port" in process.log()
+
+
+def test_a_server_that_may_lose_jobs_is_warned_about(own_valkey: RedisServer, spawn: Spawn) -> None:
+    with redis.Redis(port=own_valkey.port) as admin:
+        admin.config_set("maxmemory-policy", "allkeys-lru")
+        admin.config_set("appendonly", "no")
+    process = spawn(redis_url=own_valkey.url)
+    eventually(lambda: "ready" in process.log(), "the worker to serve")
+    assert "THIS REDIS MAY DELETE JOBS: its maxmemory-policy is allkeys-lru" in process.log()
+    assert "THIS REDIS MAY LOSE JOBS" in process.log()
+
+
+def test_without_a_url_a_server_is_started_and_found(spawn: Spawn, queue_name: str, tmp_path: Path) -> None:
+    state_dir = tmp_path / "state"
+    process = spawn(redis_url=None, state_dir=str(state_dir))
+    eventually(lambda: "ready" in process.log(), "the worker to serve")
+    assert "started the embedded Valkey at redis://127.0.0.1:" in process.log()
+    client = QueueClient(discovery.find_redis(directory=state_dir), queue_name)
+    ids = client.submit({"prompt": "found", "max_tokens": 5}, {"prompt": "later", "max_tokens": 5})
+    assert client.wait(ids[:1])[0].state == "succeeded"
+    client.wait(ids)
+    client.redis.close()
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0
+    assert not (state_dir / "server.json").exists()
+
+
+def test_a_killed_embedded_server_comes_back_with_its_jobs(
+    spawn: Spawn, queue_name: str, tmp_path: Path
+) -> None:
+    state_dir = tmp_path / "state"
+    process = spawn(redis_url=None, state_dir=str(state_dir))
+    eventually(lambda: "ready" in process.log(), "the worker to serve")
+    client = QueueClient(discovery.find_redis(directory=state_dir), queue_name)
+    ids = client.submit(*({"prompt": f"{i} " * 50, "max_tokens": 100} for i in range(20)))
+    pid = client.redis.info("server")["process_id"]
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: "starting it again" in process.log(), "the worker to notice")
+    eventually(lambda: "Redis is back" in process.log(), "the worker to reconnect")
+    client.redis.close()
+    client = QueueClient(discovery.find_redis(directory=state_dir), queue_name)
+    assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
+    client.redis.close()
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0
+
+
+def test_the_first_sigterm_lets_running_jobs_finish(spawn: Spawn, client: QueueClient) -> None:
+    process = start_running(spawn, client, jobs=2, drain_grace_s=30.0)
+    (waiting,) = client.submit({"prompt": "not for this worker", "max_tokens": 5})
+    running = [info.running for info in client.workers()]
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0
+    counts = client.stats().counts
+    assert counts["succeeded"] >= 2, running
+    assert client.status(waiting).state in ("queued", "succeeded")  # pulled before the signal, or never
+    assert counts.get("running", 0) == 0
+    assert client.workers() == []
+
+
+def test_a_draining_worker_is_live_but_not_ready_and_pulls_nothing(spawn: Spawn, client: QueueClient) -> None:
+    process = start_running(spawn, client, drain_grace_s=30.0)
+    (info,) = client.workers()
+    assert info.url is not None
+    process.signal(signal.SIGTERM)
+    eventually(lambda: get_json(f"{info.url}/readyz")[1]["state"] == "draining", "the drain")
+    assert get(f"{info.url}/readyz")[0] == 503
+    assert get(f"{info.url}/healthz")[0] == 200
+    time.sleep(1.0)  # a pull that was under way when the signal came
+    (waiting,) = client.submit({"prompt": "later", "max_tokens": 5})
+    assert process.wait() == 0
+    assert client.status(waiting).state == "queued"
+
+
+def test_after_the_grace_period_another_worker_goes_on_from_the_checkpoint(
+    spawn: Spawn, client: QueueClient, valkey_url: str
+) -> None:
+    process = start_running(spawn, client, jobs=3, drain_grace_s=0.2)
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0
+    stats = client.stats()
+    assert stats.counts["queued"] == 3
+    assert stats.leases == 0
+    handed_back = len(re.findall(r"handed back after \d+ tokens", process.log()))
+    assert handed_back == 3
+    with running_worker(worker_config(valkey_url, client.queue)):
+        eventually(lambda: client.stats().counts["succeeded"] == 3, "the other worker to finish")
+    for job_id in re.findall(r"job (\w+): handed back", process.log()):
+        result = client.outcome(job_id).value()
+        assert result is not None
+        assert result.text == LONG["prompt"]
+        assert result.resumed_tokens > 0
+        status = client.status(job_id)
+        assert (status.attempt, status.crashes) == (1, 0)
+
+
+def test_a_second_signal_hurries(spawn: Spawn, client: QueueClient) -> None:
+    process = start_running(spawn, client, drain_grace_s=600.0)
+    process.signal(signal.SIGINT)
+    eventually(lambda: "draining" in process.log(), "the drain to begin")
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0
+    assert client.stats().counts["queued"] == 1
+
+
+def test_a_drain_without_redis_ends_all_the_same(
+    spawn: Spawn, own_valkey: RedisServer, queue_name: str
+) -> None:
+    client = QueueClient(own_valkey.url, queue_name)
+    process = start_running(spawn, client, redis_url=own_valkey.url, drain_grace_s=0.1)
+    client.redis.close()
+    own_valkey.kill()
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0
+    assert "could not be handed back" in process.log()
+
+
+def test_a_hung_engine_makes_the_process_exit_and_loses_its_leases(
+    spawn: Spawn, client: QueueClient, valkey_url: str
+) -> None:
+    # A step of an hour, where half a second is called hung.
+    (job_id,) = client.submit({"prompt": "h" * 10, "max_tokens": 10})
+    process = spawn(model="echo:3600000", engine_stall_s=0.5)
+    assert process.wait() == 1
+    assert "the engine has got nowhere" in process.log()
+    with running_worker(worker_config(valkey_url, client.queue, model="echo")):
+        (outcome,) = client.wait([job_id])
+    assert outcome.state == "succeeded"
+    assert client.status(job_id).crashes == 1

@@ -1,0 +1,195 @@
+"""What the worker's tests share: a bare queue client, and workers in this process and in their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from producer.wire import batches, keys, reading, transitions
+from producer.wire.outputs import BatchCounts, JobStatus
+from producer.wire.protocol import ENVELOPE_VERSION, Job
+from producer.wire.reading import Outcome
+from producer.wire.registry import QueueStats, WorkerInfo, set_paused, stats, workers
+from producer.wire.scripts import Call
+from producer.wire.transitions import Submission
+from producer.wire.transport import SyncTransport
+from worker.config import WorkerConfig
+from worker.worker import Worker
+
+PATIENCE_S = 60.0
+"""How long anything may take before a test calls it missing; generous, since the machine may be busy."""
+
+_RUN_WORKER = """
+import json, sys
+from worker.config import WorkerConfig
+from worker.worker import run_worker
+sys.exit(run_worker(WorkerConfig.load(**json.loads(sys.argv[1]))))
+"""
+
+
+def eventually(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
+    """Poll until `condition()` is true; returns its value."""
+    give_up = time.monotonic() + patience_s
+    while not (value := condition()):
+        assert time.monotonic() < give_up, f"waited {patience_s:.0f} s in vain for: {what}"
+        time.sleep(0.02)
+    return value
+
+
+class QueueClient:
+    """Talks to a queue by the wire's transitions, as any producer does."""
+
+    def __init__(self, url: str, queue: str) -> None:
+        self.queue = queue
+        self.redis = redis.Redis.from_url(url, socket_timeout=10, retry=None)
+        self._transport = SyncTransport(self.redis)
+
+    def run(self, call: Call[Any]) -> Any:
+        return self._transport.run(call)
+
+    def submit(self, *jobs: dict[str, Any], batch_id: str | None = None) -> list[str]:
+        """Submit jobs for the model echo; returns their ids."""
+        items = [transitions.prepare(Job.parse({"model": "echo"} | job), uuid.uuid4().hex) for job in jobs]
+        return self._submit(items, batch_id)
+
+    def submit_raw(self, payload: bytes, model: str = "echo", version: int = ENVELOPE_VERSION) -> str:
+        """Submit whatever bytes, past all validation."""
+        job_id = uuid.uuid4().hex
+        lane = keys.lane(version, "normal", "default", model)
+        header = json.dumps({"id": job_id, "lane": lane, "cost": 1}).encode()
+        return self._submit([Submission(job_id, header, payload)], None)[0]
+
+    def _submit(self, items: Sequence[Submission], batch_id: str | None) -> list[str]:
+        replies = self.run(transitions.submit(self.queue, items, batch_id=batch_id))
+        assert all(reply.status == "created" for reply in replies), replies
+        return [item.job_id for item in items]
+
+    def status(self, job_id: str) -> JobStatus:
+        status: JobStatus | None = self.run(reading.statuses(self.queue, [job_id]))[0]
+        assert status is not None, f"no job {job_id}"
+        return status
+
+    def outcome(self, job_id: str) -> Outcome:
+        outcome: Outcome = self.run(reading.outcome(self.queue, job_id))
+        return outcome
+
+    def wait(self, job_ids: Sequence[str], patience_s: float = PATIENCE_S) -> list[Outcome]:
+        """Wait until all have ended."""
+
+        def all_ended() -> bool:
+            return all(self.run(reading.ends(self.queue, job_ids)))
+
+        eventually(all_ended, f"the end of {len(job_ids)} jobs", patience_s)
+        return [self.outcome(job_id) for job_id in job_ids]
+
+    def cancel(self, *job_ids: str) -> list[str]:
+        replies: list[str] = self.run(transitions.cancel(self.queue, job_ids))
+        return replies
+
+    def counts(self, batch_id: str) -> BatchCounts:
+        counts: BatchCounts = self.run(batches.counts(self.queue, batch_id))
+        return counts
+
+    def stats(self) -> QueueStats:
+        reply: QueueStats = self.run(stats(self.queue))
+        return reply
+
+    def workers(self) -> list[WorkerInfo]:
+        reply: list[WorkerInfo] = self.run(workers(self.queue))
+        return reply
+
+    def pause(self, paused: bool = True) -> None:
+        self.run(set_paused(self.queue, paused))
+
+    def generated(self, job_id: str) -> int:
+        """Tokens that the job's checkpoint says were generated."""
+        return self.status(job_id).progress.generated_tokens
+
+
+def worker_config(url: str, queue: str, **settings: Any) -> WorkerConfig:
+    """An echo worker with short leases and a port of its own."""
+    defaults = {"model": "echo", "lease_s": 1.5, "renew_s": 0.3, "checkpoint_s": 0.1, "http_port": 0}
+    return WorkerConfig.load(redis_url=url, queue=queue, **(defaults | settings))
+
+
+@contextmanager
+def running_worker(config: WorkerConfig) -> Iterator[Worker]:
+    """A worker on threads of this process; handed back and gone at the end."""
+    assert config.redis_url is not None
+    worker = Worker(config, config.redis_url)
+    try:
+        worker.start()
+        assert worker.wait_ready(timeout=PATIENCE_S)
+        yield worker
+        assert worker.failure() is None
+    finally:
+        worker.drain(0.0, threading.Event(), time.monotonic() + 20)
+        assert worker.close()
+
+
+class WorkerProcess:
+    """A worker in a process of its own, to be killed, frozen and drained."""
+
+    def __init__(self, config: dict[str, Any], log_path: Path) -> None:
+        self.log_path = log_path
+        with log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _RUN_WORKER, json.dumps(config)],
+                stderr=log,
+                stdout=log,
+                start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self.process.poll() is None:
+            self.signal(signal.SIGKILL)
+            self.process.wait(PATIENCE_S)
+
+    def wait(self) -> int:
+        """Its exit status."""
+        return self.process.wait(PATIENCE_S)
+
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+
+def process_settings(url: str | None, queue: str, **settings: Any) -> dict[str, Any]:
+    defaults = {
+        "model": "echo:5", "max_num_seqs": 16,
+        "lease_s": 1.5, "renew_s": 0.3, "checkpoint_s": 0.1, "http_port": 0,
+    }  # fmt: skip
+    return {"redis_url": url, "queue": queue} | defaults | settings
+
+
+def get(url: str) -> tuple[int, bytes]:
+    """Status and body of an HTTP answer, whatever the status."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def get_json(url: str) -> tuple[int, dict[str, Any]]:
+    status, body = get(url)
+    return status, json.loads(body)

@@ -1,0 +1,127 @@
+"""A running job's record: what it takes in, what it owes the checkpoint, what it resumes from."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.errors import UnsupportedFeature
+from engine.outputs import CompletionDelta, RequestOutput
+from engine.plan import TokenLogprobs
+from engine.sampling_params import SamplingParams
+from producer.wire.outputs import Checkpoint, CheckpointSample
+from producer.wire.protocol import Job
+from producer.wire.transitions import PulledJob
+from worker.running_job import RunningJob, engine_params, sample_records, sample_states
+
+
+def running_job(n: int = 1, checkpoint: Checkpoint | None = None) -> RunningJob:
+    pulled = PulledJob("job", 7, b"", checkpoint, 1, 0, False, 100.0, None)
+    return RunningJob(
+        pulled=pulled,
+        job=Job.parse({"prompt": "p", "model": "echo", "n": n}),
+        prompt_token_ids=[1, 2],
+        params=SamplingParams(n=n, max_tokens=8, seed=3),
+        started_at=101.0,
+        expires_at=None,
+        samples=sample_records(checkpoint, n),
+    )
+
+
+def news(*deltas: CompletionDelta, finished: bool = False) -> RequestOutput:
+    return RequestOutput("job#7", "decode", 2, 2, list(deltas), finished)
+
+
+def test_deltas_append_to_the_checkpoint_without_gap_or_overlap() -> None:
+    job = running_job()
+    job.apply(news(CompletionDelta(0, [5], "a", 0)))
+    job.apply(news(CompletionDelta(0, [6], "b", 1)))
+    (first,) = job.unsaved()
+    assert (first.offset, first.token_ids, first.text) == (0, (5, 6), "ab")
+    job.mark_saved(now=1.0)
+    assert job.unsaved() == []
+    job.apply(news(CompletionDelta(0, [7], "", 2)))
+    job.apply(news(CompletionDelta(0, [8], "cd", 3, finish_reason="length")))
+    (second,) = job.unsaved()
+    assert (second.offset, second.token_ids, second.text, second.finish_reason) == (2, (7, 8), "cd", "length")
+    job.mark_saved(now=2.0)
+    assert not job.has_unsaved
+
+
+def test_a_write_of_unknown_outcome_is_repeated_exactly() -> None:
+    job = running_job()
+    job.apply(news(CompletionDelta(0, [5], "a", 0)))
+    sent = job.unsaved()
+    job.apply(news(CompletionDelta(0, [6], "b", 1)))
+    assert job.unsaved() == sent
+    job.mark_saved(now=1.0)
+    assert [delta.token_ids for delta in job.unsaved()] == [(6,)]
+
+
+def test_starting_over_writes_everything_again() -> None:
+    job = running_job()
+    job.apply(news(CompletionDelta(0, [5], "a", 0)))
+    job.unsaved()
+    job.mark_saved(now=1.0)
+    job.apply(news(CompletionDelta(0, [6], "b", 1)))
+    job.unsaved()
+    job.start_over()
+    (delta,) = job.unsaved()
+    assert (delta.offset, delta.token_ids, delta.text) == (0, (5, 6), "ab")
+    assert job.restart_checkpoint
+
+
+def test_text_that_comes_without_tokens_is_saved_too() -> None:
+    job = running_job()
+    job.apply(news(CompletionDelta(0, [5], "", 0)))
+    job.unsaved()
+    job.mark_saved(now=1.0)
+    job.apply(news(CompletionDelta(0, [], "held back", 1, finish_reason="stop")))
+    (delta,) = job.unsaved()
+    assert (delta.offset, delta.token_ids, delta.text, delta.finish_reason) == (1, (), "held back", "stop")
+
+
+def test_samples_are_kept_apart_and_the_job_is_complete_when_all_are() -> None:
+    job = running_job(n=2)
+    job.apply(news(CompletionDelta(1, [9], "z", 0, finish_reason="stop"), CompletionDelta(0, [5], "a", 0)))
+    assert not job.is_complete
+    job.apply(news(CompletionDelta(0, [6], "b", 1, finish_reason="length"), finished=True))
+    assert job.is_complete
+    assert [(o.text, o.token_ids, o.finish_reason) for o in job.outputs()] == [
+        ("ab", (5, 6), "length"),
+        ("z", (9,), "stop"),
+    ]
+
+
+def test_an_aborted_sample_has_no_finish_reason() -> None:
+    job = running_job()
+    job.apply(news(CompletionDelta(0, [5], "a", 0, finish_reason="abort"), finished=True))
+    assert not job.is_complete
+    assert job.outputs()[0].finish_reason is None
+
+
+def test_a_checkpoint_becomes_what_the_engine_resumes_from() -> None:
+    first = running_job(n=2)
+    logprobs = [TokenLogprobs(5, -0.5, [(5, -0.5), (6, -1.0)])]
+    first.apply(news(CompletionDelta(0, [5], "a", 0, logprobs=logprobs)))
+    first.apply(news(CompletionDelta(1, [9], "z", 0, finish_reason="stop")))
+    seqs = tuple(CheckpointSample(**output.model_dump(exclude={"parsed"})) for output in first.outputs())
+    second = running_job(n=2, checkpoint=Checkpoint(fingerprint="f", seqs=seqs))
+    assert not second.has_unsaved
+    states = sample_states(second.samples)
+    assert [(s.index, s.token_ids, s.finish_reason) for s in states] == [(0, [5], None), (1, [9], "stop")]
+    assert states[0].logprobs == logprobs
+    second.apply(news(CompletionDelta(0, [6], "b", 1, finish_reason="length"), finished=True))
+    assert [output.text for output in second.outputs()] == ["ab", "z"]
+
+
+def test_a_job_without_a_seed_gets_the_same_one_wherever_it_runs() -> None:
+    job = Job.parse({"prompt": "p", "model": "echo"})
+    assert engine_params(job, "one").seed == engine_params(job, "one").seed
+    assert engine_params(job, "one").seed != engine_params(job, "two").seed
+    assert engine_params(Job.parse({"prompt": "p", "model": "echo", "seed": 5}), "one").seed == 5
+
+
+def test_a_feature_that_the_engine_lacks_keeps_its_code() -> None:
+    job = Job.parse({"prompt": "p", "model": "echo", "structured_outputs": {"regex": "a+"}})
+    with pytest.raises(UnsupportedFeature):
+        engine_params(job, "one")

@@ -1,0 +1,96 @@
+"""numba, set up once for the CPU operators: one threading layer, cached machine code, raw addresses in.
+
+Kernels take addresses (`Tensor.data_ptr()`) and strides instead of arrays. That gives each kernel one compiled
+signature whatever the strides of its caller's views, and makes a call cost a few microseconds, which counts when
+a step of a small model makes hundreds. As with Triton, the caller answers for shapes and dtypes.
+
+numba's cache notices a change in a kernel's own file only: a function inlined from another file stays as it was
+compiled. Keep what a kernel inlines in the kernel's file, except what stands here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch  # before numba: its OpenMP runtime must be the first one loaded
+import numba  # isort: skip
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+# `workqueue` is not thread-safe, and busy-waits against torch's OpenMP threads.
+numba.config.THREADING_LAYER = "omp"
+
+_OPTIONS: dict[str, Any] = {"fastmath": {"nsz", "arcp", "contract", "afn", "reassoc"}, "nogil": True}
+
+
+def jit(function: Callable[..., Any] | None = None, *, parallel: bool = False) -> Any:
+    """Compile lazily, for the argument types of the first call, keeping the machine code on disk where possible.
+
+    NaN and infinity keep their meaning (masked scores are -inf); sums may be reordered, the same way every call.
+    """
+    if function is None:
+        return lambda f: jit(f, parallel=parallel)
+    try:
+        return numba.njit(cache=True, parallel=parallel, **_OPTIONS)(function)
+    except (
+        RuntimeError
+    ):  # no writable place for the cache: neither NUMBA_CACHE_DIR, the package, nor the home
+        return numba.njit(parallel=parallel, **_OPTIONS)(function)
+
+
+def use_torch_threads() -> int:
+    """Give the calling thread's kernels as many threads as torch's operators have; return that number."""
+    num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    numba.set_num_threads(num_threads)
+    return num_threads
+
+
+def _pointer_intrinsic(element: Any) -> Any:
+    pointer = types.CPointer(element)
+
+    @intrinsic
+    def as_pointer(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return pointer(types.int64), generate
+
+    return as_pointer
+
+
+f32_pointer = _pointer_intrinsic(types.float32)
+i32_pointer = _pointer_intrinsic(types.int32)
+i64_pointer = _pointer_intrinsic(types.int64)
+
+
+@intrinsic
+def load(typing_context: Any, pointer: Any, index: Any) -> Any:
+    """pointer[index], promising that the kernel writes nothing there: spares the compiler its overlap checks."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        value = builder.load(builder.gep(arguments[0], [arguments[1]]))
+        value.set_metadata("invariant.load", builder.module.add_metadata([]))
+        return value
+
+    return pointer.dtype(pointer, types.int64), generate
+
+
+@intrinsic
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Ask for the cache line at `address` (int64); never faults, so it may point anywhere."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte_pointer = cgutils.voidptr_t
+        flag = cgutils.int32_t
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            cgutils.ir.FunctionType(cgutils.ir.VoidType(), [byte_pointer, flag, flag, flag]),
+            "llvm.prefetch.p0",
+        )
+        read, keep, data = flag(0), flag(3), flag(1)
+        builder.call(function, [builder.inttoptr(arguments[0], byte_pointer), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate

@@ -1,0 +1,249 @@
+"""The CPU face of paged attention and the cache writes, against a dense fp64 computation of its own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from kernels import cpu
+from kernels.metadata import AttentionMetadata
+
+NO_BLOCK = 2**31 - 1  # an id that no cache holds: reading it is a crash
+SPLIT = 256  # keys; the decode kernel's, so that lengths around it cross the merge
+
+
+@pytest.fixture(autouse=True)
+def _two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Step:
+    """A ragged batch whose caches hold NaN wherever no row's keys stand."""
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    metadata: AttentionMetadata
+    keys: list[torch.Tensor]  # per row, [seq_len, num_kv_heads, head_dim]
+    values: list[torch.Tensor]
+    new_keys: torch.Tensor  # [num_tokens, num_kv_heads, head_dim], this step's, a strided view
+    new_values: torch.Tensor
+
+    def attend(self, **options) -> torch.Tensor:
+        return cpu.paged_attention(
+            self.query, self.key_cache, self.value_cache, self.metadata, **{"scale": 0.2, **options}
+        )
+
+
+def make_step(
+    rows: list[tuple[int, int]],  # (query_len, seq_len), decode rows first; seq_len 0 = padded
+    *,
+    group: int = 3,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    num_padded_tokens: int = 0,
+    seed: int = 42,
+) -> Step:
+    torch.manual_seed(seed)
+    block_counts = [-(-seq_len // block_size) for _, seq_len in rows]
+    num_blocks = sum(block_counts) + 3
+    free_blocks = torch.randperm(num_blocks).tolist()
+    tables = torch.full((len(rows), max(block_counts) + 2), NO_BLOCK, dtype=torch.int32)
+    key_cache = torch.full((num_blocks, num_kv_heads, block_size, head_dim), math.nan)
+    value_cache = key_cache.clone()
+    # Packed as a fused projection leaves them: query, key and value of a token side by side.
+    num_heads = num_kv_heads * group
+    num_tokens = sum(query_len for query_len, _ in rows) + num_padded_tokens
+    packed = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+    query, new_keys, new_values = packed.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    slots: list[int] = []
+    keys, values = [], []
+    for row, (query_len, seq_len) in enumerate(rows):
+        row_keys, row_values = torch.randn(2, seq_len, num_kv_heads, head_dim)
+        for index in range(block_counts[row]):
+            tables[row, index] = free_blocks.pop()
+        for position in range(seq_len):
+            block, offset = int(tables[row, position // block_size]), position % block_size
+            token = len(slots)
+            if position >= seq_len - query_len:
+                slots.append(block * block_size + offset)
+                row_keys[position], row_values[position] = new_keys[token], new_values[token]
+            key_cache[block, :, offset] = row_keys[position]
+            value_cache[block, :, offset] = row_values[position]
+        slots += [-1] * (query_len - min(query_len, seq_len))
+        keys.append(row_keys)
+        values.append(row_values)
+    slots += [-1] * num_padded_tokens
+    query_lens = [query_len for query_len, _ in rows]
+    seq_lens = [seq_len for _, seq_len in rows]
+    metadata = AttentionMetadata(
+        block_tables=tables,
+        query_start_loc=torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        slot_mapping=torch.tensor(slots),
+        query_lens_host=query_lens,
+        seq_lens_host=seq_lens,
+        num_decode_rows=sum(1 for _ in itertools.takewhile(lambda n: n == 1, query_lens)),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+    )
+    return Step(query, key_cache, value_cache, metadata, keys, values, new_keys, new_values)
+
+
+def dense(step: Step, *, scale=0.2, alibi_slopes=None, sliding_window=None, softcap=None) -> torch.Tensor:
+    """Token by token and head by head, in fp64."""
+    num_tokens, num_heads, head_dim = step.query.shape
+    out = torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.float64)
+    group = num_heads // step.key_cache.shape[1]
+    token = 0
+    lens = zip(step.metadata.query_lens_host, step.metadata.seq_lens_host, strict=True)
+    for row, (query_len, seq_len) in enumerate(lens):
+        for i in range(seq_len - query_len, seq_len) if seq_len else ():
+            first = max(0, i - sliding_window + 1) if sliding_window else 0
+            keys = step.keys[row][first : i + 1].double().repeat_interleave(group, dim=1)
+            values = step.values[row][first : i + 1].double().repeat_interleave(group, dim=1)
+            query = step.query[token + i - (seq_len - query_len)].double()
+            scores = torch.einsum("hd,khd->hk", query, keys) * scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            if alibi_slopes is not None:
+                scores += alibi_slopes.double()[:, None] * torch.arange(first, i + 1)
+            out[token + i - (seq_len - query_len)] = torch.einsum("hk,khd->hd", scores.softmax(-1), values)
+        token += query_len
+    return out
+
+
+def assert_exact(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+EDGES = [1, 2, 15, 16, 17, 31, 32, 33, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 1, 700]
+MIXED = [(1, 5), (1, 300), (1, 16), (7, 7), (16, 40), (33, 33), (2, 290)]
+BIASES = {
+    "plain": {},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.03, 0.015])},
+    "window": {"sliding_window": 20},
+    "window of one": {"sliding_window": 1},
+    "long window": {"sliding_window": 270},
+    "softcap": {"softcap": 1.5},
+    "all": {
+        "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.03, 0.015]),
+        "sliding_window": 37,
+        "softcap": 2.0,
+    },
+}
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 512])
+def test_decode_at_block_and_split_edges(block_size):
+    step = make_step([(1, n) for n in EDGES], block_size=block_size)
+    assert_exact(step.attend(), dense(step))
+
+
+@pytest.mark.parametrize("group", [1, 3, 7, 16, 48, 71])
+def test_group_sizes(group):
+    step = make_step([(1, 40), (1, 300), (5, 21)], group=group)
+    assert_exact(step.attend(), dense(step))
+
+
+@pytest.mark.parametrize("head_dim", [4, 24, 64, 80, 96, 128, 256])
+def test_head_dims(head_dim):
+    step = make_step([(1, 40), (1, 300), (5, 21)], head_dim=head_dim)
+    assert_exact(step.attend(), dense(step))
+
+
+@pytest.mark.parametrize("options", BIASES.values(), ids=BIASES.keys())
+def test_mixed_batch_under_every_bias(options):
+    step = make_step(MIXED)
+    assert_exact(step.attend(**options), dense(step, **options))
+
+
+def test_a_window_never_reads_the_blocks_before_it():
+    step = make_step([(1, 100), (1, 600), (4, 90)])
+    tables = step.metadata.block_tables
+    tables[0, : (100 - 20) // 16] = NO_BLOCK
+    tables[1, : (600 - 20) // 16] = NO_BLOCK
+    tables[2, : (90 - 3 - 20) // 16] = NO_BLOCK
+    assert_exact(step.attend(sliding_window=20), dense(step, sliding_window=20))
+
+
+def test_large_scores_do_not_overflow():
+    step = make_step([(1, 300), (3, 300)])
+    # Scores near 1000 carry rounding errors of 1e-4 themselves.
+    torch.testing.assert_close(
+        step.attend(scale=40.0).double(), dense(step, scale=40.0), rtol=1e-3, atol=1e-3
+    )
+
+
+def test_padded_rows_and_tokens_leave_the_others_alone():
+    step = make_step([(1, 33), (1, 0), (1, 0)], num_padded_tokens=2)
+    assert_exact(step.attend()[:1], dense(step)[:1])
+    step = make_step([(1, 33), (6, 20), (0, 0), (0, 0)], num_padded_tokens=2)
+    assert_exact(step.attend()[:7], dense(step)[:7])
+
+
+def test_a_decode_row_does_not_depend_on_its_neighbours_or_the_threads():
+    rows = [(1, 40), (1, 777), (1, 256), (1, 5)]
+    step = make_step(rows)
+    together = step.attend()
+    for row, (_, seq_len) in enumerate(rows):
+        metadata = AttentionMetadata(
+            block_tables=step.metadata.block_tables[row : row + 1],
+            query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+            seq_lens=step.metadata.seq_lens[row : row + 1],
+            slot_mapping=step.metadata.slot_mapping[row : row + 1],
+            query_lens_host=[1],
+            seq_lens_host=[seq_len],
+            num_decode_rows=1,
+            max_query_len=1,
+            max_seq_len=seq_len,
+        )
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            alone = cpu.paged_attention(
+                step.query[row : row + 1], step.key_cache, step.value_cache, metadata, scale=0.2
+            )
+            assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_caches(dtype):
+    step = make_step(MIXED)
+    step.query, step.key_cache, step.value_cache = (
+        x.to(dtype) for x in (step.query, step.key_cache, step.value_cache)
+    )
+    actual = step.attend()
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), dense(step), rtol=0.05, atol=0.05)
+
+
+def test_reshape_and_cache_writes_the_slots_and_nothing_else():
+    step = make_step(MIXED, num_padded_tokens=3)
+    key_cache, value_cache = step.key_cache.clone(), step.value_cache.clone()
+    slots = step.metadata.slot_mapping
+    for cache in (key_cache, value_cache):
+        for slot in slots[slots >= 0].tolist():
+            cache[slot // 16, :, slot % 16] = -7.0
+    cpu.reshape_and_cache(step.new_keys, step.new_values, key_cache, value_cache, slots)
+    torch.testing.assert_close(key_cache, step.key_cache, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(value_cache, step.value_cache, rtol=0, atol=0, equal_nan=True)
+
+
+def test_copy_blocks():
+    key_cache, value_cache = torch.randn(2, 8, 2, 16, 64)
+    expected_keys, expected_values = key_cache.clone(), value_cache.clone()
+    for source, destination in [(1, 5), (1, 6), (7, 0)]:
+        expected_keys[destination], expected_values[destination] = key_cache[source], value_cache[source]
+    cpu.copy_blocks(key_cache, value_cache, [(1, 5), (1, 6), (7, 0)])
+    cpu.copy_blocks(key_cache, value_cache, [])
+    assert torch.equal(key_cache, expected_keys)
+    assert torch.equal(value_cache, expected_values)

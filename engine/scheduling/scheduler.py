@@ -159,7 +159,8 @@ class Scheduler:
         self.kv_cache.drop_unproven(plan.step_id)
         self._retire_settled()
         for step in void:
-            self._undo(step)
+            if not step.has_failed:
+                self._undo(step)
 
     def request_ids(self, plan: StepPlan) -> list[str]:
         """The requests in a step in flight: who was alone when it raised. Ask before `recover`."""

@@ -173,6 +173,7 @@ class HashModel:
             self._rows.pop(row, None)
         for new in plan.new_rows:
             assert 0 <= new.row < self.max_num_rows
+            assert new.row not in self._rows, f"row {new.row} was not freed"
             self._rows[new.row] = _Row(dict(enumerate(new.token_ids)), list(new.block_ids), new)
         for work in plan.work:
             table = self._rows[work.row].block_ids

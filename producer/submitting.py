@@ -109,19 +109,22 @@ def submit_many(queue: str, batch_id: str, submissions: Iterator[Submission], on
     """Submit an iterable of jobs chunk by chunk; returns when all are accepted."""
     for chunk in cut_chunks(submissions):
         pause = FIRST_PAUSE_S
-        while chunk:
-            replies: list[SubmitReply] = []
+        accepted = False
+        while not accepted:
             try:
                 replies = yield from _send(transitions.submit(queue, chunk, batch_id=batch_id))
             except QueueFull:
                 # Out of memory. Nothing of the chunk was stored.
                 if on_full == "raise":
                     raise
-            left = [item for item, reply in zip(chunk, replies, strict=False) if reply.status == "full"]
-            chunk = left if replies else chunk
-            if chunk and on_full == "raise":
-                raise QueueFull(f"queue {queue} takes no more jobs now; {len(chunk)} of a chunk were refused")
-            if chunk:
+            else:
+                chunk = [item for item, reply in zip(chunk, replies, strict=True) if reply.status == "full"]
+                accepted = not chunk
+                if chunk and on_full == "raise":
+                    raise QueueFull(
+                        f"queue {queue} takes no more jobs now; {len(chunk)} of a chunk were refused"
+                    )
+            if not accepted:
                 yield Sleep(pause)
                 pause = min(LAST_PAUSE_S, 2 * pause)
 

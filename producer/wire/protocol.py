@@ -103,7 +103,7 @@ class Message(WireModel):
     """One turn of a chat."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: Annotated[str, Strict()]
+    content: Annotated[str, StringConstraints(strict=True, max_length=MAX_PAYLOAD_BYTES)]
 
 
 class Job(SamplingFields):

@@ -1,0 +1,295 @@
+"""`pagemill submit | status | result | cancel | workers | queue`: the queue from a terminal or a script.
+
+Results go to stdout, everything else to stderr, so that commands work in a pipe; `--json` prints one JSON
+document (streams: one a line). Exit codes: 0 done, 1 the job did not succeed (or is not there, or not in
+time), 2 usage, 3 Redis is not reachable, 5 the queue is full, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import redis
+import typer
+from typer.core import TyperGroup
+
+from producer import cli_views as views
+from producer.client import Producer
+from producer.handles import JobHandle
+from producer.wire import registry
+from producer.wire.discovery import URL_VARIABLE, find_redis
+from producer.wire.errors import (
+    InvalidJob,
+    JobError,
+    JobNotFound,
+    PagemillError,
+    QueueFull,
+    RedisUnavailable,
+    ResultTimeout,
+)
+from producer.wire.scripts import Call
+from producer.wire.transport import CONNECTION_OPTIONS, SyncTransport
+
+EXIT_NOT_SUCCEEDED = 1
+EXIT_USAGE = 2
+EXIT_REDIS = 3
+EXIT_QUEUE_FULL = 5
+EXIT_INTERRUPTED = 130
+
+T = TypeVar("T")
+
+
+class ReportingGroup(TyperGroup):
+    """Turns our errors into a line on stderr and an exit code, for every command below it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with reported_errors():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def reported_errors() -> Iterator[None]:
+    try:
+        yield
+    except PagemillError as error:
+        say(describe(error))
+        raise typer.Exit(exit_code(error)) from error
+
+
+def exit_code(error: PagemillError) -> int:
+    match error:
+        case RedisUnavailable():
+            return EXIT_REDIS
+        case QueueFull():
+            return EXIT_QUEUE_FULL
+        case InvalidJob():
+            return EXIT_USAGE
+    return EXIT_NOT_SUCCEEDED
+
+
+def describe(error: PagemillError) -> str:
+    """The error, and what to type next where there is something."""
+    match error:
+        case RedisUnavailable() if error.__cause__ is not None:
+            return (
+                f"{error}\nIs the server running, and is the address right (--redis-url, {URL_VARIABLE})? "
+                "A worker can bring its own: pagemill worker --model smollm2"
+            )
+        case QueueFull():
+            return f"{error}; wait for it to drain (pagemill queue stats) and submit again"
+        case ResultTimeout():
+            return f"{error}. Ask again later, or end it with: pagemill cancel ID"
+        case JobNotFound():
+            return f"{error}. Is it in another queue (--queue, PAGEMILL_QUEUE)?"
+        case JobError():
+            return f"the job {error.state}: {error.message}" + (f" ({error.code})" if error.code else "")
+    return str(error)
+
+
+def say(message: str) -> None:
+    """To stderr: stdout belongs to the result."""
+    typer.echo(message, err=True)
+
+
+app = typer.Typer(
+    cls=ReportingGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Generation jobs through Redis, into a continuously batched engine with a paged KV cache.",
+)
+queue_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The queue as a whole.")
+app.add_typer(queue_app, name="queue")
+
+RedisUrl = Annotated[
+    str | None,
+    typer.Option("--redis-url", envvar=URL_VARIABLE, help="Default: the local worker's embedded server."),
+]
+Queue = Annotated[str, typer.Option("--queue", envvar="PAGEMILL_QUEUE", help="The queue's name.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="What `pagemill submit` printed.")]
+Timeout = Annotated[
+    float | None, typer.Option("--timeout", min=0.0, help="Seconds to wait. Default: as long as it takes.")
+]
+
+
+@app.command()
+def submit(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    model: Annotated[
+        str | None, typer.Option("--model", help="A served name. Default: what the live workers serve.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send the prompt as a user's message, through the chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option("--system", help="System message; implies --chat.")] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1)] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", min=0.0)] = None,
+    seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop string; may be repeated.")] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option("--choice", help="The output is one of these; repeat it.")
+    ] = None,
+    priority: Annotated[str | None, typer.Option("--priority", help="high, normal or low.")] = None,
+    field: Annotated[
+        list[str] | None,
+        typer.Option("--field", metavar="NAME=JSON", help="Any other field of a job; may be repeated."),
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the end and print the text.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is generated.")] = False,
+    timeout: Timeout = None,
+    redis_url: RedisUrl = None,
+    queue: Queue = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Submit one job; prints its id, or with --wait or --stream what it generates."""
+    if wait and stream:
+        raise typer.BadParameter("give --wait or --stream, not both")
+    text = sys.stdin.read() if prompt == "-" else prompt
+    fields: dict[str, Any] = _extra_fields(field or [])
+    fields |= _prompt_fields(text, chat, system)
+    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop or None}
+    fields |= {name: value for name, value in (options | {"priority": priority}).items() if value is not None}
+    if choice:
+        fields["structured_outputs"] = {"choice": choice}
+    if stream:
+        fields["stream"] = True
+    fields.setdefault("model", model or _default_model(redis_url, queue))
+    with Producer(redis_url, queue=queue) as producer:
+        handle = producer.submit(fields)
+        if not (wait or stream):
+            typer.echo(json.dumps({"id": handle.id}) if as_json else handle.id)
+            return
+        with _interruptible(handle):
+            if stream:
+                _print_stream(handle, as_json)
+            else:
+                views.print_result(handle.result(timeout), as_json)
+
+
+@app.command()
+def status(
+    job_id: JobId, redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False
+) -> None:
+    """What a job is doing."""
+    with Producer(redis_url, queue=queue) as producer:
+        views.print_status(producer.job(job_id).status(), as_json)
+
+
+@app.command()
+def result(
+    job_id: JobId,
+    timeout: Timeout = None,
+    redis_url: RedisUrl = None,
+    queue: Queue = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Wait for a job's end and print its text."""
+    with Producer(redis_url, queue=queue) as producer:
+        handle = producer.job(job_id)
+        with _interruptible(handle):
+            views.print_result(handle.result(timeout), as_json)
+
+
+@app.command()
+def cancel(job_id: JobId, redis_url: RedisUrl = None, queue: Queue = "default") -> None:
+    """Stop a job. Exit code 1: it had ended before."""
+    with Producer(redis_url, queue=queue) as producer:
+        if not producer.job(job_id).cancel():
+            say(f"job {job_id} had ended before; see: pagemill status {job_id}")
+            raise typer.Exit(EXIT_NOT_SUCCEEDED)
+    say(f"job {job_id} is cancelled, or will be within a moment")
+
+
+@app.command()
+def workers(redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False) -> None:
+    """The workers that are alive."""
+    found = _ask(redis_url, registry.workers(queue))
+    views.print_workers(found, as_json)
+    if not found and not as_json:
+        say(
+            f"no worker is alive on queue {queue}; start one: pagemill worker --model smollm2 --queue {queue}"
+        )
+
+
+@queue_app.command("stats")
+def queue_stats(redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False) -> None:
+    """Jobs by state, and what waits. Needs no live worker."""
+    views.print_queue(queue, _ask(redis_url, registry.stats(queue)), as_json)
+
+
+@queue_app.command("pause")
+def queue_pause(redis_url: RedisUrl = None, queue: Queue = "default") -> None:
+    """Stop handing out jobs: running ones finish, submits are accepted."""
+    _ask(redis_url, registry.set_paused(queue, True))
+    say(f"queue {queue} is paused; go on with: pagemill queue resume --queue {queue}")
+
+
+@queue_app.command("resume")
+def queue_resume(redis_url: RedisUrl = None, queue: Queue = "default") -> None:
+    """Hand out jobs again."""
+    _ask(redis_url, registry.set_paused(queue, False))
+    say(f"queue {queue} is running")
+
+
+def _ask(url: str | None, call: Call[T]) -> T:
+    """Run one call that no Producer makes."""
+    with redis.Redis.from_url(find_redis(url), **CONNECTION_OPTIONS) as client:
+        return SyncTransport(client).run(call)
+
+
+def _default_model(url: str | None, queue: str) -> str:
+    """PAGEMILL_MODEL's served name, else the one model that the live workers serve."""
+    named = os.environ.get("PAGEMILL_MODEL")
+    if named:
+        return Path(named).name
+    served = {model for worker in _ask(url, registry.workers(queue)) for model in worker.models}
+    if len(served) == 1:
+        return served.pop()
+    if served:
+        raise InvalidJob(f"several models are served, choose one with --model: {', '.join(sorted(served))}")
+    raise InvalidJob(f"no worker is alive on queue {queue}, so say which model the job is for: --model NAME")
+
+
+def _prompt_fields(text: str, chat: bool, system: str | None) -> dict[str, Any]:
+    if not chat and system is None:
+        return {"prompt": text}
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return {"messages": [*messages, {"role": "user", "content": text}]}
+
+
+def _extra_fields(pairs: list[str]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator:
+            raise typer.BadParameter(f"--field takes NAME=JSON, for instance --field top_k=5, not {pair!r}")
+        try:
+            fields[name] = json.loads(value)
+        except json.JSONDecodeError:
+            fields[name] = value  # --field tenant=acme needs no quotes inside quotes
+    return fields
+
+
+def _print_stream(handle: JobHandle, as_json: bool) -> None:
+    """Tokens as they come; at the end the error that stands for any end but success."""
+    for event in handle.stream():
+        views.print_event(event, as_json)
+        if event.type == "end" and event.state != "succeeded":
+            handle.result(timeout=0)
+
+
+@contextmanager
+def _interruptible(handle: JobHandle) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"\nthe job goes on: pagemill result {handle.id}, or pagemill cancel {handle.id}")
+        raise typer.Exit(EXIT_INTERRUPTED) from None

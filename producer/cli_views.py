@@ -1,0 +1,143 @@
+"""What the commands print: tables for a terminal, tab-separated lines for a pipe, JSON when asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import typer
+from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
+
+from producer.wire.outputs import JobStatus, Result, StreamEvent
+from producer.wire.registry import QueueStats, WorkerInfo
+
+_PRIORITIES = ("high", "normal", "low")
+
+
+def print_result(result: Result, as_json: bool) -> None:
+    """The text of every sample, the first one alone when there is one."""
+    if as_json:
+        _print_model(result)
+        return
+    for output in result.outputs:
+        typer.echo(output.text)
+
+
+def print_event(event: StreamEvent, as_json: bool) -> None:
+    """Text as it comes, of the first sample. A snapshot holds all text so far, so it begins a line of its own
+    when something was printed before it."""
+    if as_json:
+        typer.echo(event.model_dump_json())
+    elif event.type == "end":
+        typer.echo()
+    elif event.index == 0:
+        typer.echo(event.text, nl=False)
+
+
+def print_status(status: JobStatus, as_json: bool) -> None:
+    if as_json:
+        _print_model(status)
+        return
+    progress = status.progress
+    rows: list[tuple[str, Any]] = [
+        ("id", status.id),
+        ("state", status.state),
+        ("model", status.model),
+        ("queue", status.queue),
+        ("priority", status.priority),
+        ("waiting before it", status.position),
+        ("submitted", _ago(status.created_at)),
+        ("started", _ago(status.started_at)),
+        ("finished", _ago(status.finished_at)),
+        ("worker", status.worker),
+        ("attempt", status.attempt or None),
+        ("crashes", status.crashes or None),
+        (
+            "prompt",
+            f"{progress.prompt_tokens_done}/{progress.prompt_tokens} tokens" if progress.updated_at else None,
+        ),
+        (
+            "generated",
+            f"{progress.generated_tokens}/{progress.max_tokens} tokens" if progress.updated_at else None,
+        ),
+        ("error", status.error),
+    ]
+    _print_rows((), [(name, value) for name, value in rows if value is not None])
+
+
+def print_workers(workers: Sequence[WorkerInfo], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps([worker.model_dump() for worker in workers]))
+        return
+    rows = [
+        (w.id, w.state, ",".join(w.models), w.running, w.host, w.pid, _ago(w.started_at), w.url or "")
+        for w in workers
+    ]
+    if rows:
+        _print_rows(("worker", "state", "models", "jobs", "host", "pid", "started", "metrics"), rows)
+
+
+def print_queue(queue: str, stats: QueueStats, as_json: bool) -> None:
+    waiting = [
+        {
+            "priority": priority,
+            "tenant": tenant,
+            "model": model,
+            "jobs": jobs,
+            "oldest_s": stats.oldest_s[lane],
+        }
+        for lane in sorted(stats.waiting, key=lambda lane: (_PRIORITIES.index(lane[0]), *lane[1:]))
+        for (priority, tenant, model), jobs in ((lane, stats.waiting[lane]),)
+    ]
+    if as_json:
+        document = {
+            "queue": queue,
+            "paused": stats.paused,
+            "counts": stats.counts,
+            "leases": stats.leases,
+            "dead": stats.dead,
+            "waiting": waiting,
+        }
+        typer.echo(json.dumps(document))
+        return
+    _print_rows(
+        (),
+        [
+            ("queue", queue),
+            ("paused", "yes" if stats.paused else "no"),
+            *stats.counts.items(),
+            ("leases", stats.leases),
+        ],
+    )
+    if waiting:
+        columns = ("priority", "tenant", "model", "jobs", "oldest_s")
+        _print_rows(columns, [tuple(lane[column] for column in columns) for lane in waiting])
+
+
+def _print_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A table for a terminal; for a pipe tab-separated lines under one line of names, nothing cut off."""
+    if not sys.stdout.isatty():
+        for row in ([columns] if columns else []) + list(rows):
+            typer.echo("\t".join(str(value) for value in row))
+        return
+    table = Table(*columns, show_header=bool(columns), box=None, pad_edge=False)
+    if not columns:
+        table.add_column(style="bold")
+        table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*(str(value) for value in row))
+    Console(highlight=False, markup=False).print(table)
+
+
+def _print_model(model: BaseModel) -> None:
+    typer.echo(model.model_dump_json())
+
+
+def _ago(moment: float | None) -> str | None:
+    """How long ago; the server's clock and ours may differ, so never in the future."""
+    return None if moment is None else f"{max(0.0, time.time() - moment):.1f} s ago"

@@ -1,0 +1,84 @@
+"""AsyncProducer: the same flows on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from producer import AsyncProducer, JobCancelled, JobNotFound, Producer, ResultTimeout
+from tests.producer.driving import Queue, delta
+from tests.producer.scripted_worker import scripted_worker
+
+
+@pytest.fixture
+async def producer(queue: Queue) -> AsyncIterator[AsyncProducer]:
+    async with AsyncProducer(queue.url, queue=queue.name) as producer:
+        yield producer
+
+
+async def test_a_thousand_waits_share_one_listener(queue: Queue, producer: AsyncProducer) -> None:
+    handles = [await producer.submit(prompt=f"p{i}", model="m") for i in range(1000)]
+    waits = [asyncio.create_task(handle.result(timeout=60)) for handle in handles]
+    with scripted_worker(queue.url, queue.name):
+        results = await asyncio.gather(*waits)
+    assert [result.text for result in results] == [f"p{i}" for i in range(1000)]
+    assert len(queue.client.client_list()) < 60
+
+
+async def test_a_batch(queue: Queue, producer: AsyncProducer) -> None:
+    batch = await producer.submit_many({"prompt": f"p{i}", "model": "m"} for i in range(300))
+    with scripted_worker(queue.url, queue.name):
+        texts = {item.result.text async for item in batch.results() if item.result}
+    assert texts == {f"p{i}" for i in range(300)}
+    assert (await batch.wait(timeout=1)).succeeded == 300
+    assert await batch.ack("e100") == 100
+    assert await batch.cancel() == 0
+    assert [item.result.text async for item in batch.results(ordered=True) if item.result]
+    assert (await batch.counts()).total == 300
+
+
+async def test_errors_are_the_same(producer: AsyncProducer) -> None:
+    handle = await producer.submit(prompt="p", model="m")
+    with pytest.raises(ResultTimeout):
+        await handle.result(timeout=0.02)
+    assert (await handle.progress()).phase == "waiting"
+    assert [status.state for status in await producer.statuses([handle.id])] == ["queued"]
+    assert await handle.cancel() is True
+    with pytest.raises(JobCancelled):
+        await handle.result()
+    with pytest.raises(JobNotFound):
+        await producer.job("none").status()
+    with pytest.raises(JobNotFound):
+        await producer.batch("none").counts()
+
+
+async def test_a_stream(queue: Queue, producer: AsyncProducer) -> None:
+    handle = await producer.submit(prompt="p", model="m", stream=True)
+    job = queue.pull_one()
+    queue.checkpoint(job, delta(0, 1, text="o"))
+    events = []
+    async for event in handle.stream():
+        events.append(event)
+        if len(events) == 1:
+            queue.commit(job, "ok")
+    assert "".join(event.text for event in events) == "ok"
+    assert events[-1].type == "end"
+
+
+async def test_a_cancelled_wait_leaves_the_others_alone(queue: Queue, producer: AsyncProducer) -> None:
+    handle = await producer.submit(prompt="p", model="m")
+    given_up, patient = (asyncio.create_task(handle.result()) for _ in range(2))
+    await asyncio.sleep(0.01)
+    given_up.cancel()
+    with scripted_worker(queue.url, queue.name):
+        assert (await patient).text == "p"
+    assert given_up.cancelled()
+
+
+def test_both_producers_have_the_same_methods() -> None:
+    def public(kind: type) -> set[str]:
+        return {name for name in vars(kind) if not name.startswith("_")}
+
+    assert public(Producer) == public(AsyncProducer)

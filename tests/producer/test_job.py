@@ -1,0 +1,193 @@
+"""What a job may be, and that a refusal never quotes it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from producer.wire.errors import InvalidJob
+from producer.wire.protocol import MAX_PAYLOAD_BYTES, Job
+from producer.wire.sampling import MAX_SEED
+
+BASE = {"prompt": "SECRET", "model": "m"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": ""},
+        {"prompt": None},
+        {"prompt": 5},
+        {"prompt": "\ud800"},
+        {"messages": [{"role": "user", "content": "hi"}]},
+        {"prompt": None, "messages": []},
+        {"prompt": None, "messages": [{"role": "pirate", "content": "SECRET"}]},
+        {"prompt": None, "messages": [{"role": "user", "content": "\udfff"}]},
+        {"prompt": None, "prompt_token_ids": []},
+        {"prompt": None, "prompt_token_ids": [1, -1]},
+        {"prompt": None, "prompt_token_ids": [2**31]},
+        {"prompt": None, "prompt_token_ids": [1.5]},
+        {"prompt": None, "prompt_token_ids": ["1"]},
+        {"model": ""},
+        {"model": "../SECRET path"},
+        {"model": None},
+        {"max_tokens": 0},
+        {"max_tokens": "16"},
+        {"max_tokens": True},
+        {"min_tokens": -1},
+        {"min_tokens": 17, "max_tokens": 16},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -2},
+        {"min_p": 1.1},
+        {"n": 0},
+        {"n": 129},
+        {"best_of": 0},
+        {"seed": -1},
+        {"seed": MAX_SEED + 1},
+        {"stop": [""]},
+        {"stop": ["x"] * 65},
+        {"stop": ["\ud800"]},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"repetition_penalty": 0.0},
+        {"logit_bias": {"1": float("inf")}},
+        {"logit_bias": {"-1": 1.0}},
+        {"logit_bias": {"SECRET": 1.0}},
+        {"logprobs": 21},
+        {"allowed_token_ids": []},
+        {"truncate_prompt_tokens": 0},
+        {"structured_outputs": {}},
+        {"structured_outputs": {"choice": []}},
+        {"structured_outputs": {"choice": ["a", ""]}},
+        {"structured_outputs": {"choice": ["a"], "regex": "b"}},
+        {"structured_outputs": {"yaml": "a"}},
+        {"response_format": {"type": "xml"}},
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}},
+        {"priority": "urgent"},
+        {"tenant": "a:b"},
+        {"delay": 1.0, "run_at": 1.0},
+        {"delay": -1},
+        {"ttl": 0},
+        {"deadline": float("nan")},
+        {"timeout": 0.0},
+        {"max_attempts": 0},
+        {"idempotency_key": ""},
+        {"metadata": "text"},
+        {"metadata": {"x": float("nan")}},
+        {"metadata": {"x": "\ud800"}},
+        {"metadata": {"x": {1, 2}}},
+        {"metadata": {1: "x"}},
+        {"metadata": {"x": "y" * 20_000}},
+        {"traceparent": "hello"},
+        {"temprature": 1.0},
+    ],
+    ids=lambda fields: ascii(fields)[:60],
+)
+def test_what_makes_no_sense_is_refused_without_quoting(fields: dict[str, object]) -> None:
+    with pytest.raises(InvalidJob) as caught:
+        Job.parse(BASE | fields)
+    assert caught.value.code == "invalid_job"
+    assert "SECRET" not in str(caught.value).replace("logit_bias.SECRET", "")
+
+
+def test_metadata_too_deep_is_refused() -> None:
+    deep: dict[str, object] = {}
+    for _ in range(5000):
+        deep = {"x": deep}
+    with pytest.raises(InvalidJob):
+        Job.parse(BASE | {"metadata": deep})
+
+
+def test_what_is_not_supported_is_refused_never_ignored() -> None:
+    with pytest.raises(InvalidJob) as caught:
+        Job.parse(BASE | {"webhook": "https://example.org"})
+    assert caught.value.code == "unsupported_feature"
+
+
+def test_an_unknown_field_is_named() -> None:
+    with pytest.raises(InvalidJob, match="temprature"):
+        Job.parse(BASE | {"temprature": 1.0})
+
+
+def test_a_job_survives_its_envelope() -> None:
+    job = Job.parse(
+        {
+            "messages": [{"role": "user", "content": "Wie geht's? \N{GRINNING FACE} \x00"}],
+            "model": "org/model:8b",
+            "n": 3,
+            "temperature": 0,
+            "seed": MAX_SEED,
+            "stop": "\n",
+            "logit_bias": {"5": -100, 7: 1.5},
+            "structured_outputs": {"choice": ["a", "b"]},
+            "metadata": {"row": 1, "nested": [None, True, {"x": 0.5}]},
+            "traceparent": f"00-{'a' * 32}-{'b' * 16}-01",
+            "deadline": 2e9,
+        }
+    )
+    assert Job.from_payload(job.to_payload()) == job
+    assert set(json.loads(job.to_payload())) < set(Job.model_fields) | {"v"}
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"null", b"[]", b"{}", b'{"v":2,"prompt":"p","model":"m"}', b'{"v":1}', b"\xff", b"[" * 100_000,
+     b'{"v":1,"prompt":"p","model":"m","temperature":NaN}', b'{"v":1,"prompt":"p","model":"m","top_p":1e999}',
+     b'{"v":1,"prompt":"\\ud800","model":"m"}', b'{"v":1,"prompt":"p","model":"m","x":1}'],
+)  # fmt: skip
+def test_a_broken_envelope_is_an_invalid_job(payload: bytes) -> None:
+    with pytest.raises(InvalidJob):
+        Job.from_payload(payload)
+
+
+def test_a_job_over_the_size_limit_is_refused() -> None:
+    with pytest.raises(InvalidJob) as caught:
+        Job.parse(BASE | {"prompt": "x" * MAX_PAYLOAD_BYTES}).to_payload()
+    assert caught.value.code == "payload_too_large"
+    with pytest.raises(InvalidJob) as caught:
+        Job.from_payload(b" " * (MAX_PAYLOAD_BYTES + 1))
+    assert caught.value.code == "payload_too_large"
+
+
+def test_max_tokens_defaults_to_16_for_prompts_and_the_rest_for_chats() -> None:
+    assert Job.parse(BASE).sampling()["max_tokens"] == 16
+    chat = Job.parse({"messages": [{"role": "user", "content": "hi"}], "model": "m"})
+    assert chat.sampling()["max_tokens"] is None
+    assert Job.parse(BASE | {"max_tokens": 3}).sampling()["max_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("response_format", "schema"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "array"}}},
+            {"type": "array"},
+        ),
+    ],
+)
+def test_response_format_becomes_structured_outputs(response_format: object, schema: object) -> None:
+    structured = Job.parse(BASE | {"response_format": response_format}).structured_outputs
+    assert (json.loads(structured.json) if structured and structured.json else None) == schema
+
+
+def test_cost_counts_the_prompt_and_every_sample() -> None:
+    assert (
+        Job.parse({"prompt_token_ids": [1] * 10, "model": "m", "max_tokens": 5, "n": 4}).cost_tokens() == 30
+    )
+    assert Job.parse(BASE | {"prompt": "x" * 300, "max_tokens": 1}).cost_tokens() == 102
+
+
+def test_the_digest_is_of_the_work_alone() -> None:
+    job = Job.parse(BASE)
+    elsewhere = {"priority": "low", "tenant": "t", "ttl": 5.0, "metadata": {"a": 1}, "stream": True}
+    same = Job.parse(BASE | elsewhere)
+    assert same.digest() == job.digest()
+    for change in ({"prompt": "other"}, {"temperature": 0.5}, {"model": "n"}, {"seed": 1}):
+        assert Job.parse(BASE | change).digest() != job.digest()

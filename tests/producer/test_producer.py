@@ -1,0 +1,290 @@
+"""Producer against real servers, with a scripted worker on the other side."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from producer import (
+    IdempotencyConflict,
+    InvalidJob,
+    Job,
+    JobCancelled,
+    JobDead,
+    JobExpired,
+    JobFailed,
+    JobNotFound,
+    Producer,
+    QueueFull,
+    RedisUnavailable,
+    ResultExpired,
+    ResultTimeout,
+)
+from producer.wire.transitions import PulledJob
+from tests.producer.driving import Queue, delta
+from tests.producer.scripted_worker import scripted_worker
+
+
+@pytest.fixture
+def producer(queue: Queue) -> Iterator[Producer]:
+    with Producer(queue.url, queue=queue.name) as producer:
+        yield producer
+
+
+def test_a_job_comes_back_with_its_result(queue: Queue, producer: Producer) -> None:
+    handle = producer.submit(prompt="hello", model="m", metadata={"row": 7})
+    assert handle.status().state == "queued"
+    with scripted_worker(queue.url, queue.name):
+        result = handle.result(timeout=30)
+    assert (result.id, result.text, result.token_ids, result.finish_reason) == (
+        handle.id,
+        "hello",
+        (1, 2, 3),
+        "stop",
+    )
+    status = handle.status()
+    assert status.done
+    assert status.metadata == {"row": 7}
+    assert status.created_at <= (status.started_at or 0) <= (status.finished_at or 0)
+    assert producer.job(handle.id).result() == result
+
+
+@pytest.mark.parametrize("given", [Job(prompt="p", model="m"), {"prompt": "p", "model": "m"}])
+def test_a_job_may_be_a_model_or_a_mapping_with_fields_on_top(producer: Producer, given: Job) -> None:
+    status = producer.submit(given, priority="high").status()
+    assert (status.priority, status.tenant) == ("high", "default")
+
+
+def test_the_producers_tenant_is_the_default(queue: Queue) -> None:
+    with Producer(queue.url, queue=queue.name, tenant="acme") as producer:
+        assert producer.submit(prompt="p", model="m").status().tenant == "acme"
+        assert producer.submit(Job(prompt="p", model="m")).status().tenant == "acme"
+        assert producer.submit(Job(prompt="p", model="m", tenant="other")).status().tenant == "other"
+
+
+def test_a_job_without_a_seed_gets_one(queue: Queue, producer: Producer) -> None:
+    producer.submit(prompt="p", model="m")
+    producer.submit(prompt="p", model="m")
+    producer.submit(prompt="p", model="m", seed=5)
+    first, second, third = (Job.from_payload(job.payload).seed for job in queue.pull())
+    assert first is not None
+    assert first != second
+    assert third == 5
+
+
+def test_a_submit_repeated_with_its_id_is_one_job(queue: Queue, producer: Producer) -> None:
+    first = producer.submit(prompt="p", model="m", job_id="mine")
+    assert producer.submit(prompt="p", model="m", job_id="mine").id == first.id
+    assert len(queue.pull()) == 1
+
+
+@pytest.mark.parametrize(
+    "submit",
+    [
+        lambda p: p.submit(prompt="", model="m"),
+        lambda p: p.submit("just text"),
+        lambda p: p.submit(prompt="p", model="m", key="k"),
+        lambda p: p.submit(prompt="p", model="m", job_id="no/id"),
+        lambda p: p.job("no id"),
+        lambda p: Producer(queue="no:queue"),
+        lambda p: Producer(tenant="no:tenant"),
+        lambda p: Producer(hmac_key="k"),
+        lambda p: p.submit_many([{"prompt": ""}], on_invalid="raise"),
+    ],
+)
+def test_a_caller_who_is_wrong_hears_it(producer: Producer, submit: object) -> None:
+    with pytest.raises(InvalidJob):
+        submit(producer)  # type: ignore[operator]
+
+
+def test_idempotency(producer: Producer) -> None:
+    first = producer.submit(prompt="p", model="m", idempotency_key="k")
+    assert producer.submit(prompt="p", model="m", idempotency_key="k").id == first.id
+    with pytest.raises(IdempotencyConflict) as caught:
+        producer.submit(prompt="q", model="m", idempotency_key="k")
+    assert caught.value.job_id == first.id
+
+
+def test_a_full_queue(queue: Queue, producer: Producer) -> None:
+    queue.client.hset(f"{queue.prefix}meta", "limit", 1)
+    producer.submit(prompt="p", model="m")
+    with pytest.raises(QueueFull):
+        producer.submit(prompt="p", model="m")
+    with pytest.raises(QueueFull):
+        producer.submit_many([{"prompt": "p", "model": "m"}], on_full="raise")
+
+
+def test_submit_many_waits_for_room(queue: Queue, producer: Producer) -> None:
+    queue.client.hset(f"{queue.prefix}meta", "limit", 2)
+    with scripted_worker(queue.url, queue.name):
+        batch = producer.submit_many({"prompt": f"p{i}", "model": "m"} for i in range(9))
+        assert batch.wait(timeout=30).succeeded == 9
+
+
+@pytest.mark.parametrize("error", [JobFailed, JobDead, JobExpired])
+def test_an_end_without_a_result_raises_with_code_and_partial(
+    queue: Queue, producer: Producer, error: type[JobFailed]
+) -> None:
+    handle = producer.submit(prompt="p", model="m")
+    job = queue.pull_one()
+    queue.checkpoint(job, delta(0, 1, 2, text="so far"))
+    queue.fail(job, error.state)
+    with pytest.raises(error) as caught:
+        handle.result(timeout=5)
+    assert (caught.value.code, caught.value.message) == ("invalid_job", "no good")
+    assert caught.value.retryable is False
+    assert [output.text for output in caught.value.partial] == ["so far"]
+
+
+def test_cancel(producer: Producer) -> None:
+    handle = producer.submit(prompt="p", model="m")
+    assert handle.cancel() is True
+    assert handle.cancel() is False
+    with pytest.raises(JobCancelled):
+        handle.result()
+
+
+def test_a_wait_that_ends_first_leaves_the_job_alone(producer: Producer) -> None:
+    handle = producer.submit(prompt="p", model="m")
+    for timeout in (0, 0.02):
+        with pytest.raises(ResultTimeout):
+            handle.result(timeout=timeout)
+    with pytest.raises(TimeoutError):
+        producer.submit_many([{"prompt": "p", "model": "m"}]).wait(timeout=0.02)
+    assert handle.status().state == "queued"
+
+
+def test_unknown_and_removed_jobs(queue: Queue, producer: Producer) -> None:
+    missing = producer.job("none")
+    for look in (
+        missing.status,
+        missing.result,
+        missing.cancel,
+        missing.progress,
+        lambda: list(missing.stream()),
+    ):
+        with pytest.raises(JobNotFound):
+            look()
+    batch = producer.batch("none")
+    for look in (batch.counts, batch.wait, lambda: list(batch.results())):
+        with pytest.raises(JobNotFound):
+            look()
+    handle = producer.submit(prompt="p", model="m")
+    queue.commit(queue.pull_one())
+    queue.client.delete(f"{queue.prefix}out:{handle.id}")
+    with pytest.raises(ResultExpired):
+        handle.result()
+
+
+def test_statuses_of_many(producer: Producer) -> None:
+    handles = [producer.submit(prompt="p", model="m") for _ in range(3)]
+    assert [status.position for status in producer.statuses([h.id for h in handles])] == [0, 1, 2]
+
+
+def test_many_threads_wait_on_one_listener(queue: Queue, producer: Producer) -> None:
+    handles = [producer.submit(prompt=f"p{i}", model="m") for i in range(40)]
+    texts: dict[int, str] = {}
+
+    def wait(i: int) -> None:
+        texts[i] = handles[i].result(timeout=60).text
+
+    threads = [threading.Thread(target=wait, args=(i,)) for i in range(40)]
+    for thread in threads:
+        thread.start()
+    subscribers = queue.client.execute_command("PUBSUB", "NUMSUB", f"{queue.prefix}ended")
+    with scripted_worker(queue.url, queue.name):
+        for thread in threads:
+            thread.join()
+    assert texts == {i: f"p{i}" for i in range(40)}
+    assert subscribers[1] <= 1
+
+
+def test_a_lost_hint_delays_and_never_hangs(queue: Queue, producer: Producer) -> None:
+    handle = producer.submit(prompt="p", model="m")
+    job = queue.pull_one()
+    waiter = threading.Thread(target=handle.result)
+    waiter.start()
+    # As a commit whose hint got lost: the state changes, nobody is told.
+    queue.client.set(f"{queue.prefix}out:{handle.id}", '{"id":"x","outputs":[{"index":0}],"model":"m"}')
+    queue.client.hset(f"{queue.prefix}job:{handle.id}", "state", "succeeded")
+    waiter.join(timeout=30)
+    assert not waiter.is_alive()
+    del job
+
+
+def test_a_producer_works_again_after_close(producer: Producer) -> None:
+    producer.submit(prompt="p", model="m")
+    producer.close()
+    assert producer.submit(prompt="p", model="m").status().position == 1
+
+
+def test_a_forked_child_has_connections_of_its_own(queue: Queue, producer: Producer) -> None:
+    producer.submit(prompt="parent", model="m")
+    pid = os.fork()
+    if pid == 0:
+        # The child must not run pytest's own clean-up.
+        code = 1
+        try:
+            producer.submit(prompt="child", model="m", job_id="child")
+            code = 0
+        finally:
+            os._exit(code)
+    producer.submit(prompt="parent", model="m")
+    assert os.waitpid(pid, 0)[1] == 0
+    assert producer.job("child").status().state == "queued"
+
+
+def test_no_server() -> None:
+    with Producer("redis://127.0.0.1:1") as producer, pytest.raises(RedisUnavailable) as caught:
+        producer.submit(prompt="p", model="m")
+    assert caught.value.job_id is not None
+
+
+def test_a_stream_tells_each_token_once_and_one_end(queue: Queue, producer: Producer) -> None:
+    handle = producer.submit(prompt="p", model="m", stream=True)
+    seen = threading.Event()
+
+    def run(queue: Queue, job: PulledJob) -> None:
+        queue.checkpoint(job, delta(0, 1, text="o"))
+        assert seen.wait(30)
+        queue.checkpoint(job, delta(1, 2, text="k"))
+        queue.commit(job, "ok")
+
+    with scripted_worker(queue.url, queue.name, run):
+        events = []
+        for event in handle.stream():
+            events.append(event)
+            seen.set()
+    assert "".join(event.text for event in events) == "ok"
+    assert [token for event in events for token in event.token_ids] == [1, 2, 3]
+    assert [event.type for event in events].count("end") == 1
+    assert (events[-1].type, events[-1].state) == ("end", "succeeded")
+
+
+def test_a_late_reader_gets_a_snapshot(queue: Queue, producer: Producer) -> None:
+    handle = producer.submit(prompt="p", model="m", stream=True)
+    job = queue.pull_one()
+    queue.checkpoint(job, delta(0, 1, text="a"))
+    queue.checkpoint(job, delta(1, 2, text="b"))
+    stream = handle.stream()
+    first = next(stream)
+    assert (first.type, first.text, first.token_ids) == ("snapshot", "ab", (1, 2))
+    queue.fail(job)
+    assert [event.type for event in stream] == ["end"]
+    queue_again = [event.type for event in handle.stream()]
+    assert queue_again == ["snapshot", "end"]
+
+
+def test_a_stream_begins_again_when_the_job_does(queue: Queue, producer: Producer) -> None:
+    handle = producer.submit(prompt="p", model="m", stream=True)
+    job = queue.pull_one()
+    queue.checkpoint(job, delta(0, 1, text="a"))
+    stream = handle.stream()
+    assert next(stream).text == "a"
+    queue.checkpoint(job, delta(0, 9, text="z"), restart=True)
+    event = next(stream)
+    assert (event.type, event.text, event.token_ids) == ("snapshot", "z", (9,))
+    stream.close()  # type: ignore[attr-defined]

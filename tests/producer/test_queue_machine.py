@@ -1,0 +1,212 @@
+"""A queue under random operations by several workers, checked against its invariants after each."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from producer.wire import batches, reading, registry, transitions
+from producer.wire.outputs import ACTIVE_STATES, END_STATES
+from producer.wire.transitions import PulledJob
+from tests.producer.driving import Queue, delta, open_queue
+
+WORKERS = ("w1", "w2")
+TERMINAL = set(END_STATES)
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Jobs go in, workers do anything to them, in any order, and with tokens that may be stale."""
+
+    url: ClassVar[str] = ""
+    held: Bundle[PulledJob] = Bundle("held")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: Queue = open_queue(self.url, f"q-{uuid.uuid4().hex}")
+        self.jobs: list[str] = []
+        self.in_batch: set[str] = set()
+        self.ended: dict[str, str] = {}
+        self.committed: Counter[str] = Counter()
+        self.results: dict[str, str] = {}
+
+    @rule(
+        priority=st.sampled_from(["high", "normal", "low"]),
+        tenant=st.sampled_from(["a", "b"]),
+        delay=st.sampled_from([None, 3600]),
+        batch=st.booleans(),
+        attempts=st.integers(1, 3),
+        key=st.sampled_from([None, None, "k"]),
+    )
+    def submit(
+        self, priority: str, tenant: str, delay: int | None, batch: bool, attempts: int, key: str | None
+    ) -> None:
+        job_id = f"j{len(self.jobs)}"
+        fields = {"priority": priority, "tenant": tenant, "delay": delay, "max_attempts": attempts}
+        if key is not None and not batch:
+            fields["idempotency_key"] = key
+        (status,) = self.queue.submit(job_id, batch_id="b" if batch else None, **fields)
+        if status == "created":
+            self.jobs.append(job_id)
+            if batch:
+                self.in_batch.add(job_id)
+        else:
+            assert status == "same"
+
+    @rule(index=st.integers(0, 50))
+    def submit_again(self, index: int) -> None:
+        if self.jobs:
+            assert self.queue.submit(self.jobs[index % len(self.jobs)]) == ["exists"]
+
+    @rule(
+        target=held,
+        worker=st.sampled_from(WORKERS),
+        cost=st.integers(0, 60),
+        holding=st.integers(0, 1),
+        count=st.integers(1, 3),
+    )
+    def pull(self, worker: str, cost: int, holding: int, count: int) -> object:
+        jobs = self.queue.pull(count, worker=worker, cost=cost, holding=holding)
+        assert len(jobs) <= count
+        assert len({job.job_id for job in jobs}) == len(jobs)
+        assert not any(job.alone for job in jobs) or len(jobs) == 1
+        return _multiple(jobs)
+
+    @rule(job=held)
+    def commit(self, job: PulledJob) -> None:
+        text = str(job.token)
+        reply = self.queue.commit(job, text)
+        if reply == "committed":
+            self.committed[job.job_id] += 1
+            self.results[job.job_id] = text
+        if reply == "already_done":
+            assert self.committed[job.job_id] == 1
+            assert self.results[job.job_id] == text
+
+    @rule(job=held)
+    def retry(self, job: PulledJob) -> None:
+        self.queue.retry(job, 3600)
+
+    @rule(job=held)
+    def release(self, job: PulledJob) -> None:
+        self.queue.release(job)
+
+    @rule(job=held, offset=st.integers(0, 3), restart=st.booleans())
+    def checkpoint(self, job: PulledJob, offset: int, restart: bool) -> None:
+        self.queue.checkpoint(job, delta(offset, 7), restart=restart)
+
+    @rule(job=held, worker=st.sampled_from(WORKERS))
+    def renew(self, job: PulledJob, worker: str) -> None:
+        self.queue.run(transitions.renew(self.queue.name, worker, [(job.job_id, job.token)]))
+
+    @rule(index=st.integers(0, 50))
+    def cancel(self, index: int) -> None:
+        if self.jobs:
+            self.queue.cancel(self.jobs[index % len(self.jobs)])
+
+    @rule(index=st.integers(0, 50), kind=st.sampled_from(["leases", "delayed", "deadlines"]))
+    def pass_time(self, index: int, kind: str) -> None:
+        """Let one lease lapse, one delay or one deadline pass."""
+        if self.jobs:
+            job_id = self.jobs[index % len(self.jobs)]
+            is_deadline = kind == "deadlines" and self.queue.state(job_id) in ACTIVE_STATES
+            if is_deadline:
+                self.queue.client.hset(f"{self.queue.prefix}job:{job_id}", "deadline", 1)
+            self.queue.client.zadd(f"{self.queue.prefix}{kind}", {job_id: 1}, xx=not is_deadline)
+            self.queue.run(transitions.sweep(self.queue.name))
+
+    @invariant()
+    def every_state_is_told_the_same_everywhere(self) -> None:
+        statuses = self.queue.run(reading.statuses(self.queue.name, self.jobs)) if self.jobs else []
+        states = {status.id: status.state for status in statuses if status is not None}
+        assert set(states) == set(self.jobs), "a job was lost"
+        for job_id, state in self.ended.items():
+            assert states[job_id] == state, "a terminal state changed"
+        self.ended = {job_id: state for job_id, state in states.items() if state in TERMINAL}
+        self._check_counts(states)
+        self._check_sets(states)
+        for job_id, text in self.results.items():
+            result = self.queue.run(reading.outcome(self.queue.name, job_id)).result
+            assert result is not None
+            assert (result.text, self.committed[job_id]) == (text, 1)
+
+    def _check_counts(self, states: dict[str, str]) -> None:
+        counts = self.queue.run(registry.stats(self.queue.name)).counts
+        assert {s: n for s, n in counts.items() if n} == dict(Counter(states.values()))
+        batch = self.queue.run(batches.counts(self.queue.name, "b"))
+        if batch is not None:
+            by_state = batch.model_dump(exclude={"total"})
+            assert {s: n for s, n in by_state.items() if n} == dict(
+                Counter(states[job_id] for job_id in self.in_batch)
+            )
+            assert sum(by_state.values()) == batch.total == len(self.in_batch)
+
+    def _check_sets(self, states: dict[str, str]) -> None:
+        client, prefix = self.queue.client, self.queue.prefix
+
+        def members(name: str) -> list[str]:
+            return [member.decode() for member in client.zrange(f"{prefix}{name}", 0, -1)]
+
+        def having(*wanted: str) -> list[str]:
+            return sorted(job_id for job_id, state in states.items() if state in wanted)
+
+        waiting = [name for name in self.queue.names() if name.startswith("wait:")]
+        assert sorted(job_id for name in waiting for job_id in members(name)) == having("queued")
+        assert {m.decode() for m in client.smembers(f"{prefix}lanes")} == {n[5:] for n in waiting}
+        assert sorted(members("leases")) == having("running")
+        assert sorted(members("delayed")) == having("delayed")
+        assert sorted(members("dead")) == having("dead")
+        assert set(members("deadlines")) <= set(having(*ACTIVE_STATES))
+        suspects = client.hgetall(f"{prefix}suspects").values()
+        assert {job_id.decode() for job_id in suspects} <= set(having("running"))
+
+    def teardown(self) -> None:
+        """Everything can be brought to an end, and then nothing is held."""
+        for job_id in self.jobs:
+            self.queue.cancel(job_id)
+            self.queue.lapse(job_id)
+        for _ in range(3):
+            self.queue.run(transitions.sweep(self.queue.name))
+        for job_id in self.jobs:
+            assert self.queue.state(job_id) in TERMINAL
+        kinds = {name.split(":")[0] for name in self.queue.names()}
+        assert kinds <= {
+            "job", "in", "out", "ckpt", "idem", "meta", "counts", "dead", "batch", "bjobs", "bfeed", "bexpiry", "bell"
+        }  # fmt: skip
+        for job_id in set(self.jobs) - self.in_batch:
+            assert self.queue.client.pttl(f"{self.queue.prefix}job:{job_id}") > 0
+        self.queue.client.delete(*(f"{self.queue.prefix}{name}" for name in self.queue.names()), "none")
+        self.queue.transport.close()
+
+
+def _multiple(jobs: list[PulledJob]) -> object:
+    from hypothesis.stateful import multiple
+
+    return multiple(*jobs)
+
+
+def run_machine(url: str, examples: int, steps: int) -> None:
+    machine = type("BoundQueueMachine", (QueueMachine,), {"url": url})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_the_invariants_hold(redis_url: str) -> None:
+    run_machine(redis_url, examples=25, steps=30)
+
+
+@pytest.mark.slow
+def test_the_invariants_hold_for_long(valkey_url: str) -> None:
+    run_machine(valkey_url, examples=500, steps=80)

@@ -126,7 +126,8 @@ class BlockPool:
         self.evictions = 0
         self._queue = FreeBlockQueue()
         self._by_hash: dict[bytes, KVBlock] = {}
-        self._deferred: dict[int, list[KVBlock]] = {}
+        self._deferred: dict[int, dict[KVBlock, None]] = {}
+        """Step in flight -> blocks that become available when it retires, in the order they were released."""
         self._num_deferred = 0
         for block in self.blocks[1:]:
             self._queue.append(block)
@@ -178,6 +179,7 @@ class BlockPool:
             if block.is_reserved:
                 block.is_reserved = False
                 self._num_deferred -= 1
+                del self._deferred[block.last_step_id][block]
             else:
                 self._queue.remove(block)
                 self.num_cached -= 1
@@ -216,11 +218,9 @@ class BlockPool:
         self.retired_step_id = max(self.retired_step_id, step_id)
         for waited_for in sorted(s for s in self._deferred if s <= step_id):
             for block in self._deferred.pop(waited_for):
-                # A block may have been hit, and even released again, since it was put here.
-                if block.is_reserved and block.last_step_id == waited_for:
-                    block.is_reserved = False
-                    self._num_deferred -= 1
-                    self._enqueue(block)
+                block.is_reserved = False
+                self._num_deferred -= 1
+                self._enqueue(block)
 
     def lookup(self, block_hash: bytes) -> KVBlock | None:
         return self._by_hash.get(block_hash)
@@ -264,7 +264,7 @@ class BlockPool:
         deferred = {block.block_id for block in self.blocks if block.is_reserved}
         listed = {block.block_id for blocks in self._deferred.values() for block in blocks}
         assert len(deferred) == self._num_deferred, f"{deferred} wait, {self._num_deferred} counted"
-        assert deferred <= listed, f"{deferred - listed} wait for no step"
+        assert deferred == listed, f"{deferred ^ listed} wait for a step, or seem to"
         active = [block for block in self.blocks if block.ref_count > 0]
         assert not queued & deferred
         assert not (queued | deferred) & {block.block_id for block in active}
@@ -286,7 +286,7 @@ class BlockPool:
     def _defer(self, block: KVBlock) -> None:
         block.is_reserved = True
         self._num_deferred += 1
-        self._deferred.setdefault(block.last_step_id, []).append(block)
+        self._deferred.setdefault(block.last_step_id, {})[block] = None
 
     def _enqueue(self, block: KVBlock) -> None:
         if block.block_hash is None:

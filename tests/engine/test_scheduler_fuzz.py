@@ -96,7 +96,9 @@ def make_job(
         max_tokens=max_tokens,
         min_tokens=rng.randint(0, max_tokens) if script is None else 0,
         ignore_eos=rng.random() < 0.2,
-        stop_token_ids=tuple(rng.sample(range(oracle.vocab_size), rng.randint(0, 1))) if script is None else (),
+        stop_token_ids=tuple(rng.sample(range(oracle.vocab_size), rng.randint(0, 1)))
+        if script is None
+        else (),
         logprobs=rng.choice([None, 0]),
     )
     limit = min(len(request.prompt_token_ids) + max_tokens, MAX_MODEL_LEN)

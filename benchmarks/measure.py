@@ -92,6 +92,6 @@ def _time(generate: Generate, workload: Workload) -> Timing:
             i for i, pair in enumerate(zip(lengths, workload.max_tokens, strict=True)) if pair[0] != pair[1]
         )
         raise RuntimeError(
-            f"{workload.name}: request {wrong} asked for {workload.max_tokens[wrong]} tokens, got {lengths[wrong]}"
+            f"{workload.name}: request {wrong} is {lengths[wrong]} tokens long, not {workload.max_tokens[wrong]}"
         )
     return Timing(workload.name, seconds, sum(lengths), outputs)

@@ -1,7 +1,7 @@
 """How many output tokens per second, beside static batches and vLLM, from the same requests and weights?
 
-Every engine runs in a fresh process of its own, one at a time; the repeats are interleaved (A, B, C, then A, B, C
-again), so that a slow minute of the machine does not fall on one engine alone. Ratios are taken within a round.
+Every engine runs in a fresh process of its own, one at a time; the rounds are interleaved (A, B, C, then A, B,
+C again), so that a slow minute of the machine does not fall on one engine alone. Ratios are taken in a round.
 """
 
 from __future__ import annotations

@@ -108,9 +108,25 @@ app = typer.Typer(
 queue_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The queue as a whole.")
 app.add_typer(queue_app, name="queue")
 
+
+def check_url(url: str | None) -> str | None:
+    """For --redis-url: a usage error instead of the driver's, before anything connects."""
+    try:
+        if url is not None:
+            redis.connection.parse_url(url)
+    except ValueError as error:
+        raise typer.BadParameter(f"{url!r} is no Redis URL: {error}") from error
+    return url
+
+
 RedisUrl = Annotated[
     str | None,
-    typer.Option("--redis-url", envvar=URL_VARIABLE, help="Default: the local worker's embedded server."),
+    typer.Option(
+        "--redis-url",
+        envvar=URL_VARIABLE,
+        callback=check_url,
+        help="Default: the local worker's embedded server.",
+    ),
 ]
 Queue = Annotated[str, typer.Option("--queue", envvar="PAGEMILL_QUEUE", help="The queue's name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -280,8 +296,9 @@ def _extra_fields(pairs: list[str]) -> dict[str, Any]:
 
 def _print_stream(handle: JobHandle, as_json: bool) -> None:
     """Tokens as they come; at the end the error that stands for any end but success."""
+    printer = views.StreamPrinter(as_json)
     for event in handle.stream():
-        views.print_event(event, as_json)
+        printer.print(event)
         if event.type == "end" and event.state != "succeeded":
             handle.result(timeout=0)
 

@@ -28,15 +28,23 @@ def print_result(result: Result, as_json: bool) -> None:
         typer.echo(output.text)
 
 
-def print_event(event: StreamEvent, as_json: bool) -> None:
-    """Text as it comes, of the first sample. A snapshot holds all text so far, so it begins a line of its own
-    when something was printed before it."""
-    if as_json:
-        typer.echo(event.model_dump_json())
-    elif event.type == "end":
-        typer.echo()
-    elif event.index == 0:
-        typer.echo(event.text, nl=False)
+class StreamPrinter:
+    """Prints the first sample's text as it comes. A snapshot replaces what came before, so it starts afresh."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._has_open_line = False
+
+    def print(self, event: StreamEvent) -> None:
+        if self._as_json:
+            typer.echo(event.model_dump_json())
+            return
+        if self._has_open_line and event.type in ("snapshot", "end"):
+            typer.echo()
+            self._has_open_line = False
+        if event.text and event.index == 0:
+            typer.echo(event.text, nl=False)
+            self._has_open_line = True
 
 
 def print_status(status: JobStatus, as_json: bool) -> None:

@@ -1,0 +1,224 @@
+"""The producer's commands against a real server, with a scripted worker where one is needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from producer.cli import app
+from producer.wire import registry
+from producer.wire.discovery import STATE_DIR_VARIABLE, URL_VARIABLE
+from producer.wire.registry import WorkerInfo
+from producer.wire.transitions import PulledJob
+from tests.producer.driving import Queue, delta, open_queue
+from tests.producer.scripted_worker import scripted_worker
+
+NOBODY = "redis://127.0.0.1:1/0"
+
+Pagemill = Callable[..., Result]
+
+
+@pytest.fixture
+def queue(valkey_url: str, queue_name: str) -> Iterator[Queue]:
+    queue = open_queue(valkey_url, queue_name)
+    yield queue
+    queue.transport.close()
+
+
+@pytest.fixture
+def pagemill(valkey_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch) -> Pagemill:
+    """Run a command on the test's own queue."""
+    monkeypatch.setenv(URL_VARIABLE, valkey_url)
+    monkeypatch.setenv("PAGEMILL_QUEUE", queue_name)
+    monkeypatch.delenv("PAGEMILL_MODEL", raising=False)
+
+    def run(*arguments: str, stdin: str | None = None) -> Result:
+        return CliRunner().invoke(app, list(arguments), input=stdin)
+
+    return run
+
+
+def test_submit_prints_the_id_alone_and_status_finds_the_job(pagemill: Pagemill) -> None:
+    submitted = pagemill("submit", "hello", "--model", "m", "--priority", "high")
+    assert (submitted.exit_code, submitted.stderr) == (0, "")
+    job_id = submitted.stdout.strip()
+    status = json.loads(pagemill("status", job_id, "--json").stdout)
+    assert (status["id"], status["state"], status["priority"]) == (job_id, "queued", "high")
+
+
+def test_status_for_a_pipe_is_a_name_a_tab_and_a_value(pagemill: Pagemill, queue: Queue) -> None:
+    queue.submit("one")
+    lines = pagemill("status", "one").stdout.splitlines()
+    assert ["id", "one"] in [line.split("\t") for line in lines]
+    assert ["state", "queued"] in [line.split("\t") for line in lines]
+
+
+def test_wait_prints_the_text(pagemill: Pagemill, valkey_url: str, queue_name: str) -> None:
+    with scripted_worker(valkey_url, queue_name):
+        waited = pagemill("submit", "say this", "--model", "m", "--wait")
+    assert (waited.exit_code, waited.stdout) == (0, "say this\n")
+
+
+def test_prompt_from_standard_input(pagemill: Pagemill, valkey_url: str, queue_name: str) -> None:
+    with scripted_worker(valkey_url, queue_name):
+        waited = pagemill("submit", "-", "--model", "m", "--wait", stdin="two\nlines")
+    assert waited.stdout == "two\nlines\n"
+
+
+def test_result_prints_json(pagemill: Pagemill, valkey_url: str, queue_name: str) -> None:
+    with scripted_worker(valkey_url, queue_name):
+        job_id = json.loads(pagemill("submit", "text", "--model", "m", "--json").stdout)["id"]
+        result = json.loads(pagemill("result", job_id, "--json").stdout)
+    assert (result["id"], result["outputs"][0]["text"]) == (job_id, "text")
+
+
+def test_a_failed_job_is_exit_code_1_with_its_reason(
+    pagemill: Pagemill, valkey_url: str, queue_name: str
+) -> None:
+    with scripted_worker(valkey_url, queue_name):
+        failed = pagemill("submit", "fail please", "--model", "m", "--wait")
+    assert (failed.exit_code, failed.stdout) == (1, "")
+    assert "failed: no good (invalid_job)" in failed.stderr
+
+
+def test_stream_prints_tokens_as_one_text(pagemill: Pagemill, valkey_url: str, queue_name: str) -> None:
+    def two_words(queue: Queue, pulled: PulledJob) -> None:
+        queue.checkpoint(pulled, delta(0, 1, text="one "))
+        queue.checkpoint(pulled, delta(1, 2, text="two"))
+        queue.commit(pulled, "one two")
+
+    with scripted_worker(valkey_url, queue_name, two_words):
+        streamed = pagemill("submit", "count", "--model", "m", "--stream")
+        as_json = pagemill("submit", "count", "--model", "m", "--stream", "--json")
+    assert streamed.exit_code == 0
+    assert streamed.stdout.splitlines()[-1] == "one two"
+    events = [json.loads(line) for line in as_json.stdout.splitlines()]
+    assert [event["type"] for event in events].count("end") == 1
+    assert events[-1]["state"] == "succeeded"
+
+
+def test_a_stream_that_ends_badly_is_exit_code_1(
+    pagemill: Pagemill, valkey_url: str, queue_name: str
+) -> None:
+    with scripted_worker(valkey_url, queue_name):
+        assert pagemill("submit", "die now", "--model", "m", "--stream").exit_code == 1
+
+
+def test_the_only_served_model_is_the_default(pagemill: Pagemill, queue: Queue) -> None:
+    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w1", models=("tiny",))))
+    job_id = pagemill("submit", "hello").stdout.strip()
+    assert queue.status(job_id).model == "tiny"
+    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w2", models=("huge",))))
+    refused = pagemill("submit", "hello")
+    assert refused.exit_code == 2
+    assert "huge, tiny" in refused.stderr
+
+
+def test_without_a_worker_the_model_must_be_named(pagemill: Pagemill) -> None:
+    refused = pagemill("submit", "hello")
+    assert refused.exit_code == 2
+    assert "--model" in refused.stderr
+
+
+def test_fields_reach_the_job(pagemill: Pagemill, queue: Queue) -> None:
+    options = ["--choice", "a", "--choice", "b", "--max-tokens", "3", "--temperature", "0"]
+    extra = ["--field", "top_k=5", "--field", "tenant=acme", "--system", "be brief"]
+    submitted = pagemill("submit", "hello", "--model", "m", *options, *extra)
+    assert submitted.exit_code == 0, submitted.stderr
+    payload = json.loads(queue.pull_one().payload)
+    assert payload["structured_outputs"] == {"choice": ["a", "b"]}
+    assert [message["role"] for message in payload["messages"]] == ["system", "user"]
+    assert (payload["max_tokens"], payload["temperature"], payload["top_k"]) == (3, 0.0, 5)
+    assert payload["tenant"] == "acme"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["submit", "x", "--model", "m", "--field", "max_tokens=0"], "max_tokens"),
+        (["submit", "x", "--model", "m", "--field", "colour=1"], "colour"),
+        (["submit", "x", "--model", "m", "--field", "nonsense"], "NAME=JSON"),
+        (["submit", "x", "--model", "m", "--wait", "--stream"], "not both"),
+        (["submit", "x", "--model", "m", "--queue", "a b"], "queue"),
+        (["submit", "x", "--redis-url", "localhost"], "no Redis URL"),
+        (["status", "not an id"], "id"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_usage_errors_are_exit_code_2(pagemill: Pagemill, arguments: list[str], complaint: str) -> None:
+    refused = pagemill(*arguments)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert complaint in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["submit", "x", "--model", "m"], ["status", "x"], ["workers"], ["queue", "stats"]]
+)
+def test_no_server_is_exit_code_3_with_the_command_to_type(
+    pagemill: Pagemill, monkeypatch: pytest.MonkeyPatch, tmp_path: object, arguments: list[str]
+) -> None:
+    refused = pagemill(*arguments, "--redis-url", NOBODY)
+    assert (refused.exit_code, refused.stdout) == (3, "")
+    assert "pagemill worker --model smollm2" in refused.stderr
+    monkeypatch.delenv(URL_VARIABLE)
+    monkeypatch.setenv(STATE_DIR_VARIABLE, str(tmp_path))
+    nowhere = pagemill(*arguments)
+    assert nowhere.exit_code == 3
+    assert "pagemill worker --model smollm2" in nowhere.stderr
+
+
+def test_an_unknown_job_is_exit_code_1(pagemill: Pagemill) -> None:
+    for command in ("status", "result", "cancel"):
+        unknown = pagemill(command, "nobody")
+        assert (unknown.exit_code, unknown.stdout) == (1, "")
+        assert "no job nobody" in unknown.stderr
+
+
+def test_a_result_that_does_not_come_in_time_is_exit_code_1(pagemill: Pagemill, queue: Queue) -> None:
+    queue.submit("slow")
+    late = pagemill("result", "slow", "--timeout", "0")
+    assert late.exit_code == 1
+    assert "pagemill cancel" in late.stderr
+    assert queue.state("slow") == "queued"
+
+
+def test_cancel_says_whether_it_came_in_time(pagemill: Pagemill, queue: Queue) -> None:
+    queue.submit("one")
+    assert pagemill("cancel", "one").exit_code == 0
+    assert queue.state("one") == "cancelled"
+    assert pagemill("cancel", "one").exit_code == 1
+
+
+def test_pause_and_resume(pagemill: Pagemill, queue: Queue) -> None:
+    queue.submit("one", "two")
+    assert pagemill("queue", "pause").exit_code == 0
+    stats = json.loads(pagemill("queue", "stats", "--json").stdout)
+    assert stats["paused"] is True
+    assert stats["counts"]["queued"] == 2
+    assert [(lane["model"], lane["jobs"]) for lane in stats["waiting"]] == [("m", 2)]
+    assert queue.pull() == []
+    assert pagemill("queue", "resume").exit_code == 0
+    assert "paused\tno" in pagemill("queue", "stats").stdout
+    assert len(queue.pull()) == 2
+
+
+def test_workers_lists_who_is_alive(pagemill: Pagemill, queue: Queue) -> None:
+    nobody = pagemill("workers")
+    assert (nobody.exit_code, nobody.stdout) == (0, "")
+    assert "no worker is alive" in nobody.stderr
+    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w1", models=("m",), url="http://h:9790")))
+    listed = json.loads(pagemill("workers", "--json").stdout)
+    assert [(worker["id"], worker["models"]) for worker in listed] == [("w1", ["m"])]
+    assert "http://h:9790" in pagemill("workers").stdout
+
+
+def test_the_commands_import_no_torch() -> None:
+    probe = (
+        "import sys, producer.cli, worker.cli; sys.exit(any(m in sys.modules for m in ('torch', 'triton')))"
+    )
+    subprocess.run([sys.executable, "-c", probe], check=True, timeout=120)

@@ -1,0 +1,261 @@
+"""`make demo`: a real labelling job, end to end, on this machine.
+
+A worker process brings its own Valkey server and loads the packaged model; a producer submits rows of product
+reviews with `structured_outputs={"choice": [...]}` and collects the labels. Nothing is simulated: what the
+progress bar shows comes from the queue and from the worker's /metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import redis
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from producer import Producer
+from producer.wire import registry
+from producer.wire.discovery import find_redis
+from producer.wire.errors import PagemillError, RedisUnavailable
+from producer.wire.registry import WorkerInfo
+from producer.wire.transport import CONNECTION_OPTIONS, SyncTransport
+from worker.demo_metrics import MetricsSampler, Usage
+from worker.demo_rows import LABELS, MODEL, Row, job_fields, load_rows
+
+QUEUE = "demo"
+KV_BLOCKS = 512
+"""Small enough that the labelling fills a good part of the pool, which is the point of watching it."""
+START_LIMIT_S = 300.0
+"""Covers the packaged model's one-time conversion on a slow machine."""
+STOP_LIMIT_S = 30.0
+POLL_S = 0.1
+SAMPLE_ROWS = 12
+KEPT_VARIABLE = "PAGEMILL_CACHE_DIR"
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+
+class DemoFailed(Exception):
+    """The demo can't go on; the message ends with what the worker last wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Labelling:
+    """What labelling the rows came to."""
+
+    rows: list[Row]
+    labels: dict[str, str]
+    """Row id -> label, of the rows that got one."""
+    errors: list[str]
+    seconds: float
+    usage: Usage
+
+    @property
+    def num_agreeing(self) -> int:
+        """Rows whose label is the side that the human raters were on."""
+        return sum(self.labels.get(row.id) == row.expected for row in self.rows)
+
+
+class WorkerProcess:
+    """A worker in a process and session of its own, with an embedded server under `state_dir`."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.state_dir = state_dir
+        self._log_path = state_dir / "worker.log"
+        command = [
+            sys.executable, "-m", "worker", "worker", "--model", MODEL, "--queue", QUEUE,
+            "--state-dir", str(state_dir), "--num-kv-blocks", str(KV_BLOCKS), "--drain-grace", "0",
+        ]  # fmt: skip
+        with self._log_path.open("wb") as log:
+            # A session of its own: Ctrl-C is handled here, and the worker gets one SIGTERM.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait_ready(self) -> tuple[str, WorkerInfo]:
+        """The server's URL and what the worker says of itself, once it serves. Raises DemoFailed."""
+        give_up = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < give_up:
+            if self._process.poll() is not None:
+                raise self.failed(f"the worker ended with exit code {self._process.returncode}")
+            with contextlib.suppress(RedisUnavailable):
+                url = find_redis(None, self.state_dir)
+                for info in _live_workers(url):
+                    if info.state == "ready" and info.url:
+                        return url, info
+            time.sleep(0.1)
+        raise self.failed(f"the worker is not ready after {START_LIMIT_S:.0f} s")
+
+    def check(self) -> None:
+        """Raise DemoFailed if the worker is gone."""
+        if self._process.poll() is not None:
+            raise self.failed(f"the worker ended with exit code {self._process.returncode}")
+
+    def stop(self) -> int:
+        """End it as an operator would, with SIGTERM. Returns its exit code."""
+        self._process.terminate()
+        try:
+            return self._process.wait(timeout=STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def failed(self, reason: str) -> DemoFailed:
+        tail = self._log_path.read_text(errors="replace").splitlines()[-15:]
+        return DemoFailed("\n".join([reason, *tail]))
+
+
+def label_rows(
+    url: str, metrics_url: str, rows: list[Row], worker: WorkerProcess, console: Console
+) -> Labelling:
+    """Submit the rows as one batch and collect the labels, with a progress bar. Raises DemoFailed."""
+    with Producer(url, queue=QUEUE) as producer, MetricsSampler(metrics_url) as sampler, _bar(console) as bar:
+        task = bar.add_task("labelling", total=len(rows), rate=0.0, kv=0.0)
+        started = time.monotonic()
+        batch = producer.submit_many(job_fields(row) for row in rows)
+        is_done = False
+        while not is_done:
+            # Counting first and looking at the worker then: a dead one would leave its jobs waiting for ever.
+            counts = batch.counts()
+            is_done = counts.done
+            worker.check()
+            usage = sampler.usage()
+            rate = (usage.prompt_tokens + usage.generated_tokens) / (time.monotonic() - started)
+            bar.update(task, completed=counts.ended, rate=rate, kv=100 * sampler.kv_utilization)
+            time.sleep(0 if is_done else POLL_S)
+        seconds = time.monotonic() - started
+        sampler.sample()
+        items = list(batch.results())
+    return Labelling(
+        rows=rows,
+        labels={item.key: item.result.text for item in items if item.result is not None},
+        errors=[f"row {i.key} {i.state}: {i.error.message}" for i in items if i.error is not None],
+        seconds=seconds,
+        usage=sampler.usage(),
+    )
+
+
+def sample_table(labelling: Labelling) -> Table:
+    table = Table(title=f"{SAMPLE_ROWS} of {len(labelling.rows)} rows")
+    table.add_column("review sentence", overflow="fold")
+    for column in ("label", "people said"):
+        table.add_column(column, no_wrap=True)
+    for row in labelling.rows[:SAMPLE_ROWS]:
+        label = labelling.labels.get(row.id, "-")
+        mark = "green" if label == row.expected else "red"
+        table.add_row(row.text, f"[{mark}]{label}[/]", f"{row.expected} ({row.rating:+.1f})")
+    return table
+
+
+def summary_table(labelling: Labelling, metrics_url: str) -> Table:
+    usage, seconds, count = labelling.usage, labelling.seconds, len(labelling.rows)
+    outside = sum(label not in LABELS for label in labelling.labels.values())
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    figures = (
+        ("rows labelled", f"{len(labelling.labels)} of {count}, {outside} outside the choices"),
+        ("throughput", f"{count / seconds:.1f} rows/s"),
+        ("", f"{usage.prompt_tokens / seconds:.0f} prompt + {usage.generated_tokens / seconds:.0f} output tokens/s"),
+        ("agree with people", f"{labelling.num_agreeing} of {count} ({labelling.num_agreeing / count:.0%})"),
+        ("KV blocks in use", f"peak {usage.peak_kv_utilization:.0%}, mean {usage.mean_kv_utilization:.0%} "
+                             f"of {KV_BLOCKS}, over {usage.steps} steps"),
+        ("prefix-cache hits", f"{usage.hit_rate:.0%} of {usage.prompt_tokens} prompt tokens"),
+        ("metrics", metrics_url),
+    )  # fmt: skip
+    for name, figure in figures:
+        table.add_row(name, figure)
+    return table
+
+
+def run(state_dir: Path, num_rows: int | None, keep: bool, console: Console) -> int:
+    """The whole demo. Returns the exit code."""
+    rows = load_rows(num_rows)
+    worker = WorkerProcess(state_dir)
+    try:
+        with console.status(f"starting Valkey and a worker, loading {MODEL} (the first time converts it)"):
+            url, info = worker.wait_ready()
+        metrics_url = f"{info.url}/metrics"
+        console.print(f"worker {info.id} is ready on {url}; metrics: {metrics_url}")
+        labelling = label_rows(url, metrics_url, rows, worker, console)
+        console.print(sample_table(labelling), summary_table(labelling, metrics_url))
+        for error in labelling.errors[:SAMPLE_ROWS]:
+            console.print(error, style="red", markup=False)
+        if keep:
+            _stay(worker, url, console)
+    finally:
+        exit_code = worker.stop()
+    is_complete = len(labelling.labels) == len(rows) and exit_code == 0
+    return 0 if is_complete else EXIT_FAILED
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m worker.demo", description="Label rows of product reviews."
+    )
+    parser.add_argument("--rows", type=int, help="label only the first ROWS")
+    parser.add_argument(
+        "--state-dir", type=Path, help="keep the server's data here; default: a temporary one"
+    )
+    parser.add_argument("--keep", action="store_true", help="leave the worker up until Ctrl-C, to look at it")
+    options = parser.parse_args(arguments)
+    # The demo shows the defaults, on a server of its own: the settings of this shell stay out of it.
+    for name in list(os.environ):
+        if name.startswith("PAGEMILL_") and name != KEPT_VARIABLE:
+            del os.environ[name]
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    errors = Console(stderr=True)
+    with contextlib.ExitStack() as stack:
+        state_dir = options.state_dir or Path(stack.enter_context(_temporary_directory()))
+        state_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            return run(state_dir, options.rows, options.keep, console)
+        except (DemoFailed, PagemillError, OSError) as error:
+            errors.print(str(error), style="red", markup=False)
+            return EXIT_FAILED
+        except KeyboardInterrupt:
+            errors.print("interrupted; the worker and its server are stopped")
+            return EXIT_INTERRUPTED
+
+
+def _live_workers(url: str) -> list[WorkerInfo]:
+    with redis.Redis.from_url(url, **CONNECTION_OPTIONS) as client:
+        return SyncTransport(client).run(registry.workers(QUEUE))
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rows  {task.fields[rate]:6.0f} tok/s  KV blocks {task.fields[kv]:3.0f} %"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def _stay(worker: WorkerProcess, url: str, console: Console) -> None:
+    console.print(
+        f"the worker stays up; try: pagemill workers --redis-url {url} --queue {QUEUE}. Ctrl-C ends it."
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            worker.check()
+            time.sleep(0.5)
+
+
+def _temporary_directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="pagemill-demo-")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -266,6 +266,7 @@ def paged_attention_decode(
         UPCAST=must_upcast(query.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        enable_fp_fusion=True,  # Triton 3.10 turns its default around; products and sums here want FMAs
     )
     if split:
         merge_splits_kernel[(num_rows, num_heads)](

@@ -229,4 +229,5 @@ def paged_attention_prefill(
         UPCAST=must_upcast(query.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        enable_fp_fusion=True,  # Triton 3.10 turns its default around; products and sums here want FMAs
     )

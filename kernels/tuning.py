@@ -1,9 +1,9 @@
 """Tile shapes of the attention kernels, by plain if and else.
 
 Never autotuned: a serving process must not time kernels on its first requests, a key lookup costs tens of
-microseconds per launch, and a captured graph could not re-tune. Every entry here is compiled ahead of time for
-sm_80 and sm_90 by the tests, which refuse spills and too much shared memory. None of them has been measured on a
-GPU yet; what an entry says under "because" is what the compiler's output showed.
+microseconds per launch, and a captured graph could not re-tune. The tests compile every entry ahead of time for
+sm_80 and sm_90, and refuse spills and too much shared memory. None has been measured on a GPU yet: an entry's
+"because" is what the compiler's output showed (Triton 3.9).
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ class Tile:
     num_stages: int
 
 
+# Because fp32 products (ieee, no tf32) run on the plain cores with both operands in registers: any larger, or at
+# four warps, sm_90 spills from 128 dims on. fp32 is for comparisons and exactness, not for speed.
+_FP32_TILE = Tile(block_m=16, block_n=32, num_warps=8, num_stages=1)
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least `n`, for n >= 1."""
     return 1 << (n - 1).bit_length()
@@ -54,22 +59,24 @@ def multiprocessors(device: torch.device) -> int:
 def decode_tile(head_dim: int, group_size: int, element_size: int) -> Tile:
     """The decode kernel's tile for one KV head's `group_size` query heads.
 
-    Rows are the query heads of a group, padded to the 16 that a tensor-core product takes; a group of more than
-    `block_m` heads is cut into several programs, which read its keys twice.
+    Rows are the query heads of a group, padded to the 16 that a tensor-core product takes. A group larger than
+    `block_m` is cut into several programs; each of them reads the keys again, from the L2 cache if all is well.
     """
     padded = next_power_of_2(head_dim)
-    widest = 64 if padded >= 256 else 128
-    rows = min(max(16, next_power_of_2(group_size)), widest)
+    rows = max(16, next_power_of_2(group_size))
     if element_size >= 4:
-        # Because fp32 products run on the plain cores here and hold both operands in registers.
-        return Tile(block_m=min(rows, 32), block_n=32, num_warps=4, num_stages=2)
-    if rows >= 64:
-        return Tile(
-            block_m=rows, block_n=64 if padded < 256 else 32, num_warps=8 if rows == 128 else 4, num_stages=2
-        )
+        return _FP32_TILE
     if padded >= 256:
+        if rows >= 64:
+            # Because 128 rows of 256 dims spill, and so do 64 at four warps.
+            return Tile(block_m=64, block_n=32, num_warps=8, num_stages=2)
         return Tile(block_m=rows, block_n=32, num_warps=4, num_stages=3)
-    # Because 64 keys of 128 dims are 16 KB: three stages leave room for five programs on an sm_90 multiprocessor.
+    if rows >= 128:
+        return Tile(block_m=128, block_n=64, num_warps=8, num_stages=2)
+    if rows == 64:
+        return Tile(block_m=64, block_n=64, num_warps=4, num_stages=2)
+    # Because 16 rows over 64 keys of 128 dims take 96 registers and 39 KB on sm_90: five programs to a
+    # multiprocessor, enough bytes in flight to cover the memory's latency.
     return Tile(block_m=rows, block_n=64, num_warps=4, num_stages=3)
 
 
@@ -80,13 +87,18 @@ def prefill_tile(head_dim: int, element_size: int, capability: tuple[int, int]) 
     """
     padded = next_power_of_2(head_dim)
     if element_size >= 4:
-        return Tile(block_m=32, block_n=32, num_warps=4, num_stages=1)
+        return _FP32_TILE
     if capability >= (9, 0):
         if padded >= 256:
-            return Tile(block_m=128, block_n=64, num_warps=8, num_stages=2)
+            # Because 128 rows spill at any number of warps, and so do 64 rows at four.
+            return Tile(block_m=64, block_n=64, num_warps=8, num_stages=2)
+        # Because 128 keys a step take 253 registers, and spill once ALiBi is added.
         return Tile(block_m=128, block_n=64, num_warps=8, num_stages=3)
     if padded >= 256:
-        return Tile(block_m=64, block_n=32, num_warps=4, num_stages=2)
+        return Tile(block_m=64, block_n=32, num_warps=8, num_stages=2)
+    if padded >= 128:
+        # Because 64 keys a step spill: without wgmma, scores and output share the registers.
+        return Tile(block_m=128, block_n=32, num_warps=8, num_stages=2)
     return Tile(block_m=128, block_n=64, num_warps=8, num_stages=2)
 
 

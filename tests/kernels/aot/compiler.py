@@ -1,0 +1,87 @@
+"""Compile a Triton kernel for a GPU that is not here, and read what the compiler made of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.backends.nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.tuning import Tile
+
+_TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
+
+# Shared memory that one program may have, in bytes (CUDA programming guide, table of compute capabilities).
+SHARED_MEMORY_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+
+_ANY_INTEGER = {"stride_table_row", "num_tokens", "num_splits"}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    spill_instructions: int  # loads and stores of local memory
+    wgmma: int  # Hopper's tensor-core products
+    mma: int  # the older ones
+    async_copies: int
+    wide_loads: int  # 16 bytes from global memory, synchronous or not
+
+
+def compile_kernel(kernel: Any, arguments: dict[str, Any], capability: int, tile: Tile) -> Compiled:
+    """Compile `kernel` as a launch with `arguments` would.
+
+    `arguments` maps every parameter to a Triton type ("*bf16", "i32", "fp32") or, for a constexpr, its value.
+    Pointers and integers are taken to be multiples of 16, but for `_ANY_INTEGER`: Triton's launcher finds them
+    so at run time, since every supported head dim is one, and compiles for that.
+    """
+    is_type = {name: isinstance(value, str) for name, value in arguments.items()}
+    source = ASTSource(
+        fn=kernel,
+        signature={name: value if is_type[name] else "constexpr" for name, value in arguments.items()},
+        constexprs={name: value for name, value in arguments.items() if not is_type[name]},
+        attrs={
+            (index,): [["tt.divisibility", 16]]
+            for index, (name, value) in enumerate(arguments.items())
+            if _is_multiple_of_16(name, value)
+        },
+    )
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    usage, sass = _disassemble(compiled.asm["cubin"])
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    return Compiled(
+        registers=int(found[1]),
+        stack_bytes=int(found[2]),
+        shared_bytes=compiled.metadata.shared,
+        spill_instructions=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        wgmma=len(re.findall(r"\bHGMMA\b", sass)),
+        mma=len(re.findall(r"\bHMMA\b", sass)),
+        async_copies=len(re.findall(r"\bLDGSTS\b", sass)),
+        wide_loads=len(re.findall(r"\b(?:LDG|LDGSTS)\S*\.128\b", sass)),
+    )
+
+
+def _is_multiple_of_16(name: str, value: Any) -> bool:
+    return isinstance(value, str) and value != "fp32" and name not in _ANY_INTEGER
+
+
+def _disassemble(cubin: bytes) -> tuple[str, str]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        run = lambda flag: (
+            subprocess.run(  # noqa: E731
+                [str(_TOOLS / "cuobjdump"), flag, file.name], capture_output=True, text=True, check=True
+            ).stdout
+        )
+        return run("-res-usage"), run("-sass")

@@ -1,0 +1,87 @@
+"""The kernels' parameter lists, as the wrappers launch them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kernels.tuning import MIN_SPLIT_TOKENS, Tile, next_power_of_2
+
+
+def decode_arguments(
+    element: str,
+    head_dim: int,
+    group_size: int,
+    tile: Tile,
+    *,
+    block_size: int = 16,
+    split: bool = True,
+    alibi: bool = False,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+) -> dict[str, Any]:
+    return {
+        "out_ptr": "*fp32" if split else f"*{element}",
+        "lse_ptr": "*fp32" if split else None,
+        "query_ptr": f"*{element}",
+        "key_cache_ptr": f"*{element}",
+        "value_cache_ptr": f"*{element}",
+        "block_tables_ptr": "*i32",
+        "seq_lens_ptr": "*i32",
+        "alibi_slopes_ptr": "*fp32" if alibi else None,
+        "scale": "fp32",
+        "stride_query_row": "i32",
+        "stride_query_head": "i32",
+        "stride_cache_block": "i32",
+        "stride_cache_head": "i32",
+        "stride_table_row": "i32",
+        "GROUP_SIZE": group_size,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": next_power_of_2(head_dim),
+        "BLOCK_SIZE": block_size,
+        "SLIDING_WINDOW": sliding_window,
+        "SOFTCAP": softcap,
+        "MIN_SPLIT": MIN_SPLIT_TOKENS,
+        "SPLIT": split,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "UPCAST": False,
+    }
+
+
+def prefill_arguments(
+    element: str,
+    head_dim: int,
+    group_size: int,
+    tile: Tile,
+    *,
+    block_size: int = 16,
+    alibi: bool = False,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+) -> dict[str, Any]:
+    return {
+        "out_ptr": f"*{element}",
+        "query_ptr": f"*{element}",
+        "key_cache_ptr": f"*{element}",
+        "value_cache_ptr": f"*{element}",
+        "block_tables_ptr": "*i32",
+        "query_start_loc_ptr": "*i32",
+        "seq_lens_ptr": "*i32",
+        "work_list_ptr": "*i32",
+        "alibi_slopes_ptr": "*fp32" if alibi else None,
+        "scale": "fp32",
+        "stride_query_token": "i32",
+        "stride_query_head": "i32",
+        "stride_cache_block": "i32",
+        "stride_cache_head": "i32",
+        "stride_table_row": "i32",
+        "GROUP_SIZE": group_size,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": next_power_of_2(head_dim),
+        "BLOCK_SIZE": block_size,
+        "SLIDING_WINDOW": sliding_window,
+        "SOFTCAP": softcap,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "UPCAST": False,
+    }

@@ -1,0 +1,155 @@
+"""What the compiler makes of every kernel at every entry of `kernels.tuning`, for GPUs that are not here."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernels.copy_blocks import copy_blocks_kernel
+from kernels.paged_attention_decode import merge_splits_kernel, paged_attention_decode_kernel
+from kernels.paged_attention_prefill import paged_attention_prefill_kernel
+from kernels.reshape_and_cache import reshape_and_cache_kernel
+from kernels.tuning import Tile, decode_tile, prefill_tile
+from tests.kernels.aot.compiler import SHARED_MEMORY_LIMIT, Compiled, compile_kernel
+from tests.kernels.aot.specialisations import decode_arguments, prefill_arguments
+
+pytestmark = pytest.mark.parametrize("capability", [80, 90], ids=["sm_80", "sm_90"])
+
+slow = pytest.mark.slow  # a compilation takes seconds: what differs little from a case that runs always
+
+
+def _check_resources(compiled: Compiled, capability: int) -> None:
+    assert compiled.stack_bytes == 0, compiled
+    assert compiled.spill_instructions == 0, compiled
+    assert compiled.shared_bytes <= SHARED_MEMORY_LIMIT[capability], compiled
+
+
+def _prefill(
+    element: str, head_dim: int, capability: int, *, group_size: int = 4, **options: object
+) -> Compiled:
+    tile = prefill_tile(head_dim, 4 if element == "fp32" else 2, (capability // 10, capability % 10))
+    arguments = prefill_arguments(element, head_dim, group_size, tile, **options)  # type: ignore[arg-type]
+    compiled = compile_kernel(paged_attention_prefill_kernel, arguments, capability, tile)
+    _check_resources(compiled, capability)
+    return compiled
+
+
+def _decode(element: str, head_dim: int, group_size: int, capability: int, **options: object) -> Compiled:
+    tile = decode_tile(head_dim, group_size, 4 if element == "fp32" else 2)
+    arguments = decode_arguments(element, head_dim, group_size, tile, **options)  # type: ignore[arg-type]
+    compiled = compile_kernel(paged_attention_decode_kernel, arguments, capability, tile)
+    _check_resources(compiled, capability)
+    return compiled
+
+
+@pytest.mark.parametrize("element", ["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_prefill_runs_on_the_tensor_cores(head_dim: int, element: str, capability: int) -> None:
+    compiled = _prefill(element, head_dim, capability)
+    assert compiled.async_copies > 0, "keys and values must be copied behind the products"
+    if capability == 90:
+        assert compiled.wgmma > 0
+        assert compiled.mma == 0
+    else:
+        assert compiled.mma > 0
+
+
+@pytest.mark.parametrize("element", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("head_dim", "group_size"),
+    # 16, 64 and 128 rows; 256 dims never have 128
+    [(128, 4), (128, 48), (128, 71), (256, 4), (256, 71), pytest.param(128, 20, marks=slow)],
+)
+def test_decode_streams_its_keys(head_dim: int, group_size: int, element: str, capability: int) -> None:
+    compiled = _decode(element, head_dim, group_size, capability)
+    assert compiled.async_copies > 0
+    assert compiled.wide_loads >= compiled.async_copies // 2, "keys and values come 16 bytes at a time"
+    assert compiled.mma + compiled.wgmma > 0
+
+
+@pytest.mark.parametrize("head_dim", [80, pytest.param(64, marks=slow), pytest.param(96, marks=slow)])
+def test_other_head_dims(head_dim: int, capability: int) -> None:
+    _prefill("bf16", head_dim, capability, group_size=1)
+    decode = _decode("bf16", head_dim, 1, capability, split=False)
+    assert decode.wide_loads >= 16, "padding to a power of two must not cut the loads up"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"alibi": True, "block_size": 64},
+        {"sliding_window": 4096, "softcap": 50.0},
+        pytest.param({"alibi": True}, marks=slow),
+        pytest.param({"block_size": 64}, marks=slow),
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options(options: dict[str, object], capability: int) -> None:
+    """An option costs registers: where there are fewest to spare."""
+    _prefill("bf16", 128, capability, group_size=7, **options)
+    _prefill("bf16", 256, capability, group_size=7, **options)
+    _decode("bf16", 256, 71, capability, split=False, **options)
+
+
+@pytest.mark.parametrize("head_dim", [256, pytest.param(64, marks=slow), pytest.param(128, marks=slow)])
+def test_fp32(head_dim: int, capability: int) -> None:
+    """Exact products, which no tensor core makes."""
+    assert _prefill("fp32", head_dim, capability).mma == 0
+    assert _decode("fp32", head_dim, 4, capability).mma == 0
+
+
+def test_merging_splits(capability: int) -> None:
+    for head_dim in (80, 256):
+        arguments = {
+            "out_ptr": "*bf16",
+            "partial_ptr": "*fp32",
+            "lse_ptr": "*fp32",
+            "seq_lens_ptr": "*i32",
+            "num_splits": "i32",
+            "HEAD_DIM": head_dim,
+            "HEAD_DIM_PADDED": 128 if head_dim == 80 else 256,
+            "SLIDING_WINDOW": 0,
+            "MIN_SPLIT": 256,
+            "BLOCK_N": 64,
+            "MERGE_SPLITS": 16,
+        }
+        compiled = compile_kernel(merge_splits_kernel, arguments, capability, Tile(0, 0, 4, 3))
+        _check_resources(compiled, capability)
+        assert compiled.wide_loads > 0
+
+
+def test_writing_the_cache(capability: int) -> None:
+    arguments: dict[str, object] = {
+        "key_ptr": "*bf16",
+        "value_ptr": "*bf16",
+        "key_cache_ptr": "*bf16",
+        "value_cache_ptr": "*bf16",
+        "slot_mapping_ptr": "*i64",
+        "num_tokens": "i32",
+        "stride_key_token": "i32",
+        "stride_key_head": "i32",
+        "stride_value_token": "i32",
+        "stride_value_head": "i32",
+        "stride_cache_block": "i32",
+        "stride_cache_head": "i32",
+        "BLOCK_SIZE": 16,
+        "HEAD_DIM": 80,
+        "HEAD_DIM_PADDED": 128,
+        "BLOCK_TOKENS": 16,
+    }
+    compiled = compile_kernel(reshape_and_cache_kernel, arguments, capability, Tile(0, 0, 4, 3))
+    _check_resources(compiled, capability)
+    assert compiled.wide_loads > 0
+
+
+def test_copying_blocks(capability: int) -> None:
+    arguments: dict[str, object] = {
+        "key_cache_ptr": "*bf16",
+        "value_cache_ptr": "*bf16",
+        "block_pairs_ptr": "*i64",
+        "elements_per_block": "i32",
+        "stride_cache_block": "i32",
+        "CHUNK": 4096,
+    }
+    compiled = compile_kernel(copy_blocks_kernel, arguments, capability, Tile(0, 0, 4, 3))
+    _check_resources(compiled, capability)
+    assert compiled.wide_loads > 0

@@ -1,0 +1,21 @@
+"""Triton binds to its interpreter or to its compiler when a kernel is defined: one process cannot have both.
+
+`interpreter/` is collected only under TRITON_INTERPRET=1, everything else only without it. Plain `pytest` covers
+both, because test_interpreter_suite.py runs the other process.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_HERE = Path(__file__).parent
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    if collection_path == _HERE / "interpreter":
+        return None if _INTERPRETED else True
+    if collection_path == _HERE / "aot" or collection_path.name == "test_interpreter_suite.py":
+        return True if _INTERPRETED else None
+    return None

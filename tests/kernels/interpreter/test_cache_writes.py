@@ -1,0 +1,68 @@
+"""The Triton kernels that write the cache, run by Triton's interpreter, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels import dispatch, reference
+
+
+def _caches(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype):
+    key_cache = torch.full((num_blocks, num_kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
+    return key_cache, key_cache.clone()
+
+
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left.nan_to_num(-7.0), right.nan_to_num(-7.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_writes_its_slots_and_no_others(head_dim: int, dtype: torch.dtype) -> None:
+    packed = torch.randn(19, 6, head_dim).to(dtype)  # 2 query heads, 2 key heads, 2 value heads
+    key, value = packed[:, 2:4], packed[:, 4:6]
+    slots = torch.randperm(3 * 16)[:19]
+    slots[[0, 7, 18]] = -1
+    out, expected = _caches(3, 2, 16, head_dim, dtype), _caches(3, 2, 16, head_dim, dtype)
+    with dispatch.override("triton"):
+        dispatch.reshape_and_cache(key, value, *out, slots)
+    reference.reshape_and_cache(key, value, *expected, slots)
+    assert _same(out[0], expected[0])
+    assert _same(out[1], expected[1])
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 16, 17])
+@pytest.mark.parametrize("block_size", [8, 128])
+def test_numbers_of_tokens(num_tokens: int, block_size: int) -> None:
+    key, value = torch.randn(num_tokens, 1, 64), torch.randn(num_tokens, 1, 64)
+    slots = torch.randperm(5 * block_size)[:num_tokens]
+    out, expected = _caches(5, 1, block_size, 64, torch.float32), _caches(5, 1, block_size, 64, torch.float32)
+    with dispatch.override("triton"):
+        dispatch.reshape_and_cache(key, value, *out, slots)
+    reference.reshape_and_cache(key, value, *expected, slots)
+    assert _same(out[0], expected[0])
+    assert _same(out[1], expected[1])
+
+
+def test_only_padding_writes_nothing() -> None:
+    key_cache, value_cache = _caches(2, 1, 16, 64, torch.float32)
+    tokens = torch.randn(4, 1, 64)
+    with dispatch.override("triton"):
+        dispatch.reshape_and_cache(tokens, tokens, key_cache, value_cache, torch.full((4,), -1))
+    assert key_cache.isnan().all()
+    assert value_cache.isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(6, 2, 16, 64), (6, 3, 8, 80), (6, 1, 128, 96)], ids=str)
+def test_copy_blocks_equals_the_reference(shape: tuple[int, ...]) -> None:
+    """One source for two destinations; blocks of less and of more than a program's chunk."""
+    key_cache, value_cache = torch.randn(shape), torch.randn(shape)
+    expected = key_cache.clone(), value_cache.clone()
+    pairs = [(0, 5), (0, 1), (3, 2)]
+    with dispatch.override("triton"):
+        dispatch.copy_blocks(key_cache, value_cache, pairs)
+        dispatch.copy_blocks(key_cache, value_cache, [])
+    reference.copy_blocks(*expected, pairs)
+    assert torch.equal(key_cache, expected[0])
+    assert torch.equal(value_cache, expected[1])

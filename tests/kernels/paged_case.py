@@ -1,0 +1,184 @@
+"""Random paged batches with everything that must not be read poisoned, and the truth about them.
+
+Unused blocks, unused slots of used blocks and padded query tokens hold NaN; block-table entries past a row's
+length hold ids far outside the cache. A kernel that touches any of them returns NaN or faults.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from kernels.metadata import AttentionMetadata
+
+WILD_BLOCK_ID = 2**31 - 1
+
+# Largest allowed |out - truth| for inputs drawn from N(0, 1). An output is a convex combination of values of size
+# about 4, so half precision rounds it by up to 4 * 2^-11 (fp16) or 4 * 2^-8 (bf16), and once more in the weights.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@dataclass
+class PagedCase:
+    """One step over one layer's cache. `dense_keys[row]` are the row's keys [seq_len, num_kv_heads, head_dim]."""
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    metadata: AttentionMetadata
+    dense_keys: list[torch.Tensor]
+    dense_values: list[torch.Tensor]
+    scale: float
+    alibi_slopes: torch.Tensor | None = None
+    sliding_window: int | None = None
+    softcap: float | None = None
+    options: dict[str, object] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.options = {
+            "scale": self.scale,
+            "alibi_slopes": self.alibi_slopes,
+            "sliding_window": self.sliding_window,
+            "softcap": self.softcap,
+        }
+
+    def in_double(self) -> PagedCase:
+        """The same numbers in fp64."""
+        return PagedCase(
+            self.query.double(),
+            self.key_cache.double(),
+            self.value_cache.double(),
+            self.metadata,
+            [keys.double() for keys in self.dense_keys],
+            [values.double() for values in self.dense_values],
+            self.scale,
+            None if self.alibi_slopes is None else self.alibi_slopes.double(),
+            self.sliding_window,
+            self.softcap,
+        )
+
+    def real_tokens(self) -> torch.Tensor:
+        """[num_tokens] bool: False at padding."""
+        lens = zip(self.metadata.query_lens_host, self.metadata.seq_lens_host, strict=True)
+        flags = [seq_len > 0 for query_len, seq_len in lens for _ in range(query_len)]
+        flags += [False] * (self.query.shape[0] - len(flags))
+        return torch.tensor(flags)
+
+
+def make_case(
+    query_lens: list[int],
+    seq_lens: list[int],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    alibi: bool = False,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    padded_decode_rows: int = 0,
+    padded_tokens: int = 0,
+    free_outside_window: bool = False,
+    seed: int = 0,
+) -> PagedCase:
+    """Rows with one query token first. `padded_decode_rows` rows of length 0 follow the decode rows, with a token
+    each, as a bucket of a captured graph has them; `padded_tokens` tokens of no row end the batch.
+
+    `free_outside_window` also gives up the blocks that no query token's window reaches, as an engine may.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    num_decode_rows = sum(query_len == 1 for query_len in query_lens) + padded_decode_rows
+    decodes = num_decode_rows - padded_decode_rows
+    query_lens = query_lens[:decodes] + [1] * padded_decode_rows + query_lens[decodes:]
+    seq_lens = seq_lens[:decodes] + [0] * padded_decode_rows + seq_lens[decodes:]
+
+    blocks_of = [math.ceil(seq_len / block_size) for seq_len in seq_lens]
+    num_blocks = sum(blocks_of) + 3
+    key_cache = torch.full((num_blocks, num_kv_heads, block_size, head_dim), math.nan, dtype=dtype)
+    value_cache = key_cache.clone()
+    tables = torch.full((len(seq_lens), max(blocks_of) + 2), WILD_BLOCK_ID, dtype=torch.int32)
+    free_blocks = torch.randperm(num_blocks, generator=generator).tolist()
+    dense_keys, dense_values, slots = [], [], []
+    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        keys, values = draw(seq_len, num_kv_heads, head_dim), draw(seq_len, num_kv_heads, head_dim)
+        dense_keys.append(keys)
+        dense_values.append(values)
+        first_seen = max(0, seq_len - query_len + 1 - sliding_window) if sliding_window else 0
+        for index in range(blocks_of[row]):
+            if free_outside_window and (index + 1) * block_size <= first_seen:
+                continue
+            block = free_blocks.pop()
+            tables[row, index] = block
+            part = slice(index * block_size, min(seq_len, (index + 1) * block_size))
+            key_cache[block, :, : part.stop - part.start] = keys[part].transpose(0, 1)
+            value_cache[block, :, : part.stop - part.start] = values[part].transpose(0, 1)
+        for position in range(seq_len - query_len, seq_len):
+            block = int(tables[row, position // block_size]) if seq_len else -1
+            slots.append(block * block_size + position % block_size if seq_len else -1)
+
+    num_tokens = sum(query_lens) + padded_tokens
+    query = draw(num_tokens, num_heads, head_dim)
+    metadata = AttentionMetadata(
+        block_tables=tables,
+        query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        slot_mapping=torch.tensor(slots + [-1] * padded_tokens, dtype=torch.int64),
+        query_lens_host=query_lens,
+        seq_lens_host=seq_lens,
+        num_decode_rows=num_decode_rows,
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+    )
+    slopes = torch.rand(num_heads, generator=generator) if alibi else None
+    case = PagedCase(
+        query, key_cache, value_cache, metadata, dense_keys, dense_values,
+        head_dim**-0.5, slopes, sliding_window, softcap,
+    )  # fmt: skip
+    case.query[~case.real_tokens()] = math.nan
+    return case
+
+
+def dense_attention(case: PagedCase) -> torch.Tensor:
+    """The textbook formula over the dense keys, with absolute ALiBi positions; NaN at padding."""
+    num_heads = case.query.shape[1]
+    out = torch.full_like(case.query, math.nan)
+    start = 0
+    for row, (query_len, seq_len) in enumerate(
+        zip(case.metadata.query_lens_host, case.metadata.seq_lens_host, strict=True)
+    ):
+        if seq_len == 0:
+            start += query_len
+            continue
+        group_size = num_heads // case.dense_keys[row].shape[1]
+        for token in range(query_len):
+            position = seq_len - query_len + token
+            first = max(0, position - case.sliding_window + 1) if case.sliding_window else 0
+            for head in range(num_heads):
+                keys = case.dense_keys[row][first : position + 1, head // group_size]
+                values = case.dense_values[row][first : position + 1, head // group_size]
+                scores = keys @ case.query[start + token, head] * case.scale
+                if case.softcap is not None:
+                    scores = case.softcap * torch.tanh(scores / case.softcap)
+                if case.alibi_slopes is not None:
+                    slope = case.alibi_slopes[head].to(scores.dtype)
+                    scores = scores + slope * torch.arange(first, position + 1)
+                out[start + token, head] = scores.softmax(0) @ values
+        start += query_len
+    return out
+
+
+def assert_close(out: torch.Tensor, truth: torch.Tensor, case: PagedCase, tolerance: float) -> None:
+    """`out` equals `truth` at every real token; NaN never passes."""
+    real = case.real_tokens()
+    error = (out[real].double() - truth[real].double()).abs()
+    assert not error.isnan().any(), (
+        f"NaN in {int(error.isnan().any(-1).sum())} of {error[..., 0].numel()} heads"
+    )
+    assert error.max().item() <= tolerance, f"error {error.max().item():.2e} > {tolerance:.0e}"

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["from transformers import LlamaForCausalLM", "import kernels, sys; assert 'torch' not in sys.modules"],
+)
+def test_folder_does_not_pass_for_the_package_of_the_same_name(statement: str) -> None:
+    """transformers looks for a distribution called `kernels` and, from the repository root, finds our folder."""
+    run = subprocess.run(
+        [sys.executable, "-c", statement], cwd=_ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr

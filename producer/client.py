@@ -121,6 +121,7 @@ class Producer:
 
     def _run(self, flow: Flow[T]) -> T:
         """Drive a flow that emits nothing to its value."""
+        self._connected()  # no server to be found is said at once, and not tried again
         try:
             effect = next(flow)
             while True:

@@ -93,7 +93,9 @@ def test_at_maxmemory_submits_are_refused_and_running_jobs_still_end(own_queue: 
     assert own_queue.release(jobs["release"]) == "released"
     assert own_queue.cancel("waiting") == "cancelled"
     assert {job.job_id for job in own_queue.pull()} == {"release", "retry"}
+    own_queue.client.config_set("maxmemory", 0)
     own_queue.lapse("checkpoint")
+    own_queue.client.config_set("maxmemory", 1)
     assert own_queue.run(transitions.sweep("q")).reclaimed == 1
     assert own_queue.run(reading.outcome("q", "commit")).result is not None
     assert "job:refused" not in own_queue.names()

@@ -98,8 +98,8 @@ class HashModel:
     """An executor over `num_blocks` blocks. A step runs when it is waited for, in launch order.
 
     Running late is the worst case for the scheduler: whatever it hands out or poisons too early is then gone
-    by the time an older step reads it. `bad_steps` raise; so does computing one of `bad_tokens`. `nan_tokens`: a sequence
-    that holds one samples from logits that are not finite.
+    by the time an older step reads it. `bad_steps` raise; so does computing one of `bad_tokens`. A sequence
+    that holds one of `nan_tokens` samples from logits that are not finite.
     """
 
     num_blocks: int
@@ -137,8 +137,12 @@ class HashModel:
     def _void_launched(self) -> None:
         """What was launched after a failed step yields rubbish: an error, or tokens nobody may believe."""
         for step in self._launched:
-            rubbish = StepResult(step.plan.step_id, [[self.oracle.vocab_size] for _ in step.plan.samples])
-            step.result = BadStep("a step before it failed") if step.plan.step_id % 2 else rubbish
+            if step.plan.step_id % 2:
+                step.result = BadStep("a step before it failed")
+            else:
+                step.result = StepResult(
+                    step.plan.step_id, [[self.oracle.vocab_size]] * len(step.plan.samples)
+                )
         self._launched.clear()
 
     def poison(self, block_ids: list[int]) -> None:

@@ -65,7 +65,10 @@ class EngineConfig:
                      "max_num_batched_tokens", "num_threads"):  # fmt: skip
             value = getattr(self, name)
             need(value is None or value >= 1, f"{name} must be at least 1, got {value}")
-        need(self.num_kv_blocks is None or self.num_kv_blocks >= 2, "num_kv_blocks must be at least 2 (one is reserved)")
+        need(
+            self.num_kv_blocks is None or self.num_kv_blocks >= 2,
+            "num_kv_blocks must be at least 2 (one is reserved)",
+        )
         need(self.long_prefill_token_threshold >= 0, "long_prefill_token_threshold must not be negative")
         need(0.0 < self.gpu_memory_utilization <= 1.0, "gpu_memory_utilization must be in (0, 1]")
         for name, supported in (("kv_cache_dtype", "auto"), ("quantization", None), ("swap_space_gib", 0.0),

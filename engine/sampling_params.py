@@ -28,7 +28,9 @@ class StructuredOutputs:
     def __post_init__(self) -> None:
         given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
         if len(given) != 1:
-            raise InvalidRequest(f"structured_outputs takes exactly one of choice, regex, json, grammar; got {given}")
+            raise InvalidRequest(
+                f"structured_outputs takes exactly one of choice, regex, json, grammar; got {given}"
+            )
         if self.choice is not None:
             object.__setattr__(self, "choice", tuple(dict.fromkeys(self.choice)))
             if not self.choice or any(not isinstance(label, str) or not label for label in self.choice):
@@ -70,8 +72,9 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+        stop: object = self.stop  # a bare string is accepted, though the type says tuple
+        if isinstance(stop, str):
+            object.__setattr__(self, "stop", (stop,))
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             value = getattr(self, name)
             if value is not None:
@@ -88,10 +91,20 @@ class SamplingParams:
             if not condition:
                 raise InvalidRequest(message)
 
-        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+        ):
             need(math.isfinite(getattr(self, name)), f"{name} must be finite")
         need(self.n >= 1, f"n must be at least 1, got {self.n}")
-        need(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}")
+        need(
+            self.max_tokens is None or self.max_tokens >= 1,
+            f"max_tokens must be at least 1, got {self.max_tokens}",
+        )
         need(self.min_tokens >= 0, f"min_tokens must not be negative, got {self.min_tokens}")
         need(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
@@ -102,13 +115,22 @@ class SamplingParams:
         need(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}")
         need(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}")
         need(self.seed is None or 0 <= self.seed <= MAX_SEED, f"seed must be in [0, 2**63), got {self.seed}")
-        need(len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}")
+        need(
+            len(self.stop) <= MAX_STOP_STRINGS,
+            f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}",
+        )
         need(all(isinstance(s, str) and s for s in self.stop), "stop strings must be non-empty strings")
-        need(self.repetition_penalty > 0.0, f"repetition_penalty must be positive, got {self.repetition_penalty}")
+        need(
+            self.repetition_penalty > 0.0,
+            f"repetition_penalty must be positive, got {self.repetition_penalty}",
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             need(-2.0 <= getattr(self, name) <= 2.0, f"{name} must be in [-2, 2]")
         need(all(math.isfinite(v) for v in self.logit_bias.values()), "logit_bias values must be finite")
-        need(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids must not be empty")
+        need(
+            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
+            "allowed_token_ids must not be empty",
+        )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             need(value is None or 0 <= value <= MAX_LOGPROBS, f"{name} must be in [0, {MAX_LOGPROBS}]")

@@ -15,7 +15,7 @@ RetryReason = Literal["engine_error", "out_of_memory", "worker_lost", "output_in
 RenewalResult = Literal["renewed", "lost", "error"]
 CommitResult = Literal["committed", "fenced", "already_done", "error"]
 ProgressResult = Literal["written", "refused", "error"]
-BlockReason = Literal["kv", "rows", "loading", "paused", "draining", "redis", "results"]
+BlockReason = Literal["kv", "rows", "loading", "engine", "paused", "draining", "redis", "results"]
 RedisErrorKind = Literal["connection", "timeout", "response", "other"]
 WorkerState = Literal["starting", "ready", "paused", "draining", "degraded", "stopped"]
 

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 DOORBELL_S = 1.0
 """The longest sleep of an idle worker; then it looks, and sweeps, anyway."""
 BLOCKED_POLL_S = 0.25
+LONG_STEP_S = 2.0
+"""While a step takes longer than this, jobs are left to other workers."""
 MAX_JOBS_PER_PULL = 64
 OUTPUT_RATIO_WEIGHT = 0.05
 
@@ -75,6 +77,8 @@ def credit(engine: EngineThread, running: list[RunningJob], forecast: OutputFore
         return Credit(0, 0, blocked="loading")
     if engine.state is EngineState.HELD:
         return Credit(0, 0, blocked="results")
+    if engine.stalled_for() > LONG_STEP_S:
+        return Credit(0, 0, blocked="engine")
     live = [job for job in running if not job.has_left_engine]
     rows = stats.max_num_seqs - sum(job.params.n for job in live)
     if rows <= 0:

@@ -38,6 +38,8 @@ START_LIMIT_S = 300.0
 """Covers the packaged model's one-time conversion on a slow machine."""
 STOP_LIMIT_S = 30.0
 POLL_S = 0.1
+SETTLE_S = 0.3
+"""The engine publishes its figures ten times a second: the last step's are there after this."""
 SAMPLE_ROWS = 12
 KEPT_VARIABLE = "PAGEMILL_CACHE_DIR"
 EXIT_FAILED = 1
@@ -133,6 +135,7 @@ def label_rows(
             bar.update(task, completed=counts.ended, rate=rate, kv=100 * sampler.kv_utilization)
             time.sleep(0 if is_done else POLL_S)
         seconds = time.monotonic() - started
+        time.sleep(SETTLE_S)
         sampler.sample()
         items = list(batch.results())
     return Labelling(

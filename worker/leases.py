@@ -57,6 +57,7 @@ class LeaseKeeper:
         self._renew_s = renew_s
         self._is_well = is_well
         self._describe = describe
+        self._was_well = True
         self._pubsub: PubSub | None = None
         self._renewed = threading.Condition()
         self._renewed_at = 0.0
@@ -107,10 +108,12 @@ class LeaseKeeper:
         self._leave()
 
     def _beat(self) -> None:
-        if not self._is_well():
-            logger.error("the engine gets nowhere: %d leases are left to lapse", len(self._table))
-        else:
+        is_well = self._is_well()
+        if is_well:
             self._renew_leases()
+        elif self._was_well:
+            logger.error("the engine gets nowhere: %d leases are left to lapse", len(self._table))
+        self._was_well = is_well
         self._clock.set(self._queue.server_time())
         self._queue.run(heartbeat(self._queue.queue, self._describe()))
         self._queue.run(transitions.sweep(self._queue.queue))

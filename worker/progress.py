@@ -86,6 +86,7 @@ class ProgressReporter:
         self._stopping: dict[str, float] = {}
         self._engine: EngineThread | None = None
         self._is_holding = False
+        self._is_abandoning = False
         self._give_up_at: float | None = None
         self._backoff = Backoff()
         self._retry_at = 0.0
@@ -95,8 +96,12 @@ class ProgressReporter:
         self._engine = engine
         self._thread.start()
 
-    def stop(self, timeout: float) -> bool:
-        """Write what there is to write, for at most `timeout` seconds; True if nothing is left."""
+    def stop(self, timeout: float, *, abandon: bool = False) -> bool:
+        """Write what there is to write, for at most `timeout` seconds; True if nothing is left.
+
+        `abandon`: jobs that the engine still has are not waited for.
+        """
+        self._is_abandoning = abandon
         self._give_up_at = time.monotonic() + timeout
         self._events.put([])
         if self._thread.ident is not None:
@@ -142,7 +147,8 @@ class ProgressReporter:
     def _is_done(self) -> bool:
         if self._give_up_at is None:
             return False
-        settled = not self._ended and not self._table.running() and self._events.empty()
+        waits_for = 0 if self._is_abandoning else len(self._table.running())
+        settled = not self._ended and not waits_for and self._events.empty()
         return settled or time.monotonic() >= self._give_up_at
 
     def _take_events(self) -> None:

@@ -152,8 +152,10 @@ class Worker:
             return f"the engine has got nowhere for {self.engine.stalled_for():.0f} s"
         if not self.leases.is_alive:
             return "the thread that renews leases died"
-        if self._is_serving and not (self.reporter.is_alive and self.admission.is_alive):
-            return "a thread of the worker died"
+        if self._is_serving and not self.reporter.is_alive:
+            return "the thread that writes results died"
+        if self._is_serving and not self._is_draining and not self.admission.is_alive:
+            return "the thread that pulls jobs died"
         return None
 
     def drain(self, grace_s: float, hurry: threading.Event, give_up_at: float) -> None:
@@ -172,6 +174,11 @@ class Worker:
             self.reporter.hand_back_all()
             if not self.reporter.stop(max(0.0, min(WRITE_OUT_S, give_up_at - time.monotonic()))):
                 logger.warning("%d jobs could not be handed back; their leases will lapse", len(self.table))
+
+    def abandon(self) -> None:
+        """Pull no more, and write what has ended; the leases of the rest lapse."""
+        self.admission.stop()
+        self.reporter.stop(WRITE_OUT_S, abandon=True)
 
     def close(self) -> bool:
         """End all threads; False if the engine's could not be ended. Jobs still held are left to lapse."""
@@ -322,7 +329,7 @@ def _serve(
         reason = _watch(worker, server, signals)
         if reason is not None:
             logger.critical("%s; the process exits, and other workers take its jobs over", reason)
-            worker.reporter.stop(WRITE_OUT_S)  # what had ended before need not run again
+            worker.abandon()
             return EXIT_FAILED
         give_up_at = signals.first_at + config.shutdown_s
         _exit_hard_at(give_up_at)

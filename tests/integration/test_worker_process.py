@@ -140,15 +140,11 @@ def test_a_killed_embedded_server_comes_back_with_its_jobs(
 
 def test_the_first_sigterm_lets_running_jobs_finish(spawn: Spawn, client: QueueClient) -> None:
     process = start_running(spawn, client, jobs=2, drain_grace_s=30.0)
-    (waiting,) = client.submit({"prompt": "not for this worker", "max_tokens": 5})
-    running = [info.running for info in client.workers()]
     process.signal(signal.SIGTERM)
     assert process.wait() == 0
-    counts = client.stats().counts
-    assert counts["succeeded"] >= 2, running
-    assert client.status(waiting).state in ("queued", "succeeded")  # pulled before the signal, or never
-    assert counts.get("running", 0) == 0
+    assert client.stats().counts["succeeded"] == 2
     assert client.workers() == []
+    assert "handed back" not in process.log()
 
 
 def test_a_draining_worker_is_live_but_not_ready_and_pulls_nothing(spawn: Spawn, client: QueueClient) -> None:
@@ -177,7 +173,7 @@ def test_after_the_grace_period_another_worker_goes_on_from_the_checkpoint(
     handed_back = len(re.findall(r"handed back after \d+ tokens", process.log()))
     assert handed_back == 3
     with running_worker(worker_config(valkey_url, client.queue)):
-        eventually(lambda: client.stats().counts["succeeded"] == 3, "the other worker to finish")
+        eventually(lambda: client.stats().counts.get("succeeded") == 3, "the other worker to finish")
     for job_id in re.findall(r"job (\w+): handed back", process.log()):
         result = client.outcome(job_id).value()
         assert result is not None

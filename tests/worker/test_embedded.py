@@ -15,6 +15,7 @@ import psutil
 import pytest
 import redis
 
+from tests.worker.harness import eventually
 from worker import embedded
 from worker.embedded import EmbeddedServer, EmbeddedServerError
 
@@ -121,8 +122,7 @@ def test_a_killed_server_is_revived_with_its_data(state_dir: Path) -> None:
         url, pid = server.url, server.record.pid
         assert not server.revive()
         os.kill(pid, signal.SIGKILL)
-        wait_until_gone(pid)
-        assert server.revive()
+        eventually(server.revive, "the server's end to be noticed")
         assert server.url == url
         with redis.Redis.from_url(server.url) as client:
             assert client.get("key") == b"value"

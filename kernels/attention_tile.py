@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 
 # Under TRITON_INTERPRET=1 kernels run as numpy code on CPU tensors. Its bfloat16 is storage only: products of
-# two bf16 tiles are garbage, without an error. Kernels therefore take UPCAST and compute in fp32 where it is set.
+# two bf16 tiles are garbage, without an error. Kernels therefore take UPCAST, and compute in fp32 where it is
+# set.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# A running maximum starts here and not at -inf: a tile with nothing visible then gives exp2(-inf - finite) = 0,
-# where -inf minus -inf would give NaN.
+# A running maximum starts here and not at -inf: a tile with nothing visible then gives
+# exp2(-inf - finite) = 0, where -inf minus -inf would give NaN.
 LOWEST_SCORE = tl.constexpr(-1.0e30)
 
 

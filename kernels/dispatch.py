@@ -95,7 +95,7 @@ def _load(face: FaceName) -> _Face:
 def _default_face(device_type: str) -> FaceName:
     if device_type == "cuda":
         return "triton"
-    if device_type == "cpu" and all(importlib.util.find_spec(name) for name in ("numba", "kernels.cpu")):
+    if device_type == "cpu" and importlib.util.find_spec("numba") is not None:
         return "cpu"
     return "reference"
 
@@ -138,8 +138,9 @@ def paged_attention(
     """Causal attention of one step's tokens over one layer's paged cache.
 
     A score is `scale * query . key`, then `softcap * tanh(score / softcap)`, then plus
-    `alibi_slopes[head] * key position`; softmax runs over the visible keys. No unused block, unused slot or block
-    table entry outside a row's length (or, where no query token can see them, before its window) is read.
+    `alibi_slopes[head] * key position`; softmax runs over the visible keys. Unused blocks, unused slots and
+    block-table entries past a row's length, or wholly before what its window shows any query token, are never
+    read.
 
     Args:
         query: [num_tokens, num_heads, head_dim], last dimension contiguous; num_heads is a multiple of

@@ -11,9 +11,9 @@ import torch
 class AttentionMetadata:
     """One step's ragged batch over the paged cache.
 
-    Rows with one query token come first (`num_decode_rows` of them), then rows with more. Every row's keys and
-    values of this step are in the cache before attention reads it; query token i of a row with `query_len`
-    tokens stands at position `seq_len - query_len + i` and sees keys 0..that position.
+    Rows with one query token come first (`num_decode_rows` of them), then rows with more. Every row's keys
+    and values of this step are in the cache before attention reads it; query token i of a row with
+    `query_len` tokens stands at position `seq_len - query_len + i` and sees keys 0..that position.
 
     Padded rows (`seq_lens` 0) and padded tokens (`slot_mapping` -1) may stand at the end of the batch: they
     write nothing, and what comes out for them is undefined.

@@ -1,4 +1,4 @@
-"""Triton's face of paged attention: the decode kernel for the first rows of a step, the prefill kernel for the rest."""
+"""Triton's face of paged attention: the decode kernel for a step's first rows, the prefill kernel for the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """See `kernels.dispatch.paged_attention`. Two kernels, because one that did both would pipeline neither."""
+    """See `kernels.dispatch.paged_attention`. Two kernels: one that did both would pipeline neither."""
     out = query.new_empty(query.shape)
     num_decode_rows = metadata.num_decode_rows
     if num_decode_rows > 0:

@@ -214,14 +214,14 @@ def paged_attention_decode(
     Args:
         out: [num_rows, num_heads, head_dim], contiguous. Rows with `seq_lens` 0 are left as they were.
         query: [num_rows, num_heads, head_dim], last dimension contiguous.
-        key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim]; each (block, head) contiguous.
+        key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], contiguous.
         block_tables: [num_rows, max_blocks] int32; entries past a row's length are not read.
         seq_lens: [num_rows] int32, the query's own token included.
         max_seq_len: at least the longest of `seq_lens`; sizes the grid. While capturing a graph: the longest
             that a replay may bring.
-        tile, num_splits, min_split_tokens: in place of what `kernels.tuning` says. `min_split_tokens` must be a
-            multiple of the tile's `block_n`; with `num_splits` at least max_seq_len / min_split_tokens every
-            split has that size whatever the row's length.
+        tile, num_splits, min_split_tokens: in place of what `kernels.tuning` says. `min_split_tokens` must be
+            a multiple of the tile's `block_n`; with `num_splits` at least max_seq_len / min_split_tokens every
+            split has that size, whatever the row's length.
     """
     num_rows, num_heads, head_dim = query.shape
     _, num_kv_heads, block_size, _ = key_cache.shape

@@ -1,8 +1,8 @@
 """Paged attention for rows with several query tokens: fresh prompts, chunks of prompts, resumed requests.
 
-One program takes one KV head and `block_m` consecutive pairs (query token, query head of the group), so that every
-key it reads serves all of them and tiles are full whatever the group's size. Which pairs, it reads from a work
-list that the host builds from the query lengths it knows: no program starts in vain.
+One program takes one KV head and `block_m` consecutive pairs (query token, query head of the group), so that
+every key it reads serves all of them and tiles are full whatever the group's size. Which pairs, it reads from a
+work list that the host builds from the query lengths it knows: no program starts in vain.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ def paged_attention_prefill_kernel(
 def build_work_list(
     query_lens: Sequence[int], seq_lens: Sequence[int], first_row: int, group_size: int, block_m: int
 ) -> npt.NDArray[np.int32]:
-    """[num_programs, 2]: the (row, first pair) of every program for rows `first_row` and up, longest work first.
+    """[num_programs, 2]: the (row, first pair) of every program, for rows `first_row` and up.
 
-    Longest first, because a long tile that starts last leaves the device idle around it. Rows without tokens
+    Longest work first, because a long tile that starts last leaves the device idle around it. Rows without tokens
     (padding) get no program.
     """
     rows = np.arange(first_row, len(query_lens), dtype=np.int64)
@@ -189,9 +189,9 @@ def paged_attention_prefill(
     """Causal attention of every row after `metadata.num_decode_rows`, written to `out`.
 
     Args:
-        out: [num_tokens, num_heads, head_dim], contiguous. Other rows' and padded tokens are left as they were.
+        out: [num_tokens, num_heads, head_dim], contiguous. Other tokens are left as they were.
         query: [num_tokens, num_heads, head_dim] of the whole step, last dimension contiguous.
-        key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim]; each (block, head) contiguous.
+        key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], contiguous.
         tile: in place of what `kernels.tuning` says.
     """
     num_heads, head_dim = query.shape[1:]

@@ -8,7 +8,8 @@ import triton.language as tl
 
 from kernels.tuning import next_power_of_2
 
-# 16 tokens of 128 dims are two 16-byte accesses per thread and tensor at four warps. Not yet measured on a GPU.
+# 16 tokens of 128 dims are two 16-byte accesses per thread and tensor at four warps. Not yet measured on a
+# GPU.
 _BLOCK_TOKENS = 16
 
 

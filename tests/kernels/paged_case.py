@@ -7,7 +7,7 @@ length hold ids far outside the cache. A kernel that touches any of them returns
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -43,6 +43,25 @@ class PagedCase:
             "sliding_window": self.sliding_window,
             "softcap": self.softcap,
         }
+
+    def to(self, device: torch.device) -> PagedCase:
+        """The same numbers on `device`; lengths on the host stay there."""
+        moved = {
+            name: getattr(self.metadata, name).to(device)
+            for name in ("block_tables", "query_start_loc", "seq_lens", "slot_mapping")
+        }
+        return PagedCase(
+            self.query.to(device),
+            self.key_cache.to(device),
+            self.value_cache.to(device),
+            replace(self.metadata, **moved, work_lists={}),
+            [keys.to(device) for keys in self.dense_keys],
+            [values.to(device) for values in self.dense_values],
+            self.scale,
+            None if self.alibi_slopes is None else self.alibi_slopes.to(device),
+            self.sliding_window,
+            self.softcap,
+        )
 
     def in_double(self) -> PagedCase:
         """The same numbers in fp64."""

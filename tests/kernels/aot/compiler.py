@@ -79,9 +79,9 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        run = lambda flag: (
-            subprocess.run(  # noqa: E731
-                [str(_TOOLS / "cuobjdump"), flag, file.name], capture_output=True, text=True, check=True
-            ).stdout
-        )
-        return run("-res-usage"), run("-sass")
+        return _cuobjdump("-res-usage", file.name), _cuobjdump("-sass", file.name)
+
+
+def _cuobjdump(flag: str, cubin: str) -> str:
+    command = [str(_TOOLS / "cuobjdump"), flag, cubin]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -1,7 +1,7 @@
 """Attention of single query tokens over the paged cache, walking the block tables in place.
 
 A row's keys are cut into splits of a fixed number of keys, counted from key 0, and splits are merged in order.
-So the order of every sum depends on the row alone, never on its neighbours in the batch or on the number of threads.
+So the order of every sum depends on the row alone, never on its neighbours or the number of threads.
 """
 
 from __future__ import annotations
@@ -11,94 +11,116 @@ import math
 import numpy as np
 from numba import prange
 
-from kernels.cpu_jit import f32_pointer, i32_pointer, jit, load, prefetch
+from kernels import cpu_vector as vector
+from kernels.cpu_jit import f32_pointer, i32_pointer, jit, prefetch
 
 SPLIT = 256  # keys; long enough to drown the merge, short enough that threads can share one long row
-LOG2_E = 1.0 / math.log(2.0)
-F32 = 4  # bytes
-CACHE_LINE = 64  # bytes
-
-# 2 ** f on [-0.5, 0.5], least squares of the relative error: 8e-8.
-_C0, _C1, _C2, _C3, _C4, _C5 = (
-    np.float32(c) for c in (1.0000001, 0.69314694, 0.24022122, 0.055507425, 0.0096754599, 0.0013266971)
-)
-_HALF, _LOWEST_EXPONENT, _ZERO, _ONE, _TWO = (np.float32(c) for c in (0.5, -126.0, 0.0, 1.0, 2.0))
+LOG2_E = np.float32(1.0 / math.log(2.0))
+F32 = I32 = 4  # bytes
+VECTOR = F32 * vector.LANES  # bytes; also a cache line
+_ZERO, _ONE, _MINUS_INFINITY = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 
 
 @jit
-def exp2(x):
-    """2 ** x for x <= 127; below -126 it stays at 2 ** -126. Plain arithmetic, so that loops over it vectorise."""
-    x = max(x, _LOWEST_EXPONENT)
-    whole = np.floor(x + _HALF)
-    f = x - whole
-    p = ((((_C5 * f + _C4) * f + _C3) * f + _C2) * f + _C1) * f + _C0
-    return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+def _add_dots(scores, q, keys, num_keys, head_dim):
+    """scores[j] += q . keys[j], for a tile of contiguous keys."""
+    target, row_bytes = f32_pointer(scores), F32 * head_dim
+    wide, whole = row_bytes // (4 * VECTOR) * 4 * VECTOR, row_bytes // VECTOR * VECTOR
+    for part in range(0, wide, 4 * VECTOR):  # four registers hold the query while the keys pass by
+        q0, q1 = vector.load(q + part), vector.load(q + part + VECTOR)
+        q2, q3 = vector.load(q + part + 2 * VECTOR), vector.load(q + part + 3 * VECTOR)
+        for j in range(num_keys):
+            key = keys + j * row_bytes + part
+            low = vector.multiply(q0, vector.load(key))
+            low = vector.multiply_add(q1, vector.load(key + VECTOR), low)
+            high = vector.multiply(q2, vector.load(key + 2 * VECTOR))
+            high = vector.multiply_add(q3, vector.load(key + 3 * VECTOR), high)
+            target[j] += vector.sum_lanes(vector.add(low, high))
+    for part in range(wide, whole, VECTOR):
+        q0 = vector.load(q + part)
+        for j in range(num_keys):
+            target[j] += vector.sum_lanes(vector.multiply(q0, vector.load(keys + j * row_bytes + part)))
+    for d in range(whole // F32, head_dim):
+        for j in range(num_keys):
+            target[j] += f32_pointer(q)[d] * f32_pointer(keys)[j * head_dim + d]
 
 
 @jit
-def _dot_rows(scores, q, keys, num_keys, head_dim):
-    """scores[j] = q . keys[j] for a tile of contiguous keys."""
-    for j in range(num_keys):
-        total = _ZERO
-        row = j * head_dim
-        for d in range(head_dim):
-            total += load(q, d) * load(keys, row + d)
-        scores[j] = total
+def _add_weighted(acc, weights, values, num_keys, head_dim):
+    """acc[d] += sum over j of weights[j] * values[j, d], for a tile of contiguous values."""
+    weight, row_bytes = f32_pointer(weights), F32 * head_dim
+    wide, whole = row_bytes // (4 * VECTOR) * 4 * VECTOR, row_bytes // VECTOR * VECTOR
+    for part in range(0, wide, 4 * VECTOR):
+        target = acc + part
+        a0, a1 = vector.load(target), vector.load(target + VECTOR)
+        a2, a3 = vector.load(target + 2 * VECTOR), vector.load(target + 3 * VECTOR)
+        for j in range(num_keys):
+            value, w = values + j * row_bytes + part, vector.splat(weight[j])
+            a0 = vector.multiply_add(w, vector.load(value), a0)
+            a1 = vector.multiply_add(w, vector.load(value + VECTOR), a1)
+            a2 = vector.multiply_add(w, vector.load(value + 2 * VECTOR), a2)
+            a3 = vector.multiply_add(w, vector.load(value + 3 * VECTOR), a3)
+        vector.store(target, a0)
+        vector.store(target + VECTOR, a1)
+        vector.store(target + 2 * VECTOR, a2)
+        vector.store(target + 3 * VECTOR, a3)
+    for part in range(wide, whole, VECTOR):
+        a0 = vector.load(acc + part)
+        for j in range(num_keys):
+            a0 = vector.multiply_add(vector.splat(weight[j]), vector.load(values + j * row_bytes + part), a0)
+        vector.store(acc + part, a0)
+    for d in range(whole // F32, head_dim):
+        for j in range(num_keys):
+            f32_pointer(acc)[d] += weight[j] * f32_pointer(values)[j * head_dim + d]
 
 
 @jit
-def _add_weighted_rows(acc, weights, values, num_keys, head_dim):
-    """acc[d] += sum over j of weights[j] * values[j, d]."""
-    whole = num_keys - num_keys % 4
-    for j in range(0, whole, 4):
-        w0, w1, w2, w3 = load(weights, j), load(weights, j + 1), load(weights, j + 2), load(weights, j + 3)
-        row = j * head_dim
-        for d in range(head_dim):
-            acc[d] += (
-                w0 * load(values, row + d)
-                + w1 * load(values, row + head_dim + d)
-                + w2 * load(values, row + 2 * head_dim + d)
-                + w3 * load(values, row + 3 * head_dim + d)
-            )
-    for j in range(whole, num_keys):
-        w0 = load(weights, j)
-        row = j * head_dim
-        for d in range(head_dim):
-            acc[d] += w0 * load(values, row + d)
+def _fill(target, count, value):
+    for i in range(count):
+        f32_pointer(target)[i] = value
 
 
 @jit
-def _prefetch_tile(address, num_bytes):
-    for offset in range(0, num_bytes, CACHE_LINE):
-        prefetch(address + offset)
+def _store_scaled(target, source, count, factor):
+    for i in range(count):
+        f32_pointer(target)[i] = factor * f32_pointer(source)[i]
 
 
 @jit
 def _softmax_row(scores, num_keys, distance, slope, softcap):
     """Turn scores (in units of log 2) into weights, 1 at the largest; return the largest score and the sum.
 
-    `distance` is the position of the first key relative to the query, where ALiBi is 0: softmax cancels the rest.
+    `distance` is the first key's position relative to the query, where ALiBi is 0: softmax cancels the rest.
     """
-    if softcap > _ZERO:
-        for j in range(num_keys):  # cap * tanh(s); the scores came divided by the cap
-            scores[j] = softcap * (_ONE - _TWO / (exp2(np.float32(2 * LOG2_E) * scores[j]) + _ONE))
+    score = f32_pointer(scores)
+    end = scores + (F32 * num_keys + VECTOR - 1) // VECTOR * VECTOR
+    if softcap > _ZERO:  # cap * tanh(s), where the scores came divided by the cap
+        one, two = vector.splat(_ONE), vector.splat(np.float32(2.0))
+        for at in range(scores, end, VECTOR):
+            power = vector.exp2(vector.multiply(vector.splat(np.float32(2.0) * LOG2_E), vector.load(at)))
+            tanh = vector.subtract(one, vector.divide(two, vector.add(power, one)))
+            vector.store(at, vector.multiply(vector.splat(softcap), tanh))
     if slope != _ZERO:
         for j in range(num_keys):
-            scores[j] += slope * np.float32(distance + j)
-    largest = np.float32(-np.inf)
-    for j in range(num_keys):
-        largest = max(largest, scores[j])
-    total = _ZERO
-    for j in range(num_keys):
-        weight = exp2(scores[j] - largest)
-        scores[j] = weight
-        total += weight
-    return largest, total
+            score[j] += slope * np.float32(distance + j)
+    for j in range(num_keys, (end - scores) // F32):
+        score[j] = _MINUS_INFINITY
+    maxima = vector.splat(_MINUS_INFINITY)
+    for at in range(scores, end, VECTOR):
+        maxima = vector.maximum(maxima, vector.load(at))
+    largest = vector.max_lanes(maxima)
+    shift = vector.splat(largest)
+    sums = vector.splat(_ZERO)
+    for at in range(scores, end, VECTOR):
+        weights = vector.exp2(vector.subtract(vector.load(at), shift))
+        sums = vector.add(sums, weights)
+        vector.store(at, weights)
+    return largest, vector.sum_lanes(sums)
 
 
 @jit
 def _plan_splits(seq_lens, num_rows, window, splits):
-    """List (row, split, first key, last key + 1, partial index or -1); return the counts of splits and partials."""
+    """List (row, first key, last key + 1, partial index or -1) per split; return the numbers of both."""
     count = 0
     num_partials = 0
     for row in range(num_rows):
@@ -116,59 +138,108 @@ def _plan_splits(seq_lens, num_rows, window, splits):
 
 
 @jit
+def _prefetch_tile(tile, num_keys, head_dim):
+    for offset in range(0, F32 * num_keys * head_dim, VECTOR):
+        prefetch(tile + offset)
+
+
+@jit
 def _score_split(scores, q, group, table, begin, end, tile_stride, keys, head_dim, block_size):
     """scores[g, key - begin] = q[g] . key, over the keys of one KV head; `keys` is its tile in block 0."""
+    _fill(scores, group * SPLIT, _ZERO)
     for block in range(begin // block_size, (end - 1) // block_size + 1):
-        first = max(begin, block * block_size)
-        num_keys = min(end, (block + 1) * block_size) - first
-        tile = keys + F32 * (load(table, block) * tile_stride + (first - block * block_size) * head_dim)
-        if (block + 1) * block_size < end:
-            ahead = keys + F32 * load(table, block + 1) * tile_stride
-            _prefetch_tile(ahead, F32 * head_dim * min(block_size, end - (block + 1) * block_size))
+        first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
+        tile = keys + table[block] * tile_stride + F32 * (first - block * block_size) * head_dim
+        if last < end:
+            _prefetch_tile(keys + table[block + 1] * tile_stride, min(block_size, end - last), head_dim)
         for g in range(group):
-            row = scores + F32 * (g * SPLIT + first - begin)
-            _dot_rows(
-                f32_pointer(row), f32_pointer(q + F32 * g * head_dim), f32_pointer(tile), num_keys, head_dim
-            )
+            target = scores + F32 * (g * SPLIT + first - begin)
+            _add_dots(target, q + F32 * g * head_dim, tile, last - first, head_dim)
 
 
 @jit
 def _weigh_split(acc, weights, group, table, begin, end, tile_stride, values, head_dim, block_size):
     """acc[g] = sum of weights[g, key - begin] * value, over the values of one KV head."""
-    accumulators = f32_pointer(acc)
-    for i in range(group * head_dim):
-        accumulators[i] = _ZERO
+    _fill(acc, group * head_dim, _ZERO)
     for block in range(begin // block_size, (end - 1) // block_size + 1):
-        first = max(begin, block * block_size)
-        num_keys = min(end, (block + 1) * block_size) - first
-        tile = values + F32 * (load(table, block) * tile_stride + (first - block * block_size) * head_dim)
-        if (block + 1) * block_size < end:
-            ahead = values + F32 * load(table, block + 1) * tile_stride
-            _prefetch_tile(ahead, F32 * head_dim * min(block_size, end - (block + 1) * block_size))
+        first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
+        tile = values + table[block] * tile_stride + F32 * (first - block * block_size) * head_dim
+        if last < end:
+            _prefetch_tile(values + table[block + 1] * tile_stride, min(block_size, end - last), head_dim)
         for g in range(group):
-            row = f32_pointer(weights + F32 * (g * SPLIT + first - begin))
-            target = f32_pointer(acc + F32 * g * head_dim)
-            _add_weighted_rows(target, row, f32_pointer(tile), num_keys, head_dim)
+            row = weights + F32 * (g * SPLIT + first - begin)
+            _add_weighted(acc + F32 * g * head_dim, row, tile, last - first, head_dim)
 
 
 @jit
-def _merge(out, partials, stats, num_partials, num_heads, head, head_dim):
-    """out = the softmax-weighted mean of one head's `num_partials` consecutive splits, in their order."""
-    largest = np.float32(-np.inf)
-    for i in range(num_partials):
-        largest = max(largest, stats[i, head, 0])
+def address_of(array):
+    return np.int64(array.ctypes.data)  # unsigned as it comes: mixed with signed offsets it would turn float
+
+
+@jit
+def _load_queries(q, source, head_stride, group, head_dim, scale):
+    for g in range(group):
+        _store_scaled(q + F32 * g * head_dim, source + F32 * g * head_stride, head_dim, scale)
+
+
+@jit
+def _softmax_split(stats, scores, group, num_keys, distance, alibi_slopes, softcap):
+    for g in range(group):
+        slope = LOG2_E * f32_pointer(alibi_slopes)[g] if alibi_slopes != 0 else _ZERO
+        largest, total = _softmax_row(scores + F32 * g * SPLIT, num_keys, distance, slope, softcap)
+        f32_pointer(stats)[2 * g], f32_pointer(stats)[2 * g + 1] = largest, total
+
+
+@jit
+def _store_split(target, acc, stats, is_whole_row, group, head_dim):
+    for g in range(group):
+        factor = _ONE / f32_pointer(stats)[2 * g + 1] if is_whole_row else _ONE
+        _store_scaled(target + F32 * g * head_dim, acc + F32 * g * head_dim, head_dim, factor)
+
+
+@jit
+def _merge(out, partials, stats, num_splits, partial_stride, stats_stride, head_dim):
+    """out = the softmax-weighted mean of one head's splits, in their order; strides are from split to split."""
+    stat = f32_pointer(stats)
+    largest = _MINUS_INFINITY
+    for i in range(num_splits):
+        largest = max(largest, stat[i * stats_stride])
+    _fill(out, head_dim, _ZERO)
     total = _ZERO
-    for d in range(head_dim):
-        out[d] = _ZERO
-    for i in range(num_partials):
-        factor = exp2(stats[i, head, 0] - largest)
-        total += factor * stats[i, head, 1]
+    for i in range(num_splits):
+        factor = np.exp2(stat[i * stats_stride] - largest)
+        total += factor * stat[i * stats_stride + 1]
+        partial = partials + F32 * i * partial_stride
         for d in range(head_dim):
-            out[d] += factor * partials[i, head, d]
-    for d in range(head_dim):
-        out[d] /= total
+            f32_pointer(out)[d] += factor * f32_pointer(partial)[d]
+    _store_scaled(out, out, head_dim, _ONE / total)
 
 
+@jit
+def _merge_rows(out, splits, num_splits, partials, stats, num_rows, num_heads, head_dim):
+    """Finish the rows that have several splits, and those that have none."""
+    split = 0
+    for row in range(num_rows):
+        first = split
+        while split < num_splits and splits[split, 0] == row:
+            split += 1
+        target = out + F32 * row * num_heads * head_dim
+        if split == first:
+            _fill(target, num_heads * head_dim, _ZERO)
+        elif splits[first, 3] >= 0:
+            for head in range(num_heads):
+                _merge(
+                    target + F32 * head * head_dim,
+                    partials + F32 * (splits[first, 3] * num_heads + head) * head_dim,
+                    stats + F32 * 2 * (first * num_heads + head),
+                    split - first,
+                    num_heads * head_dim,
+                    2 * num_heads,
+                    head_dim,
+                )
+
+
+# The parallel kernel writes through no address itself: numba would drop such a store as dead.
 @jit(parallel=True)
 def decode(
     out,  # [num_rows, num_kv_heads * group, head_dim]
@@ -194,79 +265,48 @@ def decode(
 ):
     """Attention of rows with one query token each. Rows with seq_len 0 come out as zeros."""
     num_heads = num_kv_heads * group
-    tile_stride = num_kv_heads * block_size * head_dim
+    tile_bytes = F32 * block_size * head_dim
     splits = np.empty((num_rows * (max_seq_len // SPLIT + 1), 4), np.int64)
     num_splits, num_partials = _plan_splits(i32_pointer(seq_lens), num_rows, window, splits)
-    partials = np.empty((num_partials, num_heads, head_dim), np.float32)
-    stats = np.empty((num_partials, num_heads, 2), np.float32)
-
-    # Each thread takes consecutive (split, KV head) tasks holding an equal share of the keys.
     num_tasks = num_splits * num_kv_heads
     shares = np.zeros(num_tasks + 1, np.int64)
     for task in range(num_tasks):
         split = task // num_kv_heads
         shares[task + 1] = shares[task] + 8 + splits[split, 2] - splits[split, 1]
-    scratch_size = group * (SPLIT + 2 * head_dim)
-    scratch = np.empty(num_threads * scratch_size, np.float32)
 
-    scale2 = np.float32(scale * LOG2_E) if softcap == 0.0 else np.float32(scale / softcap)
-    softcap2 = np.float32(softcap * LOG2_E)
+    partials = np.empty((num_partials, num_heads, head_dim), np.float32)
+    stats = np.empty((num_tasks, group, 2), np.float32)  # largest score, sum of weights
+    scratch = np.empty((num_threads, group, 2 * head_dim + SPLIT), np.float32)
+    # Scores in units of log 2 before the softmax, or as fractions of the cap before the tanh.
+    query_scale = np.float32(scale) * LOG2_E if softcap == 0.0 else np.float32(scale / softcap)
     for thread in prange(num_threads):
-        q = scratch.ctypes.data + F32 * thread * scratch_size
-        acc = q + F32 * group * head_dim
-        scores = acc + F32 * group * head_dim
+        # Consecutive (split, KV head) tasks, holding an equal share of the keys.
         low = np.searchsorted(shares, shares[num_tasks] * thread // num_threads)
         high = np.searchsorted(shares, shares[num_tasks] * (thread + 1) // num_threads)
+        q = address_of(scratch) + F32 * thread * group * (2 * head_dim + SPLIT)
+        acc = q + F32 * group * head_dim
+        scores = acc + F32 * group * head_dim
         for task in range(low, high):
-            split = task // num_kv_heads
             kv_head = task % num_kv_heads
-            row, begin, end, partial = splits[split, 0], splits[split, 1], splits[split, 2], splits[split, 3]
-            table = i32_pointer(block_tables + F32 * row * block_table_stride)
-            q_out = f32_pointer(q)
-            for g in range(group):
-                source = query + F32 * (row * query_row_stride + (kv_head * group + g) * query_head_stride)
-                for d in range(head_dim):
-                    q_out[g * head_dim + d] = scale2 * load(f32_pointer(source), d)
-            tile = F32 * kv_head * block_size * head_dim
-            keys, values = key_cache + tile, value_cache + tile
-            _score_split(scores, q, group, table, begin, end, tile_stride, keys, head_dim, block_size)
-            distance = begin - load(i32_pointer(seq_lens), row) + 1
-            for g in range(group):
-                head = kv_head * group + g
-                slope = _ZERO
-                if alibi_slopes != 0:
-                    slope = np.float32(LOG2_E) * load(f32_pointer(alibi_slopes), head)
-                weights = f32_pointer(scores + F32 * g * SPLIT)
-                largest, total = _softmax_row(weights, end - begin, distance, slope, softcap2)
-                factor = _ONE
-                if partial < 0:
-                    factor = _ONE / total
-                else:
-                    stats[partial, head, 0] = largest
-                    stats[partial, head, 1] = total
-                for j in range(end - begin):
-                    weights[j] *= factor
-            _weigh_split(acc, scores, group, table, begin, end, tile_stride, values, head_dim, block_size)
-            for g in range(group):
-                head = kv_head * group + g
-                target = f32_pointer(out + F32 * (row * num_heads + head) * head_dim)
-                for d in range(head_dim):
-                    value = load(f32_pointer(acc), g * head_dim + d)
-                    if partial < 0:
-                        target[d] = value
-                    else:
-                        partials[partial, head, d] = value
-
-    split = 0
-    for row in range(num_rows):
-        first = split
-        while split < num_splits and splits[split, 0] == row:
-            split += 1
-        for head in range(num_heads):
-            target = f32_pointer(out + F32 * (row * num_heads + head) * head_dim)
-            if split == first:
-                for d in range(head_dim):
-                    target[d] = _ZERO
-            elif splits[first, 3] >= 0:
-                p = splits[first, 3]
-                _merge(target, partials[p:], stats[p:], split - first, num_heads, head, head_dim)
+            row, begin, end, partial = splits[task // num_kv_heads]
+            head = kv_head * group
+            source = query + F32 * (row * query_row_stride + head * query_head_stride)
+            _load_queries(q, source, query_head_stride, group, head_dim, query_scale)
+            table = i32_pointer(block_tables + I32 * row * block_table_stride)
+            keys, values = key_cache + kv_head * tile_bytes, value_cache + kv_head * tile_bytes
+            stride = num_kv_heads * tile_bytes
+            _score_split(scores, q, group, table, begin, end, stride, keys, head_dim, block_size)
+            distance = begin + 1 - i32_pointer(seq_lens)[row]
+            slopes = alibi_slopes + F32 * head if alibi_slopes != 0 else 0
+            task_stats = address_of(stats) + F32 * 2 * task * group
+            cap = np.float32(softcap) * LOG2_E
+            _softmax_split(task_stats, scores, group, end - begin, distance, slopes, cap)
+            _weigh_split(acc, scores, group, table, begin, end, stride, values, head_dim, block_size)
+            if partial < 0:
+                target = out + F32 * (row * num_heads + head) * head_dim
+            else:
+                target = address_of(partials) + F32 * (partial * num_heads + head) * head_dim
+            _store_split(target, acc, task_stats, partial < 0, group, head_dim)
+    _merge_rows(
+        out, splits, num_splits, address_of(partials), address_of(stats), num_rows, num_heads, head_dim
+    )

@@ -66,18 +66,6 @@ i64_pointer = _pointer_intrinsic(types.int64)
 
 
 @intrinsic
-def load(typing_context: Any, pointer: Any, index: Any) -> Any:
-    """pointer[index], promising that the kernel writes nothing there: spares the compiler its overlap checks."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        value = builder.load(builder.gep(arguments[0], [arguments[1]]))
-        value.set_metadata("invariant.load", builder.module.add_metadata([]))
-        return value
-
-    return pointer.dtype(pointer, types.int64), generate
-
-
-@intrinsic
 def prefetch(typing_context: Any, address: Any) -> Any:
     """Ask for the cache line at `address` (int64); never faults, so it may point anywhere."""
 

@@ -1,0 +1,140 @@
+"""Vectors of 16 floats as values inside numba kernels, one AVX-512 register each (or two or four narrower ones).
+
+A loop that LLVM vectorises by itself ends each short dot product in a costly prologue and epilogue; heads of 64
+numbers are nothing but short dot products. Here the kernel says which register holds what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import types
+from numba.core import cgutils
+from numba.core.datamodel import models
+from numba.extending import intrinsic, register_model
+
+LANES = 16
+
+_ir = cgutils.ir
+_F32X16 = _ir.VectorType(_ir.FloatType(), LANES)
+_I32X16 = _ir.VectorType(_ir.IntType(32), LANES)
+
+
+class _Vector(types.Type):
+    def __init__(self) -> None:
+        super().__init__(name="f32x16")
+
+
+@register_model(_Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, frontend_type: Any) -> None:
+        super().__init__(manager, frontend_type, _F32X16)
+
+
+f32x16 = _Vector()
+
+
+def _call(builder: Any, name: str, result: Any, arguments: list[Any], fastmath: tuple[str, ...] = ()) -> Any:
+    function_type = _ir.FunctionType(result, [argument.type for argument in arguments])
+    function = cgutils.get_or_insert_function(builder.module, function_type, name)
+    return builder.call(function, arguments, fastmath=fastmath)
+
+
+def _constant(value: float) -> Any:
+    return _ir.Constant(_F32X16, [value] * LANES)
+
+
+def _operation(emit: Callable[..., Any], num_operands: int, result: Any = f32x16) -> Any:
+    """An intrinsic of `num_operands` vectors, whose instructions `emit(builder, *operands)` adds."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return emit(builder, *arguments)
+
+    if num_operands == 1:
+        return intrinsic(lambda typing_context, a: (result(f32x16), generate))
+    if num_operands == 2:
+        return intrinsic(lambda typing_context, a, b: (result(f32x16, f32x16), generate))
+    return intrinsic(lambda typing_context, a, b, c: (result(f32x16, f32x16, f32x16), generate))
+
+
+def _emit_sum(builder: Any, a: Any) -> Any:
+    zero = _ir.Constant(_ir.FloatType(), -0.0)
+    return _call(builder, "llvm.vector.reduce.fadd.v16f32", zero.type, [zero, a], ("reassoc",))
+
+
+def _emit_max(builder: Any, a: Any) -> Any:
+    return _call(builder, "llvm.vector.reduce.fmax.v16f32", _ir.FloatType(), [a])
+
+
+def _emit_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+
+def _emit_maximum(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+# 2 ** f on [-0.5, 0.5], by least squares of the relative error: 8e-8.
+_EXP2 = (1.0000001192, 0.6931469440, 0.2402212172, 0.0555074252, 0.0096754599, 0.0013266971)
+
+
+def _emit_exp2(builder: Any, x: Any) -> Any:
+    x = _emit_maximum(builder, x, _constant(-126.0))
+    whole = _call(builder, "llvm.rint.v16f32", _F32X16, [x])
+    fraction = builder.fsub(x, whole)
+    result = _constant(_EXP2[-1])
+    for coefficient in reversed(_EXP2[:-1]):
+        result = _emit_multiply_add(builder, result, fraction, _constant(coefficient))
+    exponent = builder.add(builder.fptosi(whole, _I32X16), _ir.Constant(_I32X16, [127] * LANES))
+    power = builder.bitcast(builder.shl(exponent, _ir.Constant(_I32X16, [23] * LANES)), _F32X16)
+    return builder.fmul(result, power)
+
+
+add = _operation(lambda builder, a, b: builder.fadd(a, b), 2)
+subtract = _operation(lambda builder, a, b: builder.fsub(a, b), 2)
+multiply = _operation(lambda builder, a, b: builder.fmul(a, b), 2)
+divide = _operation(lambda builder, a, b: builder.fdiv(a, b), 2)
+maximum = _operation(_emit_maximum, 2)
+multiply_add = _operation(_emit_multiply_add, 3)  # a * b + c
+exp2 = _operation(_emit_exp2, 1)  # for x <= 127, to 1e-7; below -126 it stays at 2 ** -126
+max_lanes = _operation(_emit_max, 1, types.float32)
+sum_lanes = _operation(_emit_sum, 1, types.float32)
+
+
+@intrinsic
+def splat(typing_context: Any, value: Any) -> Any:
+    """The scalar in every lane."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = builder.insert_element(
+            _ir.Constant(_F32X16, _ir.Undefined), arguments[0], _ir.IntType(32)(0)
+        )
+        return builder.shuffle_vector(vector, vector, _ir.Constant(_I32X16, [0] * LANES))
+
+    return f32x16(types.float32), generate
+
+
+def _vector_pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _F32X16.as_pointer())
+
+
+@intrinsic
+def load(typing_context: Any, address: Any) -> Any:
+    """The 16 floats at `address` (int64, any alignment)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(_vector_pointer(builder, arguments[0]), align=4)
+
+    return f32x16(types.int64), generate
+
+
+@intrinsic
+def store(typing_context: Any, address: Any, vector: Any) -> Any:
+    """Write the 16 floats at `address` (int64, any alignment)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store(arguments[1], _vector_pointer(builder, arguments[0]), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, f32x16), generate

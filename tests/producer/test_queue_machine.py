@@ -209,4 +209,4 @@ def test_the_invariants_hold(redis_url: str) -> None:
 
 @pytest.mark.slow
 def test_the_invariants_hold_for_long(valkey_url: str) -> None:
-    run_machine(valkey_url, examples=500, steps=80)
+    run_machine(valkey_url, examples=150, steps=60)

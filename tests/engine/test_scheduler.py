@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.errors import InvalidRequest, NeverFits
@@ -206,6 +208,21 @@ class TestPreemption:
         victims = [len(plan.freed_rows) for plan in harness.plans]
         assert harness.scheduler.stats().preemptions > 0
         assert max(victims) == 1
+
+    def test_nobody_takes_the_blocks_that_an_older_sequence_waits_for(self) -> None:
+        config = make_config(block_size=1, num_kv_blocks=15, depth=1, enable_prefix_caching=False)
+        harness = Harness(replace(config, long_prefill_token_threshold=3))
+        harness.add(make_request("old", range(9), max_tokens=1))
+        harness.add(make_request("young", [1], max_tokens=5))
+        youngest = harness.add(make_request("youngest", range(3), max_tokens=2))
+        first, second = schedule(harness), schedule(harness)
+        harness.scheduler.update(first, result(first, 1, 1))
+        # Two blocks are left, "old" wants three: it waits for the victim's, which the step in flight names.
+        assert harness.schedule() is None
+        assert harness.scheduler.kv_stats().free_blocks == 2
+        harness.scheduler.update(second, result(second, 1, 1))
+        assert youngest.sequences[0].finish_reason == "length"
+        assert tokens_by_row(schedule(harness)) == {0: 3, 1: 1}
 
 
 class TestForks:

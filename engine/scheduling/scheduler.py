@@ -163,9 +163,9 @@ class Scheduler:
                 self._undo(step)
 
     def request_ids(self, plan: StepPlan) -> list[str]:
-        """The requests in a step in flight: who was alone when it raised. Ask before `recover`."""
+        """Whom to blame if this step raises: the requests in it, none if it is void. Ask before `recover`."""
         for step in self._in_flight:
-            if step.plan is plan:
+            if step.plan is plan and not step.has_failed:
                 return [request.request_id for request in step.requests()]
         return []
 
@@ -214,8 +214,10 @@ class Scheduler:
                 assert sequence.row is None
                 assert not sequence.block_ids
                 assert sequence.num_computed_tokens == 0
-            queued = sequence.status is SequenceStatus.WAITING and not self._follows_leader(sequence)
-            assert (sequence in self._waiting) == queued, (sequence.request.request_id, sequence.index)
+            if sequence.status is SequenceStatus.WAITING:
+                request = sequence.request
+                follows = self._will_fork(request) and sequence is not request.live_sequences[0]
+                assert (sequence in self._waiting) != (follows or self._batch.is_sibling(sequence))
         assert all(request.request_id in self._requests for request in self._suspects)
 
     def _check_fits(self, request: Request, num_sequences: int) -> None:
@@ -235,20 +237,18 @@ class Scheduler:
             )
 
     def _enqueue(self, request: Request) -> None:
-        """Queue a request's waiting sequences: its leader alone if the others will fork off it."""
+        """Queue a request's waiting sequences: the first alone if the others will fork off it."""
         waiting = [s for s in request.sequences if s.status is SequenceStatus.WAITING]
         for sequence in waiting:
             self._waiting.discard(sequence)
-        for sequence in waiting:
-            if not self._follows_leader(sequence):
+        for sequence in waiting[:1] if self._will_fork(request) else waiting:
+            if not self._batch.is_sibling(sequence):
                 self._waiting.add(sequence)
 
-    def _follows_leader(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence will fork off its first live sibling: none of them has a token yet."""
-        if self._batch.is_sibling(sequence):
-            return True
-        live = sequence.request.live_sequences
-        return live[0] is not sequence and all(
+    def _will_fork(self, request: Request) -> bool:
+        """Whether several samples start out equal: all wait, and none has a token, known or in flight."""
+        live = request.live_sequences
+        return len(live) > 1 and all(
             s.status is SequenceStatus.WAITING and not s.output_token_ids and not s.num_pending_tokens
             for s in live
         )
@@ -262,7 +262,7 @@ class Scheduler:
         if not step.budget or step.is_short:
             return False
         request = sequence.request
-        siblings = [s for s in request.live_sequences if s is not sequence and self._follows_leader(s)]
+        siblings = request.live_sequences[1:] if self._will_fork(request) else []
         if not self._batch.admit(step, sequence, siblings):
             return False
         self._waiting.discard(sequence)

@@ -491,6 +491,7 @@ class TestRecovery:
         assert harness.scheduler.request_ids(first) == ["a"]
         assert harness.scheduler.request_ids(second) == ["a", "b"]
         harness.scheduler.recover(first)
+        assert harness.scheduler.request_ids(second) == []
         assert harness.scheduler.update(second, result(second, 9, 9)) == []
         assert late.num_step_failures == 0
         assert late.sequences[0].output_token_ids == []

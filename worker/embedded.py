@@ -172,6 +172,7 @@ def _process_id(url: str) -> int | None:
     """The process that serves `url`; None while nobody does, or it is still loading."""
     try:
         with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5, retry=None) as client:
+            client.ping()  # refused while the server loads, which INFO is not
             return int(client.info("server")["process_id"])
     except redis.RedisError:
         return None

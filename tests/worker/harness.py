@@ -20,6 +20,7 @@ from typing import Any
 import redis
 
 from producer.wire import batches, keys, reading, transitions
+from producer.wire.errors import RedisUnavailable
 from producer.wire.outputs import BatchCounts, JobStatus
 from producer.wire.protocol import ENVELOPE_VERSION, Job
 from producer.wire.reading import Outcome
@@ -54,12 +55,21 @@ class QueueClient:
     """Talks to a queue by the wire's transitions, as any producer does."""
 
     def __init__(self, url: str, queue: str) -> None:
+        self.url = url
         self.queue = queue
         self.redis = redis.Redis.from_url(url, socket_timeout=10, retry=None)
         self._transport = SyncTransport(self.redis)
 
     def run(self, call: Call[Any]) -> Any:
-        return self._transport.run(call)
+        """Run a call, as often as it takes: servers die here, and transitions may be sent twice."""
+        give_up = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return self._transport.run(call)
+            except RedisUnavailable:
+                if time.monotonic() > give_up:
+                    raise
+                time.sleep(0.05)
 
     def submit(self, *jobs: dict[str, Any], batch_id: str | None = None) -> list[str]:
         """Submit jobs for the model echo; returns their ids."""

@@ -1,0 +1,117 @@
+"""What a worker does when the engine fails a job, and when the server goes away or is full."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from engine.outputs import RequestOutput
+from producer.wire.errors import JobDead
+from tests.conftest import RedisServer
+from tests.worker.harness import QueueClient, eventually, get, get_json, running_worker, worker_config
+from worker.engine_thread import EngineState
+from worker.worker import Worker
+
+SLOW = "echo:5"
+PROMPT = "0123456789" * 10
+
+
+@pytest.fixture
+def client(own_valkey: RedisServer, queue_name: str) -> Iterator[QueueClient]:
+    client = QueueClient(own_valkey.url, queue_name)
+    yield client
+    client.redis.close()
+
+
+def fail_in_the_engine(worker: Worker, job_id: str, code: str) -> None:
+    """What the engine says when a request's step keeps raising."""
+    job = worker.table.by_job(job_id)
+    assert job is not None
+    worker.engine.abort(job.request_id)
+    output = RequestOutput(
+        job.request_id, "decode", 100, 100, finished=True, error="the step raised", error_code=code
+    )
+    worker.reporter.deliver([output])
+
+
+def test_a_job_that_fails_in_the_engine_is_retried_from_its_checkpoint(client: QueueClient) -> None:
+    with running_worker(worker_config(client.url, client.queue, model=SLOW)) as worker:
+        (job_id,) = client.submit({"prompt": PROMPT, "max_tokens": 100})
+        eventually(lambda: client.generated(job_id) >= 10, "a checkpoint")
+        fail_in_the_engine(worker, job_id, "engine_error")
+        eventually(lambda: client.status(job_id).state != "running", "the end of the attempt")
+        (outcome,) = client.wait([job_id])
+        result = outcome.value()
+    assert result is not None
+    assert (result.text, result.attempt) == (PROMPT, 2)
+    assert result.resumed_tokens >= 10
+    assert client.status(job_id).crashes == 0
+
+
+def test_a_job_whose_attempts_are_used_up_is_dead(client: QueueClient) -> None:
+    with running_worker(worker_config(client.url, client.queue, model=SLOW)) as worker:
+        (job_id,) = client.submit({"prompt": PROMPT, "max_tokens": 100, "max_attempts": 1})
+        eventually(lambda: client.generated(job_id) >= 10, "a checkpoint")
+        fail_in_the_engine(worker, job_id, "some_new_code")
+        (outcome,) = client.wait([job_id])
+    with pytest.raises(JobDead, match="the step raised") as dead:
+        outcome.value()
+    assert dead.value.code == "attempts_exhausted"
+    assert len(dead.value.partial[0].token_ids) >= 10
+
+
+def test_without_redis_results_are_held_up_to_a_limit_and_written_on_its_return(
+    client: QueueClient, own_valkey: RedisServer
+) -> None:
+    config = worker_config(client.url, client.queue, model=SLOW, max_held_results=4, lease_s=60.0)
+    with running_worker(config) as worker:
+        jobs = [{"prompt": "h" * length, "max_tokens": length} for length in range(60, 120, 6)]
+        ids = client.submit(*jobs)
+        eventually(lambda: sum(client.generated(job_id) > 0 for job_id in ids) == 10, "all to generate")
+        own_valkey.kill()
+        eventually(lambda: worker.counters.results_buffered >= 4, "results to be held")
+        eventually(lambda: worker.engine.state is EngineState.HELD, "the engine to stop stepping")
+        assert worker.counters.results_buffered < 10
+        assert get(f"{worker.http_url}/healthz")[0] == 200
+        status, ready = get_json(f"{worker.http_url}/readyz")
+        assert (status, ready["redis"]) == (503, "away")
+        assert b"pagemill_redis_up 0.0" in get(f"{worker.http_url}/metrics")[1]
+        own_valkey.start()
+        outcomes = client.wait(ids)
+        assert [len(outcome.result.token_ids) for outcome in outcomes if outcome.result] == [
+            *range(60, 120, 6)
+        ]
+        eventually(lambda: get(f"{worker.http_url}/readyz")[0] == 200, "readiness")
+        assert worker.counters.commits.read()["fenced"] == 0
+        assert worker.counters.redis_reconnects.read() == 1
+
+
+def test_a_full_server_takes_ends_though_it_refuses_new_jobs(
+    client: QueueClient, own_valkey: RedisServer
+) -> None:
+    with running_worker(worker_config(client.url, client.queue, model=SLOW)) as worker:
+        ids = client.submit(*({"prompt": PROMPT, "max_tokens": 100, "stream": i < 2} for i in range(6)))
+        eventually(lambda: all(client.generated(job_id) > 0 for job_id in ids), "all to generate")
+        client.redis.config_set("maxmemory", "1mb")
+        outcomes = client.wait(ids)
+        assert [outcome.state for outcome in outcomes] == ["succeeded"] * 6
+        client.redis.config_set("maxmemory", "0")
+        (later,) = client.submit({"prompt": "later", "max_tokens": 5})
+        assert client.wait([later])[0].state == "succeeded"
+        assert worker.counters.leases_lost.read() == 0
+
+
+@pytest.mark.slow
+def test_a_paused_server_is_away_and_comes_back(client: QueueClient) -> None:
+    config = worker_config(client.url, client.queue, model=SLOW, lease_s=60.0)
+    with running_worker(config) as worker:
+        ids = client.submit(*({"prompt": PROMPT, "max_tokens": 100} for _ in range(4)))
+        eventually(lambda: all(client.generated(job_id) > 0 for job_id in ids), "all to generate")
+        client.redis.client_pause(7000, all=True)  # longer than the worker's socket timeout
+        eventually(lambda: not worker.connectivity.is_up, "the worker to notice")
+        time.sleep(0.1)
+        outcomes = client.wait(ids)
+        assert [outcome.state for outcome in outcomes] == ["succeeded"] * 4
+        assert worker.counters.leases_lost.read() == 0

@@ -1,0 +1,111 @@
+"""Pull credit: arithmetic over what the engine says and what runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from engine.outputs import Capacity, EngineStats, KVCacheStats, SchedulerStats
+from engine.sampling_params import SamplingParams
+from producer.wire.protocol import Job
+from producer.wire.transitions import PulledJob
+from worker.admission import MAX_JOBS_PER_PULL, OutputForecast, credit
+from worker.engine_thread import EngineState, EngineThread
+from worker.running_job import RunningJob, sample_records
+
+BLOCK_SIZE = 16
+
+
+@dataclass
+class EngineFigures:
+    """What admission reads off an engine."""
+
+    available_blocks: int = 100
+    max_num_seqs: int = 8
+    state: EngineState = EngineState.RUNNING
+    stalled_s: float = 0.0
+
+    @property
+    def capacity(self) -> Capacity | None:
+        return Capacity(self.max_num_seqs, self.available_blocks, BLOCK_SIZE, 0)
+
+    @property
+    def stats(self) -> EngineStats:
+        kv = KVCacheStats(200, BLOCK_SIZE, 100, 0, 100, 0, 0, 100, 0)
+        return EngineStats(kv, SchedulerStats(), "token", "f", "m", "cpu", 1024, self.max_num_seqs)
+
+    def stalled_for(self) -> float:
+        return self.stalled_s
+
+
+def job(prompt: int = 32, max_tokens: int = 48, generated: int = 0, done: int = 0, n: int = 1) -> RunningJob:
+    running = RunningJob(
+        pulled=PulledJob("j", 1, b"", None, 1, 0, False, 0.0, None),
+        job=Job.parse({"prompt": "p", "model": "m"}),
+        prompt_token_ids=[0] * prompt,
+        params=SamplingParams(max_tokens=max_tokens, n=n),
+        started_at=0.0,
+        expires_at=None,
+        samples=sample_records(None, n),
+    )
+    running.prompt_tokens_done = done
+    running.samples[0].token_ids = [0] * generated
+    return running
+
+
+def credit_of(figures: EngineFigures, *running: RunningJob, forecast: OutputForecast | None = None):
+    return credit(cast(EngineThread, figures), list(running), forecast or OutputForecast())
+
+
+def test_an_idle_engine_gives_all_it_has() -> None:
+    given = credit_of(EngineFigures(available_blocks=100, max_num_seqs=8))
+    assert (given.jobs, given.tokens, given.blocked) == (8, 1600, None)
+
+
+def test_running_jobs_keep_room_to_grow() -> None:
+    # 32 + 48 to come for the one the engine has not started, 48 - 8 for the one that decodes.
+    given = credit_of(EngineFigures(), job(), job(done=32, generated=8))
+    assert given.tokens == 1600 - (32 + 48) - 40
+
+
+def test_every_sample_takes_a_row_and_its_own_output() -> None:
+    given = credit_of(EngineFigures(max_num_seqs=8), job(n=3))
+    assert (given.jobs, given.tokens) == (5, 1600 - 32 - 3 * 48)
+
+
+def test_no_row_and_no_block_are_told_apart() -> None:
+    assert credit_of(EngineFigures(max_num_seqs=2), job(), job()).blocked == "rows"
+    assert credit_of(EngineFigures(available_blocks=5), job()).blocked == "kv"
+
+
+def test_without_running_jobs_even_an_empty_pool_is_asked_for_one() -> None:
+    # The job that never fits must fail, not wait for ever.
+    given = credit_of(EngineFigures(available_blocks=0))
+    assert (given.jobs > 0, given.tokens, given.blocked) == (True, 0, None)
+
+
+def test_a_job_that_has_left_the_engine_holds_nothing() -> None:
+    done = job()
+    done.has_left_engine = True
+    assert credit_of(EngineFigures(max_num_seqs=1), done).jobs == 1
+
+
+def test_jobs_that_end_early_leave_room_for_more() -> None:
+    forecast = OutputForecast()
+    before = credit_of(EngineFigures(), job(done=32), forecast=forecast).tokens
+    for _ in range(100):
+        forecast.observe(job(generated=5))
+    after = credit_of(EngineFigures(), job(done=32), forecast=forecast).tokens
+    assert after > before
+    # It is never expected to end this very moment.
+    assert forecast.remaining(job(done=32, generated=40)) >= 1
+
+
+def test_an_engine_that_cannot_take_jobs_gets_none() -> None:
+    assert credit_of(EngineFigures(state=EngineState.LOADING)).blocked == "loading"
+    assert credit_of(EngineFigures(state=EngineState.HELD)).blocked == "results"
+    assert credit_of(EngineFigures(stalled_s=3.0)).blocked == "engine"
+
+
+def test_a_pull_stays_small_enough_to_tokenise_within_a_lease() -> None:
+    assert credit_of(EngineFigures(max_num_seqs=1024)).jobs == MAX_JOBS_PER_PULL

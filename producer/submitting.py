@@ -61,15 +61,13 @@ def build_job(job: JobLike | None, fields: Mapping[str, Any], tenant: str) -> Jo
     return Job.parse(given | dict(fields))
 
 
-def with_seed(job: Job, job_id: str) -> Job:
-    """A job without a seed gets one here, so that every execution of it draws the same noise.
+def seed_of(job_id: str) -> int:
+    """The seed of a job that brings none, so that every execution of it draws the same noise.
 
     It follows from the id, so that submitting an id again submits the same job.
     """
-    if job.seed is not None:
-        return job
     digest = hashlib.blake2b(job_id.encode(), digest_size=8, person=b"pagemill-seed").digest()
-    return job.model_copy(update={"seed": int.from_bytes(digest, "big") >> 1})
+    return int.from_bytes(digest, "big") >> 1
 
 
 def _send(call: Call[list[SubmitReply]]) -> Flow[list[SubmitReply]]:
@@ -90,7 +88,7 @@ def submit(queue: str, job: Job, job_id: str) -> Flow[str]:
     if job.key is not None:
         raise InvalidJob("key names an item of a batch; use submit_many, or metadata")
     digest = None if job.idempotency_key is None else job.digest()
-    submission = transitions.prepare(with_seed(job, job_id), job_id, digest=digest)
+    submission = transitions.prepare(job, job_id, digest=digest, seed=seed_of(job_id))
     try:
         replies = yield from _send(transitions.submit(queue, [submission]))
     except RedisUnavailable as error:
@@ -160,22 +158,16 @@ def prepare_items(
             if job.idempotency_key is not None:
                 message = "idempotency_key is for single jobs; in a batch, `key` does its work"
                 raise InvalidJob(message, "unsupported_feature")
-            if job.key is None:
-                job = job.model_copy(
-                    update={"key": _default_key(job, position, seen if by_content else None)}
-                )
-            assert job.key is not None
-            job_id = item_id(batch_id, job.key)
-            yield transitions.prepare(with_seed(job, job_id), job_id)
+            key = job.key or (_content_key(job, seen) if by_content else str(position))
+            job_id = item_id(batch_id, key)
+            yield transitions.prepare(job, job_id, key=key, seed=seed_of(job_id))
         except InvalidJob as error:
             if on_invalid == "raise":
                 raise InvalidJob(f"item {position}: {error}", error.code) from None
             yield _record_invalid(given, position, batch_id, error)
 
 
-def _default_key(job: Job, position: int, seen: dict[str, int] | None) -> str:
-    if seen is None:
-        return str(position)
+def _content_key(job: Job, seen: dict[str, int]) -> str:
     digest = job.digest()
     seen[digest] = seen.get(digest, 0) + 1
     return f"{digest}-{seen[digest]}"

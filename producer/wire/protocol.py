@@ -176,10 +176,16 @@ class Job(SamplingFields):
             raise InvalidJob(f"the payload is not a version {ENVELOPE_VERSION} envelope")
         return cls.parse(fields)
 
-    def to_payload(self) -> bytes:
-        """The envelope. Raises InvalidJob if it is larger than the limit."""
-        body = self.model_dump_json(exclude_defaults=True)
-        payload = f'{{"v":{ENVELOPE_VERSION},{body[1:]}'.encode()
+    def to_payload(self, *, key: str | None = None, seed: int | None = None) -> bytes:
+        """The envelope; `key` and `seed` stand in where the job has none. Raises InvalidJob over the limit."""
+        # The serializer itself gives bytes; the method in front of it would decode them.
+        body = self.__pydantic_serializer__.to_json(self, exclude_defaults=True)
+        added = b""
+        if key is not None and self.key is None:
+            added += b'"key":%b,' % json.dumps(key).encode()
+        if seed is not None and self.seed is None:
+            added += b'"seed":%d,' % seed
+        payload = b'{"v":%d,%b%b' % (ENVELOPE_VERSION, added, body[1:])
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise InvalidJob(
                 f"the job has {len(payload)} bytes, the limit is {MAX_PAYLOAD_BYTES}", "payload_too_large"

@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from producer.wire import keys
@@ -25,6 +26,7 @@ LEASE_MS = 6000
 SWEEP_LIMIT = 64
 """Lapsed leases, due jobs and deadlines that one sweep handles at most, each."""
 RETRY_CAP_S = 60.0
+_TIMES = frozenset({"delay", "ttl", "run_at", "deadline"})
 
 SubmitStatus = Literal["created", "exists", "same", "conflict", "full"]
 CheckpointReply = Literal["ok", "stale", "bad_offset", "cancelled"]
@@ -115,16 +117,19 @@ class RenewReply:
     """Still held, but to be stopped and committed as cancelled or expired, with what there is."""
 
 
-def prepare(job: Job, job_id: str, *, digest: str | None = None) -> Submission:
-    """A job as `submit` takes it. `digest` goes with an idempotency key: what the caller's job computes,
-    without the seed it was given on the way. Raises InvalidJob when the job is too large.
+def prepare(
+    job: Job, job_id: str, *, key: str | None = None, seed: int | None = None, digest: str | None = None
+) -> Submission:
+    """A job as `submit` takes it; `key`, `seed` and `digest` stand in where the job has none of its own.
+
+    Raises InvalidJob when the job is too large.
     """
     header: dict[str, str | int] = {
         "id": job_id,
         "lane": keys.lane(ENVELOPE_VERSION, job.priority, job.tenant, job.model),
         "cost": job.cost_tokens(),
     }
-    for name in ("delay", "ttl", "run_at", "deadline"):
+    for name in _TIMES & job.model_fields_set:
         seconds = getattr(job, name)
         if seconds is not None:
             header[name] = round(seconds * 1000)
@@ -134,14 +139,14 @@ def prepare(job: Job, job_id: str, *, digest: str | None = None) -> Submission:
         header["n"] = job.n
     if job.stream:
         header["stream"] = 1
-    if job.key is not None:
-        header["key"] = job.key
+    if job.key is not None or key is not None:
+        header["key"] = job.key or key or ""
     if job.idempotency_key is not None:
         header["idem"] = f"{job.tenant}:{job.idempotency_key}"
         header["digest"] = digest or job.digest()
     if job.metadata is not None:
         header["metadata"] = json.dumps(job.metadata, ensure_ascii=False)
-    return Submission(job_id, json.dumps(header).encode(), job.to_payload())
+    return Submission(job_id, json.dumps(header).encode(), job.to_payload(key=key, seed=seed))
 
 
 def submit(
@@ -153,7 +158,9 @@ def submit(
 ) -> Call[list[SubmitReply]]:
     """Store jobs and let them wait; all that fit under the queue's limit, in order. One reply per job."""
     jobs = [part for item in submissions for part in (item.header, item.payload)]
-    return Call("submit", (keys.prefix(queue),), (batch_id or "", limit, *jobs), _submit_replies)
+    ids = tuple(item.job_id for item in submissions)
+    parse = partial(_submit_replies, ids)
+    return Call("submit", (keys.prefix(queue),), (batch_id or "", limit, *jobs), parse)
 
 
 def pull(
@@ -274,8 +281,9 @@ def _words(reply: list[bytes]) -> Any:
     return [word.decode() for word in reply]
 
 
-def _submit_replies(reply: list[list[bytes]]) -> list[SubmitReply]:
-    return [SubmitReply(_word(status), job_id.decode()) for status, job_id in reply]
+def _submit_replies(ids: tuple[str, ...], reply: bytes) -> list[SubmitReply]:
+    words = (word.partition(":") for word in reply.decode().split())
+    return [SubmitReply(word, other or own) for own, (word, _, other) in zip(ids, words, strict=True)]  # type: ignore[arg-type]
 
 
 def _sweep_reply(reply: list[int]) -> SweepReply:

@@ -7,8 +7,8 @@
 --   where they apply also delay, ttl (ms from now), run_at, deadline (unix ms), max_attempts, n, stream (1),
 --   key (the name inside the batch), idem `<tenant>:<idempotency key>`, digest (of the work), metadata (JSON text),
 --   invalid (an error as JSON text: the row is no job, and is recorded in its batch as failed).
--- Returns one {status, id} per job: created; exists (this id was submitted before); same, conflict (the
---   idempotency key belongs to that id, with an equal or another digest); full (nothing was stored).
+-- Returns one word per job, separated by spaces: created | exists (this id was submitted before) | full (not stored)
+--   | same:<id> | conflict:<id> (the idempotency key belongs to that id, with an equal or another digest).
 -- @include common
 
 -- Check everything before the first write: Lua has no rollback.
@@ -42,75 +42,95 @@ local batch = ARGV[1] ~= '' and ARGV[1] or nil
 local limit = tonumber(redis.call('HGET', P .. 'meta', 'limit') or ARGV[2])
 local depth = redis.call('HMGET', P .. 'counts', 'queued', 'delayed')
 local room = limit - (depth[1] or 0) - (depth[2] or 0)
+local has_acked = batch and redis.call('EXISTS', P .. 'backed:' .. batch) == 1
 local seq
-local lanes, queued, delayed, failed = {}, 0, 0, 0
+local lanes, members, queued, delayed, failed = {}, {}, 0, 0, 0
 
--- The status of a job that is not to be stored, and the id it goes by; nil for a new one.
+-- Collect arguments per key and send them a few hundred at a time: one call is much dearer than one argument.
+local function flush(command, key, args)
+  if #args > 0 then
+    redis.call(command, key, unpack(args))
+  end
+  return {}
+end
+
+-- The word for a job that is not to be stored; nil for a new one.
 local function known(job)
   if redis.call('EXISTS', P .. 'job:' .. job.id) == 1 then
-    return 'exists', job.id
+    return 'exists'
   end
-  if batch and redis.call('SISMEMBER', P .. 'backed:' .. batch, job.id) == 1 then
-    return 'exists', job.id
+  if has_acked and redis.call('SISMEMBER', P .. 'backed:' .. batch, job.id) == 1 then
+    return 'exists'
   end
   local other = job.idem and redis.call('GET', P .. 'idem:' .. job.idem)
   if other then
-    local state = redis.call('HGET', P .. 'job:' .. other, 'state')
+    local found = redis.call('HMGET', P .. 'job:' .. other, 'state', 'digest')
+    local state = found[1]
     if state == 'queued' or state == 'delayed' or state == 'running' or state == 'succeeded' then
-      return redis.call('HGET', P .. 'job:' .. other, 'digest') == job.digest and 'same' or 'conflict', other
+      return (found[2] == job.digest and 'same:' or 'conflict:') .. other
     end
   end
   if room <= 0 then
-    return 'full', job.id
+    return 'full'
   end
 end
 
+local function join_batch(id)
+  members[#members + 1] = id
+  if #members >= 500 then
+    members = flush('RPUSH', P .. 'bjobs:' .. batch, members)
+  end
+end
+
+local function wait(job, rank)
+  local lane = lanes[job.lane] or {}
+  lane[#lane + 1] = rank
+  lane[#lane + 1] = job.id
+  lanes[job.lane] = #lane < 500 and lane or flush('ZADD', P .. 'wait:' .. job.lane, lane)
+  queued = queued + 1
+end
+
+local OPTIONAL = {'max_attempts', 'n', 'stream', 'key', 'idem', 'digest'}
+
 local function store(job)
   redis.call('SET', P .. 'in:' .. job.id, job.payload)
-  if not seq then
-    seq = redis.call('HINCRBY', P .. 'meta', 'seq', #jobs) - #jobs
-  end
-  seq = seq + 1
+  seq = (seq or redis.call('HINCRBY', P .. 'meta', 'seq', #jobs) - #jobs) + 1
   room = room - 1
   local due = math.max(job.run_at or 0, job.delay and NOW + job.delay or 0)
   local state = due > NOW and 'delayed' or 'queued'
-  local fields = {'state', state, 'lane', job.lane, 'seq', int(seq), 'cost', int(job.cost), 'created_at', int(NOW)}
-  local function set(name, value)
-    if value then
+  local rank = int(seq)
+  local fields = {'state', state, 'lane', job.lane, 'seq', rank, 'cost', int(job.cost), 'created_at', int(NOW)}
+  for _, name in ipairs(OPTIONAL) do
+    if job[name] then
       fields[#fields + 1] = name
-      fields[#fields + 1] = type(value) == 'number' and int(value) or value
+      fields[#fields + 1] = type(job[name]) == 'number' and int(job[name]) or job[name]
     end
   end
+  if batch then
+    fields[#fields + 1] = 'batch'
+    fields[#fields + 1] = batch
+    join_batch(job.id)
+  end
   local deadline = math.min(job.deadline or math.huge, job.ttl and NOW + job.ttl or math.huge)
-  set('deadline', deadline < math.huge and deadline)
-  set('max_attempts', job.max_attempts)
-  set('n', job.n)
-  set('stream', job.stream)
-  set('batch', batch)
-  set('key', job.key)
-  set('idem', job.idem)
-  set('digest', job.idem and job.digest)
-  set('due_at', state == 'delayed' and due)
+  if deadline < math.huge then
+    fields[#fields + 1] = 'deadline'
+    fields[#fields + 1] = int(deadline)
+    redis.call('ZADD', P .. 'deadlines', int(deadline), job.id)
+  end
+  if state == 'delayed' then
+    fields[#fields + 1] = 'due_at'
+    fields[#fields + 1] = int(due)
+    redis.call('ZADD', P .. 'delayed', int(due), job.id)
+    delayed = delayed + 1
+  else
+    wait(job, rank)
+  end
   redis.call('HSET', P .. 'job:' .. job.id, unpack(fields))
   if job.metadata then
     redis.call('SET', P .. 'md:' .. job.id, job.metadata)
   end
   if job.idem then
     redis.call('SET', P .. 'idem:' .. job.idem, job.id)
-  end
-  if deadline < math.huge then
-    redis.call('ZADD', P .. 'deadlines', int(deadline), job.id)
-  end
-  if batch then
-    redis.call('RPUSH', P .. 'bjobs:' .. batch, job.id)
-  end
-  if state == 'delayed' then
-    redis.call('ZADD', P .. 'delayed', int(due), job.id)
-    delayed = delayed + 1
-  else
-    redis.call('ZADD', P .. 'wait:' .. job.lane, int(seq), job.id)
-    lanes[job.lane] = true
-    queued = queued + 1
   end
 end
 
@@ -122,23 +142,23 @@ local function record_invalid(job)
   if job.metadata then
     redis.call('SET', P .. 'md:' .. job.id, job.metadata)
   end
-  redis.call('RPUSH', P .. 'bjobs:' .. batch, job.id)
+  join_batch(job.id)
   redis.call('RPUSH', P .. 'bfeed:' .. batch, job.id)
   failed = failed + 1
 end
 
-local replies = {}
+local words = {}
 for i, job in ipairs(jobs) do
-  local status, id = known(job)
-  if not status then
+  local word = known(job)
+  if not word then
+    word = 'created'
     if job.invalid then
       record_invalid(job)
     else
       store(job)
     end
-    status, id = 'created', job.id
   end
-  replies[i] = {status, id}
+  words[i] = word
 end
 
 local function add(key)
@@ -151,11 +171,13 @@ if batch then
   redis.call('HINCRBY', P .. 'batch:' .. batch, 'total', queued + delayed + failed)
   redis.call('ZADD', P .. 'bexpiry', int(NOW + 604800000), batch)
   add(P .. 'batch:' .. batch)
+  flush('RPUSH', P .. 'bjobs:' .. batch, members)
 end
 if queued + delayed + failed > 0 then
   add(P .. 'counts')
 end
-for lane in pairs(lanes) do
-  open_lane(lane)
+for name, lane in pairs(lanes) do
+  flush('ZADD', P .. 'wait:' .. name, lane)
+  open_lane(name)
 end
-return replies
+return table.concat(words, ' ')

@@ -44,8 +44,8 @@ def install() -> Path:
     directory = environment_directory()
     interpreter = directory / "bin" / "python"
     venv.create(directory, with_pip=True)
-    subprocess.run([interpreter, "-m", "pip", "install", "--quiet", VLLM_REQUIREMENT], check=True)
-    subprocess.run([interpreter, "-m", "pip", "uninstall", "--quiet", "--yes", *UNNEEDED], check=True)
+    subprocess.run([interpreter, "-m", "pip", "install", "-qq", VLLM_REQUIREMENT], check=True)
+    subprocess.run([interpreter, "-m", "pip", "uninstall", "-qq", "--yes", *UNNEEDED], check=True)
     if not _works(interpreter):
         raise RuntimeError(f"vLLM was installed under {directory} but can't be imported there")
     return interpreter

@@ -138,35 +138,39 @@ def _plan_splits(seq_lens, num_rows, window, splits):
 
 
 @jit
-def _prefetch_tile(tile, num_keys, head_dim):
-    for offset in range(0, F32 * num_keys * head_dim, VECTOR):
-        prefetch(tile + offset)
+def _prefetch(begin, end):
+    for address in range(begin, end, VECTOR):
+        prefetch(address)
 
 
 @jit
-def _score_split(scores, q, group, table, begin, end, tile_stride, keys, head_dim, block_size):
+def _score_split(scores, q, group, table, begin, end, tile_stride, keys, head_dim, block_size, next_tile):
     """scores[g, key - begin] = q[g] . key, over the keys of one KV head; `keys` is its tile in block 0."""
     _fill(scores, group * SPLIT, _ZERO)
     for block in range(begin // block_size, (end - 1) // block_size + 1):
         first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
         tile = keys + table[block] * tile_stride + F32 * (first - block * block_size) * head_dim
-        if last < end:
-            _prefetch_tile(keys + table[block + 1] * tile_stride, min(block_size, end - last), head_dim)
+        ahead = keys + table[block + 1] * tile_stride if last < end else next_tile
+        share = F32 * head_dim * block_size // group
         for g in range(group):
+            _prefetch(ahead + g * share, ahead + (g + 1) * share)
             target = scores + F32 * (g * SPLIT + first - begin)
             _add_dots(target, q + F32 * g * head_dim, tile, last - first, head_dim)
 
 
 @jit
-def _weigh_split(acc, weights, group, table, begin, end, tile_stride, values, head_dim, block_size):
+def _weigh_split(
+    acc, weights, group, table, begin, end, tile_stride, values, head_dim, block_size, next_tile
+):
     """acc[g] = sum of weights[g, key - begin] * value, over the values of one KV head."""
     _fill(acc, group * head_dim, _ZERO)
     for block in range(begin // block_size, (end - 1) // block_size + 1):
         first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
         tile = values + table[block] * tile_stride + F32 * (first - block * block_size) * head_dim
-        if last < end:
-            _prefetch_tile(values + table[block + 1] * tile_stride, min(block_size, end - last), head_dim)
+        ahead = values + table[block + 1] * tile_stride if last < end else next_tile
+        share = F32 * head_dim * block_size // group
         for g in range(group):
+            _prefetch(ahead + g * share, ahead + (g + 1) * share)
             row = weights + F32 * (g * SPLIT + first - begin)
             _add_weighted(acc + F32 * g * head_dim, row, tile, last - first, head_dim)
 
@@ -295,13 +299,37 @@ def decode(
             table = i32_pointer(block_tables + I32 * row * block_table_stride)
             keys, values = key_cache + kv_head * tile_bytes, value_cache + kv_head * tile_bytes
             stride = num_kv_heads * tile_bytes
-            _score_split(scores, q, group, table, begin, end, stride, keys, head_dim, block_size)
+            _score_split(
+                scores,
+                q,
+                group,
+                table,
+                begin,
+                end,
+                stride,
+                keys,
+                head_dim,
+                block_size,
+                values + table[begin // block_size] * stride,
+            )
             distance = begin + 1 - i32_pointer(seq_lens)[row]
             slopes = alibi_slopes + F32 * head if alibi_slopes != 0 else 0
             task_stats = address_of(stats) + F32 * 2 * task * group
             cap = np.float32(softcap) * LOG2_E
             _softmax_split(task_stats, scores, group, end - begin, distance, slopes, cap)
-            _weigh_split(acc, scores, group, table, begin, end, stride, values, head_dim, block_size)
+            _weigh_split(
+                acc,
+                scores,
+                group,
+                table,
+                begin,
+                end,
+                stride,
+                values,
+                head_dim,
+                block_size,
+                keys + table[begin // block_size] * stride + tile_bytes,
+            )
             if partial < 0:
                 target = out + F32 * (row * num_heads + head) * head_dim
             else:

@@ -77,7 +77,7 @@ def prefetch(typing_context: Any, address: Any) -> Any:
             cgutils.ir.FunctionType(cgutils.ir.VoidType(), [byte_pointer, flag, flag, flag]),
             "llvm.prefetch.p0",
         )
-        read, keep, data = flag(0), flag(3), flag(1)
+        read, keep, data = flag(0), flag(2), flag(1)
         builder.call(function, [builder.inttoptr(arguments[0], byte_pointer), read, keep, data])
         return context.get_dummy_value()
 

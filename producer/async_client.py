@@ -15,7 +15,7 @@ from producer import flows, submitting
 from producer.async_handles import AsyncBatchHandle, AsyncJobHandle
 from producer.async_listener import AsyncListener
 from producer.client import check_options
-from producer.effects import Effect, Emit, Flow, Sleep, Wait
+from producer.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Wait
 from producer.submitting import JobLike, OnFull, OnInvalid
 from producer.wire.discovery import find_redis
 from producer.wire.outputs import JobStatus
@@ -142,6 +142,12 @@ class AsyncProducer:
 
     async def _perform(self, effect: Effect) -> Any:
         match effect:
+            case Begin(call):
+                sending = asyncio.ensure_future(self._connected().transport.run(call))
+                await asyncio.sleep(0)  # lets it be sent before the next chunk is prepared
+                return sending
+            case Finish(pending):
+                return await pending
             case Sleep(seconds):
                 await asyncio.sleep(seconds)
             case Wait(topic, timeout, polled):

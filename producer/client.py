@@ -14,7 +14,7 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from producer import flows, submitting
-from producer.effects import Effect, Emit, Flow, Sleep, Wait
+from producer.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Wait
 from producer.handles import BatchHandle, JobHandle
 from producer.listener import Listener
 from producer.submitting import JobLike, OnFull, OnInvalid
@@ -22,7 +22,7 @@ from producer.wire import keys
 from producer.wire.discovery import find_redis
 from producer.wire.errors import InvalidJob
 from producer.wire.outputs import JobStatus
-from producer.wire.transport import CONNECTION_OPTIONS, SyncTransport
+from producer.wire.transport import CONNECTION_OPTIONS, Pending, SyncTransport
 
 T = TypeVar("T")
 
@@ -122,11 +122,14 @@ class Producer:
     def _run(self, flow: Flow[T]) -> T:
         """Drive a flow that emits nothing to its value."""
         self._connected()  # no server to be found is said at once, and not tried again
+        begun: list[Pending[Any]] = []
         try:
             effect = next(flow)
             while True:
                 try:
                     value = self._perform(effect)
+                    if isinstance(effect, Begin):
+                        begun = [value]
                 except Exception as error:
                     effect = flow.throw(error)
                 else:
@@ -136,6 +139,8 @@ class Producer:
             return result
         finally:
             flow.close()
+            for pending in begun:
+                pending.abandon()
 
     def _iterate(self, flow: Flow[None]) -> Iterator[Any]:
         """Drive a flow as its items are asked for."""
@@ -159,6 +164,10 @@ class Producer:
 
     def _perform(self, effect: Effect) -> Any:
         match effect:
+            case Begin(call):
+                return self._connected().transport.begin(call)
+            case Finish(pending):
+                return pending.finish()
             case Sleep(seconds):
                 time.sleep(seconds)
             case Wait(topic, timeout, polled):

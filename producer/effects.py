@@ -17,6 +17,20 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class Begin:
+    """Sent back: something to `Finish`. The call is on its way; its reply is read when it is asked for."""
+
+    call: Call[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Sent back: the parsed reply of a call that was begun."""
+
+    pending: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Sleep:
     """Sent back: None, after so many seconds."""
 
@@ -43,5 +57,5 @@ class Emit:
     item: Any
 
 
-Effect: TypeAlias = Call[Any] | Sleep | Wait | Emit
+Effect: TypeAlias = Call[Any] | Begin | Finish | Sleep | Wait | Emit
 Flow: TypeAlias = Generator[Effect, Any, T]

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
-from producer.effects import Flow, Sleep
+from producer.effects import Begin, Finish, Flow, Sleep
 from producer.wire import keys, transitions
 from producer.wire.errors import IdempotencyConflict, InvalidJob, QueueFull, RedisUnavailable
 from producer.wire.outputs import ErrorInfo
@@ -104,27 +104,59 @@ def submit(queue: str, job: Job, job_id: str) -> Flow[str]:
 
 
 def submit_many(queue: str, batch_id: str, submissions: Iterator[Submission], on_full: OnFull) -> Flow[None]:
-    """Submit an iterable of jobs chunk by chunk; returns when all are accepted."""
-    for chunk in cut_chunks(submissions):
-        pause = FIRST_PAUSE_S
-        accepted = False
-        while not accepted:
-            try:
-                replies = yield from _send(transitions.submit(queue, chunk, batch_id=batch_id))
-            except QueueFull:
-                # Out of memory. Nothing of the chunk was stored.
-                if on_full == "raise":
-                    raise
-            else:
-                chunk = [item for item, reply in zip(chunk, replies, strict=True) if reply.status == "full"]
-                accepted = not chunk
-                if chunk and on_full == "raise":
-                    raise QueueFull(
-                        f"queue {queue} takes no more jobs now; {len(chunk)} of a chunk were refused"
-                    )
-            if not accepted:
-                yield Sleep(pause)
-                pause = min(LAST_PAUSE_S, 2 * pause)
+    """Submit an iterable of jobs chunk by chunk; returns when all are accepted.
+
+    While the server stores a chunk, the next one is prepared.
+    """
+    chunks = cut_chunks(submissions)
+    sent: list[Submission] | None = None
+    pending: Any = None
+    try:
+        for chunk in chunks:
+            if sent is not None:
+                settled, sent = sent, None
+                yield from _settle(queue, batch_id, settled, pending, on_full)
+            pending = yield Begin(transitions.submit(queue, chunk, batch_id=batch_id))
+            sent = chunk
+    except Exception:
+        # A bad row, or whatever the caller's iterable raised: what came before it stays submitted.
+        if sent is not None:
+            yield from _settle(queue, batch_id, sent, pending, on_full)
+        raise
+    if sent is not None:
+        yield from _settle(queue, batch_id, sent, pending, on_full)
+
+
+def _settle(queue: str, batch_id: str, chunk: list[Submission], pending: Any, on_full: OnFull) -> Flow[None]:
+    """See a chunk that was sent through: all of it is accepted in the end."""
+    pause = FIRST_PAUSE_S
+    reply = _received(pending)
+    while True:
+        left = chunk
+        try:
+            replies = yield from reply
+        except RedisUnavailable:
+            replies = yield from _send(transitions.submit(queue, chunk, batch_id=batch_id))
+        except QueueFull:
+            # Out of memory: nothing of the chunk was stored.
+            if on_full == "raise":
+                raise
+            replies = []
+        if replies or not chunk:
+            left = [item for item, answer in zip(chunk, replies, strict=True) if answer.status == "full"]
+            if not left:
+                return
+        if on_full == "raise":
+            raise QueueFull(f"queue {queue} takes no more jobs now")
+        chunk = left
+        yield Sleep(pause)
+        pause = min(LAST_PAUSE_S, 2 * pause)
+        reply = _send(transitions.submit(queue, chunk, batch_id=batch_id))
+
+
+def _received(pending: Any) -> Flow[list[SubmitReply]]:
+    replies: list[SubmitReply] = yield Finish(pending)
+    return replies
 
 
 def cut_chunks(submissions: Iterator[Submission]) -> Iterator[list[Submission]]:

@@ -6,9 +6,9 @@ of them and asked again. The driver library's errors become ours here and nowher
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import redis
 import redis.asyncio
@@ -31,7 +31,7 @@ CONNECTION_OPTIONS: dict[str, Any] = {
 _PIPELINE_CALLS = 500
 
 
-@contextmanager
+@contextlib.contextmanager
 def wrap_errors() -> Iterator[None]:
     """Turn the driver library's errors into ours."""
     try:
@@ -78,6 +78,10 @@ class SyncTransport:
                 reply = self.client.evalsha(*_evalsha(call))
         return call.parse(reply)
 
+    def begin(self, call: Call[T]) -> Pending[T]:
+        """Send a call and return at once, so that the caller can work while the server does."""
+        return Pending(self, call)
+
     def run_many(self, calls: Sequence[Call[T]]) -> list[T]:
         """Run calls in one round trip, each atomic, together not. Raises the first error, after all ran."""
         replies: list[Any] = []
@@ -108,6 +112,44 @@ class SyncTransport:
 
     def close(self) -> None:
         self.client.close()
+
+
+class Pending(Generic[T]):
+    """A call that was sent, on a connection of its own. `finish` or `abandon` it; both are final."""
+
+    def __init__(self, transport: SyncTransport, call: Call[T]) -> None:
+        self._transport = transport
+        self._call = call
+        self._pool = transport.client.connection_pool
+        self._connection: Any = None
+        with contextlib.suppress(exceptions.ConnectionError, exceptions.TimeoutError, OSError):
+            self._connection = self._pool.get_connection()
+            self._connection.send_command("EVALSHA", *_evalsha(call))
+
+    def finish(self) -> T:
+        """The parsed reply. Whatever went wrong on the way, the call is sent again: that does no harm."""
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return self._transport.run(self._call)
+        try:
+            reply = connection.read_response()
+        except (exceptions.ConnectionError, exceptions.TimeoutError, OSError):
+            connection.disconnect()
+            return self._transport.run(self._call)
+        except exceptions.NoScriptError:
+            return self._transport.run(self._call)
+        except exceptions.ResponseError as error:
+            raise _response_error(error) from error
+        finally:
+            self._pool.release(connection)
+        return self._call.parse(reply)
+
+    def abandon(self) -> None:
+        """Give up on the reply. After `finish` it does nothing."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.disconnect()
+            self._pool.release(connection)
 
 
 class AsyncTransport:

@@ -182,4 +182,5 @@ def test_rows_are_read_lazily_and_sent_in_bounded_chunks(queue: Queue, producer:
             yield {"prompt": f"p{i}", "model": "m"}
 
     producer.submit_many(lazy())
-    assert set(depths) == {0, 250, 500}
+    assert all(depth % 250 == 0 for depth in depths)
+    assert max(read - depth for read, depth in enumerate(depths)) <= 500, "one chunk in hand, one on its way"

@@ -6,9 +6,13 @@ import pytest
 import torch
 
 from kernels import dispatch, reference
+from kernels.metadata import AttentionMetadata
 
 
-def _caches(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype):
+Caches = tuple[torch.Tensor, torch.Tensor]
+
+
+def _caches(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> Caches:
     key_cache = torch.full((num_blocks, num_kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
     return key_cache, key_cache.clone()
 
@@ -20,8 +24,8 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_writes_its_slots_and_no_others(head_dim: int, dtype: torch.dtype) -> None:
-    packed = torch.randn(19, 6, head_dim).to(dtype)  # 2 query heads, 2 key heads, 2 value heads
-    key, value = packed[:, 2:4], packed[:, 4:6]
+    packed = torch.randn(19, 6, head_dim).to(dtype)
+    key, value = packed[:, 2:4], torch.randn(2, 19, head_dim).to(dtype).transpose(0, 1)
     slots = torch.randperm(3 * 16)[:19]
     slots[[0, 7, 18]] = -1
     out, expected = _caches(3, 2, 16, head_dim, dtype), _caches(3, 2, 16, head_dim, dtype)
@@ -66,3 +70,33 @@ def test_copy_blocks_equals_the_reference(shape: tuple[int, ...]) -> None:
     reference.copy_blocks(*expected, pairs)
     assert torch.equal(key_cache, expected[0])
     assert torch.equal(value_cache, expected[1])
+
+
+def test_addresses_past_the_range_of_int32() -> None:
+    """A cache of more than 2^31 elements. Its pages are never touched, so it takes address space, not memory."""
+    num_blocks = 2**31 // (16 * 64) + 8
+    cache = torch.empty((num_blocks, 1, 16, 64), dtype=torch.float16)
+    tokens = torch.randn(2, 1, 64, dtype=torch.float16)
+    slots = torch.tensor([(num_blocks - 1) * 16, 5])
+    with dispatch.override("triton"):
+        dispatch.reshape_and_cache(tokens, tokens, cache, cache, slots)
+        dispatch.copy_blocks(cache, cache, [(num_blocks - 1, num_blocks - 2)])
+    assert torch.equal(cache[num_blocks - 1, 0, 0], tokens[0, 0])
+    assert torch.equal(cache[num_blocks - 2, 0, 0], tokens[0, 0])
+    assert torch.equal(cache[0, 0, 5], tokens[1, 0])
+    metadata = AttentionMetadata(
+        block_tables=torch.tensor([[num_blocks - 1]], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+        seq_lens=torch.tensor([1], dtype=torch.int32),
+        slot_mapping=slots[:1],
+        query_lens_host=[1],
+        seq_lens_host=[1],
+        num_decode_rows=1,
+        max_query_len=1,
+        max_seq_len=1,
+    )
+    for num_decode_rows in (1, 0):  # by the decode kernel, then by the prefill kernel
+        metadata.num_decode_rows = num_decode_rows
+        with dispatch.override("triton"):
+            out = dispatch.paged_attention(tokens[:1], cache, cache, metadata, scale=1.0)
+        assert torch.equal(out, tokens[:1])

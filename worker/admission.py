@@ -30,7 +30,7 @@ from worker.running_job import PRIORITIES, RunningJob, engine_params, sample_rec
 
 logger = logging.getLogger(__name__)
 
-DOORBELL_S = 1.0
+DOORBELL_S = 0.5
 """The longest sleep of an idle worker; then it looks, and sweeps, anyway."""
 BLOCKED_POLL_S = 0.25
 LONG_STEP_S = 2.0

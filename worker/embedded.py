@@ -24,6 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
+import psutil
 import redis
 
 from producer.wire.discovery import SERVER_FILE
@@ -36,6 +37,8 @@ PORT_FILE = "port"
 START_TIMEOUT_S = 60.0
 """Loading a long append-only file counts too."""
 STOP_TIMEOUT_S = 10.0
+ORPHAN_S = 1.0
+"""A server that still answers so long after its owner's end was left behind."""
 MAX_SOCKET_PATH = 100
 """Bytes a unix socket's path may have (Linux: 108, macOS: 104)."""
 
@@ -89,6 +92,8 @@ class EmbeddedServer:
         with _locked(state_dir / START_LOCK):
             owner_lock = _try_lock(state_dir / OWNER_LOCK)
             record = _running(state_dir)
+            if record is not None and owner_lock is not None and not _stays(record):
+                record = None
             if record is not None:
                 how = "attached to" if owner_lock is None else "adopted"
             else:
@@ -113,20 +118,25 @@ class EmbeddedServer:
         return self._owner_lock is not None
 
     def revive(self) -> bool:
-        """Start the server again if it is ours and has died; True if it had to be. Raises as `open` does.
+        """Start the server again if it has died with nobody else to do it; True if it had to be.
 
-        It comes back at the same URL with everything it had acknowledged.
+        It comes back at the same URL with everything it had acknowledged. Raises as `open` does.
         """
-        child = _children.get(self.record.pid)
-        if not self.is_owner or child is None or child.poll() is None:
+        if not self._has_died():
             return False
-        logger.error(
-            "the embedded Valkey (pid %d) died with status %d; starting it again", child.pid, child.poll()
-        )
-        with _locked(self.state_dir / START_LOCK):
-            del _children[self.record.pid]
-            self.record = _start(self.state_dir)
+        with _try_locked(self.state_dir / START_LOCK) as is_mine:
+            self._owner_lock = self._owner_lock or (
+                _try_lock(self.state_dir / OWNER_LOCK) if is_mine else None
+            )
+            if not is_mine or self._owner_lock is None:
+                return False  # its owner, or another of those who attached, is at it
+            logger.error("the embedded Valkey (pid %d) is gone; starting it again", self.record.pid)
+            _children.pop(self.record.pid, None)
+            self.record = _running(self.state_dir) or _start(self.state_dir)
         return True
+
+    def _has_died(self) -> bool:
+        return not _is_running(self.record.pid)
 
     def close(self) -> None:
         """End the server if it is ours: what was acknowledged is on disk. Does nothing when attached."""
@@ -166,6 +176,16 @@ def _running(state_dir: Path) -> ServerRecord | None:
     except (OSError, ValueError, TypeError):
         return None
     return record if _process_id(record.url) == record.pid else None
+
+
+def _stays(record: ServerRecord) -> bool:
+    """Whether a server without an owner is an orphan, or about to follow its owner."""
+    until = time.monotonic() + ORPHAN_S
+    while time.monotonic() < until:
+        if _process_id(record.url) != record.pid:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _process_id(url: str) -> int | None:
@@ -240,20 +260,28 @@ def _comes_up(process: subprocess.Popen[bytes], url: str) -> bool:
     return False
 
 
+def _is_running(pid: int) -> bool:
+    child = _children.get(pid)
+    if child is not None:
+        return child.poll() is None
+    try:
+        # An orphan whose new parent does not reap stays a zombie.
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def _terminate(pid: int) -> None:
     """SIGTERM, and SIGKILL to what has not ended `STOP_TIMEOUT_S` later."""
-    child = _children.pop(pid, None)
     give_up = time.monotonic() + STOP_TIMEOUT_S
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
-        while time.monotonic() < give_up:
-            if child is not None and child.poll() is not None:
-                return
-            os.kill(pid, 0)
+        while _is_running(pid) and time.monotonic() < give_up:
             time.sleep(0.02)
-        logger.warning("the embedded Valkey (pid %d) did not end in %.0f s; killing it", pid, STOP_TIMEOUT_S)
-        os.kill(pid, signal.SIGKILL)
-    if child is not None:
+        if _is_running(pid):
+            logger.warning("the embedded Valkey (pid %d) does not end; killing it", pid)
+            os.kill(pid, signal.SIGKILL)
+    if (child := _children.pop(pid, None)) is not None:
         child.wait()
 
 
@@ -321,6 +349,16 @@ def _try_lock(path: Path) -> IO[str] | None:
         file.close()
         return None
     return file
+
+
+@contextlib.contextmanager
+def _try_locked(path: Path) -> Iterator[bool]:
+    file = _try_lock(path)
+    try:
+        yield file is not None
+    finally:
+        if file is not None:
+            file.close()
 
 
 @contextlib.contextmanager

@@ -128,7 +128,7 @@ def test_a_killed_embedded_server_comes_back_with_its_jobs(
     ids = client.submit(*({"prompt": f"{i} " * 50, "max_tokens": 100} for i in range(20)))
     pid = client.redis.info("server")["process_id"]
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: "starting it again" in process.log(), "the worker to notice")
+    eventually(lambda: "is gone; starting it again" in process.log(), "the worker to notice")
     eventually(lambda: "Redis is back" in process.log(), "the worker to reconnect")
     client.redis.close()
     client = QueueClient(discovery.find_redis(directory=state_dir), queue_name)
@@ -196,7 +196,7 @@ def test_a_drain_without_redis_ends_all_the_same(
     spawn: Spawn, own_valkey: RedisServer, queue_name: str
 ) -> None:
     client = QueueClient(own_valkey.url, queue_name)
-    process = start_running(spawn, client, redis_url=own_valkey.url, drain_grace_s=0.1)
+    process = start_running(spawn, client, redis_url=own_valkey.url, drain_grace_s=0.1, shutdown_s=8.0)
     client.redis.close()
     own_valkey.kill()
     process.signal(signal.SIGTERM)

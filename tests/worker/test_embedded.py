@@ -96,6 +96,34 @@ def test_the_server_ends_when_its_owner_is_killed(state_dir: Path) -> None:
     wait_until_gone(pid)
 
 
+def test_a_killed_owner_is_replaced_at_once_and_nothing_is_lost(state_dir: Path) -> None:
+    process, url, _ = spawn_owner(state_dir)
+    with redis.Redis.from_url(url) as client:
+        client.set("key", "value")
+    process.kill()
+    process.wait()
+    # The old server may still answer for a moment: the new owner must not rely on it.
+    with EmbeddedServer.open(state_dir) as server, redis.Redis.from_url(server.url) as client:
+        assert server.is_owner
+        time.sleep(0.5)
+        assert client.get("key") == b"value"
+
+
+def test_one_that_attached_takes_over_when_the_owner_is_killed(state_dir: Path) -> None:
+    process, url, pid = spawn_owner(state_dir)
+    with EmbeddedServer.open(state_dir) as attached:
+        assert not attached.is_owner
+        with redis.Redis.from_url(url) as client:
+            client.set("key", "value")
+        process.kill()
+        process.wait()
+        eventually(attached.revive, "the end of the server to be noticed")
+        assert (attached.is_owner, attached.url) == (True, url)
+        with redis.Redis.from_url(url) as client:
+            assert client.get("key") == b"value"
+    assert pid != attached.record.pid
+
+
 def test_ctrl_c_does_not_reach_the_server(state_dir: Path) -> None:
     process, _, pid = spawn_owner(state_dir)
     assert os.getsid(pid) != os.getsid(process.pid)

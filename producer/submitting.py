@@ -51,14 +51,17 @@ def build_job(job: JobLike | None, fields: Mapping[str, Any], tenant: str) -> Jo
     """A job from a Job or a mapping, with `fields` on top. Raises InvalidJob."""
     if isinstance(job, Job) and not fields and "tenant" in job.model_fields_set:
         return job
-    given = {"tenant": tenant}
-    if isinstance(job, Job):
+    given: dict[str, Any] = {"tenant": tenant}
+    if isinstance(job, dict):
+        given |= job
+    elif isinstance(job, Job):
         given |= {name: getattr(job, name) for name in job.model_fields_set}
     elif isinstance(job, Mapping):
-        given |= job
+        given |= dict(job)
     elif job is not None:
         raise InvalidJob(f"a job is a Job or a mapping of its fields, not {type(job).__name__}")
-    return Job.parse(given | dict(fields))
+    given |= fields
+    return Job.parse(given)
 
 
 def seed_of(job_id: str) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, Strict, StringConstraints, ValidationError, field_validator, model_validator
@@ -149,10 +148,10 @@ class Job(SamplingFields):
     ) = None
 
     @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> Job:
+    def parse(cls, fields: dict[str, Any]) -> Job:
         """A job from its fields. Raises InvalidJob with every reason, and never quotes the input."""
         try:
-            job = cls.model_validate(dict(fields))
+            job = cls.model_validate(fields)
         except ValidationError as error:
             raise InvalidJob(_reasons(error)) from None
         if job.webhook is not None:

@@ -9,6 +9,7 @@ sm_80 and sm_90, and refuse spills and too much shared memory. None has been mea
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -18,7 +19,7 @@ _ASSUMED_MULTIPROCESSORS = 1
 
 # Below this many tokens a split's launch and merge cost more than they spread.
 MIN_SPLIT_TOKENS = 256
-# What the merge kernel is sized for; also bounds the partial results: 64 * head_dim floats per head and row.
+# Bounds the partial results: 64 * head_dim floats per head and row.
 MAX_SPLITS = 64
 
 
@@ -42,6 +43,7 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+@cache
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """The device's compute capability, or the newest one tuned for when kernels are interpreted."""
     if device.type != "cuda":
@@ -49,6 +51,7 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+@cache
 def multiprocessors(device: torch.device) -> int:
     """How many programs run truly side by side on the device."""
     if device.type != "cuda":
@@ -83,7 +86,8 @@ def decode_tile(head_dim: int, group_size: int, element_size: int) -> Tile:
 def prefill_tile(head_dim: int, element_size: int, capability: tuple[int, int]) -> Tile:
     """The prefill kernel's tile. `block_m` counts (token, head of the group) pairs.
 
-    At least 64 rows, so that sm_90 compiles to wgmma; 16 or 32 rows would fall back to the older mma.sync.
+    At least 64 rows of half precision, so that sm_90 compiles to wgmma; 16 or 32 would fall back to the older
+    mma.sync.
     """
     padded = next_power_of_2(head_dim)
     if element_size >= 4:

@@ -8,7 +8,6 @@ import torch
 from kernels import dispatch, reference
 from kernels.metadata import AttentionMetadata
 
-
 Caches = tuple[torch.Tensor, torch.Tensor]
 
 

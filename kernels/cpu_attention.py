@@ -124,7 +124,7 @@ def _plan_splits(seq_lens, num_rows, window, splits):
     count = 0
     num_partials = 0
     for row in range(num_rows):
-        seq_len = np.int64(seq_lens[row])
+        seq_len = int(seq_lens[row])
         begin = max(0, seq_len - window) if window > 0 else 0
         first, last = begin // SPLIT, (seq_len - 1) // SPLIT
         for split in range(first, last + 1 if seq_len > 0 else first):

@@ -13,16 +13,13 @@ import torch
 from numba import prange
 
 from kernels import cpu_vector as vector
-from kernels.cpu_jit import f32_pointer, jit, use_torch_threads
+from kernels.cpu_jit import f32_pointer, jit, run_rows
 
 F32 = 4  # bytes
 VECTOR = F32 * vector.LANES  # bytes
 MINUS_LOG2_E = np.float32(-1.0 / math.log(2.0))
 LOWEST_GATE = np.float32(-87.0)  # exp(87) is about the largest that fp32 holds; silu is 0 long before
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-
-# Below this many numbers a thread, waking the other threads costs more than they save.
-NUMBERS_PER_THREAD = 16384
 
 
 def rms_norm(
@@ -33,7 +30,7 @@ def rms_norm(
     out = torch.empty((num_tokens, size)) if out is None else out
     addresses = (x.data_ptr(), weight.data_ptr(), 0, 0, out.data_ptr())
     strides = (x.stride(0), 0, out.stride(0))
-    _run(_rms_norm_rows, _rms_norm, num_tokens, size, (*addresses, *strides, size, eps))
+    run_rows(_rms_norm_rows, _rms_norm, num_tokens, size, (*addresses, *strides, size, eps))
     return out
 
 
@@ -51,7 +48,7 @@ def add_rms_norm(
         normed.data_ptr(),
     )
     strides = (x.stride(0), residual.stride(0), size)
-    _run(_rms_norm_rows, _rms_norm, num_tokens, size, (*addresses, *strides, size, eps))
+    run_rows(_rms_norm_rows, _rms_norm, num_tokens, size, (*addresses, *strides, size, eps))
     return normed, total
 
 
@@ -60,7 +57,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, size))
     arguments = (gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), size)
-    _run(_silu_and_mul_rows, _silu_and_mul, num_tokens, size, arguments)
+    run_rows(_silu_and_mul_rows, _silu_and_mul, num_tokens, size, arguments)
     return out
 
 
@@ -74,15 +71,7 @@ def rotary_embedding(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, 
     angles = (cos.data_ptr(), sin.data_ptr(), cos.stride(0), sin.stride(0), rotary_dim // 2)
     for x in (query, key):
         arguments = (x.data_ptr(), x.stride(0), x.stride(1), x.shape[1], *angles)
-        _run(_rotate_rows, _rotate, num_tokens, x.shape[1] * rotary_dim, arguments)
-
-
-def _run(serial, parallel, num_rows, size, arguments) -> None:
-    num_threads = min(torch.get_num_threads(), num_rows * size // NUMBERS_PER_THREAD)
-    if num_threads > 1:
-        parallel(min(num_threads, use_torch_threads()), num_rows, *arguments)
-    else:
-        serial(0, num_rows, *arguments)
+        run_rows(_rotate_rows, _rotate, num_tokens, x.shape[1] * rotary_dim, arguments)
 
 
 @jit

@@ -13,14 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+# isort: off
 import torch  # before numba: its OpenMP runtime must be the first one loaded
-import numba  # isort: skip
+import numba
+
+# isort: on
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 # `workqueue` is not thread-safe, and busy-waits against torch's OpenMP threads.
 numba.config.THREADING_LAYER = "omp"
+
+# Below this many numbers a thread, waking the other threads costs more than they save.
+NUMBERS_PER_THREAD = 16384
 
 _OPTIONS: dict[str, Any] = {"fastmath": {"nsz", "arcp", "contract", "afn", "reassoc"}, "nogil": True}
 
@@ -45,6 +51,18 @@ def use_torch_threads() -> int:
     num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     numba.set_num_threads(num_threads)
     return num_threads
+
+
+def run_rows(serial: Any, parallel: Any, num_rows: int, row_size: int, arguments: tuple[Any, ...]) -> None:
+    """Call `serial(first, last, *arguments)` over all rows, or `parallel(num_threads, num_rows, *arguments)`.
+
+    `row_size` is how many numbers a row holds.
+    """
+    num_threads = min(torch.get_num_threads(), num_rows * row_size // NUMBERS_PER_THREAD)
+    if num_threads > 1:
+        parallel(min(num_threads, use_torch_threads()), num_rows, *arguments)
+    else:
+        serial(0, num_rows, *arguments)
 
 
 def _pointer_intrinsic(element: Any) -> Any:

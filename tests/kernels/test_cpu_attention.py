@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from kernels import cpu
+from kernels import cpu, cpu_attention, cpu_cache
 from kernels.metadata import AttentionMetadata
 
 NO_BLOCK = 2**31 - 1  # an id that no cache holds: reading it is a crash
@@ -247,3 +250,33 @@ def test_copy_blocks():
     cpu.copy_blocks(key_cache, value_cache, [])
     assert torch.equal(key_cache, expected_keys)
     assert torch.equal(value_cache, expected_values)
+
+
+def test_after_the_warm_up_no_step_compiles():
+    kernels = [cpu_attention.decode, cpu_cache.write_tokens, cpu_cache.write_tokens_parallel]
+    cpu.warm_up(num_heads=6, num_kv_heads=2, head_dim=64, block_size=16)
+    compiled = [len(kernel.signatures) for kernel in kernels]
+    step = make_step([*MIXED[:3], (200, 290)])
+    for options in BIASES.values():
+        step.attend(**options)
+    cpu.reshape_and_cache(
+        step.new_keys, step.new_values, step.key_cache, step.value_cache, step.metadata.slot_mapping
+    )
+    assert [len(kernel.signatures) for kernel in kernels] == compiled
+
+
+def test_kernels_compile_where_nothing_can_be_cached():
+    script = (
+        "import torch; from kernels import cpu; cache = torch.zeros(2, 1, 1, 4, 16);"
+        "x = torch.ones(1, 1, 16); cpu.reshape_and_cache(x, x, *cache, torch.tensor([2]));"
+        "assert cache[:, 0, 0, 2].eq(1).all()"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": "/dev/null/nowhere"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+
+
+def test_huge_pages_are_advice_only():
+    tensor = torch.empty(3_000_001)
+    cpu.advise_huge_pages(tensor)
+    assert tensor.fill_(1.0).sum() == 3_000_001
+    assert not cpu.advise_huge_pages(torch.empty(1))

@@ -19,7 +19,7 @@ from producer.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Wait
 from producer.submitting import JobLike, OnFull, OnInvalid
 from producer.wire.discovery import find_redis
 from producer.wire.outputs import JobStatus
-from producer.wire.transport import CONNECTION_OPTIONS, AsyncTransport
+from producer.wire.transport import AsyncTransport, connection_options
 
 T = TypeVar("T")
 
@@ -170,7 +170,7 @@ class _Connection:
     def __init__(self, url: str, queue: str) -> None:
         retry = Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=2)
         pool = redis.asyncio.BlockingConnectionPool.from_url(
-            url, max_connections=MAX_CONNECTIONS, timeout=None, retry=retry, **CONNECTION_OPTIONS
+            url, max_connections=MAX_CONNECTIONS, timeout=None, retry=retry, **connection_options(url)
         )
         self.transport = AsyncTransport(redis.asyncio.Redis.from_pool(pool))
         self.listener = AsyncListener(self.transport, queue)

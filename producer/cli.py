@@ -34,7 +34,7 @@ from producer.wire.errors import (
     ResultTimeout,
 )
 from producer.wire.scripts import Call
-from producer.wire.transport import CONNECTION_OPTIONS, SyncTransport
+from producer.wire.transport import SyncTransport, connection_options
 
 EXIT_NOT_SUCCEEDED = 1
 EXIT_USAGE = 2
@@ -257,7 +257,8 @@ def queue_resume(redis_url: RedisUrl = None, queue: Queue = "default") -> None:
 
 def _ask(url: str | None, call: Call[T]) -> T:
     """Run one call that no Producer makes."""
-    with redis.Redis.from_url(find_redis(url), **CONNECTION_OPTIONS) as client:
+    found = find_redis(url)
+    with redis.Redis.from_url(found, **connection_options(found)) as client:
         return SyncTransport(client).run(call)
 
 

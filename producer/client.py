@@ -22,7 +22,7 @@ from producer.wire import keys
 from producer.wire.discovery import find_redis
 from producer.wire.errors import InvalidJob
 from producer.wire.outputs import JobStatus
-from producer.wire.transport import CONNECTION_OPTIONS, Pending, SyncTransport
+from producer.wire.transport import Pending, SyncTransport, connection_options
 
 T = TypeVar("T")
 
@@ -197,7 +197,7 @@ class _Connection:
     def __init__(self, url: str, queue: str) -> None:
         self.pid = os.getpid()
         retry = Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=2)
-        self.transport = SyncTransport(redis.Redis.from_url(url, retry=retry, **CONNECTION_OPTIONS))
+        self.transport = SyncTransport(redis.Redis.from_url(url, retry=retry, **connection_options(url)))
         self.listener = Listener(self.transport, queue)
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from producer.wire import registry
 from producer.wire.discovery import find_redis
 from producer.wire.errors import PagemillError, RedisUnavailable
 from producer.wire.registry import WorkerInfo
-from producer.wire.transport import CONNECTION_OPTIONS, SyncTransport
+from producer.wire.transport import SyncTransport, connection_options
 from worker.demo_metrics import MetricsSampler, Usage
 from worker.demo_rows import LABELS, MODEL, Row, job_fields, load_rows
 
@@ -231,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _live_workers(url: str) -> list[WorkerInfo]:
-    with redis.Redis.from_url(url, **CONNECTION_OPTIONS) as client:
+    with redis.Redis.from_url(url, **connection_options(url)) as client:
         return SyncTransport(client).run(registry.workers(QUEUE))
 
 

@@ -21,7 +21,7 @@ from producer.wire import keys, registry, transitions
 from producer.wire.errors import RedisUnavailable
 from producer.wire.scripts import Call
 from producer.wire.transitions import PullReply, RenewReply
-from producer.wire.transport import CONNECTION_OPTIONS, SyncTransport, wrap_errors
+from producer.wire.transport import SyncTransport, connection_options, wrap_errors
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class JobQueue:
     def __init__(
         self, url: str, queue: str, worker_id: str, lease_ms: int, connectivity: Connectivity
     ) -> None:
-        options = CONNECTION_OPTIONS | {"socket_timeout": SOCKET_TIMEOUT_S, "retry": None}
+        options = connection_options(url) | {"socket_timeout": SOCKET_TIMEOUT_S, "retry": None}
         self._client = redis.Redis.from_url(url, **options)
         self._transport = SyncTransport(self._client)
         self._connectivity = connectivity

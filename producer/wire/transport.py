@@ -31,6 +31,16 @@ CONNECTION_OPTIONS: dict[str, Any] = {
 _PIPELINE_CALLS = 500
 
 
+def connection_options(url: str) -> dict[str, Any]:
+    """`CONNECTION_OPTIONS`, as far as `url` takes them: the driver knows no keepalive for a unix socket."""
+    is_unix = url.startswith("unix:")
+    return {
+        name: value
+        for name, value in CONNECTION_OPTIONS.items()
+        if not (is_unix and name == "socket_keepalive")
+    }
+
+
 @contextlib.contextmanager
 def wrap_errors() -> Iterator[None]:
     """Turn the driver library's errors into ours."""

@@ -1,0 +1,35 @@
+"""Over a unix socket, which is how producers reach a local worker's embedded server."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from producer import AsyncProducer, Producer
+from tests.conftest import RedisServer, server_binary
+
+
+@pytest.fixture
+def unix_url(tmp_path: Path) -> Iterator[str]:
+    # A socket's path is limited to a hundred bytes or so, and pytest's directories may be longer.
+    with tempfile.TemporaryDirectory() as directory:
+        socket = f"{directory}/valkey.sock"
+        server = RedisServer(server_binary("valkey-server"), tmp_path / "valkey", ("--unixsocket", socket))
+        server.start()
+        yield f"unix://{socket}"
+        server.stop()
+
+
+def test_submit_and_ask(unix_url: str) -> None:
+    with Producer(unix_url) as producer:
+        handle = producer.submit(prompt="hello", model="m")
+        assert handle.status().state == "queued"
+
+
+async def test_submit_and_ask_asynchronously(unix_url: str) -> None:
+    async with AsyncProducer(unix_url) as producer:
+        handle = await producer.submit(prompt="hello", model="m")
+        assert (await handle.status()).state == "queued"

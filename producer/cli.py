@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,9 @@ EXIT_USAGE = 2
 EXIT_REDIS = 3
 EXIT_QUEUE_FULL = 5
 EXIT_INTERRUPTED = 130
+
+LOADING_PATIENCE_S = 5.0
+"""A worker names its models with the heartbeat after it is ready, up to two seconds later."""
 
 T = TypeVar("T")
 
@@ -267,12 +271,19 @@ def _default_model(url: str | None, queue: str) -> str:
     named = os.environ.get("PAGEMILL_MODEL")
     if named:
         return Path(named).name
-    served = {model for worker in _ask(url, registry.workers(queue)) for model in worker.models}
+    give_up = time.monotonic() + LOADING_PATIENCE_S
+    while True:
+        alive = _ask(url, registry.workers(queue))
+        served = {model for worker in alive for model in worker.models}
+        if served or not alive or time.monotonic() > give_up:
+            break
+        time.sleep(0.1)
     if len(served) == 1:
         return served.pop()
     if served:
         raise InvalidJob(f"several models are served, choose one with --model: {', '.join(sorted(served))}")
-    raise InvalidJob(f"no worker is alive on queue {queue}, so say which model the job is for: --model NAME")
+    state = "is still loading its model" if alive else "is not there"
+    raise InvalidJob(f"the worker of queue {queue} {state}, so say which model the job is for: --model NAME")
 
 
 def _prompt_fields(text: str, chat: bool, system: str | None) -> dict[str, Any]:

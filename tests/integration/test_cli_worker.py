@@ -35,21 +35,6 @@ def state_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def worker(state_dir: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`pagemill worker --model echo` with a server of its own, as a newcomer starts it."""
-    log_path = tmp_path / "worker.log"
-    arguments = command("worker", "--model", "echo", "--http-port", "0", "--state-dir", str(state_dir))
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(arguments, stdout=log, stderr=log, env=settings(), start_new_session=True)
-    eventually(lambda: process.poll() is not None or "ready: model" in log_path.read_text(), "the worker")
-    assert process.poll() is None, log_path.read_text()
-    yield process
-    if process.poll() is None:
-        process.send_signal(signal.SIGKILL)
-    process.wait(timeout=PATIENCE_S)
-
-
-@pytest.fixture
 def pagemill(state_dir: Path) -> Pagemill:
     """Run a command that finds the server by the state directory alone."""
 
@@ -61,6 +46,22 @@ def pagemill(state_dir: Path) -> Pagemill:
         )  # fmt: skip
 
     return run
+
+
+@pytest.fixture
+def worker(state_dir: Path, tmp_path: Path, pagemill: Pagemill) -> Iterator[subprocess.Popen[bytes]]:
+    """`pagemill worker --model echo` with a server of its own, as a newcomer starts it."""
+    log_path = tmp_path / "worker.log"
+    arguments = command("worker", "--model", "echo", "--http-port", "0", "--state-dir", str(state_dir))
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(arguments, stdout=log, stderr=log, env=settings(), start_new_session=True)
+    try:
+        eventually(lambda: process.poll() is not None or "ready" in pagemill("workers").stdout, "the worker")
+        assert process.poll() is None, log_path.read_text()
+        yield process
+    finally:
+        process.kill()
+        process.wait(timeout=PATIENCE_S)
 
 
 @pytest.mark.usefixtures("worker")
@@ -114,9 +115,13 @@ def test_ctrl_c_while_waiting_leaves_the_job_alone(pagemill: Pagemill, state_dir
     def is_queued() -> bool:
         return bool(json.loads(pagemill("queue", "stats", "--json").stdout)["counts"].get("queued"))
 
-    eventually(is_queued, "the job")
-    waiting.send_signal(signal.SIGINT)
-    output, errors = waiting.communicate(timeout=PATIENCE_S)
+    try:
+        eventually(is_queued, "the job")
+        waiting.send_signal(signal.SIGINT)
+        output, errors = waiting.communicate(timeout=PATIENCE_S)
+    finally:
+        waiting.kill()
+        waiting.communicate()
     assert (waiting.returncode, output) == (130, "")
     found = re.search(r"pagemill cancel (\S+)", errors)
     assert found is not None, errors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -123,6 +124,18 @@ def test_without_a_worker_the_model_must_be_named(pagemill: Pagemill) -> None:
     refused = pagemill("submit", "hello")
     assert refused.exit_code == 2
     assert "--model" in refused.stderr
+
+
+def test_a_worker_that_is_about_to_be_ready_is_waited_for(pagemill: Pagemill, queue: Queue) -> None:
+    loading = WorkerInfo(id="w1", models=(), state="loading")
+    queue.run(registry.heartbeat(queue.name, loading))
+    ready = loading.model_copy(update={"models": ("tiny",), "state": "ready"})
+    timer = threading.Timer(0.3, queue.run, [registry.heartbeat(queue.name, ready)])
+    timer.start()
+    submitted = pagemill("submit", "hello")
+    timer.join()
+    assert submitted.exit_code == 0, submitted.stderr
+    assert queue.status(submitted.stdout.strip()).model == "tiny"
 
 
 def test_fields_reach_the_job(pagemill: Pagemill, queue: Queue) -> None:

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from numba import prange
 
-from kernels.cpu_jit import f32_pointer, i64_pointer, jit
-
-F32 = 4  # bytes
-
-
-@jit
-def _copy(target, source, count):
-    for i in range(count):
-        f32_pointer(target)[i] = f32_pointer(source)[i]
+from kernels.cpu_jit import i64_pointer, jit
+from kernels.cpu_row import F32, ONE, store_scaled
 
 
 @jit
@@ -40,9 +33,9 @@ def write_tokens(
         for head in range(num_kv_heads):
             target = F32 * ((block * num_kv_heads + head) * block_size + offset) * head_dim
             source = key + F32 * (token * key_stride + head * key_head_stride)
-            _copy(key_cache + target, source, head_dim)
+            store_scaled(key_cache + target, source, head_dim, ONE)
             source = value + F32 * (token * value_stride + head * value_head_stride)
-            _copy(value_cache + target, source, head_dim)
+            store_scaled(value_cache + target, source, head_dim, ONE)
 
 
 @jit(parallel=True)

@@ -6,20 +6,15 @@ depend on the other rows.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from numba import prange
 
 from kernels import cpu_vector as vector
 from kernels.cpu_jit import f32_pointer, jit, run_rows
+from kernels.cpu_row import F32, LOG2_E, ONE, VECTOR, ZERO
 
-F32 = 4  # bytes
-VECTOR = F32 * vector.LANES  # bytes
-MINUS_LOG2_E = np.float32(-1.0 / math.log(2.0))
 LOWEST_GATE = np.float32(-87.0)  # exp(87) is about the largest that fp32 holds; silu is 0 long before
-_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 
 def rms_norm(
@@ -89,7 +84,7 @@ def _rms_norm_rows(
             for i in range(whole // F32, size):
                 f32_pointer(source_sum)[i] = f32_pointer(source)[i] + f32_pointer(term)[i]
             source = source_sum
-        squares0, squares1 = vector.splat(_ZERO), vector.splat(_ZERO)
+        squares0, squares1 = vector.splat(ZERO), vector.splat(ZERO)
         for at in range(0, whole - VECTOR, 2 * VECTOR):
             a, b = vector.load(source + at), vector.load(source + at + VECTOR)
             squares0, squares1 = vector.multiply_add(a, a, squares0), vector.multiply_add(b, b, squares1)
@@ -99,7 +94,7 @@ def _rms_norm_rows(
         squares = vector.sum_lanes(vector.add(squares0, squares1))
         for i in range(whole // F32, size):
             squares += f32_pointer(source)[i] * f32_pointer(source)[i]
-        factor = _ONE / np.sqrt(squares / np.float32(size) + np.float32(eps))
+        factor = ONE / np.sqrt(squares / np.float32(size) + np.float32(eps))
         factors = vector.splat(factor)
         for at in range(0, whole, VECTOR):
             normed = vector.multiply(vector.load(source + at), factors)
@@ -111,7 +106,7 @@ def _rms_norm_rows(
 @jit
 def _silu_and_mul_rows(first, last, gate_up, stride, out, size):
     whole = F32 * size // VECTOR * VECTOR
-    one, log2_e, lowest = vector.splat(_ONE), vector.splat(MINUS_LOG2_E), vector.splat(LOWEST_GATE)
+    one, log2_e, lowest = vector.splat(ONE), vector.splat(-LOG2_E), vector.splat(LOWEST_GATE)
     for row in range(first, last):
         gate, target = gate_up + F32 * row * stride, out + F32 * row * size
         up = gate + F32 * size
@@ -122,8 +117,8 @@ def _silu_and_mul_rows(first, last, gate_up, stride, out, size):
             vector.store(target + at, vector.multiply(silu, vector.load(up + at)))
         for i in range(whole // F32, size):
             value = f32_pointer(gate)[i]
-            power = np.exp2(max(value, LOWEST_GATE) * MINUS_LOG2_E)
-            f32_pointer(target)[i] = value / (_ONE + power) * f32_pointer(up)[i]
+            power = np.exp2(max(value, LOWEST_GATE) * -LOG2_E)
+            f32_pointer(target)[i] = value / (ONE + power) * f32_pointer(up)[i]
 
 
 @jit

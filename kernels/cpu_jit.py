@@ -3,14 +3,14 @@
 Kernels take addresses (`Tensor.data_ptr()`) and strides instead of arrays. That gives each kernel one compiled
 signature whatever the strides of its caller's views, and makes a call cost a few microseconds, which counts when
 a step of a small model makes hundreds. As with Triton, the caller answers for shapes and dtypes.
-
-numba's cache notices a change in a kernel's own file only: a function inlined from another file stays as it was
-compiled. Keep what a kernel inlines in the kernel's file, except what stands here.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # isort: off
@@ -22,6 +22,27 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+
+def _cache_directory() -> str:
+    """Where machine code is kept: under NUMBA_CACHE_DIR, beside the package, or in the user's cache.
+
+    numba looks for changes in a kernel's own file only, while kernels inline one another across files: so the
+    directory is named after the sources of all of them. Where it cannot be written, kernels are not kept.
+    """
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for source in sorted(package.glob("cpu*.py")):
+        digest.update(source.read_bytes())
+    if numba.config.CACHE_DIR:
+        base = Path(numba.config.CACHE_DIR)
+    elif os.access(package, os.W_OK):
+        base = package / "__pycache__"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagemill"
+    return str(base / f"kernels-{digest.hexdigest()[:16]}")
+
+
+numba.config.CACHE_DIR = _cache_directory()
 # `workqueue` is not thread-safe, and busy-waits against torch's OpenMP threads.
 numba.config.THREADING_LAYER = "omp"
 
@@ -40,9 +61,7 @@ def jit(function: Callable[..., Any] | None = None, *, parallel: bool = False) -
         return lambda f: jit(f, parallel=parallel)
     try:
         return numba.njit(cache=True, parallel=parallel, **_OPTIONS)(function)
-    except (
-        RuntimeError
-    ):  # no writable place for the cache: neither NUMBA_CACHE_DIR, the package, nor the home
+    except RuntimeError:  # nowhere to keep it
         return numba.njit(parallel=parallel, **_OPTIONS)(function)
 
 

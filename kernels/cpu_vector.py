@@ -67,6 +67,10 @@ def _emit_max(builder: Any, a: Any) -> Any:
     return _call(builder, "llvm.vector.reduce.fmax.v16f32", _ir.FloatType(), [a])
 
 
+def _emit_first_lane(builder: Any, a: Any) -> Any:
+    return builder.extract_element(a, _ir.IntType(32)(0))
+
+
 def _emit_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
@@ -80,6 +84,7 @@ _EXP2 = (1.0000001192, 0.6931469440, 0.2402212172, 0.0555074252, 0.0096754599, 0
 
 
 def _emit_exp2(builder: Any, x: Any) -> Any:
+    is_zero = builder.fcmp_ordered("<", x, _constant(-126.0))
     x = _emit_maximum(builder, x, _constant(-126.0))
     whole = _call(builder, "llvm.rint.v16f32", _F32X16, [x])
     fraction = builder.fsub(x, whole)
@@ -88,7 +93,7 @@ def _emit_exp2(builder: Any, x: Any) -> Any:
         result = _emit_multiply_add(builder, result, fraction, _constant(coefficient))
     exponent = builder.add(builder.fptosi(whole, _I32X16), _ir.Constant(_I32X16, [127] * LANES))
     power = builder.bitcast(builder.shl(exponent, _ir.Constant(_I32X16, [23] * LANES)), _F32X16)
-    return builder.fmul(result, power)
+    return builder.select(is_zero, _constant(0.0), builder.fmul(result, power))
 
 
 add = _operation(lambda builder, a, b: builder.fadd(a, b), 2)
@@ -97,8 +102,9 @@ multiply = _operation(lambda builder, a, b: builder.fmul(a, b), 2)
 divide = _operation(lambda builder, a, b: builder.fdiv(a, b), 2)
 maximum = _operation(_emit_maximum, 2)
 multiply_add = _operation(_emit_multiply_add, 3)  # a * b + c
-exp2 = _operation(_emit_exp2, 1)  # for x <= 127, to 1e-7; below -126 it stays at 2 ** -126
+exp2 = _operation(_emit_exp2, 1)  # for x <= 127, to 1e-7; 0 below -126
 max_lanes = _operation(_emit_max, 1, types.float32)
+first_lane = _operation(_emit_first_lane, 1, types.float32)
 sum_lanes = _operation(_emit_sum, 1, types.float32)
 
 
@@ -138,3 +144,57 @@ def store(typing_context: Any, address: Any, vector: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, f32x16), generate
+
+
+@intrinsic
+def add_sums(typing_context: Any, address: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Add the sums of a, b, c and d to the four floats at `address`: half the shuffles of four `sum_lanes`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def shuffle(x: Any, y: Any, lanes: list[int]) -> Any:
+            mask = _ir.Constant(_ir.VectorType(_ir.IntType(32), len(lanes)), lanes)
+            return builder.shuffle_vector(x, y, mask)
+
+        def fold(x: Any, y: Any, distance: int) -> Any:
+            """Interleave x and y in runs of `distance` lanes, each run summed with the one after it."""
+            first = [j if not j & distance else LANES + j - distance for j in range(LANES)]
+            second = [lane + distance for lane in first]
+            return builder.fadd(shuffle(x, y, first), shuffle(x, y, second))
+
+        _, a, b, c, d = arguments
+        sums = fold(fold(a, b, 1), fold(c, d, 1), 2)
+        for half in (8, 4):
+            low, high = list(range(half)), list(range(half, 2 * half))
+            sums = builder.fadd(shuffle(sums, sums, low), shuffle(sums, sums, high))
+        pointer = builder.inttoptr(arguments[0], sums.type.as_pointer())
+        builder.store(builder.fadd(builder.load(pointer, align=4), sums), pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, f32x16, f32x16, f32x16, f32x16), generate
+
+
+@intrinsic
+def transpose(typing_context: Any, target: Any, target_stride: Any, source: Any, source_stride: Any) -> Any:
+    """target[j, i] = source[i, j] for 16 x 16 floats; addresses, and strides between rows, in bytes."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        to, to_stride, at, at_stride = arguments
+        int64 = at.type
+
+        def row(address: Any, stride: Any, index: int) -> Any:
+            return _vector_pointer(builder, builder.add(address, builder.mul(stride, int64(index))))
+
+        rows = [builder.load(row(at, at_stride, i), align=4) for i in range(LANES)]
+        # Exchange the off-diagonal quarters of ever smaller squares.
+        for distance in (8, 4, 2, 1):
+            for i in (i for i in range(LANES) if not i & distance):
+                upper, lower = rows[i], rows[i + distance]
+                first = [j if not j & distance else LANES + j - distance for j in range(LANES)]
+                second = [j + distance if not j & distance else LANES + j for j in range(LANES)]
+                rows[i] = builder.shuffle_vector(upper, lower, _ir.Constant(_I32X16, first))
+                rows[i + distance] = builder.shuffle_vector(upper, lower, _ir.Constant(_I32X16, second))
+        for i in range(LANES):
+            builder.store(rows[i], row(to, to_stride, i), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), generate

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kernels import cpu, cpu_attention, cpu_cache
+from kernels import cpu, cpu_attention_decode, cpu_attention_prefill, cpu_cache
 from kernels.metadata import AttentionMetadata
 
 NO_BLOCK = 2**31 - 1  # an id that no cache holds: reading it is a crash
@@ -218,6 +218,28 @@ def test_a_decode_row_does_not_depend_on_its_neighbours_or_the_threads():
             assert torch.equal(alone[0], together[row])
 
 
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 50}], ids=["plain", "window"])
+def test_a_prompt_cut_into_chunks_gives_the_same_bits(options):
+    step = make_step([(290, 290)])
+    whole = step.attend(**options)
+    for begin, end in [(0, 7), (7, 71), (71, 200), (200, 202), (202, 290)]:
+        metadata = AttentionMetadata(
+            block_tables=step.metadata.block_tables,
+            query_start_loc=torch.tensor([0, end - begin], dtype=torch.int32),
+            seq_lens=torch.tensor([end], dtype=torch.int32),
+            slot_mapping=step.metadata.slot_mapping[begin:end],
+            query_lens_host=[end - begin],
+            seq_lens_host=[end],
+            num_decode_rows=0,
+            max_query_len=end - begin,
+            max_seq_len=end,
+        )
+        chunk = cpu.paged_attention(
+            step.query[begin:end], step.key_cache, step.value_cache, metadata, scale=0.2, **options
+        )
+        assert torch.equal(chunk, whole[begin:end])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_caches(dtype):
     step = make_step(MIXED)
@@ -253,7 +275,12 @@ def test_copy_blocks():
 
 
 def test_after_the_warm_up_no_step_compiles():
-    kernels = [cpu_attention.decode, cpu_cache.write_tokens, cpu_cache.write_tokens_parallel]
+    kernels = [
+        cpu_attention_decode.decode,
+        cpu_attention_prefill.prefill,
+        cpu_cache.write_tokens,
+        cpu_cache.write_tokens_parallel,
+    ]
     cpu.warm_up(num_heads=6, num_kv_heads=2, head_dim=64, block_size=16)
     compiled = [len(kernel.signatures) for kernel in kernels]
     step = make_step([*MIXED[:3], (200, 290)])

@@ -6,19 +6,36 @@ So the order of every sum depends on the row alone, never on its neighbours or t
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numba import prange
 
 from kernels import cpu_vector as vector
 from kernels.cpu_jit import f32_pointer, i32_pointer, jit, prefetch
+from kernels.cpu_row import (
+    F32,
+    I32,
+    LOG2_E,
+    ONE,
+    VECTOR,
+    ZERO,
+    address_of,
+    cap_scores,
+    fill,
+    max_of,
+    store_scaled,
+    weigh,
+)
 
 SPLIT = 256  # keys; long enough to drown the merge, short enough that threads can share one long row
-LOG2_E = np.float32(1.0 / math.log(2.0))
-F32 = I32 = 4  # bytes
-VECTOR = F32 * vector.LANES  # bytes; also a cache line
-_ZERO, _ONE, _MINUS_INFINITY = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
+MINUS_INFINITY = np.float32(-np.inf)
+
+
+@jit
+def _products(q0, q1, q2, q3, key):
+    """The lane-wise products of 64 numbers of a query and a key, folded into one vector."""
+    low = vector.multiply_add(q1, vector.load(key + VECTOR), vector.multiply(q0, vector.load(key)))
+    high = vector.multiply(q2, vector.load(key + 2 * VECTOR))
+    return vector.add(low, vector.multiply_add(q3, vector.load(key + 3 * VECTOR), high))
 
 
 @jit
@@ -29,13 +46,17 @@ def _add_dots(scores, q, keys, num_keys, head_dim):
     for part in range(0, wide, 4 * VECTOR):  # four registers hold the query while the keys pass by
         q0, q1 = vector.load(q + part), vector.load(q + part + VECTOR)
         q2, q3 = vector.load(q + part + 2 * VECTOR), vector.load(q + part + 3 * VECTOR)
-        for j in range(num_keys):
+        for j in range(0, num_keys - 3, 4):
             key = keys + j * row_bytes + part
-            low = vector.multiply(q0, vector.load(key))
-            low = vector.multiply_add(q1, vector.load(key + VECTOR), low)
-            high = vector.multiply(q2, vector.load(key + 2 * VECTOR))
-            high = vector.multiply_add(q3, vector.load(key + 3 * VECTOR), high)
-            target[j] += vector.sum_lanes(vector.add(low, high))
+            vector.add_sums(
+                scores + F32 * j,
+                _products(q0, q1, q2, q3, key),
+                _products(q0, q1, q2, q3, key + row_bytes),
+                _products(q0, q1, q2, q3, key + 2 * row_bytes),
+                _products(q0, q1, q2, q3, key + 3 * row_bytes),
+            )
+        for j in range(num_keys // 4 * 4, num_keys):
+            target[j] += vector.sum_lanes(_products(q0, q1, q2, q3, keys + j * row_bytes + part))
     for part in range(wide, whole, VECTOR):
         q0 = vector.load(q + part)
         for j in range(num_keys):
@@ -75,47 +96,22 @@ def _add_weighted(acc, weights, values, num_keys, head_dim):
 
 
 @jit
-def _fill(target, count, value):
-    for i in range(count):
-        f32_pointer(target)[i] = value
-
-
-@jit
-def _store_scaled(target, source, count, factor):
-    for i in range(count):
-        f32_pointer(target)[i] = factor * f32_pointer(source)[i]
-
-
-@jit
 def _softmax_row(scores, num_keys, distance, slope, softcap):
     """Turn scores (in units of log 2) into weights, 1 at the largest; return the largest score and the sum.
 
     `distance` is the first key's position relative to the query, where ALiBi is 0: softmax cancels the rest.
     """
     score = f32_pointer(scores)
-    end = scores + (F32 * num_keys + VECTOR - 1) // VECTOR * VECTOR
-    if softcap > _ZERO:  # cap * tanh(s), where the scores came divided by the cap
-        one, two = vector.splat(_ONE), vector.splat(np.float32(2.0))
-        for at in range(scores, end, VECTOR):
-            power = vector.exp2(vector.multiply(vector.splat(np.float32(2.0) * LOG2_E), vector.load(at)))
-            tanh = vector.subtract(one, vector.divide(two, vector.add(power, one)))
-            vector.store(at, vector.multiply(vector.splat(softcap), tanh))
-    if slope != _ZERO:
+    count = (num_keys + vector.LANES - 1) // vector.LANES * vector.LANES
+    if softcap > ZERO:
+        cap_scores(scores, num_keys, softcap)
+    if slope != ZERO:
         for j in range(num_keys):
             score[j] += slope * np.float32(distance + j)
-    for j in range(num_keys, (end - scores) // F32):
-        score[j] = _MINUS_INFINITY
-    maxima = vector.splat(_MINUS_INFINITY)
-    for at in range(scores, end, VECTOR):
-        maxima = vector.maximum(maxima, vector.load(at))
-    largest = vector.max_lanes(maxima)
-    shift = vector.splat(largest)
-    sums = vector.splat(_ZERO)
-    for at in range(scores, end, VECTOR):
-        weights = vector.exp2(vector.subtract(vector.load(at), shift))
-        sums = vector.add(sums, weights)
-        vector.store(at, weights)
-    return largest, vector.sum_lanes(sums)
+    for j in range(num_keys, count):
+        score[j] = MINUS_INFINITY
+    largest = max_of(scores, count, MINUS_INFINITY)
+    return largest, weigh(scores, count, largest)
 
 
 @jit
@@ -146,7 +142,7 @@ def _prefetch(begin, end):
 @jit
 def _score_split(scores, q, group, table, begin, end, tile_stride, keys, head_dim, block_size, next_tile):
     """scores[g, key - begin] = q[g] . key, over the keys of one KV head; `keys` is its tile in block 0."""
-    _fill(scores, group * SPLIT, _ZERO)
+    fill(scores, group * SPLIT, ZERO)
     for block in range(begin // block_size, (end - 1) // block_size + 1):
         first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
         tile = keys + table[block] * tile_stride + F32 * (first - block * block_size) * head_dim
@@ -163,7 +159,7 @@ def _weigh_split(
     acc, weights, group, table, begin, end, tile_stride, values, head_dim, block_size, next_tile
 ):
     """acc[g] = sum of weights[g, key - begin] * value, over the values of one KV head."""
-    _fill(acc, group * head_dim, _ZERO)
+    fill(acc, group * head_dim, ZERO)
     for block in range(begin // block_size, (end - 1) // block_size + 1):
         first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
         tile = values + table[block] * tile_stride + F32 * (first - block * block_size) * head_dim
@@ -176,20 +172,15 @@ def _weigh_split(
 
 
 @jit
-def address_of(array):
-    return np.int64(array.ctypes.data)  # unsigned as it comes: mixed with signed offsets it would turn float
-
-
-@jit
 def _load_queries(q, source, head_stride, group, head_dim, scale):
     for g in range(group):
-        _store_scaled(q + F32 * g * head_dim, source + F32 * g * head_stride, head_dim, scale)
+        store_scaled(q + F32 * g * head_dim, source + F32 * g * head_stride, head_dim, scale)
 
 
 @jit
 def _softmax_split(stats, scores, group, num_keys, distance, alibi_slopes, softcap):
     for g in range(group):
-        slope = LOG2_E * f32_pointer(alibi_slopes)[g] if alibi_slopes != 0 else _ZERO
+        slope = LOG2_E * f32_pointer(alibi_slopes)[g] if alibi_slopes != 0 else ZERO
         largest, total = _softmax_row(scores + F32 * g * SPLIT, num_keys, distance, slope, softcap)
         f32_pointer(stats)[2 * g], f32_pointer(stats)[2 * g + 1] = largest, total
 
@@ -197,26 +188,26 @@ def _softmax_split(stats, scores, group, num_keys, distance, alibi_slopes, softc
 @jit
 def _store_split(target, acc, stats, is_whole_row, group, head_dim):
     for g in range(group):
-        factor = _ONE / f32_pointer(stats)[2 * g + 1] if is_whole_row else _ONE
-        _store_scaled(target + F32 * g * head_dim, acc + F32 * g * head_dim, head_dim, factor)
+        factor = ONE / f32_pointer(stats)[2 * g + 1] if is_whole_row else ONE
+        store_scaled(target + F32 * g * head_dim, acc + F32 * g * head_dim, head_dim, factor)
 
 
 @jit
 def _merge(out, partials, stats, num_splits, partial_stride, stats_stride, head_dim):
     """out = the softmax-weighted mean of one head's splits, in their order; strides are from split to split."""
     stat = f32_pointer(stats)
-    largest = _MINUS_INFINITY
+    largest = MINUS_INFINITY
     for i in range(num_splits):
         largest = max(largest, stat[i * stats_stride])
-    _fill(out, head_dim, _ZERO)
-    total = _ZERO
+    fill(out, head_dim, ZERO)
+    total = ZERO
     for i in range(num_splits):
         factor = np.exp2(stat[i * stats_stride] - largest)
         total += factor * stat[i * stats_stride + 1]
         partial = partials + F32 * i * partial_stride
         for d in range(head_dim):
             f32_pointer(out)[d] += factor * f32_pointer(partial)[d]
-    _store_scaled(out, out, head_dim, _ONE / total)
+    store_scaled(out, out, head_dim, ONE / total)
 
 
 @jit
@@ -229,7 +220,7 @@ def _merge_rows(out, splits, num_splits, partials, stats, num_rows, num_heads, h
             split += 1
         target = out + F32 * row * num_heads * head_dim
         if split == first:
-            _fill(target, num_heads * head_dim, _ZERO)
+            fill(target, num_heads * head_dim, ZERO)
         elif splits[first, 3] >= 0:
             for head in range(num_heads):
                 _merge(

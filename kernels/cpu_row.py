@@ -1,0 +1,64 @@
+"""What the CPU attention kernels do with one row of numbers. Addresses of contiguous fp32; counts in numbers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from kernels import cpu_vector as vector
+from kernels.cpu_jit import f32_pointer, jit
+
+F32 = I32 = 4  # bytes
+VECTOR = F32 * vector.LANES  # bytes; also a cache line
+LOG2_E = np.float32(1.0 / math.log(2.0))
+ZERO, ONE = np.float32(0.0), np.float32(1.0)
+
+
+@jit
+def fill(target, count, value):
+    for i in range(count):
+        f32_pointer(target)[i] = value
+
+
+@jit
+def store_scaled(target, source, count, factor):
+    """target = factor * source; the two may be the same."""
+    for i in range(count):
+        f32_pointer(target)[i] = factor * f32_pointer(source)[i]
+
+
+@jit
+def cap_scores(scores, count, cap):
+    """cap * tanh(score) in place, for scores that come divided by the cap; rounds `count` up to whole vectors."""
+    one, two = vector.splat(ONE), vector.splat(np.float32(2.0))
+    caps, two_log2_e = vector.splat(cap), vector.splat(np.float32(2.0) * LOG2_E)
+    for at in range(scores, scores + F32 * count, VECTOR):
+        power = vector.exp2(vector.multiply(two_log2_e, vector.load(at)))
+        tanh = vector.subtract(one, vector.divide(two, vector.add(power, one)))
+        vector.store(at, vector.multiply(caps, tanh))
+
+
+@jit
+def max_of(scores, count, start):
+    """The largest of `start` and the scores; `count` is a whole number of vectors."""
+    maxima = vector.splat(start)
+    for at in range(scores, scores + F32 * count, VECTOR):
+        maxima = vector.maximum(maxima, vector.load(at))
+    return vector.max_lanes(maxima)
+
+
+@jit
+def weigh(scores, count, largest):
+    """scores = 2 ** (scores - largest) in place; return their sum. `count` is a whole number of vectors."""
+    shift, sums = vector.splat(largest), vector.splat(ZERO)
+    for at in range(scores, scores + F32 * count, VECTOR):
+        weights = vector.exp2(vector.subtract(vector.load(at), shift))
+        sums = vector.add(sums, weights)
+        vector.store(at, weights)
+    return vector.sum_lanes(sums)
+
+
+@jit
+def address_of(array):
+    return np.int64(array.ctypes.data)  # unsigned as it comes: mixed with signed offsets it would turn float

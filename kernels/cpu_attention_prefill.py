@@ -113,7 +113,7 @@ def _softmax_tile(
     scores,
     stats,
     acc,
-    num_queries,
+    num_tokens,
     num_columns,
     first_key,
     position,
@@ -124,25 +124,45 @@ def _softmax_tile(
     softcap,
 ):
     """Mask, bias and weigh one tile of scores; `position` is that of the first token."""
-    for r in range(num_queries):
-        row = scores + F32 * r * KEYS
-        score = f32_pointer(row)
-        query_position = position + r // group
-        if softcap > ZERO:
-            cap_scores(row, num_columns, softcap)
-        if slopes != 0:  # relative to the query: rounds less, and softmax cancels the difference
-            slope = LOG2_E * f32_pointer(slopes)[r % group]
-            for j in range(num_columns):
-                score[j] += slope * np.float32(first_key + j - query_position)
-        for j in range(max(0, query_position + 1 - first_key), num_columns):
-            score[j] = HIDDEN
-        if window > 0:
-            for j in range(min(num_columns, query_position + 1 - window - first_key)):
+    for token in range(num_tokens):
+        query_position = position + token
+        first_hidden = max(0, query_position + 1 - first_key)
+        first_visible = min(num_columns, query_position + 1 - window - first_key) if window > 0 else 0
+        for g in range(group):
+            r = token * group + g
+            row = scores + F32 * r * KEYS
+            score = f32_pointer(row)
+            if softcap > ZERO:
+                cap_scores(row, num_columns, softcap)
+            if slopes != 0:  # relative to the query: rounds less, and softmax cancels the difference
+                slope = LOG2_E * f32_pointer(slopes)[g]
+                for j in range(num_columns):
+                    score[j] += slope * np.float32(first_key + j - query_position)
+            for j in range(first_hidden, num_columns):
                 score[j] = HIDDEN
-        stat = f32_pointer(stats + F32 * 2 * r)
-        stat[0], stat[1] = _softmax_row(
-            row, num_columns, acc + F32 * r * head_dim, head_dim, stat[0], stat[1]
-        )
+            for j in range(first_visible):
+                score[j] = HIDDEN
+            stat = f32_pointer(stats + F32 * 2 * r)
+            stat[0], stat[1] = _softmax_row(
+                row, num_columns, acc + F32 * r * head_dim, head_dim, stat[0], stat[1]
+            )
+
+
+@jit
+def _load_queries(q, query, token_stride, head_stride, num_tokens, group, head_dim, scale):
+    for token in range(num_tokens):
+        for g in range(group):
+            source = query + F32 * (token * token_stride + g * head_stride)
+            store_scaled(q + F32 * (token * group + g) * head_dim, source, head_dim, scale)
+
+
+@jit
+def _store_tile(out, token_stride, acc, stats, num_tokens, group, head_dim):
+    for token in range(num_tokens):
+        for g in range(group):
+            r = token * group + g
+            target = out + F32 * (token * token_stride + g * head_dim)
+            store_scaled(target, acc + F32 * r * head_dim, head_dim, ONE / f32_pointer(stats)[2 * r + 1])
 
 
 @jit
@@ -166,8 +186,7 @@ def _attend_tile(
     softcap,
     slopes,
 ):
-    num_queries = num_tokens * group
-    num_rows = (num_queries + 3) // 4 * 4
+    num_rows = (num_tokens * group + 3) // 4 * 4
     row_bytes, block_bytes = F32 * head_dim, F32 * num_kv_heads * block_size * head_dim
     q = scratch
     acc = q + num_rows * row_bytes
@@ -175,10 +194,9 @@ def _attend_tile(
     scores = stats + F32 * 2 * num_rows
     transposed = scores + F32 * num_rows * KEYS
 
-    fill(q, 2 * num_rows * head_dim, ZERO)
-    for r in range(num_queries):
-        source = query + F32 * (r // group * query_token_stride + r % group * query_head_stride)
-        store_scaled(q + r * row_bytes, source, head_dim, query_scale)
+    fill(q, 2 * num_rows * head_dim, ZERO)  # acc with it
+    _load_queries(q, query, query_token_stride, query_head_stride, num_tokens, group, head_dim, query_scale)
+    for r in range(num_rows):
         f32_pointer(stats)[2 * r], f32_pointer(stats)[2 * r + 1] = HIDDEN, ZERO
 
     begin, end = max(0, position + 1 - window) if window > 0 else 0, position + num_tokens
@@ -197,7 +215,7 @@ def _attend_tile(
             scores,
             stats,
             acc,
-            num_queries,
+            num_tokens,
             num_columns,
             tile,
             position,
@@ -215,9 +233,7 @@ def _attend_tile(
                 acc, row_bytes, weights, F32 * KEYS, source, row_bytes, num_rows, head_dim, last - first
             )
 
-    for r in range(num_queries):
-        target = out + (r // group * num_kv_heads * group + r % group) * row_bytes
-        store_scaled(target, acc + r * row_bytes, head_dim, ONE / f32_pointer(stats)[2 * r + 1])
+    _store_tile(out, num_kv_heads * group * head_dim, acc, stats, num_tokens, group, head_dim)
 
 
 @jit

@@ -65,6 +65,16 @@ def jit(function: Callable[..., Any] | None = None, *, parallel: bool = False) -
         return numba.njit(parallel=parallel, **_OPTIONS)(function)
 
 
+def _launch_threads() -> None:
+    """Start numba's side of the OpenMP pool, which it shares with torch and whose size it would reset."""
+    num_threads = torch.get_num_threads()
+    numba.set_num_threads(1)
+    torch.set_num_threads(num_threads)
+
+
+_launch_threads()
+
+
 def use_torch_threads() -> int:
     """Give the calling thread's kernels as many threads as torch's operators have; return that number."""
     num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)

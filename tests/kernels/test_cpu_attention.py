@@ -302,6 +302,15 @@ def test_kernels_compile_where_nothing_can_be_cached():
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
+def test_the_number_of_threads_stays_torchs():
+    script = (
+        "import torch; torch.set_num_threads(1); from kernels import cpu;"
+        "cpu.warm_up(num_heads=2, num_kv_heads=1, head_dim=16, block_size=4);"
+        "import numba; assert (torch.get_num_threads(), numba.get_num_threads()) == (1, 1)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_huge_pages_are_advice_only():
     tensor = torch.empty(3_000_001)
     cpu.advise_huge_pages(tensor)

@@ -169,6 +169,11 @@ class Scheduler:
                 return [request.request_id for request in step.requests()]
         return []
 
+    def num_step_failures(self, request_id: str) -> int:
+        """Steps that raised with this request in them; 0 for one that has ended."""
+        request = self._requests.get(request_id)
+        return 0 if request is None else request.num_step_failures
+
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 

@@ -1,0 +1,94 @@
+"""Puts an engine's parts together: loads the model and resolves every setting that was left open."""
+
+from __future__ import annotations
+
+import logging
+
+from engine.config import EngineConfig, SchedulerConfig
+from engine.engine import EngineParts
+from engine.errors import ConfigError
+from engine.execution.echo import ECHO_MAX_MODEL_LEN, ECHO_MODEL, EchoRunner, echo_step_seconds, is_echo
+from engine.tokenizer import ByteTokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+_ECHO_KV_BLOCKS = 4096
+
+
+def build_parts(config: EngineConfig) -> EngineParts:
+    """Load what the configuration names. Raises `ConfigError`, mostly `ModelLoadError`."""
+    return _build_echo(config) if is_echo(config.model) else _build_model(config)
+
+
+def _build_echo(config: EngineConfig) -> EngineParts:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.eos_token_id is not None
+    return EngineParts(
+        executor=EchoRunner(echo_step_seconds(config.model)),
+        tokenizer=None if config.skip_tokenizer_init else tokenizer,
+        limits=_limits(config, ECHO_MAX_MODEL_LEN, _ECHO_KV_BLOCKS, (tokenizer.eos_token_id,), is_cuda=False),
+        served_model=ECHO_MODEL,
+        vocab_size=tokenizer.vocab_size,
+        fingerprint=ECHO_MODEL,
+        tier="token",
+        device="none",
+    )
+
+
+def _build_model(config: EngineConfig) -> EngineParts:
+    import torch
+
+    from engine.execution.device_tuning import tune_device
+    from engine.execution.kv_cache import num_blocks_for
+    from engine.execution.loader import load_model
+    from engine.execution.model_runner import ModelRunner
+
+    tune_device(config)
+    model = load_model(config)
+    shape = model.kv_cache_shape(config.block_size)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(model.directory)
+    eos = list(model.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos:
+        eos.append(tokenizer.eos_token_id)
+    is_cuda = model.device.type == "cuda"
+    num_blocks = num_blocks_for(config, shape, model.device)
+    limits = _limits(config, model.context_length, num_blocks, tuple(eos), is_cuda=is_cuda)
+    logger.info(
+        "%s on %s: %d KV blocks of %d tokens, %.2f GiB",
+        model.served_name,
+        model.device,
+        num_blocks,
+        shape.block_size,
+        num_blocks * shape.block_bytes / 2**30,
+    )
+    return EngineParts(
+        executor=ModelRunner(model, config, limits),
+        tokenizer=tokenizer,
+        limits=limits,
+        served_model=model.served_name,
+        vocab_size=model.vocab_size,
+        fingerprint=model.fingerprint,
+        tier="token" if model.dtype is torch.float32 else "continues",
+        device=str(model.device),
+    )
+
+
+def _limits(
+    config: EngineConfig, context_length: int, num_kv_blocks: int, eos: tuple[int, ...], *, is_cuda: bool
+) -> SchedulerConfig:
+    if config.max_model_len is not None and config.max_model_len > context_length:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is past the model's context of {context_length}"
+        )
+    overlapped = is_cuda if config.async_scheduling is None else config.async_scheduling
+    return SchedulerConfig(
+        block_size=config.block_size,
+        num_kv_blocks=config.num_kv_blocks or num_kv_blocks,
+        max_model_len=config.max_model_len or context_length,
+        max_num_seqs=config.max_num_seqs or (256 if is_cuda else 64),
+        max_num_batched_tokens=config.max_num_batched_tokens or (8192 if is_cuda else 512),
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        enable_prefix_caching=config.enable_prefix_caching,
+        depth=1 if overlapped else 0,
+        eos_token_ids=eos,
+    )

@@ -1,0 +1,103 @@
+"""Paged attention, plugged into transformers' attention interface.
+
+The batch is flattened to [1, num_tokens]; which tokens belong to whom is in the step's metadata, which reaches the
+attention function through a context variable, because not every family passes extra arguments down to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kernels import dispatch
+from kernels.metadata import AttentionMetadata
+
+PAGED_ATTENTION = "pagemill_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionContext:
+    metadata: AttentionMetadata
+    key_caches: list[torch.Tensor]  # per layer [num_blocks, num_kv_heads, block_size, head_dim]
+    value_caches: list[torch.Tensor]
+
+
+_context: ContextVar[AttentionContext] = ContextVar("attention_context")
+
+
+@contextmanager
+def attention_context(context: AttentionContext) -> Iterator[None]:
+    """Everything attended within reads and writes this step's cache."""
+    token = _context.set(context)
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def attend(
+    layer_idx: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Write the layer's keys and values, then attend.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim].
+
+    Returns:
+        [num_tokens, num_heads, head_dim].
+    """
+    context = _context.get()
+    key_cache, value_cache = context.key_caches[layer_idx], context.value_caches[layer_idx]
+    dispatch.reshape_and_cache(key, value, key_cache, value_cache, context.metadata.slot_mapping)
+    return dispatch.paged_attention(
+        query,
+        key_cache,
+        value_cache,
+        context.metadata,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+
+
+def _paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
+    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: rotary embedding and QK norm have been applied."""
+    layer_idx = module.layer_idx
+    assert isinstance(layer_idx, int)
+    out = attend(
+        layer_idx,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+    return out[None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(PAGED_ATTENTION, _paged_attention)

@@ -1,0 +1,96 @@
+"""Runs plans on the device: anything that happens on a device happens from here."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import EngineConfig, SchedulerConfig
+from engine.execution.attention import AttentionContext, attention_context
+from engine.execution.fusion import fuse
+from engine.execution.input_batch import InputBatch
+from engine.execution.kv_cache import KVCache
+from engine.execution.loader import LoadedModel
+from engine.execution.sampler import Sampler, SamplerOutput, SampleWork
+from engine.plan import StepPlan, StepResult
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step on its way: its tokens are on the device, and reach the host in `wait`."""
+
+    plan: StepPlan
+    output: SamplerOutput | None
+    prepare_s: float
+    forward_s: float
+    sample_s: float
+
+    def wait(self) -> StepResult:
+        result = StepResult(
+            self.plan.step_id,
+            token_ids=[],
+            prepare_s=self.prepare_s,
+            forward_s=self.forward_s,
+            sample_s=self.sample_s,
+        )
+        if self.output is not None:
+            started = time.perf_counter()
+            result.token_ids = [[token] for token in self.output.token_ids.tolist()]
+            result.logprobs = self.output.logprobs
+            valid = self.output.is_valid.tolist()
+            result.invalid = frozenset(number for number, is_valid in enumerate(valid) if not is_valid)
+            result.sample_s += time.perf_counter() - started
+        return result
+
+
+class ModelRunner:
+    """An `Executor` on a device. One thread owns it."""
+
+    def __init__(self, model: LoadedModel, config: EngineConfig, limits: SchedulerConfig) -> None:
+        self._module = model.module
+        self._device = model.device
+        fuse(model.module, model.device)
+        self.kv_cache = KVCache(model.kv_cache_shape(limits.block_size), limits.num_kv_blocks, model.device)
+        self._batch = InputBatch(
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            block_size=limits.block_size,
+            device=model.device,
+            pad_to_bucket=bool(config.pad_to_bucket),
+        )
+        self._sampler = Sampler(limits.eos_token_ids)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        started = time.perf_counter()
+        inputs = self._batch.apply(plan)
+        if plan.block_copies:
+            self.kv_cache.copy_blocks(plan.block_copies)
+        prepared = time.perf_counter()
+        context = AttentionContext(inputs.metadata, self.kv_cache.keys, self.kv_cache.values)
+        with attention_context(context):
+            logits = self._module(
+                input_ids=inputs.input_ids[None],
+                position_ids=inputs.positions[None],
+                use_cache=False,
+                # An empty index would mean every token to some families; one row is the least to ask for.
+                logits_to_keep=inputs.logits_indices if plan.samples else inputs.positions.new_zeros(1),
+            ).logits[0]
+        forwarded = time.perf_counter()
+        output = self._sample(plan, logits) if plan.samples else None
+        sampled = time.perf_counter()
+        return LaunchedStep(plan, output, prepared - started, forwarded - prepared, sampled - forwarded)
+
+    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> SamplerOutput:
+        work = []
+        for sample in plan.samples:
+            row = self._batch.rows[sample.row]
+            assert row is not None, "a sample for a row that nothing entered"
+            work.append(SampleWork(sample, row))
+        output = self._sampler.sample(logits, work, self._batch.token_table)
+        rows = torch.tensor([s.row for s in plan.samples], device=self._device)
+        positions = torch.tensor([s.position for s in plan.samples], device=self._device)
+        self._batch.token_table[rows, positions] = output.token_ids
+        return output

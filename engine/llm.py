@@ -1,0 +1,153 @@
+"""Offline generation: a list of prompts in, a list of results out, everything in this process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.outputs import CompletionDelta, FinishReason, RequestOutput, Usage
+from engine.plan import TokenLogprobs
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Message
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def extend(self, delta: CompletionDelta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + delta.logprobs
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+@dataclass(slots=True)
+class GenerationOutput:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    usage: Usage = field(default_factory=Usage)
+    error: str | None = None
+
+
+class LLM:
+    """A model in this process.
+
+    Args:
+        model: a Hugging Face directory, `smollm2` or `echo`.
+        options: the fields of `EngineConfig`.
+
+    Raises:
+        ConfigError: the model can't be loaded, or a setting makes no sense.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.engine = Engine.from_config(EngineConfig(model=model, **options))
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[GenerationOutput]:
+        """Complete every prompt, in the order given.
+
+        Args:
+            prompts: strings (special tokens are added) or lists of token ids; one alone stands for a list of one.
+            sampling_params: one for all, or one each.
+            use_tqdm: a progress bar on stderr; None: when stderr is a terminal.
+
+        Raises:
+            InvalidRequest: one of the prompts can't run; nothing has been generated then.
+        """
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]  # type: ignore[list-item]
+        inputs = [{"prompt": p} if isinstance(p, str) else {"prompt_token_ids": p} for p in prompts]
+        return self._run(inputs, self._params_for(len(inputs), sampling_params, SamplingParams()), use_tqdm)
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[GenerationOutput]:
+        """As `generate`, through the model's chat template; `max_tokens` defaults to the rest of the context."""
+        if conversations and isinstance(conversations[0], dict):
+            conversations = [conversations]  # type: ignore[list-item]
+        inputs = [{"messages": messages} for messages in conversations]
+        default = SamplingParams(max_tokens=None)
+        return self._run(inputs, self._params_for(len(inputs), sampling_params, default), use_tqdm)
+
+    @staticmethod
+    def _params_for(
+        count: int, given: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams
+    ) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or default] * count
+        if len(given) != count:
+            raise ValueError(f"{len(given)} sampling_params for {count} prompts; give one, or one each")
+        return list(given)
+
+    def _run(
+        self, inputs: list[dict[str, Any]], params: list[SamplingParams], use_tqdm: bool | None
+    ) -> list[GenerationOutput]:
+        prepared = [
+            self.engine.input_processor.process(**given, params=one)
+            for given, one in zip(inputs, params, strict=True)
+        ]
+        results: dict[str, GenerationOutput] = {}
+        try:
+            for given, (token_ids, one) in zip(inputs, prepared, strict=True):
+                request_id = f"llm-{self._num_requests}"
+                self._num_requests += 1
+                # The position orders them: a million prompts may share one reading of the clock.
+                self.engine.add_request(request_id, token_ids, one, arrival=float(self._num_requests))
+                outputs = [CompletionOutput(index) for index in range(one.n)]
+                results[request_id] = GenerationOutput(request_id, given.get("prompt"), token_ids, outputs)
+            self._drive(results, sys.stderr.isatty() if use_tqdm is None else use_tqdm)
+        except BaseException:
+            for request_id in results:
+                self.engine.abort(request_id)
+            raise
+        return list(results.values())
+
+    def _drive(self, results: dict[str, GenerationOutput], show_progress: bool) -> None:
+        bar = None
+        if show_progress:
+            from tqdm import tqdm
+
+            bar = tqdm(total=len(results), desc="generating", unit="prompt")
+        try:
+            while self.engine.has_unfinished():
+                finished = sum(_collect(results[output.request_id], output) for output in self.engine.step())
+                if bar is not None and finished:
+                    bar.update(finished)
+        finally:
+            if bar is not None:
+                bar.close()
+
+
+def _collect(result: GenerationOutput, output: RequestOutput) -> bool:
+    """Add a step's news to the result; tells whether it is complete."""
+    for delta in output.deltas:
+        result.outputs[delta.index].extend(delta)
+    if output.finished:
+        result.usage, result.error = output.usage or Usage(), output.error
+    return output.finished

@@ -1,0 +1,242 @@
+"""From tokens to what the caller sees: text, stop strings, deltas, usage and latencies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from engine.detokenizer import Detokenizer, StopStrings
+from engine.outputs import (
+    CompletionDelta,
+    FinishReason,
+    Histogram,
+    HistogramSnapshot,
+    Phase,
+    RequestOutput,
+    Usage,
+)
+from engine.scheduling.request import Request, Sequence, SequenceUpdate
+from engine.tokenizer import Tokenizer
+
+# vLLM's buckets, so that panels can be compared.
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+                40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
+ITL_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+               80.0)  # fmt: skip
+E2E_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+               960.0, 1920.0, 7680.0)  # fmt: skip
+LENGTH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+FinishSequence = Callable[[Sequence, FinishReason, int | str | None], None]
+
+
+@dataclass(slots=True)
+class _SampleText:
+    """One sample's way from tokens to text."""
+
+    num_reported: int
+    """Output tokens the caller has been told of (resumed ones included)."""
+    detokenizer: Detokenizer | None
+    stop: StopStrings
+    last_token_time: float | None = None
+    is_reported_finished: bool = False
+
+
+@dataclass(slots=True)
+class _RequestRecord:
+    request: Request
+    added: float
+    samples: list[_SampleText]
+    first_token_time: float | None = None
+    num_resumed_tokens: int = 0
+    prompt_tokens_done: int = 0
+    error: str | None = None
+    error_code: str | None = None
+
+
+@dataclass(slots=True)
+class OutputStats:
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    invalid_logits: int = 0
+    finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
+    ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS))
+    itl: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS))
+    e2e: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS))
+    prompt_length: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
+    generated_length: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
+
+    def histograms(self) -> dict[str, dict[str, HistogramSnapshot]]:
+        named = {
+            "time_to_first_token_seconds": self.ttft,
+            "inter_token_latency_seconds": self.itl,
+            "request_seconds": self.e2e,
+            "prompt_tokens": self.prompt_length,
+            "generated_tokens": self.generated_length,
+        }
+        return {name: {"": histogram.snapshot()} for name, histogram in named.items()}
+
+
+class OutputProcessor:
+    """Owns the text state of every request the engine holds.
+
+    Args:
+        tokenizer: None serves token ids only; text stays empty.
+        finish_sequence: ends a sequence in the scheduler when its text has hit a stop string.
+        eos_token_ids: never part of the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        finish_sequence: FinishSequence,
+        eos_token_ids: Collection[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._finish_sequence = finish_sequence
+        self._records: dict[str, _RequestRecord] = {}
+        self.stats = OutputStats()
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._records
+
+    def add(self, request: Request) -> None:
+        """Start a request. Resumed tokens are replayed, so that stop strings may span the cut."""
+        record = _RequestRecord(request, time.monotonic(), [self._new_sample(s) for s in request.sequences])
+        record.num_resumed_tokens = sum(len(s.output_token_ids) for s in request.sequences)
+        self._records[request.request_id] = record
+        self.stats.prompt_tokens += len(request.prompt_token_ids)
+        self.stats.prompt_length.observe(len(request.prompt_token_ids))
+
+    def process(self, updates: list[SequenceUpdate]) -> list[RequestOutput]:
+        """Turn a retired step's updates into outputs, one per request that has news."""
+        now = time.monotonic()
+        outputs: dict[str, RequestOutput] = {}
+        for update in updates:
+            record = self._records.get(update.sequence.request.request_id)
+            if record is None:
+                continue
+            output = outputs.get(record.request.request_id)
+            if output is None:
+                output = outputs[record.request.request_id] = self._new_output(record)
+            self._apply(record, update, output, now)
+        for output in outputs.values():
+            self._close_if_finished(self._records[output.request_id], output, now)
+        return list(outputs.values())
+
+    def _new_sample(self, sequence: Sequence) -> _SampleText:
+        params = sequence.request.params
+        detokenizer = None
+        stop = StopStrings(params.stop, include_in_output=params.include_stop_str_in_output)
+        if self._tokenizer is not None:
+            detokenizer = Detokenizer(
+                self._tokenizer,
+                sequence.request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+            resumed = self._visible(sequence, sequence.output_token_ids)
+            if resumed:
+                # Told of before the cut: replayed for what it leaves held back, not to be released again.
+                detokenizer.append(resumed[: params.min_tokens])
+                stop.append(detokenizer.append(resumed[params.min_tokens :]))
+        return _SampleText(
+            num_reported=len(sequence.output_token_ids),
+            detokenizer=detokenizer,
+            stop=stop,
+            is_reported_finished=sequence.is_finished,
+        )
+
+    def _visible(self, sequence: Sequence, token_ids: list[int]) -> list[int]:
+        """The tokens that make text: a stop token or EOS that ended the sample is in token_ids, not in text."""
+        if not (sequence.is_finished and sequence.finish_reason == "stop" and token_ids):
+            return token_ids
+        is_stop_token = token_ids[-1] == sequence.stop_reason or token_ids[-1] in self._eos_token_ids
+        return token_ids[:-1] if is_stop_token else token_ids
+
+    def _apply(
+        self, record: _RequestRecord, update: SequenceUpdate, output: RequestOutput, now: float
+    ) -> None:
+        sequence = update.sequence
+        sample = record.samples[sequence.index]
+        if sample.is_reported_finished:
+            return
+        if update.error is not None:
+            record.error, record.error_code = update.error, update.error_code
+            self.stats.invalid_logits += update.error_code == "output_invalid"
+        if not update.new_token_ids and not sequence.is_finished:
+            return
+        self._record_latency(record, sample, len(update.new_token_ids), now)
+        text = self._extend_text(sequence, sample, update.new_token_ids)
+        output.deltas.append(
+            CompletionDelta(
+                index=sequence.index,
+                token_ids=update.new_token_ids,
+                text=text,
+                offset=sample.num_reported,
+                logprobs=update.new_logprobs,
+                finish_reason=sequence.finish_reason,
+                stop_reason=sequence.stop_reason,
+            )
+        )
+        sample.num_reported += len(update.new_token_ids)
+        sample.is_reported_finished = sequence.is_finished
+
+    def _extend_text(self, sequence: Sequence, sample: _SampleText, token_ids: list[int]) -> str:
+        if sample.detokenizer is None:
+            return ""
+        new_text = sample.detokenizer.append(self._visible(sequence, token_ids))
+        if sequence.is_finished:
+            new_text += sample.detokenizer.flush()
+        params = sequence.request.params
+        if sample.num_reported + len(token_ids) < params.min_tokens:
+            return new_text  # as with stop tokens: before min_tokens nothing stops a sample
+        released, stop = sample.stop.append(new_text)
+        if stop is not None:
+            if not sequence.is_finished or sequence.finish_reason == "length":
+                self._finish_sequence(sequence, "stop", stop)
+        elif sequence.is_finished:
+            released += sample.stop.flush()
+        return released
+
+    def _record_latency(
+        self, record: _RequestRecord, sample: _SampleText, num_tokens: int, now: float
+    ) -> None:
+        if not num_tokens:
+            return
+        self.stats.generated_tokens += num_tokens
+        if record.first_token_time is None:
+            record.first_token_time = now
+            self.stats.ttft.observe(now - record.added)
+        if sample.last_token_time is not None:
+            self.stats.itl.observe((now - sample.last_token_time) / num_tokens, num_tokens)
+        sample.last_token_time = now
+
+    def _new_output(self, record: _RequestRecord) -> RequestOutput:
+        request = record.request
+        computed = max(s.num_computed_tokens for s in request.sequences)
+        # A preempted request computes its prompt again: progress does not run backwards.
+        record.prompt_tokens_done = max(
+            record.prompt_tokens_done, min(computed, len(request.prompt_token_ids))
+        )
+        phase: Phase = "prefill" if record.prompt_tokens_done < len(request.prompt_token_ids) else "decode"
+        return RequestOutput(
+            request.request_id, phase, record.prompt_tokens_done, len(request.prompt_token_ids)
+        )
+
+    def _close_if_finished(self, record: _RequestRecord, output: RequestOutput, now: float) -> None:
+        request = record.request
+        if not request.is_finished:
+            return
+        del self._records[request.request_id]
+        generated = sum(len(s.output_token_ids) for s in request.sequences)
+        output.finished = True
+        output.usage = Usage(len(request.prompt_token_ids), generated, request.num_cached_tokens)
+        output.error, output.error_code = record.error, record.error_code
+        if record.first_token_time is not None:
+            output.ttft_s = record.first_token_time - record.added
+        reason = request.sequences[0].finish_reason or "error"
+        self.stats.finished[reason] += 1
+        self.stats.e2e.observe(now - record.added)
+        self.stats.generated_length.observe(generated - record.num_resumed_tokens)

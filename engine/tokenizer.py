@@ -1,0 +1,120 @@
+"""Text to token ids and back. The engine itself needs none: token ids are served without a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from engine.errors import InvalidRequest, ModelLoadError
+
+Message = Mapping[str, Any]
+
+
+class Tokenizer(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the conversation with the assistant's turn opened. Raises `InvalidRequest`."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens, 256 ends a text: what the echo model speaks."""
+
+    vocab_size = 257
+    eos_token_id: int | None = 256
+    has_chat_template = True
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return bytes(token for token in token_ids if token < 256).decode("utf-8", errors="replace")
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        return self.encode("".join(f"{_text_of(m)}\n" for m in messages))
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer from a model directory, through transformers. Thread-safe for encoding and decoding."""
+
+    def __init__(self, directory: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        except Exception as error:  # transformers raises whatever the broken file makes it raise
+            raise ModelLoadError(f"can't load the tokenizer in {directory}: {error}") from error
+        # The Rust object directly: the Python wrapper costs several times the decoding itself.
+        self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        self.vocab_size: int = len(self._tokenizer)
+        self.eos_token_id: int | None = self._tokenizer.eos_token_id
+        self.has_chat_template = bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if self._backend is not None:
+            text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        if not self.has_chat_template:
+            raise InvalidRequest("the model has no chat template; send a prompt instead of messages")
+        for message in messages:
+            _text_of(message)
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # the template is the model author's code: any error means these messages
+            raise InvalidRequest(
+                f"the chat template refuses these messages: {type(error).__name__}"
+            ) from error
+        # The template writes the special tokens itself.
+        return self.encode(text, add_special_tokens=False)
+
+
+def load_tokenizer(directory: Path) -> Tokenizer | None:
+    """The directory's tokenizer; None when it holds no tokenizer files (token ids only)."""
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    if not any((directory / name).is_file() for name in names):
+        return None
+    return HuggingFaceTokenizer(directory)
+
+
+def generation_eos_token_ids(directory: Path) -> list[int]:
+    """EOS ids of generation_config.json, or else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = directory / name
+        if file.is_file():
+            value = json.loads(file.read_text()).get("eos_token_id")
+            if value is not None:
+                return [value] if isinstance(value, int) else [int(v) for v in value]
+    return []
+
+
+def _text_of(message: Message) -> str:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequest("every message needs a role and a content")
+    content = message.get("content")
+    if not isinstance(content, str):
+        raise InvalidRequest("message content must be a string")
+    return content

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,9 +76,9 @@ class LLM:
         Raises:
             InvalidRequest: one of the prompts can't run; nothing has been generated then.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
-        inputs = [{"prompt": p} if isinstance(p, str) else {"prompt_token_ids": p} for p in prompts]
+        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        listed: list[Any] = [prompts] if is_one else list(prompts)
+        inputs = [{"prompt": p} if isinstance(p, str) else {"prompt_token_ids": p} for p in listed]
         return self._run(inputs, self._params_for(len(inputs), sampling_params, SamplingParams()), use_tqdm)
 
     def chat(
@@ -89,9 +89,9 @@ class LLM:
         use_tqdm: bool | None = None,
     ) -> list[GenerationOutput]:
         """As `generate`, through the model's chat template; `max_tokens` defaults to the rest of the context."""
-        if conversations and isinstance(conversations[0], dict):
-            conversations = [conversations]  # type: ignore[list-item]
-        inputs = [{"messages": messages} for messages in conversations]
+        is_one = len(conversations) > 0 and isinstance(conversations[0], Mapping)
+        listed: list[Any] = [conversations] if is_one else list(conversations)
+        inputs = [{"messages": messages} for messages in listed]
         default = SamplingParams(max_tokens=None)
         return self._run(inputs, self._params_for(len(inputs), sampling_params, default), use_tqdm)
 

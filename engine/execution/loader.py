@@ -41,7 +41,7 @@ class LoadedModel:
     fingerprint: str
 
     def kv_cache_shape(self, block_size: int) -> KVCacheShape:
-        config = self.module.config
+        config: Any = self.module.config
         num_heads = config.num_attention_heads
         num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         if config.model_type == "gpt_bigcode":
@@ -87,7 +87,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         served_name=config.model if config.model == PACKAGED_MODEL else directory.resolve().name,
         dtype=dtype,
         device=device,
-        vocab_size=module.get_input_embeddings().num_embeddings,
+        vocab_size=int(model_config.vocab_size),
         context_length=_context_length(model_config),
         eos_token_ids=tuple(generation_eos_token_ids(directory)),
         fingerprint=_fingerprint(directory, config, dtype, device),

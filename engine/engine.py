@@ -14,7 +14,7 @@ from engine.engine_stats import StepRecorder
 from engine.errors import InvalidRequest, UnsupportedFeature
 from engine.input_processor import InputLimits, InputProcessor
 from engine.output_processor import OutputProcessor
-from engine.outputs import Capacity, EngineStats, RequestOutput, SampleState
+from engine.outputs import Capacity, EngineStats, KVCacheStats, RequestOutput, SampleState
 from engine.plan import Executor, StepHandle, StepPlan
 from engine.sampling_params import MAX_SEED, SamplingParams
 from engine.scheduling.request import Request, Sequence, SequenceStatus
@@ -61,6 +61,7 @@ class Engine:
         )
         self._in_flight: deque[StepHandle] = deque()
         self._recorder = StepRecorder()
+        self._kv_of_step: KVCacheStats | None = None
         self._choices: ChoiceCompiler | None = None
         if parts.tokenizer is not None:
             eos = limits.eos_token_ids[0] if limits.eos_token_ids else None
@@ -119,6 +120,7 @@ class Engine:
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request; its blocks return within a step. An unknown id is no error: it has ended already."""
+        self._kv_of_step = None
         return self._output_processor.process(self._scheduler.abort(request_id))
 
     def step(self) -> list[RequestOutput]:
@@ -126,12 +128,14 @@ class Engine:
         started = time.perf_counter()
         plan = self._scheduler.schedule()
         scheduled = time.perf_counter()
+        self._kv_of_step = None
         if plan is not None:
+            self._kv_of_step = kv = self._scheduler.kv_stats()
             try:
                 self._in_flight.append(self._executor.launch(plan))
             except Exception as error:
                 return self._recover(plan, error)
-            self._recorder.planned(plan, self._scheduler.kv_stats(), scheduled - started)
+            self._recorder.planned(plan, kv, scheduled - started)
             if len(self._in_flight) <= self.limits.depth:
                 return []
         if not self._in_flight:
@@ -154,10 +158,14 @@ class Engine:
         return self._scheduler.capacity()
 
     def stats(self) -> EngineStats:
-        """A snapshot; call it between two steps, on the engine's thread."""
+        """A snapshot; call it between two steps, on the engine's thread.
+
+        While there is work, the pool is told as the latest step filled it: between two steps the blocks of
+        those that just ended are free already, and a pool that is full in every step would look empty.
+        """
         texts = self._output_processor.stats
         return EngineStats(
-            kv=self._scheduler.kv_stats(),
+            kv=self._kv(),
             scheduler=self._scheduler.stats(),
             tier=self.tier,
             fingerprint=self.fingerprint,
@@ -178,6 +186,11 @@ class Engine:
     def check_integrity(self) -> None:
         """Recompute every invariant of the bookkeeping; for tests."""
         self._scheduler.check_integrity()
+
+    def _kv(self) -> KVCacheStats:
+        if self._kv_of_step is not None and self.has_unfinished():
+            return self._kv_of_step
+        return self._scheduler.kv_stats()
 
     def _recover(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
         """The step raised: its requests run again, and one that raised alone a second time fails."""

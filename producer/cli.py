@@ -44,7 +44,7 @@ EXIT_QUEUE_FULL = 5
 EXIT_INTERRUPTED = 130
 
 LOADING_PATIENCE_S = 5.0
-"""A worker names its models with the heartbeat after it is ready, up to two seconds later."""
+"""How long a worker that is still loading may take to name its models."""
 
 T = TypeVar("T")
 

@@ -61,6 +61,7 @@ class LeaseKeeper:
         self._pubsub: PubSub | None = None
         self._renewed = threading.Condition()
         self._renewed_at = 0.0
+        self._announce = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pagemill-leases", daemon=True)
 
@@ -77,6 +78,10 @@ class LeaseKeeper:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    def announce(self) -> None:
+        """Tell the registry within `CANCEL_POLL_S` what the worker is now; returns at once."""
+        self._announce.set()
+
     def wait_renewed(self, since: float, timeout: float) -> bool:
         """Wait for a renewal that began after `since` (monotonic).
 
@@ -90,7 +95,8 @@ class LeaseKeeper:
         due = 0.0
         while not self._stop.is_set():
             try:
-                if time.monotonic() >= due:
+                if time.monotonic() >= due or self._announce.is_set():
+                    self._announce.clear()
                     due = time.monotonic() + self._renew_s
                     self._beat()
                 self._listen(min(CANCEL_POLL_S, max(0.0, due - time.monotonic())))

@@ -125,6 +125,7 @@ class Worker:
         self.counters.model_load_seconds = time.time() - self._started_at
         self.reporter.start(self.engine)
         self.admission.start([self.model])
+        self.leases.announce()  # who submits without naming a model asks the registry
         tier = self.engine.engine.tier
         logger.info(
             "ready: model %s, queue %s, worker %s, tier %s",
@@ -164,6 +165,7 @@ class Worker:
         All of it ends before `give_up_at` (monotonic).
         """
         self._is_draining = True
+        self.leases.announce()
         self.admission.stop()
         if self._is_serving:
             logger.info("draining: %d jobs may run on for %.0f s", len(self.table), grace_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from producer.wire.errors import JobCancelled, JobExpired, JobFailed
 from producer.wire.outputs import Delta
 from producer.wire.reading import feed
 from tests.worker.harness import (
+    PATIENCE_S,
     QueueClient,
     eventually,
     get,
@@ -286,3 +288,25 @@ def test_no_prompt_and_no_output_reaches_the_log(
     assert secret not in caplog.text
     for job_id in ids:
         assert job_id in caplog.text
+
+
+def test_a_worker_names_its_model_when_it_is_ready_not_with_its_next_renewal(
+    valkey_url: str, client: QueueClient
+) -> None:
+    config = worker_config(valkey_url, client.queue, renew_s=1000.0, lease_s=4000.0)
+    assert config.redis_url is not None
+    worker = Worker(config, config.redis_url)
+    try:
+        worker.start()
+        (loading,) = eventually(client.workers, "the first heartbeat")
+        assert (loading.models, loading.state) == ((), "loading")
+        assert worker.wait_ready(timeout=PATIENCE_S)
+        eventually(
+            lambda: [w.models for w in client.workers() if w.state == "ready"] == [("echo",)],
+            "the model's name",
+            patience_s=9.0,  # less than an entry without a heartbeat lives
+        )
+        worker.drain(0.0, threading.Event(), time.monotonic() + 20)
+        eventually(lambda: [w.state for w in client.workers()] == ["draining"], "the drain", patience_s=9.0)
+    finally:
+        assert worker.close()

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import logging
 import sys
+import time
 
 import torch
 
 from engine.config import EngineConfig
+from engine.execution.kv_cache import KVCacheShape
+
+logger = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -23,3 +29,18 @@ def tune_device(config: EngineConfig) -> None:
         if hasattr(libc, "mallopt"):
             libc.mallopt(_M_MMAP_THRESHOLD, ctypes.c_int(1 << 30))
             libc.mallopt(_M_TRIM_THRESHOLD, ctypes.c_int(2**31 - 1))
+
+
+def uses_cpu_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the JIT-compiled CPU operators take this model: they are made for fp32."""
+    return device.type == "cpu" and dtype is torch.float32 and importlib.util.find_spec("numba") is not None
+
+
+def warm_up_cpu_kernels(num_heads: int, shape: KVCacheShape) -> None:
+    """Compile the CPU operators, or load them from the disk, before the first step needs them."""
+    from kernels import cpu
+
+    started = time.monotonic()
+    logger.info("preparing the CPU kernels (compiled once, about 20 s; then kept on disk)")
+    cpu.warm_up(num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size)
+    logger.info("CPU kernels ready after %.1f s", time.monotonic() - started)

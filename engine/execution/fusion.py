@@ -6,13 +6,13 @@ their structure or their class, and whatever is not known stays as it is.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 from torch import nn
 
 from engine.execution.attention import attend
+from engine.execution.device_tuning import uses_cpu_kernels
 from engine.execution.packed_linear import PackedLinear, can_pack, merged_linear
 
 # Separate q, k, v projections, optional q and k norms per head, rotation of pairs half a head apart.
@@ -20,10 +20,9 @@ _ROTARY_ATTENTION = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qw
 _RMS_NORM = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 
 
-def fuse(model: nn.Module, device: torch.device) -> None:
+def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Rewrite the model's modules. Its weights move into the new modules; the old ones are dropped."""
-    has_cpu_kernels = device.type == "cpu" and importlib.util.find_spec("numba") is not None
-    _fuse_children(model, use_cpu_kernels=has_cpu_kernels and next(model.parameters()).dtype is torch.float32)
+    _fuse_children(model, use_cpu_kernels=uses_cpu_kernels(device, dtype))
 
 
 def _fuse_children(parent: nn.Module, *, use_cpu_kernels: bool) -> None:

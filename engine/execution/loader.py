@@ -40,6 +40,11 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     fingerprint: str
 
+    @property
+    def num_heads(self) -> int:
+        config: Any = self.module.config
+        return int(config.num_attention_heads)
+
     def kv_cache_shape(self, block_size: int) -> KVCacheShape:
         config: Any = self.module.config
         num_heads = config.num_attention_heads

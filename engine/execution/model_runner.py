@@ -9,6 +9,7 @@ import torch
 
 from engine.config import EngineConfig, SchedulerConfig
 from engine.execution.attention import AttentionContext, attention_context
+from engine.execution.device_tuning import uses_cpu_kernels, warm_up_cpu_kernels
 from engine.execution.fusion import fuse
 from engine.execution.input_batch import InputBatch
 from engine.execution.kv_cache import KVCache
@@ -51,8 +52,11 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, config: EngineConfig, limits: SchedulerConfig) -> None:
         self._module = model.module
         self._device = model.device
-        fuse(model.module, model.device)
-        self.kv_cache = KVCache(model.kv_cache_shape(limits.block_size), limits.num_kv_blocks, model.device)
+        shape = model.kv_cache_shape(limits.block_size)
+        if uses_cpu_kernels(model.device, model.dtype):
+            warm_up_cpu_kernels(model.num_heads, shape)
+        fuse(model.module, model.device, model.dtype)
+        self.kv_cache = KVCache(shape, limits.num_kv_blocks, model.device)
         self._batch = InputBatch(
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,

@@ -50,5 +50,6 @@ def merged_linear(layers: Sequence[nn.Linear]) -> nn.Module:
         return PackedLinear(weight, bias)
     merged = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     merged.weight = nn.Parameter(weight, requires_grad=False)
-    merged.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    if bias is not None:
+        merged.bias = nn.Parameter(bias, requires_grad=False)
     return merged

@@ -76,7 +76,7 @@ class Sampler:
 
     def _constrain(self, logits: torch.Tensor, work: list[SampleWork], tokens: torch.Tensor) -> list[int]:
         """Apply what changes single rows before temperature; returns the rows changed."""
-        changed = []
+        changed: list[int] = []
         for number, item in enumerate(work):
             params, row = item.params, logits[number]
             before = len(changed)
@@ -145,13 +145,13 @@ def _penalise(row: torch.Tensor, item: SampleWork, tokens: torch.Tensor) -> None
     params, sample = item.params, item.sample
     seen = tokens[sample.row, : sample.position]
     if params.repetition_penalty != 1.0:
-        ids = seen.unique()
+        ids = torch.unique(seen)
         scores = row[ids]
         row[ids] = torch.where(
             scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty
         )
     if params.presence_penalty or params.frequency_penalty:
-        ids, counts = seen[item.row.num_prompt_tokens :].unique(return_counts=True)
+        ids, counts = torch.unique(seen[item.row.num_prompt_tokens :], return_counts=True)
         row[ids] -= params.presence_penalty + params.frequency_penalty * counts
 
 

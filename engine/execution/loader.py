@@ -138,15 +138,22 @@ def _load_module(config: EngineConfig, directory: Path, model_config: Any, dtype
     if not any(directory.glob("*.safetensors")):
         raise ModelLoadError(f"{directory} has no *.safetensors weights (load_format='dummy' needs none)")
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        module, report = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
             attn_implementation=PAGED_ATTENTION,
             local_files_only=True,
             use_safetensors=True,
+            output_loading_info=True,
         )
     except Exception as error:  # a truncated file, wrong shapes, missing shards: all end the start
         raise ModelLoadError(f"can't load the weights in {directory}: {error}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers fills them with random numbers and a log line
+        raise ModelLoadError(
+            f"can't load the weights in {directory}: {len(missing)} tensors are missing, {missing[0]} first"
+        )
+    return module
 
 
 def _context_length(model_config: Any) -> int:

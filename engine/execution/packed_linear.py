@@ -29,9 +29,8 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    return (
-        weight.device.type == "cpu" and weight.dtype is torch.float32 and torch.backends.mkldnn.is_available()
-    )
+    has_onednn: bool = torch._C._has_mkldnn
+    return has_onednn and weight.device.type == "cpu" and weight.dtype is torch.float32
 
 
 def merged_linear(layers: Sequence[nn.Linear]) -> nn.Module:

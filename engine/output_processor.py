@@ -139,8 +139,9 @@ class OutputProcessor:
             resumed = self._visible(sequence, sequence.output_token_ids)
             if resumed:
                 # Told of before the cut: replayed for what it leaves held back, not to be released again.
-                detokenizer.append(resumed[: params.min_tokens])
-                stop.append(detokenizer.append(resumed[params.min_tokens :]))
+                unwatched = max(0, params.min_tokens - 1)
+                detokenizer.append(resumed[:unwatched])
+                stop.append(detokenizer.append(resumed[unwatched:]))
         return _SampleText(
             num_reported=len(sequence.output_token_ids),
             detokenizer=detokenizer,
@@ -194,7 +195,9 @@ class OutputProcessor:
             return new_text  # as with stop tokens: before min_tokens nothing stops a sample
         released, stop = sample.stop.append(new_text)
         if stop is not None:
-            if not sequence.is_finished or sequence.finish_reason == "length":
+            if sequence.finish_reason == "length":  # the last token that fits completed the stop string
+                sequence.finish_reason, sequence.stop_reason = "stop", stop
+            else:
                 self._finish_sequence(sequence, "stop", stop)
         elif sequence.is_finished:
             released += sample.stop.flush()

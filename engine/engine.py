@@ -175,6 +175,7 @@ class Engine:
             max_num_seqs=self.limits.max_num_seqs,
             steps=self._recorder.steps,
             last_step_time=self._recorder.last_step_time,
+            peak_utilization=self._recorder.peak_utilization,
             prompt_tokens=texts.prompt_tokens,
             computed_tokens=self._recorder.computed_tokens,
             generated_tokens=texts.generated_tokens,

@@ -21,6 +21,7 @@ class StepRecorder:
         self.steps = 0
         self.computed_tokens = 0
         self.last_step_time = 0.0
+        self.peak_utilization = 0.0
         self._seconds = {phase: Histogram(STEP_BUCKETS) for phase in PHASES}
         self._tokens = {kind: Histogram(POWERS_OF_TWO) for kind in KINDS}
         self._utilization = Histogram(UTILIZATION_BUCKETS)
@@ -32,6 +33,7 @@ class StepRecorder:
         self._tokens[plan.kind].observe(plan.num_tokens)
         self._batch_size.observe(len(plan.work))
         self._utilization.observe(kv.utilization)
+        self.peak_utilization = max(self.peak_utilization, kv.utilization)
 
     def collected(self, plan: StepPlan, result: StepResult, output_s: float) -> None:
         """A step retired."""

@@ -161,6 +161,8 @@ class EngineStats:
     steps: int = 0
     last_step_time: float = 0.0
     """`time.monotonic()` when the last step finished; 0.0 before the first."""
+    peak_utilization: float = 0.0
+    """The fullest that any step made the KV cache."""
     prompt_tokens: int = 0
     """Prompt tokens of admitted requests."""
     computed_tokens: int = 0

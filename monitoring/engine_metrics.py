@@ -94,6 +94,11 @@ KV_CACHE: tuple[Metric[EngineStats], ...] = (
         lambda s: s.kv.block_references,
     ),
     gauge("kv_cache_utilization_ratio", "Active KV blocks / capacity.", lambda s: s.kv.utilization),
+    gauge(
+        "kv_cache_peak_utilization_ratio",
+        "Highest KV cache utilisation of any step since the worker started.",
+        lambda s: s.peak_utilization,
+    ),
     gauge("kv_cache_occupancy_ratio", "Active and cached KV blocks / capacity.", _occupancy),
     gauge(
         "kv_cache_filled_token_slots",

@@ -33,7 +33,7 @@ from worker.demo_rows import LABELS, MODEL, Row, job_fields, load_rows
 
 QUEUE = "demo"
 KV_BLOCKS = 512
-"""Small enough that the labelling fills a good part of the pool, which is the point of watching it."""
+"""Small, so that the figures move: thirty rows would fill it if they shared no prefix."""
 START_LIMIT_S = 300.0
 """Covers the packaged model's one-time conversion on a slow machine."""
 STOP_LIMIT_S = 30.0
@@ -132,7 +132,7 @@ def label_rows(
             worker.check()
             usage = sampler.usage()
             rate = (usage.prompt_tokens + usage.generated_tokens) / (time.monotonic() - started)
-            bar.update(task, completed=counts.ended, rate=rate, kv=100 * sampler.kv_utilization)
+            bar.update(task, completed=counts.ended, rate=rate, kv=100 * usage.mean_kv_utilization)
             time.sleep(0 if is_done else POLL_S)
         seconds = time.monotonic() - started
         time.sleep(SETTLE_S)
@@ -188,7 +188,7 @@ def run(state_dir: Path, num_rows: int | None, keep: bool, console: Console) -> 
         with console.status(f"starting Valkey and a worker, loading {MODEL} (the first time converts it)"):
             url, info = worker.wait_ready()
         metrics_url = f"{info.url}/metrics"
-        console.print(f"worker {info.id} is ready on {url}; metrics: {metrics_url}")
+        console.print(f"worker {info.id} is ready on {url}\nmetrics: {metrics_url}", soft_wrap=True)
         labelling = label_rows(url, metrics_url, rows, worker, console)
         console.print(sample_table(labelling), summary_table(labelling, metrics_url))
         for error in labelling.errors[:SAMPLE_ROWS]:
@@ -240,7 +240,7 @@ def _bar(console: Console) -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("rows  {task.fields[rate]:6.0f} tok/s  KV blocks {task.fields[kv]:3.0f} %"),
+        TextColumn("rows  {task.fields[rate]:6.0f} tok/s  KV blocks in use {task.fields[kv]:3.0f} % (mean)"),
         TimeElapsedColumn(),
         console=console,
     )

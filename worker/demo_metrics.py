@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import urllib.error
 import urllib.request
@@ -20,9 +21,9 @@ class Usage:
     """Prompt tokens whose KV came from the prefix cache."""
     generated_tokens: int = 0
     peak_kv_utilization: float = 0.0
-    """The highest sample."""
+    """Of any step since the worker started."""
     mean_kv_utilization: float = 0.0
-    """Over the engine's steps, not over the samples."""
+    """Over the engine's steps."""
     steps: int = 0
 
     @property
@@ -39,7 +40,6 @@ class MetricsSampler:
         self._thread = threading.Thread(target=self._run, name="demo-metrics", daemon=True)
         self._first = self._scrape()
         self._last = self._first
-        self._peak = 0.0
 
     def __enter__(self) -> MetricsSampler:
         self._thread.start()
@@ -49,29 +49,21 @@ class MetricsSampler:
         self._ended.set()
         self._thread.join(TIMEOUT_S)
 
-    @property
-    def kv_utilization(self) -> float:
-        """The latest sample."""
-        return self._last.get("pagemill_kv_cache_utilization_ratio", 0.0)
-
     def usage(self) -> Usage:
         steps = self._gain("pagemill_kv_cache_step_utilization_ratio_count")
         return Usage(
             prompt_tokens=int(self._gain("pagemill_prompt_tokens_total")),
             cached_tokens=int(self._gain("pagemill_prefix_cache_hit_tokens_total")),
             generated_tokens=int(self._gain("pagemill_generated_tokens_total")),
-            peak_kv_utilization=self._peak,
+            peak_kv_utilization=self._last.get("pagemill_kv_cache_peak_utilization_ratio", 0.0),
             mean_kv_utilization=self._gain("pagemill_kv_cache_step_utilization_ratio_sum") / max(steps, 1.0),
             steps=int(steps),
         )
 
     def sample(self) -> None:
         """Read now. A scrape that fails leaves the last one standing: the demo is not about the network."""
-        try:
+        with contextlib.suppress(urllib.error.URLError, TimeoutError):
             self._last = self._scrape()
-        except (urllib.error.URLError, TimeoutError):
-            return
-        self._peak = max(self._peak, self.kv_utilization)
 
     def _run(self) -> None:
         while not self._ended.wait(INTERVAL_S):

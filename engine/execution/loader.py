@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
@@ -76,6 +78,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
         ModelLoadError: no such model, an unsupported architecture or an unreadable checkpoint.
         ConfigError: the device asked for is not there.
     """
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
     directory = model_directory(config.model)
     device = _resolve_device(config.device)
     try:

@@ -50,6 +50,7 @@ def engine_stats(**changes: object) -> EngineStats:
         max_num_seqs=64,
         steps=9,
         last_step_time=time.monotonic(),
+        peak_utilization=0.7,
         generated_tokens=123,
         finished={"stop": 5, "length": 1},
         histograms={

@@ -20,6 +20,7 @@ def test_engine_figures_are_the_snapshots() -> None:
     samples = scrape(metrics(engine_stats()))
     assert value(samples, "kv_cache_capacity_blocks") == 10
     assert value(samples, "kv_cache_utilization_ratio") == pytest.approx(0.3)
+    assert value(samples, "kv_cache_peak_utilization_ratio") == pytest.approx(0.7)
     assert value(samples, "kv_cache_occupancy_ratio") == pytest.approx(0.5)
     assert value(samples, "kv_cache_waste_ratio") == pytest.approx(4 / 48)
     assert value(samples, "kv_cache_block_evictions_total") == 1

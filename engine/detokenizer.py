@@ -29,8 +29,11 @@ class Detokenizer:
         self._final_text = self._decode(self._window)
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """The text that became final with these tokens; may be empty."""
-        self._window.extend(token_ids)
+        """The text that became final with these tokens; may be empty. It does not depend on how they are grouped."""
+        return "".join(map(self._append_one, token_ids))
+
+    def _append_one(self, token_id: int) -> str:
+        self._window.append(token_id)
         text = self._decode(self._window)
         if len(text) <= len(self._final_text) or text.endswith(_REPLACEMENT):
             return ""

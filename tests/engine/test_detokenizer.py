@@ -81,6 +81,16 @@ def test_any_text(name: str, text: str, prompt: str, sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["bytes", "smollm2"])
+def test_text_released_does_not_depend_on_the_grouping(name: str) -> None:
+    tokens = tokenizer(name).encode(EMOJI)
+    for cut in range(len(tokens)):
+        grouped, single = (
+            "".join(deltas(name, [], chunks)[:-1]) for chunks in ([tokens[:cut]], split(tokens[:cut], [1]))
+        )
+        assert grouped == single
+
+
+@pytest.mark.parametrize("name", ["bytes", "smollm2"])
 def test_half_a_character_is_held_back(name: str) -> None:
     tokens = tokenizer(name).encode(EMOJI)
     assert len(tokens) > len(EMOJI), "several tokens for one character"

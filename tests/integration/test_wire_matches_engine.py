@@ -1,0 +1,77 @@
+"""What a job may say about sampling is what the engine takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from engine import sampling_params
+from engine.errors import InvalidRequest, UnsupportedFeature
+from engine.sampling_params import SamplingParams
+from engine.sampling_params import StructuredOutputs as EngineStructuredOutputs
+from producer.wire import sampling as wire
+from producer.wire.sampling import SamplingFields, StructuredOutputs
+
+
+def engine_defaults() -> dict[str, Any]:
+    params = SamplingParams()
+    return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+
+
+def test_fields_and_defaults_are_the_same() -> None:
+    job = SamplingFields()
+    wire_defaults = {name: getattr(job, name) for name in SamplingFields.model_fields}
+    expected = engine_defaults()
+    # On the wire None also means: 16 for a prompt, the rest of the context for a chat.
+    assert wire_defaults.pop("max_tokens") is None
+    assert expected.pop("max_tokens") == wire.DEFAULT_PROMPT_MAX_TOKENS
+    assert wire_defaults == expected
+
+
+def test_structured_outputs_have_the_same_fields() -> None:
+    names = [[field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+             for kind in (StructuredOutputs, EngineStructuredOutputs)]  # fmt: skip
+    assert names[0] == names[1]
+
+
+def test_limits_are_the_same() -> None:
+    for name in ("MAX_STOP_STRINGS", "MAX_LOGPROBS", "MAX_SEED"):
+        assert getattr(wire, name) == getattr(sampling_params, name)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": -0.1}, {"temperature": 0.0}, {"top_k": -2}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1},
+        {"min_p": -0.1}, {"min_p": 1.0}, {"seed": -1}, {"seed": 2**63 - 1}, {"seed": 2**63}, {"n": 0},
+        {"max_tokens": 0}, {"min_tokens": -1}, {"presence_penalty": 2.1}, {"frequency_penalty": -2.0},
+        {"repetition_penalty": 0.0}, {"logprobs": -1}, {"logprobs": 20}, {"logprobs": 21}, {"stop": ("",)},
+        {"stop": "one"}, {"stop": ("x",) * 65}, {"allowed_token_ids": ()}, {"truncate_prompt_tokens": 0},
+        {"logit_bias": {1: float("inf")}}, {"temperature": float("nan")},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_both_accept_or_both_refuse(fields: dict[str, Any]) -> None:
+    def accepts(kind: Any) -> bool:
+        try:
+            kind(**fields)
+        except UnsupportedFeature:
+            return True
+        except (ValidationError, InvalidRequest):
+            return False
+        return True
+
+    assert accepts(SamplingFields) == accepts(SamplingParams)
+
+
+def test_a_job_s_sampling_makes_the_engine_s_parameters() -> None:
+    text = '{"temperature": 0.5, "stop": ["a", "b"], "logit_bias": {"5": 1.5}, "allowed_token_ids": [1, 2]}'
+    job = TypeAdapter(SamplingFields).validate_json(text)
+    params = SamplingParams(**{name: getattr(job, name) for name in SamplingFields.model_fields})
+    assert params.stop == ("a", "b")
+    assert dict(params.logit_bias) == {5: 1.5}
+    assert params.allowed_token_ids == (1, 2)
+    assert params.max_tokens is None

@@ -43,30 +43,54 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def references() -> list[Reference]:
-    """Computed once: every prompt alone, through the cache of transformers."""
+    """What transformers writes after every prompt, each alone.
+
+    One forward pass over a prompt and a proposed output tells whether the output is greedy at every position,
+    in a twentieth of the time that `generate` takes. So `generate` writes every fourth reference, and any other
+    whose proposal, by the engine's plainest configuration, is not confirmed.
+    """
     directory = packaged_model_directory()
     torch.set_num_threads(1)
     ids = AutoTokenizer.from_pretrained(directory)(TEXT)["input_ids"]
+    prompts = [ids[start : start + length] for start, length in SLICES]
+    assert [len(prompt) for prompt in prompts] == [length for _, length in SLICES]
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS)
+    proposals = make_llm(enable_prefix_caching=False).generate(prompts, params, use_tqdm=False)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     found = []
-    for start, length in SLICES:
-        prompt = ids[start : start + length]
-        assert len(prompt) == length
-        inputs = torch.tensor([prompt])
-        result = model.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            do_sample=False,
-            max_new_tokens=NUM_OUTPUT_TOKENS,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        margins = []
-        for logits in result.logits:
-            best = logits[0].topk(2).values
-            margins.append(float(best[0] - best[1]))
-        found.append(Reference(prompt, result.sequences[0, length:].tolist(), margins))
+    for number, (prompt, proposal) in enumerate(zip(prompts, proposals, strict=True)):
+        confirmed = confirm(model, prompt, proposal.outputs[0].token_ids) if number % 4 else None
+        found.append(confirmed or write(model, prompt))
     return found
+
+
+@torch.inference_mode()
+def confirm(model: Any, prompt: list[int], output: list[int]) -> Reference | None:
+    """The proposed output, if every token of it is the best one after those before it, and it ends rightly."""
+    if len(output) != NUM_OUTPUT_TOKENS and output[-1] != model.generation_config.eos_token_id:
+        return None
+    logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+    best = logits.topk(2)
+    if best.indices[:, 0].tolist() != output:
+        return None
+    return Reference(prompt, output, (best.values[:, 0] - best.values[:, 1]).tolist())
+
+
+def write(model: Any, prompt: list[int]) -> Reference:
+    inputs = torch.tensor([prompt])
+    result = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        do_sample=False,
+        max_new_tokens=NUM_OUTPUT_TOKENS,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    margins = []
+    for logits in result.logits:
+        best = logits[0].topk(2).values
+        margins.append(float(best[0] - best[1]))
+    return Reference(prompt, result.sequences[0, len(prompt) :].tolist(), margins)
 
 
 def generate(llm: LLM, references: list[Reference]) -> int:

@@ -43,7 +43,7 @@ EXIT_REDIS = 3
 EXIT_QUEUE_FULL = 5
 EXIT_INTERRUPTED = 130
 
-LOADING_PATIENCE_S = 5.0
+LOADING_PATIENCE_S = 60.0
 """How long a worker that is still loading may take to name its models."""
 
 T = TypeVar("T")
@@ -272,18 +272,27 @@ def _default_model(url: str | None, queue: str) -> str:
     if named:
         return Path(named).name
     give_up = time.monotonic() + LOADING_PATIENCE_S
+    has_told = False
     while True:
         alive = _ask(url, registry.workers(queue))
         served = {model for worker in alive for model in worker.models}
-        if served or not alive or time.monotonic() > give_up:
+        is_loading = any(worker.state == "loading" for worker in alive)
+        if served or not is_loading or time.monotonic() > give_up:
             break
+        if not has_told:
+            say("waiting for the worker to load its model (--model NAME submits at once)")
+            has_told = True
         time.sleep(0.1)
     if len(served) == 1:
         return served.pop()
     if served:
         raise InvalidJob(f"several models are served, choose one with --model: {', '.join(sorted(served))}")
-    state = "is still loading its model" if alive else "is not there"
-    raise InvalidJob(f"the worker of queue {queue} {state}, so say which model the job is for: --model NAME")
+    if alive:
+        raise InvalidJob(f"no worker of queue {queue} has loaded a model yet; name the job's: --model NAME")
+    raise InvalidJob(
+        f"no worker serves queue {queue}; start one (pagemill worker --model smollm2 --queue {queue}), "
+        "or name the model that the job shall wait for: --model NAME"
+    )
 
 
 def _prompt_fields(text: str, chat: bool, system: str | None) -> dict[str, Any]:

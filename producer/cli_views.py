@@ -13,10 +13,11 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
-from producer.wire.outputs import JobStatus, Result, StreamEvent
+from producer.wire.outputs import ACTIVE_STATES, END_STATES, JobStatus, Result, StreamEvent
 from producer.wire.registry import QueueStats, WorkerInfo
 
 _PRIORITIES = ("high", "normal", "low")
+_STATES = (*ACTIVE_STATES, *END_STATES)
 
 
 def print_result(result: Result, as_json: bool) -> None:
@@ -52,6 +53,8 @@ def print_status(status: JobStatus, as_json: bool) -> None:
         _print_model(status)
         return
     progress = status.progress
+    # The last progress written before the end may lack the last tokens: the result has the true counts.
+    is_current = progress.updated_at > 0 and not status.done
     rows: list[tuple[str, Any]] = [
         ("id", status.id),
         ("state", status.state),
@@ -67,11 +70,11 @@ def print_status(status: JobStatus, as_json: bool) -> None:
         ("crashes", status.crashes or None),
         (
             "prompt",
-            f"{progress.prompt_tokens_done}/{progress.prompt_tokens} tokens" if progress.updated_at else None,
+            f"{progress.prompt_tokens_done}/{progress.prompt_tokens} tokens" if is_current else None,
         ),
         (
             "generated",
-            f"{progress.generated_tokens}/{progress.max_tokens} tokens" if progress.updated_at else None,
+            f"{progress.generated_tokens}/{progress.max_tokens} tokens" if is_current else None,
         ),
         ("error", status.error),
     ]
@@ -118,7 +121,7 @@ def print_queue(queue: str, stats: QueueStats, as_json: bool) -> None:
         [
             ("queue", queue),
             ("paused", "yes" if stats.paused else "no"),
-            *stats.counts.items(),
+            *((state, stats.counts[state]) for state in _STATES if state in stats.counts),
             ("leases", stats.leases),
         ],
     )

@@ -47,7 +47,7 @@ def wrap_errors() -> Iterator[None]:
     try:
         yield
     except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
-        raise RedisUnavailable(f"Redis does not answer: {error}") from error
+        raise RedisUnavailable(f"Redis does not answer: {str(error).rstrip('.')}") from error
     except exceptions.ResponseError as error:
         raise _response_error(error) from error
 

@@ -99,9 +99,6 @@ class OutputProcessor:
         self._records: dict[str, _RequestRecord] = {}
         self.stats = OutputStats()
 
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._records
-
     def add(self, request: Request) -> None:
         """Start a request. Resumed tokens are replayed, so that stop strings may span the cut."""
         record = _RequestRecord(request, time.monotonic(), [self._new_sample(s) for s in request.sequences])

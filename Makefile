@@ -55,7 +55,7 @@ test: $(STAMP)
 
 check: $(STAMP)
 	@echo "==> format" && $(BIN)/ruff format --check .
-	@echo "==> lint" && $(BIN)/ruff check .
+	@echo "==> lint" && $(BIN)/ruff check --no-cache .
 	@echo "==> types" && $(BIN)/mypy
 	@echo "==> import rules" && $(BIN)/lint-imports
 	@echo "==> tests" && $(BIN)/python -m pytest -m "$(or $(MARKS),not slow)"

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import machine, peers, throughput
+from benchmarks.measure import Request
 from benchmarks.workloads import WORKLOADS
 
 RESULTS = Path(__file__).parent / "results"
@@ -40,13 +41,27 @@ def main() -> int:
         options=dict(arguments.engine_option),
     )
     started, where = datetime.now(UTC), machine.describe()
+    path = arguments.out or RESULTS / f"throughput-{started:%Y%m%dT%H%M%SZ}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    measurements = throughput.Measurements()
     try:
-        measurements = throughput.measure_all(contenders, request, arguments.rounds, console)
+        # Written after every engine: a run that is cut short keeps what it has measured.
+        for _ in throughput.measure_all(measurements, contenders, request, arguments.rounds, console):
+            report = _report(arguments, request, measurements, started, where)
+            path.write_text(json.dumps(report, indent=2) + "\n")
     except throughput.BenchmarkError as error:
         print(error, file=sys.stderr)
         return 1
     console.print(throughput.table(measurements, request.workloads))
-    report = {
+    console.print(f"written to {path}")
+    return 0
+
+
+def _report(
+    arguments: argparse.Namespace, request: Request, measurements: throughput.Measurements,
+    started: datetime, where: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    return {
         "question": "output tokens per second, offline, greedy, fp32",
         "date": started.isoformat(timespec="seconds"),
         "machine": where,
@@ -65,11 +80,6 @@ def main() -> int:
         },
         "workloads": throughput.summary(measurements, request.workloads),
     }
-    path = arguments.out or RESULTS / f"throughput-{started:%Y%m%dT%H%M%SZ}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n")
-    console.print(f"written to {path}")
-    return 0
 
 
 def _parse() -> argparse.Namespace:

@@ -8,8 +8,8 @@ from benchmarks import measure
 def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
     import torch
     import transformers
-    from engine.llm import LLM
 
+    from engine.llm import LLM
     from engine.sampling_params import SamplingParams
 
     options = {"kv_cache_memory_bytes": request.kv_cache_memory_bytes, **request.options}

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,9 +88,10 @@ def available_contenders(names: Sequence[str]) -> list[Contender]:
 
 
 def measure_all(
-    contenders: Sequence[Contender], request: Request, rounds: int, console: Console
-) -> Measurements:
-    measurements = Measurements()
+    measurements: Measurements, contenders: Sequence[Contender], request: Request, rounds: int,
+    console: Console,
+) -> Iterator[str]:  # fmt: skip
+    """Add one result per engine and round to `measurements`; yields the engine's name after each."""
     for round_number in range(1, rounds + 1):
         for contender in contenders:
             with console.status(
@@ -103,7 +104,7 @@ def measure_all(
                 for timing in (Timing(**item) for item in result["timings"])
             )
             console.print(f"round {round_number} of {rounds}: {contender.name:12} {rates}  tokens/s")
-    return measurements
+            yield contender.name
 
 
 def build_request(

@@ -22,7 +22,6 @@ from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.engine import Engine
-
     from engine.input_processor import InputProcessor
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from engine.outputs import Histogram, HistogramSnapshot, KVCacheStats
+from engine.outputs import Histogram, HistogramSnapshot, KVCacheStats, LabelValues
 from engine.plan import StepPlan, StepResult
 
 STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -22,15 +22,16 @@ class StepRecorder:
         self.computed_tokens = 0
         self.last_step_time = 0.0
         self.peak_utilization = 0.0
-        self._seconds = {phase: Histogram(STEP_BUCKETS) for phase in PHASES}
-        self._tokens = {kind: Histogram(POWERS_OF_TWO) for kind in KINDS}
+        self._seconds = {(phase, kind): Histogram(STEP_BUCKETS) for phase in PHASES for kind in KINDS}
+        self._tokens = {(kind,): Histogram(POWERS_OF_TWO) for kind in KINDS}
         self._utilization = Histogram(UTILIZATION_BUCKETS)
         self._batch_size = Histogram(POWERS_OF_TWO)
 
     def planned(self, plan: StepPlan, kv: KVCacheStats, schedule_s: float) -> None:
         """A step was launched; the pool is as full as this step makes it."""
-        self._seconds["schedule"].observe(schedule_s)
-        self._tokens[plan.kind].observe(plan.num_tokens)
+        kind = plan.kind
+        self._seconds["schedule", kind].observe(schedule_s)
+        self._tokens[kind,].observe(plan.num_tokens)
         self._batch_size.observe(len(plan.work))
         self._utilization.observe(kv.utilization)
         self.peak_utilization = max(self.peak_utilization, kv.utilization)
@@ -40,15 +41,16 @@ class StepRecorder:
         self.steps += 1
         self.computed_tokens += plan.num_tokens
         self.last_step_time = time.monotonic()
-        self._seconds["prepare"].observe(result.prepare_s)
-        self._seconds["forward"].observe(result.forward_s)
-        self._seconds["sample"].observe(result.sample_s)
-        self._seconds["output"].observe(output_s)
+        kind = plan.kind
+        self._seconds["prepare", kind].observe(result.prepare_s)
+        self._seconds["forward", kind].observe(result.forward_s)
+        self._seconds["sample", kind].observe(result.sample_s)
+        self._seconds["output", kind].observe(output_s)
 
-    def histograms(self) -> dict[str, dict[str, HistogramSnapshot]]:
+    def histograms(self) -> dict[str, dict[LabelValues, HistogramSnapshot]]:
         return {
-            "step_seconds": {phase: histogram.snapshot() for phase, histogram in self._seconds.items()},
-            "step_tokens": {kind: histogram.snapshot() for kind, histogram in self._tokens.items()},
-            "step_utilization": {"": self._utilization.snapshot()},
-            "batch_size": {"": self._batch_size.snapshot()},
+            "step_seconds": {labels: histogram.snapshot() for labels, histogram in self._seconds.items()},
+            "step_tokens": {labels: histogram.snapshot() for labels, histogram in self._tokens.items()},
+            "step_utilization": {(): self._utilization.snapshot()},
+            "batch_size": {(): self._batch_size.snapshot()},
         }

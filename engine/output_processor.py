@@ -12,6 +12,7 @@ from engine.outputs import (
     FinishReason,
     Histogram,
     HistogramSnapshot,
+    LabelValues,
     Phase,
     RequestOutput,
     Usage,
@@ -67,7 +68,7 @@ class OutputStats:
     prompt_length: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
     generated_length: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
 
-    def histograms(self) -> dict[str, dict[str, HistogramSnapshot]]:
+    def histograms(self) -> dict[str, dict[LabelValues, HistogramSnapshot]]:
         named = {
             "time_to_first_token_seconds": self.ttft,
             "inter_token_latency_seconds": self.itl,
@@ -75,7 +76,7 @@ class OutputStats:
             "prompt_tokens": self.prompt_length,
             "generated_tokens": self.generated_length,
         }
-        return {name: {"": histogram.snapshot()} for name, histogram in named.items()}
+        return {name: {(): histogram.snapshot()} for name, histogram in named.items()}
 
 
 class OutputProcessor:

@@ -10,6 +10,11 @@ from engine.plan import TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Phase = Literal["waiting", "prefill", "decode"]
+WaitReason = Literal["budget", "rows", "kv"]
+"""What the first waiting request lacks: tokens of the step's budget, a row, or KV blocks."""
+StructuredResult = Literal["valid", "truncated", "invalid"]
+MemoryUse = Literal["weights", "kv", "graphs", "activations", "free"]
+PromptSource = Literal["computed", "prefix_cache", "swap"]
 
 
 @dataclass(slots=True)
@@ -93,6 +98,9 @@ class HistogramSnapshot:
     total: float
 
 
+LabelValues = tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class KVCacheStats:
     """The block pool at one moment. free + cached + active + reserved == capacity, always."""
@@ -120,6 +128,16 @@ class KVCacheStats:
     cow_copies: int = 0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    block_bytes: int = 0
+    """Bytes of one block over all layers, scales included; 0 without a device cache."""
+    dtype: str = ""
+    """What keys and values are stored as."""
+    swapped_out_blocks: int = 0
+    """Blocks copied to the host, ever."""
+    swapped_in_blocks: int = 0
+    host_capacity_blocks: int = 0
+    """Blocks of swap space; 0 without any."""
+    host_used_blocks: int = 0
 
     @property
     def utilization(self) -> float:
@@ -137,9 +155,17 @@ class SchedulerStats:
     """Sequences that hold a row."""
     waiting: int = 0
     """Requests that wait for blocks, a row or budget."""
+    waiting_for: WaitReason = "budget"
+    """Why the first of them was not admitted; those behind it wait for the same."""
+    swapped: int = 0
+    """Sequences whose blocks are on the host."""
     preemptions: int = 0
+    """By recompute."""
+    swap_preemptions: int = 0
     preempted_tokens: int = 0
     """Computed tokens thrown away by recompute preemption, to be computed again (prefix hits not deducted)."""
+    recomputed_tokens: int = 0
+    """Those that were computed again (prefix hits deducted)."""
     steps_failed: int = 0
     discarded_tokens: int = 0
     """Sampled tokens thrown away because their sequence had already ended (a stop found one step late)."""
@@ -168,13 +194,29 @@ class EngineStats:
     computed_tokens: int = 0
     """Tokens that went through the model, redone ones included."""
     generated_tokens: int = 0
+    prompt_tokens_by_source: dict[PromptSource, int] = field(default_factory=dict)
+    """Prompt tokens of requests at their first admission, by where their KV came from."""
     finished: dict[str, int] = field(default_factory=dict)
     """finish reason -> requests (a request counts under its first sample's reason)."""
     invalid_logits: int = 0
-    histograms: dict[str, dict[str, HistogramSnapshot]] = field(default_factory=dict)
-    """name -> label value ("" when unlabelled) -> snapshot. Names: step_seconds (by phase: schedule, prepare,
-    forward, sample, output), step_tokens (by kind), step_utilization, batch_size, time_to_first_token_seconds,
-    inter_token_latency_seconds, request_seconds, prompt_tokens, generated_tokens."""
+    structured_outputs: dict[StructuredResult, int] = field(default_factory=dict)
+    """Ended samples with structured_outputs. truncated: max_tokens came first; invalid: what came does not
+    match, or nothing could be sampled."""
+    grammar_cache_hits: int = 0
+    grammar_cache_misses: int = 0
+    idle_seconds: float = 0.0
+    """Time without anything to step."""
+    graph_steps: int = 0
+    """Steps replayed from a CUDA graph; the other `steps` ran eagerly."""
+    memory_bytes: dict[MemoryUse, int] = field(default_factory=dict)
+    """The device's memory by use, as far as it is known."""
+    histograms: dict[str, dict[LabelValues, HistogramSnapshot]] = field(default_factory=dict)
+    """name -> label values (() when unlabelled) -> snapshot. Names and labels: step_seconds (phase: schedule,
+    prepare, forward, sample, output; kind), step_tokens (kind), step_utilization, step_budget_use, batch_size,
+    time_to_first_token_seconds, inter_token_latency_seconds, time_per_output_token_seconds, request_seconds,
+    request_wait_seconds, request_prefill_seconds, request_decode_seconds, prompt_tokens, generated_tokens,
+    request_samples, request_max_tokens, request_peak_blocks, grammar_compile_seconds, block_lifetime_seconds,
+    block_idle_seconds, block_reuse_gap_seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from engine.outputs import EngineStats, HistogramSnapshot, KVCacheStats, SchedulerStats
-from monitoring.metrics import Metric, Number, counter, gauge, histogram
+from monitoring.metrics import Labels, Metric, Number, counter, gauge, histogram
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
@@ -67,14 +67,9 @@ def _finished(stats: EngineStats) -> Mapping[str, Number]:
     return {reason: stats.finished.get(reason, 0) for reason in FINISH_REASONS}
 
 
-def _from(name: str) -> Callable[[EngineStats], HistogramSnapshot | Mapping[str, HistogramSnapshot]]:
-    """Reads the engine's histogram `name`; its children carry label values, or "" when it has no label."""
-
-    def read(stats: EngineStats) -> HistogramSnapshot | Mapping[str, HistogramSnapshot]:
-        children = stats.histograms.get(name, {})
-        return children.get("", children)
-
-    return read
+def _from(name: str) -> Callable[[EngineStats], Mapping[Labels, HistogramSnapshot]]:
+    """Reads the engine's histogram `name`."""
+    return lambda stats: stats.histograms.get(name, {})
 
 
 KV_CACHE: tuple[Metric[EngineStats], ...] = (
@@ -162,7 +157,7 @@ STEPS: tuple[Metric[EngineStats], ...] = (
         "Sampled tokens thrown away because their sequence had ended a step before.",
         lambda s: s.scheduler.discarded_tokens,
     ),
-    histogram("engine_step_seconds", "Time of a step by phase.", _from("step_seconds"), "phase"),
+    histogram("engine_step_seconds", "Time of a step by phase.", _from("step_seconds"), "phase", "kind"),
     histogram("engine_step_tokens", "Tokens in a step by kind.", _from("step_tokens"), "kind"),
     histogram("engine_batch_size", "Sequences in a step.", _from("batch_size")),
     counter("invalid_logits_total", "Rows whose logits were not finite.", lambda s: s.invalid_logits),

@@ -22,7 +22,13 @@ PREFIX = "pagemill_"
 Source = TypeVar("Source")
 Labels = tuple[str, ...]
 Number = float | bool
-Reading = Number | HistogramSnapshot | Mapping[str, Number | HistogramSnapshot] | Mapping[Labels, Number]
+Reading = (
+    Number
+    | HistogramSnapshot
+    | Mapping[str, Number | HistogramSnapshot]
+    | Mapping[Labels, Number]
+    | Mapping[Labels, HistogramSnapshot]
+)
 """One value; or one per value of the only label; or one per combination of several."""
 
 

@@ -54,8 +54,8 @@ def engine_stats(**changes: object) -> EngineStats:
         generated_tokens=123,
         finished={"stop": 5, "length": 1},
         histograms={
-            "step_seconds": {"forward": step_seconds.snapshot()},
-            "step_utilization": {"": utilization.snapshot()},
+            "step_seconds": {("forward", "decode"): step_seconds.snapshot()},
+            "step_utilization": {(): utilization.snapshot()},
         },
     )
     return replace(stats, **changes)  # type: ignore[arg-type]

@@ -58,21 +58,21 @@ def test_the_heart_is_there() -> None:
 def test_every_histogram_of_the_engine_has_a_family() -> None:
     """The names that `EngineStats.histograms` documents, each with a count only it has."""
     names = {
-        "step_seconds": "phase",
-        "step_tokens": "kind",
-        "step_utilization": "",
-        "batch_size": "",
-        "time_to_first_token_seconds": "",
-        "inter_token_latency_seconds": "",
-        "request_seconds": "",
-        "prompt_tokens": "",
-        "generated_tokens": "",
+        "step_seconds": ("forward", "decode"),
+        "step_tokens": ("decode",),
+        "step_utilization": (),
+        "batch_size": (),
+        "time_to_first_token_seconds": (),
+        "inter_token_latency_seconds": (),
+        "request_seconds": (),
+        "prompt_tokens": (),
+        "generated_tokens": (),
     }
     histograms = {}
-    for i, (name, label) in enumerate(names.items(), start=1):
+    for i, (name, labels) in enumerate(names.items(), start=1):
         histogram = Histogram((1.0,))
         histogram.observe(0.5, times=i)
-        histograms[name] = {"x" if label else "": histogram.snapshot()}
+        histograms[name] = {labels: histogram.snapshot()}
     engine_names = {metric.name for metric in ENGINE_METRICS}
     text = metrics(engine_stats(histograms=histograms)).render().decode()
     counts = [

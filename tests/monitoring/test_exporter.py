@@ -36,12 +36,12 @@ def test_engine_figures_are_the_snapshots() -> None:
 def test_histograms_are_cumulative_and_end_at_their_count() -> None:
     samples = scrape(metrics(engine_stats()))
     buckets = [
-        value(samples, "engine_step_seconds_bucket", phase="forward", le=le)
+        value(samples, "engine_step_seconds_bucket", phase="forward", kind="decode", le=le)
         for le in ("0.001", "0.01", "+Inf")
     ]
     assert buckets == [0, 3, 4]
-    assert value(samples, "engine_step_seconds_count", phase="forward") == 4
-    assert value(samples, "engine_step_seconds_sum", phase="forward") == pytest.approx(1.015)
+    assert value(samples, "engine_step_seconds_count", phase="forward", kind="decode") == 4
+    assert value(samples, "engine_step_seconds_sum", phase="forward", kind="decode") == pytest.approx(1.015)
     assert value(samples, "kv_cache_step_utilization_ratio_bucket", le="0.5") == 1
 
 

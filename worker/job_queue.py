@@ -11,12 +11,11 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import redis
 
 from monitoring.counters import RedisErrorKind, WorkerCounters
-from monitoring.queue_figures import Priority, QueueFigures
 from producer.wire import keys, registry, transitions
 from producer.wire.errors import RedisUnavailable
 from producer.wire.scripts import Call
@@ -187,29 +186,6 @@ class ServerClock:
 
     def now(self) -> float:
         return time.time() + self._offset
-
-
-def queue_figures(queue: str, stats: registry.QueueStats, now: float) -> QueueFigures:
-    """A queue's statistics as monitoring takes them: summed over tenants and models."""
-    waiting: dict[Priority, int] = {}
-    oldest: dict[Priority, float] = {}
-    for (name, _, _), jobs in stats.waiting.items():
-        priority = cast(Priority, name)
-        waiting[priority] = waiting.get(priority, 0) + jobs
-    for (name, _, _), age_s in stats.oldest_s.items():
-        priority = cast(Priority, name)
-        oldest[priority] = max(oldest.get(priority, 0.0), age_s)
-    return QueueFigures(
-        queue=queue,
-        taken_at=now,
-        waiting=waiting,
-        oldest_age_seconds=oldest,
-        delayed=stats.counts.get("delayed", 0),
-        running=stats.counts.get("running", 0),
-        leases=stats.leases,
-        dead=stats.dead,
-        paused=stats.paused,
-    )
 
 
 def warn_about_server(info: dict[str, Any]) -> None:

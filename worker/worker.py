@@ -21,7 +21,7 @@ from engine.errors import ConfigError
 from monitoring.counters import WorkerCounters, WorkerState
 from monitoring.exporter import WorkerMetrics
 from monitoring.queue_figures import QueueFigures
-from producer.wire import discovery, registry
+from producer.wire import discovery
 from producer.wire.errors import PagemillError, RedisUnavailable
 from producer.wire.registry import WorkerInfo
 from worker.admission import Admission
@@ -29,10 +29,11 @@ from worker.config import WorkerConfig
 from worker.embedded import EmbeddedServer, EmbeddedServerError
 from worker.engine_thread import EngineState, EngineThread
 from worker.http import Health, Probes, StatusServer
-from worker.job_queue import Connectivity, JobQueue, ServerClock, queue_figures, warn_about_server
+from worker.job_queue import Connectivity, JobQueue, ServerClock, warn_about_server
 from worker.job_table import JobTable
 from worker.leases import LeaseKeeper
 from worker.progress import ProgressReporter
+from worker.queue_reader import QueueReader
 from worker.running_job import RunningJob
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class Worker:
         self._is_draining = False
         self._is_serving = False
         self._http: StatusServer | None = None
-        self._scrape_queue = self._new_queue()
+        self._queue_reader = QueueReader(self._new_queue(), self._clock)
         self.table = JobTable()
         self.reporter = ProgressReporter(
             config,
@@ -271,10 +272,7 @@ class Worker:
 
     def _queue_figures(self) -> QueueFigures | None:
         """None while Redis is away: a scrape must not wait for it."""
-        if not self.connectivity.is_up:
-            return None
-        stats = self._scrape_queue.run(registry.stats(self.config.queue))
-        return queue_figures(self.config.queue, stats, self._clock.now())
+        return self._queue_reader.read() if self.connectivity.is_up else None
 
     def _on_finished(self, job: RunningJob | None) -> None:
         self.admission.on_finished(job)

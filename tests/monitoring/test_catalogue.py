@@ -19,7 +19,7 @@ from tests.monitoring.snapshots import engine_stats, metrics
 
 CATALOGUE: list[Metric[object]] = [*ENGINE_METRICS, *QUEUE_METRICS, *WORKER_METRICS]  # type: ignore[list-item]
 BOUNDED_LABELS = {
-    "state", "mode", "phase", "kind", "finish_reason", "queue", "priority",
+    "state", "mode", "phase", "model", "kind", "finish_reason", "queue", "priority",
     "delivery", "outcome", "code", "reason", "result",
 }  # fmt: skip
 
@@ -94,7 +94,7 @@ def test_families_read_their_empty_snapshot() -> None:
     shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not installed"
 )
 def test_promtool_finds_nothing() -> None:
-    queue = QueueFigures(queue="default", taken_at=1.0, waiting={"normal": 1})
+    queue = QueueFigures(queue="default", taken_at=1.0, waiting={("m", "normal"): 1})
     exposition = metrics(engine_stats(), queue).render()
     ours = b"".join(line for line in exposition.splitlines(keepends=True) if b"pagemill_" in line)
     checked = subprocess.run(["promtool", "check", "metrics"], input=ours, capture_output=True, check=False)

@@ -12,7 +12,8 @@ import pytest
 from monitoring.counters import WorkerCounters
 from monitoring.engine_metrics import accounting_errors
 from monitoring.exporter import WorkerMetrics
-from monitoring.queue_figures import QueueFigures
+from monitoring.queue_figures import MAX_MODELS, QueueFigures, ServerFigures
+from monitoring.queue_metrics import OTHER_MODELS
 from tests.monitoring.snapshots import engine_stats, kv_stats, metrics, scrape, value
 
 
@@ -56,25 +57,60 @@ def test_every_series_of_engine_and_worker_is_there_before_the_model_is() -> Non
     assert value(samples, "engine_last_step_timestamp_seconds") == 0
 
 
-def test_queue_figures_by_priority() -> None:
+def test_queue_figures_by_model_and_priority() -> None:
     figures = QueueFigures(
         queue="labels",
         taken_at=1000.5,
-        waiting={"high": 1, "low": 4},
-        oldest_age_seconds={"low": 12.5},
+        waiting={("small", "high"): 1, ("small", "low"): 4, ("large", "low"): 2},
+        oldest_age_seconds={("small", "low"): 12.5},
         delayed=2,
         running=3,
         leases=3,
         dead=7,
+        submitted=30,
+        ended={"succeeded": 11},
+        workers={"ready": 2},
+        serving={"small": 2, "idle": 1},
+        drain_seconds=8.5,
+        server=ServerFigures(memory_used_bytes=1 << 20, evicted_keys=0),
     )
     samples = scrape(metrics(queue=figures))
-    assert value(samples, "queue_waiting_jobs", queue="labels", priority="low") == 4
-    assert value(samples, "queue_waiting_jobs", queue="labels", priority="normal") == 0
-    assert value(samples, "queue_oldest_job_age_seconds", queue="labels", priority="low") == 12.5
-    assert value(samples, "queue_jobs", queue="labels", state="waiting") == 5
+    lane = {"queue": "labels", "model": "small"}
+    assert value(samples, "queue_waiting_jobs", **lane, priority="low") == 4
+    assert value(samples, "queue_waiting_jobs", **lane, priority="normal") == 0
+    assert value(samples, "queue_waiting_jobs", queue="labels", model="idle", priority="high") == 0
+    assert value(samples, "queue_oldest_job_age_seconds", **lane, priority="low") == 12.5
+    assert value(samples, "queue_jobs", queue="labels", state="waiting") == 7
     assert value(samples, "queue_jobs", queue="labels", state="dead") == 7
+    assert value(samples, "queue_submitted_jobs_total", queue="labels") == 30
+    assert value(samples, "queue_ended_jobs_total", queue="labels", outcome="succeeded") == 11
+    assert value(samples, "queue_ended_jobs_total", queue="labels", outcome="dead") == 0
     assert value(samples, "queue_leases", queue="labels") == 3
+    assert value(samples, "queue_workers", queue="labels", state="ready") == 2
+    assert value(samples, "queue_serving_workers", **lane) == 2
+    assert value(samples, "queue_serving_workers", queue="labels", model="large") == 0
+    assert value(samples, "queue_estimated_drain_seconds", queue="labels") == 8.5
     assert value(samples, "queue_scrape_timestamp_seconds", queue="labels") == 1000.5
+    assert value(samples, "redis_memory_used_bytes", queue="labels") == 1 << 20
+    assert not any(name == "pagemill_redis_memory_max_bytes" for name, _ in samples), "unknown is not 0"
+
+
+def test_models_that_anybody_makes_up_do_not_make_series_without_bound() -> None:
+    figures = QueueFigures(
+        queue="labels",
+        taken_at=1.0,
+        waiting={(f"made-up-{i}", "normal"): 1 for i in range(MAX_MODELS + 20)} | {("served", "low"): 1},
+        oldest_age_seconds={(f"made-up-{i}", "normal"): i for i in range(MAX_MODELS + 20)},
+        serving={"served": 1},
+    )
+    samples = scrape(metrics(queue=figures))
+    waiting = {dict(labels)["model"] for name, labels in samples if name == "pagemill_queue_waiting_jobs"}
+    assert len(waiting) == MAX_MODELS + 1
+    assert "served" in waiting
+    other = {"queue": "labels", "model": OTHER_MODELS, "priority": "normal"}
+    assert value(samples, "queue_waiting_jobs", **other) == 21
+    total = sum(v for (name, _), v in samples.items() if name == "pagemill_queue_waiting_jobs")
+    assert total == MAX_MODELS + 21
 
 
 def test_an_unknown_queue_is_absent_not_empty() -> None:

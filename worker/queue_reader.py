@@ -1,0 +1,110 @@
+"""Reads a queue and its server for a scrape: one round trip for the jobs and workers, one for the server."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any, cast
+
+from monitoring.queue_figures import (
+    ENDED,
+    STAGES,
+    DrainEstimate,
+    Ended,
+    Lane,
+    Priority,
+    QueueFigures,
+    ServerFigures,
+    WorkerStage,
+)
+from producer.wire import registry
+from producer.wire.errors import RedisUnavailable
+from producer.wire.registry import QueueStats, WorkerInfo
+from worker.job_queue import JobQueue, ServerClock
+
+logger = logging.getLogger(__name__)
+
+
+class QueueReader:
+    """Owns a connection of its own: a scrape must not wait for a commit, nor a commit for a scrape."""
+
+    def __init__(self, queue: JobQueue, clock: ServerClock) -> None:
+        self._queue = queue
+        self._clock = clock
+        self._drain = DrainEstimate()
+        self._may_ask_server = True
+
+    def read(self) -> QueueFigures:
+        """The figures of this moment. Raises RedisUnavailable."""
+        name = self._queue.queue
+        stats, workers = self._queue.run_many([registry.stats(name), registry.workers(name)])
+        for reply in (stats, workers):
+            if isinstance(reply, Exception):
+                raise reply
+        figures = queue_figures(name, stats, workers, self._server(), self._clock.now())
+        return figures.with_drain(self._drain.update(figures))
+
+    def _server(self) -> ServerFigures | None:
+        if not self._may_ask_server:
+            return None
+        try:
+            return server_figures(self._queue.server_info())
+        except RedisUnavailable:
+            raise
+        except Exception:
+            self._may_ask_server = False
+            logger.info("the server does not say how it is (INFO is refused); its figures are not exported")
+            return None
+
+
+def queue_figures(
+    queue: str, stats: QueueStats, workers: list[WorkerInfo], server: ServerFigures | None, now: float
+) -> QueueFigures:
+    """A queue's statistics as monitoring takes them: summed over tenants."""
+    waiting: dict[Lane, int] = {}
+    oldest: dict[Lane, float] = {}
+    for (priority, _, model), jobs in stats.waiting.items():
+        lane = (model, cast(Priority, priority))
+        waiting[lane] = waiting.get(lane, 0) + jobs
+    for (priority, _, model), age_s in stats.oldest_s.items():
+        lane = (model, cast(Priority, priority))
+        oldest[lane] = max(oldest.get(lane, 0.0), age_s)
+    ended: dict[Ended, int] = {outcome: stats.counts.get(outcome, 0) for outcome in ENDED}
+    states = Counter(worker.state for worker in workers)
+    stages: dict[WorkerStage, int] = {stage: states[stage] for stage in STAGES}
+    return QueueFigures(
+        queue=queue,
+        taken_at=now,
+        waiting=waiting,
+        oldest_age_seconds=oldest,
+        delayed=stats.counts.get("delayed", 0),
+        running=stats.counts.get("running", 0),
+        leases=stats.leases,
+        dead=stats.dead,
+        paused=stats.paused,
+        submitted=sum(stats.counts.values()),
+        ended=ended,
+        workers=stages,
+        serving=Counter(model for worker in workers if worker.state == "ready" for model in worker.models),
+        server=server,
+    )
+
+
+def server_figures(info: dict[str, Any]) -> ServerFigures:
+    """What INFO says; a field that a managed server hides is None."""
+
+    def number(name: str) -> int | None:
+        value = info.get(name)
+        return int(value) if isinstance(value, int | float) else None
+
+    aof = number("aof_enabled")
+    return ServerFigures(
+        memory_used_bytes=number("used_memory"),
+        memory_max_bytes=number("maxmemory"),
+        evicted_keys=number("evicted_keys"),
+        aof_enabled=None if aof is None else bool(aof),
+        aof_delayed_fsyncs=number("aof_delayed_fsync"),
+        connected_clients=number("connected_clients"),
+        blocked_clients=number("blocked_clients"),
+        connected_replicas=number("connected_slaves"),
+    )

@@ -29,6 +29,8 @@ class NewRow:
     params: SamplingParams
     seed: int
     """The resolved seed, in [0, 2**63)."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that may not be generated: `params.bad_words`, tokenised."""
 
 
 @dataclass(slots=True)
@@ -45,6 +47,8 @@ class RowWork:
     forced_token_ids: list[tuple[int, int]] = field(default_factory=list)
     """(position, token id): tokens a grammar forced after a sampled one. Execution never sampled them, so it
     writes them into the row's token table before the forward pass."""
+    num_prompt_logprobs: int | None = None
+    """Report the prompt tokens that these tokens predict, with this many alternatives each. None = don't."""
 
 
 @dataclass(slots=True)
@@ -61,6 +65,10 @@ class Sample:
     """Where the token goes in the row's token table (= the sequence's length before it)."""
     allowed_token_ids: list[int] | None = None
     """Only these may be sampled (structured output). None = all."""
+    token_mask: bytes | None = None
+    """The same as a bit per token id, lowest bit first, for grammars that allow many. None = all."""
+    num_candidates: int = 0
+    """Also return this many of the best tokens, for a search over several continuations (`StepResult.candidates`)."""
 
 
 @dataclass(slots=True)
@@ -110,6 +118,11 @@ class StepResult:
     """Sample number -> one entry per token, for the samples whose request asked for logprobs."""
     invalid: frozenset[int] = frozenset()
     """Sample numbers whose logits were not finite: those requests fail, alone."""
+    candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    """Sample number -> (token id, score), best first, ties by id: log probabilities of the raw logits with the
+    row's constraints and penalties applied to them (not its temperature). Barred tokens are left out."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """Number in `StepPlan.work` -> entries for the prompt tokens at positions start + 1 and on."""
     prepare_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0

@@ -53,6 +53,9 @@ class ChoiceGrammar:
     def allowed_token_ids(self) -> list[int]:
         return list(self._node.children)
 
+    def token_mask(self) -> None:
+        return None
+
     def advance(self, token_id: int) -> list[int]:
         """Take a sampled (or replayed) token; returns the tokens that must follow it."""
         self._node = self._node.children[token_id]
@@ -80,6 +83,10 @@ class ChoiceGrammar:
     @property
     def is_complete(self) -> bool:
         return not self._node.children
+
+    @property
+    def failure(self) -> None:
+        return None
 
 
 class ChoiceCompiler:

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.errors import EngineError
 from engine.outputs import FinishReason
 from engine.plan import TokenLogprobs
 from engine.sampling_params import SamplingParams
@@ -15,7 +16,11 @@ class Grammar(Protocol):
     """What constrains a sequence's next token. One per sequence; knows nothing of the model."""
 
     def allowed_token_ids(self) -> list[int] | None:
-        """The tokens that may come next; None = any."""
+        """The tokens that may come next; None = any, or see `token_mask`."""
+        ...
+
+    def token_mask(self) -> bytes | None:
+        """The same as a bit per token id, lowest bit first, where a list would be long. None = any."""
         ...
 
     def advance(self, token_id: int) -> list[int]:
@@ -25,6 +30,11 @@ class Grammar(Protocol):
     @property
     def is_complete(self) -> bool:
         """Nothing may follow: the sequence ends with finish reason `stop`."""
+        ...
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why it can't go on: it took a limit or a token that it does not allow. The request fails."""
         ...
 
 
@@ -118,6 +128,11 @@ class Request:
     """Prompt + max_tokens, within the model's context: where `length` ends it. Set by the scheduler."""
     was_admitted: bool = False
     """Has entered a step at least once."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """`params.bad_words` as token sequences."""
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """Where `params.prompt_logprobs` asks for them: one entry per prompt token, None for the first one (nothing
+    predicts it) and for those whose step has not retired. Otherwise empty."""
 
     @property
     def live_sequences(self) -> list[Sequence]:
@@ -131,6 +146,14 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return all(sequence.is_finished for sequence in self.sequences)
+
+    def lacks_prompt_logprobs(self, start: int = 0, end: int | None = None) -> bool:
+        """Whether computing the tokens from `start` to before `end` would tell a logprob that is still unknown."""
+        return None in self.prompt_logprobs[start + 1 : None if end is None else end + 1]
+
+    def record_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
+        """Take what a step told about the prompt tokens from `start` on; a repetition changes nothing."""
+        self.prompt_logprobs[start : start + len(entries)] = entries
 
 
 @dataclass(slots=True)

@@ -117,6 +117,8 @@ class Scheduler:
         self._retire_settled()
         if step.has_failed:
             return []
+        for number, entries in result.prompt_logprobs.items():
+            step.computed[number].request.record_prompt_logprobs(plan.work[number].start + 1, entries)
         sampled = set(step.sampled)
         updates = [
             SequenceUpdate(sequence)
@@ -132,7 +134,7 @@ class Scheduler:
             if number in result.invalid:
                 updates += self._fail_invalid(sequence.request)
             else:
-                updates.append(self._append(sequence, number, result))
+                updates += self._append(sequence, number, result)
         self._clear_suspects(step)
         return updates
 
@@ -285,14 +287,17 @@ class Scheduler:
             step.is_short = False
         self._schedule_running(step, [s for s in self._batch.sequences if s.request not in self._suspects])
 
-    def _append(self, sequence: Sequence, number: int, result: StepResult) -> SequenceUpdate:
+    def _append(self, sequence: Sequence, number: int, result: StepResult) -> list[SequenceUpdate]:
         update = append_sampled(
             sequence, result.token_ids[number], result.logprobs.get(number), self._eos_token_ids
         )
         self.kv_cache.register_full_blocks(sequence)
+        failure = None if sequence.grammar is None else sequence.grammar.failure
         if sequence.finish_reason is not None:
             self._end(sequence)
-        return update
+        elif failure is not None:
+            return self._end_request(sequence.request.request_id, "error", str(failure), failure.code)
+        return [update]
 
     def _fail_invalid(self, request: Request) -> list[SequenceUpdate]:
         """Logits were not finite: the request fails, and nothing it may have spoilt is found again."""

@@ -63,6 +63,7 @@ class StepBuilder:
                 block_ids=list(sequence.block_ids),
                 params=request.params,
                 seed=request.seed,
+                bad_word_ids=request.bad_word_ids,
             )
         )
 
@@ -74,6 +75,8 @@ class StepBuilder:
         if slots is not NO_NEW_SLOTS:
             work.new_block_ids, work.replaced_blocks = slots.new_block_ids, slots.replaced_blocks
             self._block_copies += slots.block_copies
+        if sequence.request.lacks_prompt_logprobs(work.start, work.start + num_tokens):
+            work.num_prompt_logprobs = sequence.request.params.prompt_logprobs
         if sequence.forced_token_ids:
             work.forced_token_ids, sequence.forced_token_ids = sequence.forced_token_ids, []
         (self._decodes if num_tokens == 1 else self._prefills).append((work, sequence))
@@ -102,7 +105,10 @@ class StepBuilder:
     @staticmethod
     def _add_sample(step: InFlightStep, sequence: Sequence, token_index: int) -> None:
         assert sequence.row is not None
-        allowed = None if sequence.grammar is None else sequence.grammar.allowed_token_ids()
-        step.plan.samples.append(Sample(sequence.row, token_index, sequence.num_tokens, allowed))
+        sample = Sample(sequence.row, token_index, sequence.num_tokens)
+        if sequence.grammar is not None:
+            sample.allowed_token_ids = sequence.grammar.allowed_token_ids()
+            sample.token_mask = sequence.grammar.token_mask()
+        step.plan.samples.append(sample)
         step.sampled.append(sequence)
         sequence.num_pending_tokens += 1

@@ -16,7 +16,8 @@ def append_sampled(
 
     Sets `finish_reason` and `stop_reason` when the sequence ends; its status is the scheduler's business. The
     token that stops a sequence is part of its output; tokens after it are dropped. A grammar that completes
-    with the last allowed token ends in `stop`, not in `length`.
+    with the last allowed token ends in `stop`, not in `length`. One that fails ends nothing: that is for the
+    scheduler, because it concerns the whole request.
     """
     update = SequenceUpdate(sequence)
     if sequence.request.params.logprobs is not None:
@@ -49,7 +50,7 @@ def _follow_grammar(update: SequenceUpdate, token_id: int, eos_token_ids: frozen
             return True
     if grammar.is_complete:
         sequence.finish_reason = "stop"
-    return grammar.is_complete
+    return grammar.is_complete or grammar.failure is not None
 
 
 def _append(update: SequenceUpdate, token_id: int, logprob: TokenLogprobs | None) -> None:

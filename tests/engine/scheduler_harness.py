@@ -67,6 +67,13 @@ class ScriptGrammar:
     def is_complete(self) -> bool:
         return self._left <= 0
 
+    def token_mask(self) -> None:
+        return None
+
+    @property
+    def failure(self) -> None:
+        return None
+
 
 @dataclass
 class Harness:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence as SequenceType
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from engine.config import EngineConfig, SchedulerConfig
@@ -14,7 +14,7 @@ from engine.engine_stats import StepRecorder
 from engine.errors import InvalidRequest, UnsupportedFeature
 from engine.input_processor import InputLimits, InputProcessor
 from engine.output_processor import OutputProcessor
-from engine.outputs import Capacity, EngineStats, KVCacheStats, RequestOutput, SampleState
+from engine.outputs import Capacity, EngineStats, KVCacheStats, MemoryUse, RequestOutput, SampleState
 from engine.plan import Executor, StepHandle, StepPlan
 from engine.sampling_params import MAX_SEED, SamplingParams
 from engine.scheduling.request import Request, Sequence, SequenceStatus
@@ -39,6 +39,10 @@ class EngineParts:
     fingerprint: str
     tier: Tier
     device: str
+    kv_block_bytes: int = 0
+    """Bytes of one KV block over all layers; 0 without a device cache."""
+    kv_dtype: str = ""
+    weight_bytes: int = 0
 
 
 class Engine:
@@ -52,6 +56,8 @@ class Engine:
         self.tokenizer = parts.tokenizer
         self.limits = limits
         self._device = parts.device
+        self._kv_block = (parts.kv_block_bytes, parts.kv_dtype)
+        self._memory_bytes = _memory_bytes(parts)
         self._seed = seed
         self._num_added = 0
         self._executor = parts.executor
@@ -60,7 +66,7 @@ class Engine:
             parts.tokenizer, self._scheduler.finish_sequence, limits.eos_token_ids
         )
         self._in_flight: deque[StepHandle] = deque()
-        self._recorder = StepRecorder()
+        self._recorder = StepRecorder(limits.max_num_batched_tokens)
         self._kv_of_step: KVCacheStats | None = None
         self._choices: ChoiceCompiler | None = None
         if parts.tokenizer is not None:
@@ -126,6 +132,12 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Plan and launch a step, collect the oldest one in flight, and tell what came of it."""
         started = time.perf_counter()
+        try:
+            return self._step(started)
+        finally:
+            self._recorder.busy_seconds += time.perf_counter() - started
+
+    def _step(self, started: float) -> list[RequestOutput]:
         plan = self._scheduler.schedule()
         scheduled = time.perf_counter()
         self._kv_of_step = None
@@ -179,9 +191,12 @@ class Engine:
             prompt_tokens=texts.prompt_tokens,
             computed_tokens=self._recorder.computed_tokens,
             generated_tokens=texts.generated_tokens,
+            prompt_tokens_by_source=dict(texts.prompt_tokens_by_source),
             finished=dict(texts.finished),
             invalid_logits=texts.invalid_logits,
-            histograms=self._recorder.histograms() | texts.histograms(),
+            busy_seconds=self._recorder.busy_seconds,
+            memory_bytes=self._memory_bytes,
+            histograms=self._recorder.histograms() | texts.histograms() | self._scheduler.histograms(),
         )
 
     def check_integrity(self) -> None:
@@ -189,9 +204,9 @@ class Engine:
         self._scheduler.check_integrity()
 
     def _kv(self) -> KVCacheStats:
-        if self._kv_of_step is not None and self.has_unfinished():
-            return self._kv_of_step
-        return self._scheduler.kv_stats()
+        kv = self._kv_of_step if self._kv_of_step is not None and self.has_unfinished() else None
+        block_bytes, dtype = self._kv_block
+        return replace(kv or self._scheduler.kv_stats(), block_bytes=block_bytes, dtype=dtype)
 
     def _recover(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
         """The step raised: its requests run again, and one that raised alone a second time fails."""
@@ -230,3 +245,8 @@ class Engine:
         grammar = self._choices.compile(shape.choice, sequence.request.prompt_token_ids)
         grammar.replay(sequence.output_token_ids)
         return grammar
+
+
+def _memory_bytes(parts: EngineParts) -> dict[MemoryUse, int]:
+    kv_bytes = parts.kv_block_bytes * parts.limits.num_kv_blocks
+    return {"weights": parts.weight_bytes, "kv": kv_bytes} if parts.weight_bytes else {}

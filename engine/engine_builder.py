@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig, SchedulerConfig
 from engine.engine import EngineParts
 from engine.errors import ConfigError
 from engine.execution.echo import ECHO_MAX_MODEL_LEN, ECHO_MODEL, EchoRunner, echo_step_seconds, is_echo
 from engine.tokenizer import ByteTokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +65,9 @@ def _build_model(config: EngineConfig) -> EngineParts:
         shape.block_size,
         num_blocks * shape.block_bytes / 2**30,
     )
+    executor = ModelRunner(model, config, limits)
     return EngineParts(
-        executor=ModelRunner(model, config, limits),
+        executor=executor,
         tokenizer=tokenizer,
         limits=limits,
         served_model=model.served_name,
@@ -70,7 +75,20 @@ def _build_model(config: EngineConfig) -> EngineParts:
         fingerprint=model.fingerprint,
         tier="token" if model.dtype is torch.float32 else "continues",
         device=str(model.device),
+        kv_block_bytes=shape.block_bytes,
+        kv_dtype=str(shape.dtype).removeprefix("torch."),
+        weight_bytes=_weight_bytes(model.module),
     )
+
+
+def _weight_bytes(module: torch.nn.Module) -> int:
+    """Bytes of what a model computes with; layers keep prepacked weights outside of their parameters."""
+    import torch
+
+    tensors = [*module.parameters(), *module.buffers()]
+    for layer in module.modules():
+        tensors += [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
 
 
 def _limits(

@@ -17,11 +17,15 @@ KINDS = ("prefill", "decode", "mixed")
 class StepRecorder:
     """Counters and histograms over steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: int) -> None:
+        """`budget`: the most tokens that a step may compute."""
         self.steps = 0
         self.computed_tokens = 0
         self.last_step_time = 0.0
         self.peak_utilization = 0.0
+        self.busy_seconds = 0.0
+        self._budget = budget
+        self._budget_use = Histogram(UTILIZATION_BUCKETS)
         self._seconds = {(phase, kind): Histogram(STEP_BUCKETS) for phase in PHASES for kind in KINDS}
         self._tokens = {(kind,): Histogram(POWERS_OF_TWO) for kind in KINDS}
         self._utilization = Histogram(UTILIZATION_BUCKETS)
@@ -32,6 +36,7 @@ class StepRecorder:
         kind = plan.kind
         self._seconds["schedule", kind].observe(schedule_s)
         self._tokens[kind,].observe(plan.num_tokens)
+        self._budget_use.observe(plan.num_tokens / self._budget)
         self._batch_size.observe(len(plan.work))
         self._utilization.observe(kv.utilization)
         self.peak_utilization = max(self.peak_utilization, kv.utilization)
@@ -52,5 +57,6 @@ class StepRecorder:
             "step_seconds": {labels: histogram.snapshot() for labels, histogram in self._seconds.items()},
             "step_tokens": {labels: histogram.snapshot() for labels, histogram in self._tokens.items()},
             "step_utilization": {(): self._utilization.snapshot()},
+            "step_budget_use": {(): self._budget_use.snapshot()},
             "batch_size": {(): self._batch_size.snapshot()},
         }

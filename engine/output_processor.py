@@ -14,6 +14,7 @@ from engine.outputs import (
     HistogramSnapshot,
     LabelValues,
     Phase,
+    PromptSource,
     RequestOutput,
     Usage,
 )
@@ -27,6 +28,7 @@ ITL_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.
                80.0)  # fmt: skip
 E2E_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
                960.0, 1920.0, 7680.0)  # fmt: skip
+COUNT_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 LENGTH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 FinishSequence = Callable[[Sequence, FinishReason, int | str | None], None]
@@ -50,6 +52,7 @@ class _RequestRecord:
     added: float
     samples: list[_SampleText]
     first_token_time: float | None = None
+    is_admission_counted: bool = False
     num_resumed_tokens: int = 0
     prompt_tokens_done: int = 0
     error: str | None = None
@@ -60,21 +63,38 @@ class _RequestRecord:
 class OutputStats:
     generated_tokens: int = 0
     prompt_tokens: int = 0
+    prompt_tokens_by_source: dict[PromptSource, int] = field(
+        default_factory=lambda: {"computed": 0, "prefix_cache": 0}
+    )
     invalid_logits: int = 0
     finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
     ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS))
     itl: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS))
+    tpot: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS))
     e2e: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS))
+    wait: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS))
+    prefill: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS))
+    decode: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS))
     prompt_length: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
     generated_length: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
+    samples: Histogram = field(default_factory=lambda: Histogram(COUNT_BUCKETS))
+    max_tokens: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
+    peak_blocks: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
 
     def histograms(self) -> dict[str, dict[LabelValues, HistogramSnapshot]]:
         named = {
             "time_to_first_token_seconds": self.ttft,
             "inter_token_latency_seconds": self.itl,
+            "time_per_output_token_seconds": self.tpot,
             "request_seconds": self.e2e,
+            "request_wait_seconds": self.wait,
+            "request_prefill_seconds": self.prefill,
+            "request_decode_seconds": self.decode,
             "prompt_tokens": self.prompt_length,
             "generated_tokens": self.generated_length,
+            "request_samples": self.samples,
+            "request_max_tokens": self.max_tokens,
+            "request_peak_blocks": self.peak_blocks,
         }
         return {name: {(): histogram.snapshot()} for name, histogram in named.items()}
 
@@ -107,6 +127,8 @@ class OutputProcessor:
         self._records[request.request_id] = record
         self.stats.prompt_tokens += len(request.prompt_token_ids)
         self.stats.prompt_length.observe(len(request.prompt_token_ids))
+        self.stats.samples.observe(request.params.n)
+        self.stats.max_tokens.observe(request.max_tokens)
 
     def process(self, updates: list[SequenceUpdate]) -> list[RequestOutput]:
         """Turn a retired step's updates into outputs, one per request that has news."""
@@ -119,6 +141,7 @@ class OutputProcessor:
             output = outputs.get(record.request.request_id)
             if output is None:
                 output = outputs[record.request.request_id] = self._new_output(record)
+                self._count_admission(record)
             self._apply(record, update, output, now)
         for output in outputs.values():
             self._close_if_finished(self._records[output.request_id], output, now)
@@ -214,6 +237,30 @@ class OutputProcessor:
             self.stats.itl.observe((now - sample.last_token_time) / num_tokens, num_tokens)
         sample.last_token_time = now
 
+    def _count_admission(self, record: _RequestRecord) -> None:
+        """At a request's first news: how long it waited inside, and where its prompt's KV came from."""
+        request = record.request
+        if record.is_admission_counted or not request.was_admitted:
+            return
+        record.is_admission_counted = True
+        self.stats.wait.observe(max(0.0, request.admitted_at - record.added))
+        sources = self.stats.prompt_tokens_by_source
+        sources["prefix_cache"] += request.num_cached_tokens
+        sources["computed"] += len(request.prompt_token_ids) - request.num_cached_tokens
+
+    def _record_phases(self, record: _RequestRecord, generated: int) -> None:
+        """At a request's end, if it has generated anything here: what its phases took."""
+        last = max((s.last_token_time for s in record.samples if s.last_token_time is not None), default=None)
+        if record.first_token_time is None or last is None:
+            return
+        decode_s = last - record.first_token_time
+        self.stats.prefill.observe(max(0.0, record.first_token_time - record.request.admitted_at))
+        self.stats.decode.observe(decode_s)
+        # Samples decode side by side: per sample, as a reader of one of them sees it.
+        gaps = generated / len(record.samples) - 1
+        if gaps > 0:
+            self.stats.tpot.observe(decode_s / gaps)
+
     def _new_output(self, record: _RequestRecord) -> RequestOutput:
         request = record.request
         computed = max(s.num_computed_tokens for s in request.sequences)
@@ -241,3 +288,6 @@ class OutputProcessor:
         self.stats.finished[reason] += 1
         self.stats.e2e.observe(now - record.added)
         self.stats.generated_length.observe(generated - record.num_resumed_tokens)
+        if request.was_admitted:
+            self.stats.peak_blocks.observe(request.peak_blocks)
+        self._record_phases(record, generated - record.num_resumed_tokens)

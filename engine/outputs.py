@@ -204,8 +204,8 @@ class EngineStats:
     match, or nothing could be sampled."""
     grammar_cache_hits: int = 0
     grammar_cache_misses: int = 0
-    idle_seconds: float = 0.0
-    """Time without anything to step."""
+    busy_seconds: float = 0.0
+    """Time inside steps."""
     graph_steps: int = 0
     """Steps replayed from a CUDA graph; the other `steps` ran eagerly."""
     memory_bytes: dict[MemoryUse, int] = field(default_factory=dict)

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from engine.scheduling.block_residency import BlockResidency
+
 NULL_BLOCK_ID = 0
 """Padding in block tables. Never allocated."""
 
@@ -124,6 +126,7 @@ class BlockPool:
         self.allocations = 0
         self.frees = 0
         self.evictions = 0
+        self.residency = BlockResidency()
         self._queue = FreeBlockQueue()
         self._by_hash: dict[bytes, KVBlock] = {}
         self._deferred: dict[int, dict[KVBlock, None]] = {}
@@ -166,6 +169,8 @@ class BlockPool:
                 self.evictions += 1
             block.ref_count = 1
             block.num_filled = 0
+            if BlockResidency.is_sampled(block.block_id):
+                self.residency.allocated(block.block_id)
             block.last_step_id = -1
         self.num_active += num_blocks
         self.num_references += num_blocks
@@ -185,6 +190,8 @@ class BlockPool:
                 self.num_cached -= 1
             self.num_active += 1
             self.filled_slots += block.num_filled
+            if BlockResidency.is_sampled(block.block_id):
+                self.residency.reused(block.block_id)
         elif block.ref_count == 1:
             self.num_shared += 1
         block.ref_count += 1
@@ -208,6 +215,8 @@ class BlockPool:
                 self.num_active -= 1
                 self.filled_slots -= block.num_filled
                 self.frees += 1
+                if BlockResidency.is_sampled(block.block_id):
+                    self.residency.released(block.block_id, is_cached=block.block_hash is not None)
                 if block.last_step_id > self.retired_step_id:
                     self._defer(block)
                 else:
@@ -240,6 +249,8 @@ class BlockPool:
             return
         del self._by_hash[block.block_hash]
         block.block_hash = None
+        if block.ref_count == 0:
+            self.residency.forgotten(block.block_id)
         if block.ref_count == 0 and not block.is_reserved:
             self.num_cached -= 1
             self._queue.remove(block)
@@ -249,6 +260,17 @@ class BlockPool:
         """Note that an active block's first `num_filled` slots are in use."""
         self.filled_slots += num_filled - block.num_filled
         block.num_filled = num_filled
+
+    def states(self) -> bytes:
+        """What each block is, by id, as the letters of `engine.outputs.BlockMap`. Walks the whole pool."""
+        return "".join(
+            ("s" if block.ref_count > 1 else "a")
+            if block.ref_count
+            else (
+                "r" if block.is_reserved or not block.block_id else "f" if block.block_hash is None else "c"
+            )
+            for block in self.blocks
+        ).encode()
 
     def free_queue(self) -> list[KVBlock]:
         """The order in which blocks will be handed out. For tests and debugging."""

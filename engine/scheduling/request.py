@@ -128,6 +128,10 @@ class Request:
     """Prompt + max_tokens, within the model's context: where `length` ends it. Set by the scheduler."""
     was_admitted: bool = False
     """Has entered a step at least once."""
+    admitted_at: float = 0.0
+    """`time.monotonic()` when it first did."""
+    peak_blocks: int = 0
+    """The most KV blocks in its samples' tables together when one of them left the batch."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """`params.bad_words` as token sequences."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)

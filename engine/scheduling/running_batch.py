@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Iterable
 
 from engine.config import SchedulerConfig
+from engine.outputs import WaitReason
 from engine.scheduling.kv_cache_manager import AllocatedSlots, KVCacheManager
 from engine.scheduling.request import Sequence, SequenceStatus
 from engine.scheduling.sequence_queue import SequenceQueue
@@ -24,6 +26,8 @@ class RunningBatch:
         self.sequences = SequenceQueue()
         self.preemptions = 0
         self.preempted_tokens = 0
+        self.waiting_for: WaitReason = "budget"
+        """What the sequence that was last refused lacked."""
         self._config = config
         self._kv = kv
         self._watermark_blocks = int((config.num_kv_blocks - 1) * config.watermark_ratio)
@@ -67,6 +71,7 @@ class RunningBatch:
         above the watermark. Alone, whatever is there must do.
         """
         if sequence.num_pending_tokens or self.num_unclaimed_rows < 1 + len(siblings):
+            self.waiting_for = "rows"
             return False
         hits = self._kv.match_prefix(sequence)
         num_hit_tokens = len(hits) * self._config.block_size
@@ -78,11 +83,13 @@ class RunningBatch:
         else:
             needed = self._kv.num_blocks_taken(hits, num_hit_tokens + num_tokens)
         if needed > available:
+            self.waiting_for = "kv"
             return False
         self._kv.admit(sequence, hits)
         request = sequence.request
         if not request.was_admitted:
             request.was_admitted = True
+            request.admitted_at = time.monotonic()
             request.num_cached_tokens = min(num_hit_tokens, sequence.num_prompt_tokens)
         if siblings:
             self._siblings[sequence] = siblings
@@ -95,6 +102,8 @@ class RunningBatch:
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence's row and blocks; what it knows stays."""
         assert sequence.row is not None
+        request = sequence.request
+        request.peak_blocks = max(request.peak_blocks, sum(len(s.block_ids) for s in request.sequences))
         self._kv.free(sequence)
         self._siblings.pop(sequence, None)
         self.sequences.discard(sequence)

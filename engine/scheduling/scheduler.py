@@ -12,7 +12,14 @@ from collections.abc import Iterable
 
 from engine.config import SchedulerConfig
 from engine.errors import InvalidRequest, NeverFits
-from engine.outputs import Capacity, FinishReason, KVCacheStats, SchedulerStats
+from engine.outputs import (
+    Capacity,
+    FinishReason,
+    HistogramSnapshot,
+    KVCacheStats,
+    LabelValues,
+    SchedulerStats,
+)
 from engine.plan import StepPlan, StepResult
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
@@ -193,6 +200,7 @@ class Scheduler:
         return SchedulerStats(
             running=self.num_running,
             waiting=self.num_waiting,
+            waiting_for=self._batch.waiting_for,
             preemptions=self._batch.preemptions,
             preempted_tokens=self._batch.preempted_tokens,
             steps_failed=self._steps_failed,
@@ -201,6 +209,14 @@ class Scheduler:
 
     def kv_stats(self) -> KVCacheStats:
         return self.kv_cache.stats()
+
+    def block_states(self) -> bytes:
+        """A letter per KV block, as in `BlockMap.states`."""
+        return self.kv_cache.pool.states()
+
+    def histograms(self) -> dict[str, dict[LabelValues, HistogramSnapshot]]:
+        """How long KV blocks live, lie idle and are reused."""
+        return self.kv_cache.pool.residency.histograms()
 
     def capacity(self) -> Capacity:
         return Capacity(
@@ -267,6 +283,7 @@ class Scheduler:
     def _admit(self, step: StepBuilder, sequence: Sequence) -> bool:
         """Move a waiting sequence into the batch. False: not now."""
         if not step.budget or step.is_short:
+            self._batch.waiting_for = "kv" if step.is_short else "budget"
             return False
         request = sequence.request
         siblings = request.live_sequences[1:] if self._will_fork(request) else []

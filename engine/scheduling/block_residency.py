@@ -1,0 +1,82 @@
+"""How long KV blocks live, lie idle and are reused: timed for a sample of the pool."""
+
+from __future__ import annotations
+
+import time
+
+from engine.outputs import Histogram, HistogramSnapshot, LabelValues
+
+SAMPLE = 64
+"""One block in so many is timed, always the same ones: block ids mean nothing, so they are a fair sample."""
+RESIDENCY_BUCKETS = (
+    0.001,
+    0.005,
+    0.01,
+    0.05,
+    0.1,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+    600.0,
+    1800.0,
+)
+
+
+class BlockResidency:
+    """Told by the pool what happens to the blocks of the sample.
+
+    A block lives from its allocation until what it holds is gone: evicted, or freed without a hash. It is idle
+    while it is cached and nobody refers to it.
+    """
+
+    def __init__(self) -> None:
+        self._born: dict[int, float] = {}
+        self._idle_since: dict[int, float] = {}
+        self._lifetime = Histogram(RESIDENCY_BUCKETS)
+        self._idle = Histogram(RESIDENCY_BUCKETS)
+        self._reuse_gap = Histogram(RESIDENCY_BUCKETS)
+
+    @staticmethod
+    def is_sampled(block_id: int) -> bool:
+        return block_id % SAMPLE == 1
+
+    def allocated(self, block_id: int) -> None:
+        """The block gets new contents; what it held before, if anything, is evicted."""
+        now = time.monotonic()
+        idle_since = self._idle_since.pop(block_id, None)
+        if idle_since is not None:
+            self._idle.observe(now - idle_since)
+            self._lifetime.observe(now - self._born[block_id])
+        self._born[block_id] = now
+
+    def reused(self, block_id: int) -> None:
+        """A prefix hit took an idle block."""
+        idle_since = self._idle_since.pop(block_id, None)
+        if idle_since is not None:
+            self._reuse_gap.observe(time.monotonic() - idle_since)
+
+    def released(self, block_id: int, *, is_cached: bool) -> None:
+        """The last reference went."""
+        now = time.monotonic()
+        if is_cached:
+            self._idle_since[block_id] = now
+        else:
+            self._lifetime.observe(now - self._born[block_id])
+
+    def forgotten(self, block_id: int) -> None:
+        """An idle block lost its hash: nobody can use what it holds."""
+        if self._idle_since.pop(block_id, None) is not None:
+            self._lifetime.observe(time.monotonic() - self._born[block_id])
+
+    def histograms(self) -> dict[str, dict[LabelValues, HistogramSnapshot]]:
+        return {
+            "block_lifetime_seconds": {(): self._lifetime.snapshot()},
+            "block_idle_seconds": {(): self._idle.snapshot()},
+            "block_reuse_gap_seconds": {(): self._reuse_gap.snapshot()},
+        }

@@ -9,6 +9,7 @@ from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from engine.block_watch import BlockWatch
 from engine.config import EngineConfig, SchedulerConfig
 from engine.engine_stats import StepRecorder
 from engine.errors import InvalidRequest, UnsupportedFeature
@@ -68,6 +69,7 @@ class Engine:
         self._in_flight: deque[StepHandle] = deque()
         self._recorder = StepRecorder(limits.max_num_batched_tokens)
         self._kv_of_step: KVCacheStats | None = None
+        self._block_watch = BlockWatch(self._scheduler.block_states)
         self._choices: ChoiceCompiler | None = None
         if parts.tokenizer is not None:
             eos = limits.eos_token_ids[0] if limits.eos_token_ids else None
@@ -143,6 +145,7 @@ class Engine:
         self._kv_of_step = None
         if plan is not None:
             self._kv_of_step = kv = self._scheduler.kv_stats()
+            self._block_watch.observe()
             try:
                 self._in_flight.append(self._executor.launch(plan))
             except Exception as error:
@@ -176,6 +179,8 @@ class Engine:
         those that just ended are free already, and a pool that is full in every step would look empty.
         """
         texts = self._output_processor.stats
+        if not self.has_unfinished():
+            self._block_watch.observe()
         return EngineStats(
             kv=self._kv(),
             scheduler=self._scheduler.stats(),
@@ -194,10 +199,15 @@ class Engine:
             prompt_tokens_by_source=dict(texts.prompt_tokens_by_source),
             finished=dict(texts.finished),
             invalid_logits=texts.invalid_logits,
+            blocks=self._block_watch.latest,
             busy_seconds=self._recorder.busy_seconds,
             memory_bytes=self._memory_bytes,
             histograms=self._recorder.histograms() | texts.histograms() | self._scheduler.histograms(),
         )
+
+    def watch_blocks(self, seconds: float) -> None:
+        """Somebody looks at the pool for the next `seconds`: `stats().blocks` is kept fresh until then."""
+        self._block_watch.ask(seconds)
 
     def check_integrity(self) -> None:
         """Recompute every invariant of the bookkeeping; for tests."""

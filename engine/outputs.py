@@ -150,6 +150,17 @@ class KVCacheStats:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockMap:
+    """What each block of the pool was at one moment; for somebody who looks at them one by one."""
+
+    states: bytes
+    """A letter per block, by block id: f free, c cached, a active, s shared (active, with two references or more),
+    r reserved."""
+    taken_at: float
+    """`time.monotonic()`."""
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerStats:
     running: int = 0
     """Sequences that hold a row."""
@@ -210,6 +221,8 @@ class EngineStats:
     """Steps replayed from a CUDA graph; the other `steps` ran eagerly."""
     memory_bytes: dict[MemoryUse, int] = field(default_factory=dict)
     """The device's memory by use, as far as it is known."""
+    blocks: BlockMap | None = None
+    """The latest map of the block pool, while somebody watches (`Engine.watch_blocks`)."""
     histograms: dict[str, dict[LabelValues, HistogramSnapshot]] = field(default_factory=dict)
     """name -> label values (() when unlabelled) -> snapshot. Names and labels: step_seconds (phase: schedule,
     prepare, forward, sample, output; kind), step_tokens (kind), step_utilization, step_budget_use, batch_size,

@@ -49,11 +49,18 @@ class SetHeld:
     held: bool
 
 
+@dataclass(frozen=True, slots=True)
+class WatchBlocks:
+    """Somebody looks at the block pool for the next `seconds`: `stats.blocks` is kept fresh."""
+
+    seconds: float
+
+
 class Stop:
     pass
 
 
-Command = AddRequest | AbortRequest | SetHeld | Stop
+Command = AddRequest | AbortRequest | SetHeld | WatchBlocks | Stop
 
 
 class EngineState(enum.Enum):
@@ -109,6 +116,10 @@ class EngineThread:
     def hold(self, held: bool) -> None:
         """Stop stepping, or go on. Requests and aborts are still taken."""
         self._inbox.put(SetHeld(held))
+
+    def watch_blocks(self, seconds: float) -> None:
+        """Keep `stats.blocks` fresh for the next `seconds`; it costs the engine next to nothing."""
+        self._inbox.put(WatchBlocks(seconds))
 
     def stop(self, timeout: float) -> bool:
         """Ask the loop to end after its step; True if it did within `timeout` seconds."""
@@ -211,6 +222,8 @@ class EngineThread:
                     self._deliver(outputs)
             case SetHeld(held):
                 self._held = held
+            case WatchBlocks(seconds):
+                engine.watch_blocks(seconds)
 
     def _step(self) -> None:
         engine = self.engine

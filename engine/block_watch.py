@@ -1,0 +1,41 @@
+"""Maps of the block pool for whoever watches: none are taken while nobody does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from engine.outputs import BlockMap
+
+MIN_INTERVAL_S = 0.4
+COST_SHARE = 0.01
+"""Of the engine's time, what taking maps may use at most: a pool of a million blocks is seen less often."""
+
+
+class BlockWatch:
+    """Takes a map at most every `MIN_INTERVAL_S`, as long as it is asked for. One thread: the engine's."""
+
+    def __init__(self, read_states: Callable[[], bytes]) -> None:
+        """`read_states` walks the pool: one letter per block, as in `BlockMap.states`."""
+        self._read_states = read_states
+        self._watched_until = 0.0
+        self._due_at = 0.0
+        self._latest: BlockMap | None = None
+
+    def ask(self, seconds: float) -> None:
+        """Somebody looks for the next `seconds`."""
+        self._watched_until = time.monotonic() + seconds
+
+    def observe(self) -> None:
+        """Take a map if one is wanted and due. For every step, once its blocks are allocated."""
+        now = time.monotonic()
+        if now >= self._watched_until:
+            self._latest = None
+        elif now >= self._due_at:
+            self._latest = BlockMap(self._read_states(), now)
+            self._due_at = now + max(MIN_INTERVAL_S, (time.monotonic() - now) / COST_SHARE)
+
+    @property
+    def latest(self) -> BlockMap | None:
+        """None while nobody watches."""
+        return self._latest

@@ -75,6 +75,7 @@ class OutputStats:
     wait: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS))
     prefill: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS))
     decode: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS))
+    inference: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS))
     prompt_length: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
     generated_length: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
     samples: Histogram = field(default_factory=lambda: Histogram(COUNT_BUCKETS))
@@ -90,6 +91,7 @@ class OutputStats:
             "request_wait_seconds": self.wait,
             "request_prefill_seconds": self.prefill,
             "request_decode_seconds": self.decode,
+            "request_inference_seconds": self.inference,
             "prompt_tokens": self.prompt_length,
             "generated_tokens": self.generated_length,
             "request_samples": self.samples,
@@ -256,6 +258,7 @@ class OutputProcessor:
         decode_s = last - record.first_token_time
         self.stats.prefill.observe(max(0.0, record.first_token_time - record.request.admitted_at))
         self.stats.decode.observe(decode_s)
+        self.stats.inference.observe(max(0.0, last - record.request.admitted_at))
         # Samples decode side by side: per sample, as a reader of one of them sees it.
         gaps = generated / len(record.samples) - 1
         if gaps > 0:

@@ -173,7 +173,7 @@ def submit(
     if wait and stream:
         raise typer.BadParameter("give --wait or --stream, not both")
     text = sys.stdin.read() if prompt == "-" else prompt
-    fields: dict[str, Any] = _extra_fields(field or [])
+    fields: dict[str, Any] = extra_fields(field or [])
     fields |= _prompt_fields(text, chat, system)
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop or None}
     fields |= {name: value for name, value in (options | {"priority": priority}).items() if value is not None}
@@ -181,7 +181,7 @@ def submit(
         fields["structured_outputs"] = {"choice": choice}
     if stream:
         fields["stream"] = True
-    fields.setdefault("model", model or _default_model(redis_url, queue))
+    fields.setdefault("model", model or default_model(redis_url, queue))
     with Producer(redis_url, queue=queue) as producer:
         handle = producer.submit(fields)
         if not (wait or stream):
@@ -266,7 +266,7 @@ def _ask(url: str | None, call: Call[T]) -> T:
         return SyncTransport(client).run(call)
 
 
-def _default_model(url: str | None, queue: str) -> str:
+def default_model(url: str | None, queue: str) -> str:
     """PAGEMILL_MODEL's served name, else the one model that the live workers serve."""
     named = os.environ.get("PAGEMILL_MODEL")
     if named:
@@ -302,7 +302,7 @@ def _prompt_fields(text: str, chat: bool, system: str | None) -> dict[str, Any]:
     return {"messages": [*messages, {"role": "user", "content": text}]}
 
 
-def _extra_fields(pairs: list[str]) -> dict[str, Any]:
+def extra_fields(pairs: list[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for pair in pairs:
         name, separator, value = pair.partition("=")

@@ -13,8 +13,9 @@ import typer
 from pydantic import ValidationError
 
 from engine.errors import ConfigError
+from producer import cli_batch, cli_run  # noqa: F401 - they register their commands
 from producer.cli import EXIT_USAGE, app, check_url, say
-from worker.config import WorkerConfig
+from worker.config import ENV_PREFIX, SECRETS, WorkerConfig
 
 
 @app.command()
@@ -44,6 +45,9 @@ def worker(
     num_kv_blocks: Annotated[int | None, typer.Option(help="KV blocks in the pool.")] = None,
     kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="Bytes for the KV cache.")] = None,
     num_threads: Annotated[int | None, typer.Option(help="CPU threads for the model.")] = None,
+    vllm_metric_names: Annotated[
+        bool | None, typer.Option("--vllm-metric-names", help="Also export vLLM's names of metrics, vllm:*.")
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Any other setting; may be repeated."),
@@ -66,6 +70,7 @@ def worker(
         "num_kv_blocks": num_kv_blocks,
         "kv_cache_memory_bytes": kv_cache_memory_bytes,
         "num_threads": num_threads,
+        "vllm_metric_names": vllm_metric_names,
     }
     if not flags["model"]:
         _refuse("no model; for the packaged one: pagemill worker --model smollm2")
@@ -89,7 +94,7 @@ def _load(flags: dict[str, Any]) -> WorkerConfig:
 
 def _run(config: WorkerConfig) -> int:
     try:
-        from worker.worker import run_worker
+        from worker.process import run_worker
     except ModuleNotFoundError as error:
         _refuse(
             f"{error.name} is missing; a worker needs more than a producer: pip install 'pagemill[worker]'"
@@ -108,7 +113,12 @@ def _pairs(options: list[str]) -> dict[str, Any]:
         name, separator, value = text.partition("=")
         if not separator:
             raise typer.BadParameter(f"--option takes NAME=VALUE, not {text!r}")
-        pairs[name.replace("-", "_")] = value
+        name = name.replace("-", "_").lower()
+        if name in SECRETS:
+            raise typer.BadParameter(
+                f"{name} is a secret, and a command line is none: set {ENV_PREFIX}{name.upper()} instead"
+            )
+        pairs[name] = value
     return pairs
 
 

@@ -1,0 +1,80 @@
+"""`pagemill batch run`: files of OpenAI's Batch API. Exit codes as for `pagemill run`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from producer import cli_run
+from producer.cli import AsJson, Queue, RedisUrl, app, default_model, say
+from producer.client import Producer
+from producer.dataset.bar import RunBar
+from producer.openai_batch import BatchFile
+
+batch_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="OpenAI Batch files.")
+app.add_typer(batch_app, name="batch")
+
+
+@batch_app.command("run")
+def batch_run(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="REQUESTS", exists=True, dir_okay=False, help="A file for OpenAI's Batch API."
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Default: REQUESTS.output.jsonl; errors go beside it.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", help="Use this model, whatever the lines say; served here if no worker does."
+        ),
+    ] = None,
+    within: Annotated[
+        float | None, typer.Option("--within", min=0.0, help="Hours; what has not ended by then is expired.")
+    ] = None,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="Cancel what an earlier start has under way.")
+    ] = False,
+    worker_option: Annotated[
+        list[str] | None,
+        typer.Option("--worker-option", metavar="NAME=VALUE", help="A setting of the worker started here."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    redis_url: RedisUrl = None,
+    queue: Queue = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Run a batch file; run the same command again after any interruption."""
+    target = out or source.with_name(f"{source.stem}.output.jsonl")
+    with cli_run.reported(target), contextlib.ExitStack() as stack:
+        batch = BatchFile(source, target, cli_run.served_name(model) if model else None)
+        count = batch.check()
+        if within is not None:
+            batch.deadline = time.time() + 3600 * within
+        wanted = model or next(iter(sorted(batch.models())), None)
+        url, metrics_url = cli_run.server(stack, redis_url, queue, wanted, worker_option or [], quiet)
+        if wanted is None:
+            batch.model = default_model(url, queue)
+        producer = stack.enter_context(Producer(url, queue=queue))
+        if cancel:
+            say(f"{batch.cancel(producer):,} requests cancelled; run it again for what had finished")
+            return
+        bar = stack.enter_context(RunBar(count, metrics_url, is_quiet=quiet))
+        summary = batch.execute(producer, bar.update)
+    if as_json:
+        typer.echo(json.dumps({"output": str(target), "errors": str(batch.errors_path), **asdict(summary)}))
+    else:
+        typer.echo(f"{summary.completed:,} of {summary.total:,} requests completed: {target}")
+    if summary.failed:
+        codes = ", ".join(f"{code} {n:,}" for code, n in sorted(summary.codes.items()))
+        say(f"{summary.failed:,} failed ({codes}): {batch.errors_path}")
+        raise typer.Exit(cli_run.EXIT_FAILED_ROWS)

@@ -1,0 +1,361 @@
+"""`pagemill run`: every row of a dataset through the queue, whatever happens on the way.
+
+Exit codes: 0 all rows done, 1 incomplete, 2 usage, 3 Redis is not reachable, 4 finished with failed rows, 5 the
+queue is full, 130 Ctrl-C. After 1, 3, 5 and 130 the same command goes on where this one stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from producer import cli
+from producer.cli import AsJson, Queue, RedisUrl, app, say
+from producer.client import Producer
+from producer.dataset import report
+from producer.dataset.bar import RunBar
+from producer.dataset.recipe import Recipe
+from producer.dataset.rows import DatasetError, Format, RowError, open_source
+from producer.dataset.run import DatasetRun
+from producer.dataset.summary import Summary
+from producer.dataset.tokens import TokenCounter
+from producer.dataset.work import WINDOW, TooManyErrors
+from producer.local_worker import LocalWorker, WorkerFailed, has_server, live_workers, served_name
+from producer.wire.discovery import find_redis
+from producer.wire.errors import PagemillError
+from producer.wire.protocol import Job
+
+EXIT_INCOMPLETE = 1
+EXIT_FAILED_ROWS = 4
+TRIAL_ROWS = 100
+PREVIEW_ROWS = 3
+SAMPLED_ROWS = 1_000
+
+
+@app.command("run")
+def run(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="IN", help="JSONL, CSV, TSV, Parquet, or a Hugging Face dataset directory."),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", help="OUT.jsonl, .csv, .tsv or .parquet; written at the end.")
+    ],
+    template: Annotated[
+        str | None, typer.Option("--template", help="The prompt, in Jinja2: 'Summarize: {{ text }}'.")
+    ] = None,
+    template_file: Annotated[
+        Path | None, typer.Option("--template-file", exists=True, dir_okay=False)
+    ] = None,
+    system: Annotated[str | None, typer.Option("--system", help="System message; a template too.")] = None,
+    no_chat: Annotated[bool, typer.Option("--no-chat", help="Send the bare text, no chat template.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", help="A served name; or smollm2 or a directory, served here if no worker does."
+        ),
+    ] = None,
+    choices: Annotated[
+        str | None, typer.Option("--choices", help="The output is one of these, comma-separated.")
+    ] = None,
+    json_schema: Annotated[
+        str | None,
+        typer.Option("--json-schema", help="The output is JSON of this schema: a file, or the text."),
+    ] = None,
+    regex: Annotated[str | None, typer.Option("--regex", help="The output matches this.")] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1)] = None,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0: equal prompts run once and share the output.")
+    ] = 0.0,
+    seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop string; may be repeated.")] = None,
+    field: Annotated[
+        list[str] | None,
+        typer.Option("--field", metavar="NAME=JSON", help="Any other field of a job; may be repeated."),
+    ] = None,
+    gold: Annotated[
+        str | None, typer.Option("--gold", help="A column to compare with: accuracy, and a confusion table.")
+    ] = None,
+    output_column: Annotated[str, typer.Option("--output-column")] = "output",
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Only the first rows, for a trial.")
+    ] = None,
+    max_errors: Annotated[
+        int | None, typer.Option("--max-errors", min=0, help="Stop when more rows than this have failed.")
+    ] = None,
+    price_per_hour: Annotated[
+        float | None, typer.Option("--price-per-hour", min=0.0, help="Of the machine, for the cost.")
+    ] = None,
+    estimate: Annotated[
+        bool,
+        typer.Option("--estimate", help=f"Do {TRIAL_ROWS} rows (they stay done), say what all will take."),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show prompts and token counts; submit nothing.")
+    ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Submit and leave; run it again to collect.")
+    ] = False,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="Cancel what an earlier start has under way.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Don't take OUT for work that is done.")
+    ] = False,
+    report_file: Annotated[
+        Path | None, typer.Option("--report", help="Where the HTML report goes. Default: OUT.report.html.")
+    ] = None,
+    kind: Annotated[str | None, typer.Option("--format", help="jsonl, csv, tsv, parquet or arrow.")] = None,
+    encoding: Annotated[str, typer.Option("--encoding", help="Of text files.")] = "utf-8",
+    window: Annotated[int, typer.Option("--window", min=1, help="Jobs in flight at most.")] = WINDOW,
+    worker_option: Annotated[
+        list[str] | None,
+        typer.Option("--worker-option", metavar="NAME=VALUE", help="A setting of the worker started here."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    redis_url: RedisUrl = None,
+    queue: Queue = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Send every row of a dataset through the model; run the same command again after any interruption."""
+    fields = _job_fields(choices, json_schema, regex, max_tokens, temperature, seed, stop, field)
+    text = template_file.read_text() if template_file is not None else template
+    with reported(out):
+        dataset = DatasetRun(
+            source=open_source(source, _format(kind), encoding),
+            out=out,
+            recipe=Recipe(served_name(model) if model else "-", text, system, not no_chat, fields),
+            limit=TRIAL_ROWS if estimate and limit is None else limit,
+            gold=gold,
+            max_errors=max_errors,
+            window=window,
+            overwrite=overwrite,
+            price_per_hour=price_per_hour,
+            output_column=output_column,
+        )
+        if dry_run:
+            _preview(dataset, model, as_json)
+            return
+        with contextlib.ExitStack() as stack:
+            url, metrics_url = server(stack, redis_url, queue, model, worker_option or [], quiet)
+            name = served_name(model) if model else cli.default_model(url, queue)
+            dataset.recipe = replace(dataset.recipe, model=name)
+            producer = stack.enter_context(Producer(url, queue=queue))
+            if cancel:
+                say(
+                    f"{dataset.cancel(producer):,} jobs cancelled; what was done is kept in {dataset.journal_path}"
+                )
+                return
+            if detach:
+                tally = dataset.detach(producer)
+                say(
+                    f"{tally.submitted:,} jobs submitted; run the same command without --detach to collect them"
+                )
+                return
+            summary = _execute(dataset, producer, metrics_url, quiet)
+    _finish(dataset, summary, source, report_file, estimate=estimate, as_json=as_json)
+
+
+def _job_fields(
+    choices: str | None,
+    json_schema: str | None,
+    regex: str | None,
+    max_tokens: int | None,
+    temperature: float,
+    seed: int | None,
+    stop: list[str] | None,
+    extra: list[str] | None,
+) -> dict[str, Any]:
+    shapes = {
+        "choice": [c.strip() for c in choices.split(",") if c.strip()] if choices is not None else None,
+        "json": _schema_text(json_schema) if json_schema is not None else None,
+        "regex": regex,
+    }
+    given = {name: value for name, value in shapes.items() if value is not None}
+    if len(given) > 1:
+        raise typer.BadParameter("give one of --choices, --json-schema and --regex")
+    fields: dict[str, Any] = {"temperature": temperature}
+    if given:
+        fields["structured_outputs"] = given
+    options = {"max_tokens": max_tokens, "seed": seed, "stop": stop or None}
+    fields |= {name: value for name, value in options.items() if value is not None}
+    return fields | cli.extra_fields(extra or [])
+
+
+def _schema_text(given: str) -> str:
+    text = given if given.lstrip().startswith("{") else _read(Path(given))
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"--json-schema is no JSON: {error}") from None
+    return text
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"--json-schema: {error}") from None
+
+
+def _format(kind: str | None) -> Format | None:
+    match kind:
+        case None | "jsonl" | "csv" | "tsv" | "parquet" | "arrow":
+            return kind
+    raise typer.BadParameter(f"--format is jsonl, csv, tsv, parquet or arrow, not {kind}")
+
+
+@contextlib.contextmanager
+def reported(out: Path) -> Any:
+    """Every way to stop early: what happened, that nothing is lost, and what to type."""
+    again = "run the same command again to go on; nothing that was done is lost"
+    try:
+        yield
+    except (DatasetError, WorkerFailed) as error:
+        say(str(error))
+        raise typer.Exit(cli.EXIT_USAGE if isinstance(error, DatasetError) else EXIT_INCOMPLETE) from None
+    except TooManyErrors as error:
+        say(f"{error}\n{again}")
+        raise typer.Exit(EXIT_INCOMPLETE) from None
+    except PagemillError as error:
+        partial = out.with_name(out.name + ".partial")
+        say(cli.describe(error) + (f"\n{again}" if partial.exists() else ""))
+        raise typer.Exit(cli.exit_code(error)) from None
+    except KeyboardInterrupt:
+        say(
+            f"\nstopped; jobs that were submitted go on where a worker runs (--cancel ends them). To go on, {again}"
+        )
+        raise typer.Exit(cli.EXIT_INTERRUPTED) from None
+
+
+def server(
+    stack: contextlib.ExitStack,
+    url: str | None,
+    queue: str,
+    model: str | None,
+    options: list[str],
+    quiet: bool,
+) -> tuple[str, str | None]:
+    """Where the queue is and where a worker's metrics are; starts a worker if the model asks for one."""
+    alive = []
+    if model is None or has_server(url):
+        url = find_redis(url)
+        alive = live_workers(url, queue)
+    serving = [info for info in alive if model is None or served_name(model) in info.models]
+    if model is None or serving or not _is_local(model):
+        if not serving and not quiet:
+            say(f"no live worker of queue {queue} serves {model or 'anything'}; the jobs will wait for one")
+        metrics = next((f"{info.url}/metrics" for info in serving if info.url), None)
+        assert url is not None
+        return url, metrics
+    settings = [word for option in options for word in ("--option", option)]
+    worker = stack.enter_context(LocalWorker(model, queue=queue, url=url, options=settings))
+    with Console(stderr=True, quiet=quiet).status(f"starting a worker, loading {model}"):
+        url, info = worker.wait_ready()
+    return url, f"{info.url}/metrics" if info.url else None
+
+
+def _is_local(model: str) -> bool:
+    """Whether a worker here could load it: what is packaged or built in, or a directory."""
+    return model in ("smollm2", "echo") or Path(model).is_dir()
+
+
+def _execute(dataset: DatasetRun, producer: Producer, metrics_url: str | None, quiet: bool) -> Summary:
+    count = dataset.source.count()
+    total = count if count is None or dataset.limit is None else min(count, dataset.limit)
+    with RunBar(total, metrics_url, is_quiet=quiet) as bar:
+        dataset.on_news = bar.update
+        return dataset.execute(producer)
+
+
+def _finish(
+    dataset: DatasetRun,
+    summary: Summary,
+    source: Path,
+    report_file: Path | None,
+    *,
+    estimate: bool,
+    as_json: bool,
+) -> None:
+    about = {"input": str(source), "output": str(dataset.out), "model": dataset.recipe.model}
+    page = report_file or dataset.out.with_name(dataset.out.name + ".report.html")
+    report.write_html(summary, page, about)
+    report.write_json(summary, page.with_suffix(".json"), about)
+    if as_json:
+        typer.echo(json.dumps({**about, **summary.as_json()}))
+    else:
+        _print(dataset, summary, page)
+    if estimate:
+        _print_estimate(dataset, summary)
+    if summary.unfinished:
+        raise typer.Exit(EXIT_INCOMPLETE)
+    if summary.failed:
+        say(f"{summary.failed:,} rows failed; the reasons are in {dataset.errors_path}")
+        raise typer.Exit(EXIT_FAILED_ROWS)
+
+
+def _print(dataset: DatasetRun, summary: Summary, page: Path) -> None:
+    console = Console(highlight=False, markup=False)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in [*report.figures(summary), ("output", str(dataset.out)), ("report", str(page))]:
+        table.add_row(name, value)
+    console.print(table)
+    labels = summary.labels.as_json() if summary.labels.are_labels else {}
+    if 0 < len(labels) <= 20:
+        chart = Table(show_header=False, box=None, pad_edge=False)
+        for label, bar, count in report.bars(labels):
+            chart.add_row(label, bar, f"{count:,}")
+        console.print(chart)
+
+
+def _print_estimate(dataset: DatasetRun, summary: Summary) -> None:
+    count = dataset.source.count()
+    if not count or not summary.succeeded or not summary.seconds:
+        say("no estimate: no row succeeded, or the number of rows is not known")
+        return
+    hours = count * summary.seconds / summary.rows / 3600
+    cost = "" if dataset.price_per_hour is None else f", {hours * dataset.price_per_hour:.2f} at that price"
+    say(f"all {count:,} rows: about {hours:.2f} hours{cost}, going by these {summary.rows:,}")
+
+
+def _preview(dataset: DatasetRun, model: str | None, as_json: bool) -> None:
+    """The first prompts as they would be sent, and what a sample of the rows says about the rest."""
+    counter = TokenCounter(model)
+    tokens = rows = bad = 0
+    for row, job in islice(dataset.previews(SAMPLED_ROWS), SAMPLED_ROWS):
+        rows += 1
+        size = 0 if isinstance(job, RowError) else counter.count(job)
+        bad += isinstance(job, RowError)
+        tokens += size
+        if rows > PREVIEW_ROWS:
+            continue
+        if as_json:
+            shown: dict[str, Any] = {"row": row.number, "prompt_tokens": size, "exact": counter.is_exact}
+            shown["error" if isinstance(job, RowError) else "job"] = (
+                job.message if isinstance(job, RowError) else json.loads(job.to_payload())
+            )
+            typer.echo(json.dumps(shown, ensure_ascii=False))
+        else:
+            typer.echo(f"--- row {row.number}, {counter.about}{size} prompt tokens")
+            typer.echo(f"bad row: {job.message}" if isinstance(job, RowError) else prompt_text(job))
+    total = dataset.source.count()
+    rest = f" of {total:,} rows" if total is not None else " rows"
+    mean = tokens / (rows - bad) if rows > bad else 0
+    say(
+        f"{rows:,}{rest} looked at: {bad:,} bad, {counter.about}{mean:.0f} prompt tokens each; nothing submitted"
+    )
+
+
+def prompt_text(job: Job) -> str:
+    """A job's prompt for people."""
+    if job.messages is not None:
+        return "\n".join(f"[{message.role}] {message.content}" for message in job.messages)
+    return job.prompt if job.prompt is not None else f"{len(job.prompt_token_ids or ())} token ids"

@@ -1,0 +1,107 @@
+"""The progress of a run on standard error: a bar on a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.request
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from producer.dataset.work import Tally
+
+LOG_INTERVAL_S = 10.0
+SCRAPE_INTERVAL_S = 1.0
+KV_METRIC = "pagemill_kv_cache_utilization_ratio"
+
+
+class RunBar:
+    """Rows, rows/s, tokens/s, time left, KV blocks in use, errors. `total` None: not known yet."""
+
+    def __init__(self, total: int | None, metrics_url: str | None = None, *, is_quiet: bool = False) -> None:
+        self._console = Console(stderr=True)
+        self._is_quiet = is_quiet
+        self._total = total
+        self._started = time.monotonic()
+        self._logged = self._started
+        self._kv = KvGauge(metrics_url)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=is_quiet or not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("rows", total=total, figures="")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        self._kv.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+        self._kv.stop()
+
+    def update(self, tally: Tally, done_before: int = 0) -> None:
+        """Show the tally. `done_before`: rows that an earlier start had finished."""
+        now = time.monotonic()
+        text = self._figures(tally, max(1e-3, now - self._started))
+        done = done_before + tally.succeeded + tally.failed
+        self._progress.update(self._task, completed=done, figures=text)
+        if self._progress.disable and not self._is_quiet and now - self._logged >= LOG_INTERVAL_S:
+            self._logged = now
+            of = f" of {self._total:,}" if self._total is not None else ""
+            self._console.print(f"{done:,}{of} rows  {text}", highlight=False, soft_wrap=True)
+
+    def _figures(self, tally: Tally, seconds: float) -> str:
+        ended = tally.succeeded + tally.failed
+        parts = [
+            f"{ended / seconds:,.1f} rows/s",
+            f"{tally.completion_tokens / seconds:,.0f} tokens/s",
+            f"{tally.in_flight:,} in flight",
+        ]
+        if self._kv.ratio is not None:
+            parts.append(f"KV {self._kv.ratio:.0%}")
+        if tally.failed:
+            parts.append(f"{tally.failed:,} errors")
+        return "  ".join(parts)
+
+
+class KvGauge:
+    """The KV utilisation of one worker, scraped once a second on a thread; None where it cannot be had."""
+
+    def __init__(self, url: str | None) -> None:
+        self.ratio: float | None = None
+        self._url = url if url is not None and url.startswith("http://") else None
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if self._url is not None:
+            self._thread = threading.Thread(target=self._scrape, name="kv-gauge", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2 * SCRAPE_INTERVAL_S)
+
+    def _scrape(self) -> None:
+        assert self._url is not None
+        while not self._stopped.wait(SCRAPE_INTERVAL_S):
+            try:
+                with urllib.request.urlopen(self._url, timeout=SCRAPE_INTERVAL_S) as reply:
+                    lines = reply.read().decode().splitlines()
+            except (OSError, ValueError):
+                self.ratio = None
+                continue
+            values = [line.rpartition(" ")[2] for line in lines if line.startswith(KV_METRIC)]
+            self.ratio = float(values[0]) if values else None

@@ -1,0 +1,213 @@
+"""What a run has so far, beside its output: one SQLite file that survives SIGKILL at any point.
+
+Outputs go in together with the position up to which the batch has been read, in one synchronous transaction:
+only then is the server told to forget them. SQLite's exclusive lock keeps a second run away.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from producer.dataset.rows import DatasetError, Row, RowError
+
+VERSION = 1
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS outputs (key TEXT PRIMARY KEY, result TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS failures (
+    key TEXT PRIMARY KEY, code TEXT NOT NULL, message TEXT NOT NULL, retryable INTEGER NOT NULL,
+    tries INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS spool (number INTEGER PRIMARY KEY, fields TEXT, error TEXT);
+CREATE TEMP TABLE pending (key TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TEMP TABLE occurrences (digest TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a row's job ended without a result."""
+
+    code: str
+    message: str
+    retryable: bool = False
+
+
+class Journal:
+    """One run's memory. Not safe between threads. Raises DatasetError when the file cannot be written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_new = not path.exists()
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, timeout=0.0)
+            self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.execute("PRAGMA temp_store = FILE")
+            self._db.execute("BEGIN EXCLUSIVE")
+            self._db.execute("COMMIT")
+            self._db.executescript(_TABLES)
+        except sqlite3.OperationalError as error:
+            raise _explained(error, path) from error
+        except sqlite3.DatabaseError as error:
+            raise DatasetError(
+                f"{path} is no journal of a run ({error}); move it away to start over"
+            ) from error
+        if int(self.fact("version") or VERSION) != VERSION:
+            raise DatasetError(f"{path} was written by another version; finish it there, or move it away")
+        self.set_facts(version=str(VERSION), run_id=self.fact("run_id") or secrets.token_hex(8))
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Everything inside is on the disk afterwards, or nothing is."""
+        try:
+            self._db.execute("BEGIN")
+            try:
+                yield
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            raise _explained(error, self.path) from error
+
+    def fact(self, name: str) -> str | None:
+        found = self._db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        return None if found is None else str(found[0])
+
+    def set_facts(self, **facts: str) -> None:
+        self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", facts.items())
+
+    def occurrence(self, digest: str) -> int:
+        """How often this content has come up in this reading of the rows, this time included."""
+        found = self._db.execute(
+            "INSERT INTO occurrences VALUES (?, 1) "
+            "ON CONFLICT (digest) DO UPDATE SET count = count + 1 RETURNING count",
+            (digest,),
+        ).fetchone()
+        return int(found[0])
+
+    def start_reading(self) -> None:
+        """The rows are about to be read from the first one on."""
+        self._db.execute("DELETE FROM occurrences")
+
+    def forget_pending(self) -> None:
+        """Nothing is under way."""
+        self._db.execute("DELETE FROM pending")
+
+    def forget_retryable(self) -> int:
+        """Failures that another try may mend are tried again; returns how many there are."""
+        self._db.execute("UPDATE failures SET retryable = 2 WHERE retryable = 1")
+        found = self._db.execute("SELECT count(*) FROM failures WHERE retryable = 2").fetchone()
+        return int(found[0])
+
+    def needs(self, key: str) -> str | None:
+        """The name to submit this work under, None if it is done, under way, or has failed for good.
+
+        Work that is tried again gets a new name, since the batch remembers the old one.
+        """
+        if self._db.execute("SELECT 1 FROM outputs WHERE key = ?", (key,)).fetchone():
+            return None
+        failed = self._db.execute("SELECT retryable, tries FROM failures WHERE key = ?", (key,)).fetchone()
+        if failed is not None and failed[0] != 2:
+            return None
+        if not self._db.execute("INSERT OR IGNORE INTO pending VALUES (?)", (key,)).rowcount:
+            return None
+        return key if failed is None else f"{key}~{failed[1]}"
+
+    def record(self, name: str, result: dict[str, Any] | None, failure: Failure | None) -> bool:
+        """Keep the end of a job; returns whether it was one of the pending ones."""
+        key = name.partition("~")[0]
+        if result is not None:
+            text = json.dumps(result, ensure_ascii=False, separators=(",", ":"))
+            self._db.execute("INSERT OR REPLACE INTO outputs VALUES (?, ?)", (key, text))
+            self._db.execute("DELETE FROM failures WHERE key = ?", (key,))
+        elif failure is not None:
+            self._db.execute(
+                "INSERT INTO failures VALUES (?, ?, ?, ?, 1) ON CONFLICT (key) DO UPDATE SET code = excluded.code, "
+                "message = excluded.message, retryable = excluded.retryable, tries = tries + 1",
+                (key, failure.code, failure.message, int(failure.retryable)),
+            )
+        return bool(self._db.execute("DELETE FROM pending WHERE key = ?", (key,)).rowcount)
+
+    def output(self, key: str) -> dict[str, Any] | None:
+        found = self._db.execute("SELECT result FROM outputs WHERE key = ?", (key,)).fetchone()
+        return None if found is None else json.loads(found[0])
+
+    def failure(self, key: str) -> Failure | None:
+        found = self._db.execute(
+            "SELECT code, message, retryable FROM failures WHERE key = ?", (key,)
+        ).fetchone()
+        return None if found is None else Failure(found[0], found[1], bool(found[2]))
+
+    def results(self) -> Iterator[dict[str, Any]]:
+        """Every output, in no order that means anything."""
+        for (text,) in self._db.execute("SELECT result FROM outputs"):
+            yield json.loads(text)
+
+    def spool(self, rows: Iterable[Row]) -> None:
+        """Keep rows that cannot be read a second time, in one transaction."""
+        with self.transaction():
+            self._db.executemany(
+                "INSERT OR REPLACE INTO spool VALUES (?, ?, ?)",
+                (
+                    (
+                        row.number,
+                        None if row.fields is None else json.dumps(row.fields, ensure_ascii=False),
+                        None if row.error is None else json.dumps(astuple(row.error)),
+                    )
+                    for row in rows
+                ),
+            )
+
+    def clear_spool(self) -> None:
+        self._db.execute("DELETE FROM spool")
+
+    def spool_size(self) -> int:
+        return int(self._db.execute("SELECT count(*) FROM spool").fetchone()[0])
+
+    def spooled(self) -> Iterator[Row]:
+        for number, fields, error in self._db.execute("SELECT * FROM spool ORDER BY number"):
+            if error is not None:
+                yield Row(number, error=RowError(*json.loads(error)))
+            else:
+                yield Row(number, json.loads(fields))
+
+    def remove(self) -> None:
+        """Close and delete: the output is complete."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+
+def _explained(error: sqlite3.OperationalError, path: Path) -> DatasetError:
+    text = str(error)
+    if "locked" in text:
+        return DatasetError(f"another run is writing {path}; wait for it, or choose another --out")
+    if "full" in text:
+        return DatasetError(
+            f"the disk is full: {path} could not grow. Free some space and run the same command again; "
+            "nothing is lost"
+        )
+    if "unable to open" in text:
+        return DatasetError(f"{path} cannot be created: is the directory there, and writable?")
+    return DatasetError(f"{path}: {text}")

@@ -1,0 +1,108 @@
+"""A run's report: on the terminal, as JSON, as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+
+from producer.dataset.summary import Summary
+
+BAR_WIDTH = 30
+
+
+def figures(summary: Summary) -> list[tuple[str, str]]:
+    """The report's lines: (name, value)."""
+    facts = summary.as_json()
+    lines = [
+        ("rows", f"{summary.rows:,} = {summary.succeeded:,} done + {summary.failed:,} failed"),
+        ("time", f"{_duration(summary.seconds)}, {_number(facts['rows_per_second'])} rows/s"),
+        ("tokens", f"{summary.prompt_tokens:,} prompt + {summary.completion_tokens:,} output, "
+                   f"{_number(facts['completion_tokens_per_second'])} output tokens/s"),
+        ("prefix-cache hits", _percent(facts["cache_hit_ratio"])),
+    ]  # fmt: skip
+    if summary.unfinished:
+        lines[0] = ("rows", lines[0][1] + f" + {summary.unfinished:,} unfinished")
+    if summary.merged:
+        lines.append(("served by an equal row's run", f"{summary.merged:,}"))
+    if summary.cost is not None:
+        per_thousand = 1000 * summary.cost / summary.succeeded if summary.succeeded else 0.0
+        lines.append(("cost", f"{summary.cost:.4f}, {per_thousand:.4f} per 1,000 rows"))
+    if summary.wants_schema:
+        lines.append(("valid outputs", _percent(facts["schema_valid_ratio"])))
+    if summary.accuracy is not None:
+        lines.append((f"equal to {summary.gold}", _percent(summary.accuracy)))
+    if summary.e2e_s.count:
+        e2e = facts["e2e_s"]
+        lines.append(
+            ("submit to end", f"p50 {e2e['p50']:.2f} s, p90 {e2e['p90']:.2f} s, p99 {e2e['p99']:.2f} s")
+        )
+    lines += [(f"failed: {code}", f"{count:,}") for code, count in summary.error_codes.most_common()]
+    return lines
+
+
+def write_json(summary: Summary, path: Path, about: dict[str, Any]) -> None:
+    path.write_text(json.dumps({**about, **summary.as_json()}, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_html(summary: Summary, path: Path, about: dict[str, Any]) -> None:
+    """One self-contained page. Everything that comes from the data is escaped."""
+    source = files("producer.dataset").joinpath("report.html.j2").read_text()
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
+    facts = summary.as_json()
+    charts = [
+        ("Labels", list((facts["labels"] or {}).items())),
+        ("Why outputs ended", list(facts["finish_reasons"].items())),
+        ("Failures", list(facts["error_codes"].items())),
+    ]
+    quantiles = [
+        ("submit to end (s)", facts["e2e_s"]),
+        ("start to first token (s)", facts["ttft_s"]),
+        ("prompt tokens", facts["prompt_tokens_per_row"]),
+        ("output tokens", facts["completion_tokens_per_row"]),
+    ]
+    path.write_text(
+        template.render(
+            about=about,
+            figures=figures(summary),
+            charts=[(title, bars, max(count for _, count in bars)) for title, bars in charts if bars],
+            quantiles=[(name, values) for name, values in quantiles if values["p50"] is not None],
+            confusion=_matrix(summary),
+            written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        ),
+        encoding="utf-8",
+    )
+
+
+def bars(counts: dict[str, int]) -> list[tuple[str, str, int]]:
+    """(label, a bar of block characters, count) for the terminal."""
+    most = max(counts.values(), default=1)
+    return [(label, "█" * max(1, round(BAR_WIDTH * n / most)), n) for label, n in counts.items()]
+
+
+def _matrix(summary: Summary) -> dict[str, Any] | None:
+    """Gold values down, outputs across; None without a gold column or with too many values."""
+    if not summary.confusion:
+        return None
+    golds = sorted({gold for gold, _ in summary.confusion})
+    outputs = sorted({output for _, output in summary.confusion})
+    if len(golds) > 50 or len(outputs) > 50:
+        return None
+    rows = [(gold, [summary.confusion.get((gold, output), 0) for output in outputs]) for gold in golds]
+    return {"outputs": outputs, "rows": rows}
+
+
+def _duration(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds))) if seconds >= 60 else f"{seconds:.1f} s"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

@@ -1,0 +1,368 @@
+"""Rows of a dataset, read one at a time: JSONL, CSV, Parquet, a Hugging Face dataset directory, any iterable.
+
+A row that cannot be read is a row with an error: it keeps its number and the run goes on.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import datetime
+import decimal
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
+
+MAX_LINE_BYTES = 64 << 20
+"""A longer line is skipped as one bad row, without being held in memory."""
+MAX_RAW_CHARACTERS = 2_000
+"""How much of a bad row the errors file repeats."""
+MAX_DEPTH = 64
+ARROW_BATCH_ROWS = 1_024
+
+Format: TypeAlias = Literal["jsonl", "csv", "tsv", "parquet", "arrow"]
+SUFFIXES: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+
+
+class DatasetError(Exception):
+    """The run cannot start or go on; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowError:
+    """Why a row is not one. `raw` is what was there, cut to a sensible length."""
+
+    code: str
+    message: str
+    raw: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row. `number` counts from 1, bad rows included; exactly one of `fields` and `error` is set."""
+
+    number: int
+    fields: dict[str, Any] | None = None
+    error: RowError | None = None
+
+
+class Source(Protocol):
+    """Where rows come from. It can be read more than once, and gives the same rows each time."""
+
+    name: str
+
+    def rows(self) -> Iterator[Row]: ...
+
+    def count(self) -> int | None:
+        """How many rows there are, if that is cheap to know."""
+        ...
+
+
+def open_source(path: Path, kind: Format | None = None, encoding: str = "utf-8") -> Source:
+    """The source for a path, by its suffix or `kind`. Raises DatasetError."""
+    if path.is_dir():
+        return ArrowSource(_dataset_files(path), str(path), _read_arrow_stream)
+    if not path.exists():
+        raise DatasetError(f"{path}: no such file")
+    chosen = kind or SUFFIXES.get(path.suffix.lower())
+    match chosen:
+        case "jsonl":
+            return JsonLinesSource(path, encoding)
+        case "csv":
+            return CsvSource(path, ",", encoding)
+        case "tsv":
+            return CsvSource(path, "\t", encoding)
+        case "parquet":
+            return ArrowSource([path], str(path), _read_parquet)
+        case "arrow":
+            return ArrowSource([path], str(path), _read_arrow_stream)
+    raise DatasetError(
+        f"{path}: cannot tell the format from its name; say it with --format jsonl, csv, tsv, parquet or arrow"
+    )
+
+
+class JsonLinesSource:
+    """One JSON object a line. Blank lines are skipped and have no number."""
+
+    def __init__(self, path: Path, encoding: str = "utf-8") -> None:
+        self.name = str(path)
+        self._path = path
+        self._encoding = encoding
+        if b"\n".decode("latin-1").encode(encoding) != b"\n":
+            raise DatasetError(f"{encoding} is not supported for JSON lines; convert the file to UTF-8 first")
+
+    def rows(self) -> Iterator[Row]:
+        number = 0
+        for line in _lines(self._path):
+            if line is not None and not line.strip():
+                continue
+            number += 1
+            yield Row(number, *_parse_line(line, self._encoding))
+
+    def count(self) -> int | None:
+        return sum(line is None or bool(line.strip()) for line in _lines(self._path))
+
+
+class CsvSource:
+    """Comma-separated values with a header line; every value is text."""
+
+    def __init__(self, path: Path, delimiter: str, encoding: str = "utf-8") -> None:
+        self.name = str(path)
+        self._path = path
+        self._delimiter = delimiter
+        self._encoding = "utf-8-sig" if encoding.lower() in ("utf-8", "utf8") else encoding
+
+    def rows(self) -> Iterator[Row]:
+        # Bytes that are no text become lone surrogates, which only their own row is refused for.
+        with self._path.open(encoding=self._encoding, errors="surrogateescape", newline="") as file:
+            reader = csv.reader(file, delimiter=self._delimiter, strict=True)
+            header = self._header(reader)
+            number = 0
+            while True:
+                try:
+                    values = next(reader)
+                except StopIteration:
+                    return
+                except csv.Error as error:
+                    number += 1
+                    yield Row(number, error=RowError("invalid_csv", str(error)))
+                    continue
+                if not values:
+                    continue
+                number += 1
+                yield self._row(number, header, values)
+
+    def count(self) -> int | None:
+        return sum(1 for _ in self.rows())
+
+    def _header(self, reader: Iterator[list[str]]) -> list[str]:
+        try:
+            header = next(reader)
+        except StopIteration:
+            raise DatasetError(f"{self.name} is empty: the first line must name the columns") from None
+        except csv.Error as error:
+            raise DatasetError(f"{self.name}: the header line is no CSV: {error}") from None
+        repeated = {name for name in header if header.count(name) > 1}
+        if repeated:
+            raise DatasetError(f"{self.name}: columns appear twice: {', '.join(sorted(repeated))}")
+        return header
+
+    def _row(self, number: int, header: list[str], values: list[str]) -> Row:
+        raw = _shorten(self._delimiter.join(values))
+        if len(values) != len(header):
+            message = f"the row has {len(values)} fields, the header {len(header)}"
+            return Row(number, error=RowError("invalid_csv", message, raw))
+        if not all(map(_is_unicode, values)):
+            message = f"not {self._encoding.removesuffix('-sig')} text; name the file's --encoding"
+            return Row(number, error=RowError("invalid_encoding", message, raw))
+        return Row(number, dict(zip(header, values, strict=True)))
+
+
+class ArrowSource:
+    """Columnar files, read a batch at a time with pyarrow."""
+
+    def __init__(self, paths: list[Path], name: str, read: Callable[[Path], Iterator[Any]]) -> None:
+        self.name = name
+        self._paths = paths
+        self._read = read
+
+    def rows(self) -> Iterator[Row]:
+        number = 0
+        for batch in self._batches():
+            for fields in batch.to_pylist():
+                number += 1
+                yield checked_row(number, fields)
+
+    def count(self) -> int | None:
+        if self._read is _read_parquet:
+            _require_pyarrow()
+            from pyarrow import parquet
+
+            return sum(parquet.ParquetFile(path).metadata.num_rows for path in self._paths)
+        return sum(batch.num_rows for batch in self._batches())
+
+    def _batches(self) -> Iterator[Any]:
+        _require_pyarrow()
+        import pyarrow
+
+        for path in self._paths:
+            try:
+                yield from self._read(path)
+            except (pyarrow.ArrowInvalid, OSError) as error:
+                raise DatasetError(f"{path} cannot be read: {error}") from error
+
+
+class MemorySource:
+    """Rows from Python, for instance a list of dicts. An iterator is read once: the journal spools it."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]], name: str = "rows") -> None:
+        self.name = name
+        self._rows = rows
+
+    @property
+    def is_repeatable(self) -> bool:
+        return not isinstance(self._rows, Iterator)
+
+    def rows(self) -> Iterator[Row]:
+        for number, fields in enumerate(self._rows, 1):
+            yield checked_row(number, fields)
+
+    def count(self) -> int | None:
+        try:
+            return len(self._rows)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+
+def checked_row(number: int, fields: Any) -> Row:
+    """A row from a mapping, its values made JSON: dates as ISO text, bytes as base64, NaN as null."""
+    if not isinstance(fields, Mapping):
+        message = f"a row must be an object with named fields, not {type(fields).__name__}"
+        return Row(number, error=RowError("invalid_row", message, _shorten(repr(fields))))
+    try:
+        return Row(number, {_name(name): _plain(value, MAX_DEPTH) for name, value in fields.items()})
+    except ValueError as error:
+        return Row(number, error=RowError("invalid_row", str(error), _shorten(repr(fields))))
+
+
+def _lines(path: Path) -> Iterator[bytes | None]:
+    """The lines of a file; None for one that is too long to hold."""
+    with path.open("rb") as file:
+        is_first = True
+        while line := file.readline(MAX_LINE_BYTES):
+            if is_first:
+                line, is_first = line.removeprefix(b"\xef\xbb\xbf"), False
+            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                    pass
+                yield None
+            else:
+                yield line
+
+
+def _parse_line(line: bytes | None, encoding: str) -> tuple[dict[str, Any] | None, RowError | None]:
+    if line is None:
+        return None, RowError("payload_too_large", f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
+    try:
+        text = line.decode(encoding)
+    except UnicodeDecodeError as error:
+        raw = _shorten(line.decode(encoding, errors="replace").strip())
+        message = f"not {encoding} text (byte {error.start}); name the file's --encoding"
+        return None, RowError("invalid_encoding", message, raw)
+    try:
+        fields = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error) or "nested too deep"
+        return None, RowError("invalid_json", reason, _shorten(text.strip()))
+    row = checked_row(0, fields)
+    if row.error is not None:
+        return None, RowError(row.error.code, row.error.message, _shorten(text.strip()))
+    return row.fields, None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str) or not _is_unicode(name):
+        raise ValueError("column names must be text")
+    return name
+
+
+def _plain(value: Any, depth: int) -> Any:
+    if depth == 0:
+        raise ValueError("nested too deep")
+    match value:
+        case None | bool() | int():
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case str():
+            if not _is_unicode(value):
+                raise ValueError("text with lone surrogates")
+            return value
+        case bytes():
+            return base64.b64encode(value).decode()
+        case datetime.datetime() | datetime.date() | datetime.time():
+            return value.isoformat()
+        case datetime.timedelta():
+            return value.total_seconds()
+        case decimal.Decimal():
+            return str(value)
+        case Mapping():
+            return {_name(name): _plain(item, depth - 1) for name, item in value.items()}
+        case list() | tuple():
+            return [_plain(item, depth - 1) for item in value]
+    if hasattr(value, "item"):  # a numpy scalar
+        return _plain(value.item(), depth - 1)
+    raise ValueError(f"a value of type {type(value).__name__} is not JSON")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _shorten(text: str) -> str:
+    clean = text.encode("utf-8", errors="replace").decode()
+    return clean if len(clean) <= MAX_RAW_CHARACTERS else clean[:MAX_RAW_CHARACTERS] + " ..."
+
+
+def _dataset_files(directory: Path) -> list[Path]:
+    """The Arrow files of what `datasets` wrote with save_to_disk."""
+    state = directory / "state.json"
+    if (directory / "dataset_dict.json").exists():
+        splits = json.loads((directory / "dataset_dict.json").read_text()).get("splits", [])
+        choices = ", ".join(str(directory / split) for split in splits)
+        raise DatasetError(f"{directory} holds several splits; name one: {choices}")
+    if not state.exists():
+        raise DatasetError(f"{directory} is no Hugging Face dataset directory (it has no state.json)")
+    try:
+        listed = json.loads(state.read_text())["_data_files"]
+        return [directory / item["filename"] for item in listed]
+    except (ValueError, KeyError, TypeError):
+        raise DatasetError(f"{state} does not list the dataset's files") from None
+
+
+def _require_pyarrow() -> None:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise DatasetError("Parquet and dataset directories need pyarrow: pip install 'pagemill[parquet]'")
+
+
+def _read_parquet(path: Path) -> Iterator[Any]:
+    from pyarrow import parquet
+
+    yield from parquet.ParquetFile(path).iter_batches(batch_size=ARROW_BATCH_ROWS)
+
+
+def _read_arrow_stream(path: Path) -> Iterator[Any]:
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file:
+        try:
+            reader: Iterable[Any] = pyarrow.ipc.open_stream(file)
+        except pyarrow.ArrowInvalid:
+            opened = pyarrow.ipc.open_file(file)
+            reader = (opened.get_batch(index) for index in range(opened.num_record_batches))
+        for batch in reader:
+            for start in range(0, batch.num_rows, ARROW_BATCH_ROWS):
+                yield batch.slice(start, ARROW_BATCH_ROWS)
+
+
+csv.field_size_limit(MAX_LINE_BYTES)

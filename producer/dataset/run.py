@@ -1,0 +1,292 @@
+"""A dataset run: start it, kill it, start it again; it ends with the same file and pays for nothing twice.
+
+Work is known by its content: the hash of prompt, model and sampling (and, where equal jobs give different
+outputs, how many equal ones came before), never by a row's number. While it runs, OUT.partial holds what there
+is (journal.py). At the end the rows are read once more and written with their outputs, in order, to a temporary
+file that takes OUT's name. Running again after that takes OUT for what has been done, and does what is new.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from producer.client import Producer
+from producer.dataset.journal import Journal
+from producer.dataset.recipe import Recipe, is_deterministic, raw_text
+from producer.dataset.rows import DatasetError, MemorySource, Row, RowError, Source, open_source
+from producer.dataset.summary import Summary
+from producer.dataset.work import WINDOW, Tally, Work, WorkLoop
+from producer.dataset.writers import META, OUTPUT, Writer, check_output, replacing
+from producer.wire.protocol import Job
+
+SPOOL_ROWS = 1_000
+
+
+@dataclass
+class DatasetRun:
+    """One run. `limit`: only so many rows, for a trial. `gold`: the column that outputs are compared with."""
+
+    source: Source
+    out: Path
+    recipe: Recipe
+    limit: int | None = None
+    gold: str | None = None
+    max_errors: int | None = None
+    window: int = WINDOW
+    overwrite: bool = False
+    price_per_hour: float | None = None
+    output_column: str = OUTPUT
+    on_news: Callable[[Tally], None] = field(default=lambda tally: None)
+    on_row: Callable[[Mapping[str, Any]], None] = field(default=lambda line: None)
+    """Called with every output line, in order, as the output is written."""
+
+    @property
+    def journal_path(self) -> Path:
+        return self.out.with_name(self.out.name + ".partial")
+
+    @property
+    def errors_path(self) -> Path:
+        return self.out.with_name(self.out.name + ".errors.jsonl")
+
+    def execute(self, producer: Producer) -> Summary:
+        """Run to the end. Raises DatasetError, TooManyErrors, and what the producer raises; see `resume_hint`."""
+        with self._opened() as journal:
+            with _Stopwatch(journal):
+                loop = WorkLoop(
+                    producer,
+                    journal,
+                    window=self.window,
+                    max_errors=self.max_errors,
+                    on_news=self.on_news,
+                )
+                loop.run(lambda: self._works(journal))
+            return self._finish(journal)
+
+    def detach(self, producer: Producer) -> Tally:
+        """Submit everything, and collect nothing: `execute` does that, in another process, on another day."""
+        with self._opened() as journal:
+            loop = WorkLoop(producer, journal, on_news=self.on_news)
+            loop.run(lambda: self._works(journal), collect=False)
+            return loop.tally
+
+    def cancel(self, producer: Producer) -> int:
+        """Cancel the jobs that an earlier start has under way; returns how many. What it has is kept."""
+        with Journal(self.journal_path) as journal:
+            return WorkLoop(producer, journal).cancel()
+
+    def previews(self, count: int) -> Iterator[tuple[Row, Job | RowError]]:
+        """The first rows and their jobs, without a server."""
+        self._check(self._first_row())
+        for row in islice(self.source.rows(), count):
+            yield row, self.recipe.job(row)
+
+    def _opened(self) -> Journal:
+        check_output(self.out)
+        journal = Journal(self.journal_path)
+        try:
+            if self.out.exists() and journal.is_new and not self.overwrite:
+                self._adopt(journal)
+            if isinstance(self.source, MemorySource) and not self.source.is_repeatable:
+                self.source = _spooled(self.source, journal)
+            self._check(self._first_row())
+            journal.forget_retryable()
+        except BaseException:
+            journal.close()
+            if journal.is_new:
+                self.journal_path.unlink(missing_ok=True)
+            raise
+        return journal
+
+    def _check(self, first: Row | None) -> None:
+        self.recipe.check(first)
+        columns = (first.fields if first else None) or {}
+        if self.output_column in columns:
+            raise DatasetError(
+                f"the input has a column {self.output_column!r} already; "
+                "name the new one with --output-column"
+            )
+        if self.gold is not None and columns and self.gold not in columns:
+            raise DatasetError(f"there is no column {self.gold!r}; the columns are: {', '.join(columns)}")
+
+    def _first_row(self) -> Row | None:
+        return next((row for row in self.source.rows() if row.fields is not None), None)
+
+    def _rows(self) -> Iterator[Row]:
+        return islice(self.source.rows(), self.limit)
+
+    def _works(self, journal: Journal) -> Iterator[Work]:
+        for _, job, name in self._jobs(journal):
+            if isinstance(job, Job):
+                yield Work(_work_key(job, name), job)
+
+    def _jobs(self, journal: Journal) -> Iterator[tuple[Row, Job | RowError, str]]:
+        """Every row, its job, and the name that the row's output line carries."""
+        journal.start_reading()
+        for row in self._rows():
+            job = self.recipe.job(row)
+            if isinstance(job, RowError):
+                yield row, job, ""
+            else:
+                digest = job.digest()
+                yield row, job, f"{digest}-{journal.occurrence(digest)}"
+
+    def _finish(self, journal: Journal) -> Summary:
+        summary = Summary(
+            gold=self.gold,
+            price_per_hour=self.price_per_hour,
+            seconds=float(journal.fact("seconds") or 0.0),
+            wants_schema=_wants_schema(self.recipe),
+        )
+        samples = (row.fields for row in self._rows() if row.fields is not None)
+        with (
+            replacing(self.errors_path) as errors,
+            replacing(self.out, samples, self.output_column) as output,
+        ):
+            for row, job, name in self._jobs(journal):
+                self._write_row(journal, summary, output, errors, row, job, name)
+        if not summary.failed:
+            self.errors_path.unlink(missing_ok=True)
+        if summary.unfinished == 0:
+            journal.remove()
+        return summary
+
+    def _write_row(
+        self,
+        journal: Journal,
+        summary: Summary,
+        output: Writer,
+        errors: Writer,
+        row: Row,
+        job: Job | RowError,
+        name: str,
+    ) -> None:
+        error: RowError | None
+        if isinstance(job, RowError):
+            error = job
+        else:
+            key = _work_key(job, name)
+            if (kept := journal.output(key)) is not None:
+                line = self._line(row, name, kept)
+                output.write(line)
+                self.on_row(line)
+                gold = None if self.gold is None else (row.fields or {}).get(self.gold)
+                is_merged = is_deterministic(job) and not name.endswith("-1")
+                summary.add_success(kept, line[self.output_column], gold, is_merged=is_merged)
+                return
+            failure = journal.failure(key)
+            if failure is None:
+                summary.add_unfinished()
+                return
+            error = RowError(failure.code, failure.message, raw_text(row.fields or {}))
+        summary.add_failure(error.code)
+        errors.write({"row": row.number, "raw": error.raw, "code": error.code, "message": error.message})
+
+    def _line(self, row: Row, name: str, kept: dict[str, Any]) -> dict[str, Any]:
+        """The input's columns, the output, and where it comes from. An earlier run's `_pagemill` goes."""
+        samples = kept["outputs"]
+        meta = {
+            "key": name,
+            "row": row.number,
+            "finish_reason": samples[0].get("finish_reason"),
+            "usage": kept.get("usage"),
+        }
+        columns = {name: value for name, value in (row.fields or {}).items() if name != META}
+        return {**columns, self.output_column: output_value(samples), META: meta}
+
+    def _adopt(self, journal: Journal) -> None:
+        """Take an output that is there already for work that has been done."""
+        with journal.transaction():
+            for row in open_source(self.out).rows():
+                meta = (row.fields or {}).get(META)
+                if isinstance(meta, str):
+                    meta = _loaded(meta)
+                if not isinstance(meta, dict) or not isinstance(meta.get("key"), str):
+                    raise DatasetError(
+                        f"{self.out} is there already and was not written by a run (row {row.number}); "
+                        "choose another --out, or replace it with --overwrite"
+                    )
+                assert row.fields is not None
+                kept = _kept(row.fields.get(self.output_column), meta)
+                digest, _, occurrence = meta["key"].partition("-")
+                journal.record(meta["key"], kept, None)
+                if occurrence == "1":
+                    journal.record(digest, kept, None)
+
+
+class _Stopwatch:
+    """Adds the time inside the block to the journal's `seconds`, also when the block is left by an error."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._started = 0.0
+
+    def __enter__(self) -> None:
+        self._started = time.monotonic()
+
+    def __exit__(self, *exception: object) -> None:
+        before = float(self._journal.fact("seconds") or 0.0)
+        self._journal.set_facts(seconds=repr(before + time.monotonic() - self._started))
+
+
+def _work_key(job: Job, name: str) -> str:
+    """Equal deterministic jobs share a run."""
+    return name.partition("-")[0] if is_deterministic(job) else name
+
+
+def output_value(samples: list[dict[str, Any]]) -> Any:
+    """What the row's `output` holds: a text, the parsed value where a shape was asked for, a list for n > 1."""
+    values = [s["parsed"] if s.get("parsed") is not None else s["text"] for s in samples]
+    return values[0] if len(values) == 1 else values
+
+
+def _kept(output: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What the journal would hold for an output line, as far as the line tells."""
+    samples = [
+        {
+            "index": index,
+            "text": value if isinstance(value, str) else json.dumps(value, ensure_ascii=False),
+            "parsed": None if isinstance(value, str) else value,
+            "finish_reason": meta.get("finish_reason"),
+        }
+        for index, value in enumerate(output if isinstance(output, list) else [output])
+    ]
+    return {"outputs": samples, "usage": meta.get("usage") or {}}
+
+
+def _wants_schema(recipe: Recipe) -> bool:
+    shape = recipe.fields.get("structured_outputs") or {}
+    return "json" in shape or recipe.fields.get("response_format") is not None
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return None
+
+
+class _SpooledSource:
+    def __init__(self, name: str, journal: Journal) -> None:
+        self.name = name
+        self._journal = journal
+
+    def rows(self) -> Iterator[Row]:
+        return self._journal.spooled()
+
+    def count(self) -> int | None:
+        return self._journal.spool_size()
+
+
+def _spooled(source: MemorySource, journal: Journal) -> Source:
+    """The rows of an iterator on the disk, so that they can be read again to write the output."""
+    rows = source.rows()
+    journal.clear_spool()
+    while chunk := list(islice(rows, SPOOL_ROWS)):
+        journal.spool(chunk)
+    return _SpooledSource(source.name, journal)

@@ -1,0 +1,179 @@
+"""What a run came to, row by row in constant memory: counts, labels, tokens, latencies, agreement with gold."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_LABELS = 50
+MAX_LABEL_CHARACTERS = 80
+RESERVOIR = 10_000
+OTHER = "(other)"
+
+
+class Distribution:
+    """Quantiles of many values from a uniform sample of them (Vitter's algorithm R)."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._values: list[float] = []
+        self._random = random.Random(0)
+
+    def add(self, value: float | None) -> None:
+        if value is None:
+            return
+        self.count += 1
+        if len(self._values) < RESERVOIR:
+            self._values.append(value)
+        elif (place := self._random.randrange(self.count)) < RESERVOIR:
+            self._values[place] = value
+
+    def quantile(self, share: float) -> float | None:
+        """The value that `share` of the values are at or below; None without values."""
+        if not self._values:
+            return None
+        ordered = sorted(self._values)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+    def as_json(self) -> dict[str, float | None]:
+        return {name: self.quantile(share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))}
+
+
+class LabelCounts:
+    """How often each output came; free text is no label, and many different ones are lumped together."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, label: str) -> None:
+        if label not in self._counts and len(self._counts) >= MAX_LABELS:
+            label = OTHER
+        self._counts[label] += 1
+
+    @property
+    def are_labels(self) -> bool:
+        """Whether the outputs look like labels: few different ones, each short."""
+        return bool(self._counts) and OTHER not in self._counts
+
+    def as_json(self) -> dict[str, int]:
+        return dict(self._counts.most_common())
+
+
+@dataclass
+class Summary:
+    """The report's figures. rows = succeeded + failed + unfinished, and failed = the sum of `error_codes`."""
+
+    rows: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    unfinished: int = 0
+    merged: int = 0
+    """Rows that were served by another row's run."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    seconds: float = 0.0
+    """Wall clock, summed over every time the run was started."""
+    schema_valid: int = 0
+    """Rows whose output parsed as the shape that was asked for."""
+    wants_schema: bool = False
+    price_per_hour: float | None = None
+    error_codes: Counter[str] = field(default_factory=Counter)
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    labels: LabelCounts = field(default_factory=LabelCounts)
+    confusion: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(gold, output) -> rows."""
+    gold: str | None = None
+    ttft_s: Distribution = field(default_factory=Distribution)
+    e2e_s: Distribution = field(default_factory=Distribution)
+    output_tokens: Distribution = field(default_factory=Distribution)
+    prompt_lengths: Distribution = field(default_factory=Distribution)
+
+    def add_success(self, kept: dict[str, Any], output: Any, gold: Any, *, is_merged: bool) -> None:
+        """One row with its output. Tokens of a run that serves several rows count once."""
+        self.rows += 1
+        self.succeeded += 1
+        samples = kept.get("outputs") or [{}]
+        self.finish_reasons.update(str(sample.get("finish_reason")) for sample in samples)
+        self.schema_valid += all(sample.get("parsed") is not None for sample in samples)
+        usage, timing = kept.get("usage") or {}, kept.get("timing") or {}
+        if is_merged:
+            self.merged += 1
+        else:
+            self.prompt_tokens += usage.get("prompt_tokens", 0)
+            self.completion_tokens += usage.get("completion_tokens", 0)
+            self.cached_tokens += usage.get("cached_tokens", 0)
+            self.ttft_s.add(timing.get("ttft_s"))
+            self.e2e_s.add(timing.get("e2e_s"))
+            self.output_tokens.add(usage.get("completion_tokens"))
+            self.prompt_lengths.add(usage.get("prompt_tokens"))
+        text = as_label(output)
+        self.labels.add(text if len(text) <= MAX_LABEL_CHARACTERS else OTHER)
+        if self.gold is not None and gold is not None:
+            pair = (as_label(gold), text)
+            self.confusion[
+                pair if pair in self.confusion or len(self.confusion) < 2_500 else (OTHER, OTHER)
+            ] += 1
+
+    def add_failure(self, code: str) -> None:
+        self.rows += 1
+        self.failed += 1
+        self.error_codes[code] += 1
+
+    def add_unfinished(self) -> None:
+        self.rows += 1
+        self.unfinished += 1
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of rows with a gold value whose output equals it."""
+        compared = self.confusion.total()
+        right = sum(count for (gold, output), count in self.confusion.items() if gold == output != OTHER)
+        return right / compared if compared else None
+
+    @property
+    def cost(self) -> float | None:
+        return None if self.price_per_hour is None else self.price_per_hour * self.seconds / 3600
+
+    def _per_second(self, count: int) -> float | None:
+        return count / self.seconds if self.seconds else None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "rows": self.rows,
+            "succeeded": self.succeeded,
+            "failed": self.failed,
+            "unfinished": self.unfinished,
+            "merged": self.merged,
+            "seconds": round(self.seconds, 3),
+            "rows_per_second": self._per_second(self.succeeded),
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "cached_tokens": self.cached_tokens,
+            "cache_hit_ratio": self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None,
+            "completion_tokens_per_second": self._per_second(self.completion_tokens),
+            "cost": self.cost,
+            "schema_valid_ratio": self.schema_valid / self.succeeded
+            if self.wants_schema and self.succeeded
+            else None,
+            "error_codes": dict(self.error_codes.most_common()),
+            "finish_reasons": dict(self.finish_reasons.most_common()),
+            "labels": self.labels.as_json() if self.labels.are_labels else None,
+            "accuracy": self.accuracy,
+            "confusion": [
+                {"gold": gold, "output": output, "rows": count}
+                for (gold, output), count in self.confusion.most_common()
+            ],
+            "ttft_s": self.ttft_s.as_json(),
+            "e2e_s": self.e2e_s.as_json(),
+            "prompt_tokens_per_row": self.prompt_lengths.as_json(),
+            "completion_tokens_per_row": self.output_tokens.as_json(),
+        }
+
+
+def as_label(value: Any) -> str:
+    """A gold value and an output in the form in which they are compared."""
+    return value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

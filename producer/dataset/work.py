@@ -1,0 +1,244 @@
+"""The loop of a run: submit what is missing, collect what has ended, never more than a window in flight."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from producer import flows
+from producer.client import Producer
+from producer.dataset.journal import Failure, Journal
+from producer.effects import Flow, Wait
+from producer.wire import batches
+from producer.wire.errors import JobNotFound, RedisUnavailable
+from producer.wire.outputs import BatchItem
+from producer.wire.protocol import Job
+
+WINDOW = 20_000
+CHUNK = 1_000
+WAIT_S = 0.5
+PATIENCE_S = 300.0
+"""How long a server may be away in the middle of a run."""
+LOST_AFTER_S = 10.0
+"""So long without news, and the server is asked whether it still knows the jobs that are under way."""
+
+
+_NOT_KEPT = {"id": True, "metadata": True, "fingerprint": True, "outputs": {"__all__": {"token_ids"}}}
+
+
+class TooManyErrors(Exception):
+    """The run has more failures than it was allowed; the message says which."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """The run so far, as the progress bar shows it. `latest` is the last failure's message."""
+
+    submitted: int = 0
+    in_flight: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    latest: str = ""
+    codes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One job to be done, under the key that its output is kept by."""
+
+    key: str
+    job: Job
+
+
+class WorkLoop:
+    """Does the work of one run through one queue, and keeps what comes of it in the journal."""
+
+    def __init__(
+        self,
+        producer: Producer,
+        journal: Journal,
+        *,
+        window: int = WINDOW,
+        max_errors: int | None = None,
+        on_news: Callable[[Tally], None] = lambda tally: None,
+    ) -> None:
+        self.tally = Tally()
+        self._producer = producer
+        self._journal = journal
+        self._window = window
+        self._max_errors = max_errors
+        self._on_news = on_news
+        self._batch_id = ""
+        self._position = 0
+        self._reached = time.monotonic()
+
+    def run(self, works: Callable[[], Iterator[Work]], *, collect: bool = True) -> None:
+        """Do everything `works` gives; it is called again if the server has lost jobs.
+
+        `collect=False`: submit, and leave the collecting to another day. Raises TooManyErrors, and what the
+        producer raises; whatever has been collected by then is kept.
+        """
+        self._attach()
+        self._reached = time.monotonic()
+        while True:
+            self._submit(works(), collect=collect)
+            if not collect or self._collect_rest():
+                return
+            self._new_batch()
+
+    def cancel(self) -> int:
+        """Cancel what this run, or an earlier one of the same journal, has under way."""
+        self._attach()
+        try:
+            return self._producer.batch(self._batch_id).cancel()
+        except JobNotFound:
+            return 0
+
+    def _attach(self) -> None:
+        """Go on with the batch that the journal names, if the server still knows it."""
+        self._batch_id = self._journal.fact("batch_id") or ""
+        self._position = int(self._journal.fact("position") or 0)
+        if not self._batch_id or self._is_forgotten():
+            self._new_batch()
+        elif self._position:
+            # The last run may have been killed between keeping the outputs and saying so.
+            self._producer.batch(self._batch_id).ack(f"e{self._position}")
+
+    def _is_forgotten(self) -> bool:
+        try:
+            return self._producer.batch(self._batch_id).counts().ended < self._position
+        except JobNotFound:
+            return self._position > 0
+
+    def _new_batch(self) -> None:
+        self._batch_id, self._position = f"run-{secrets.token_hex(8)}", 0
+        self._journal.forget_pending()
+        self.tally.in_flight = 0
+        with self._journal.transaction():
+            self._journal.set_facts(batch_id=self._batch_id, position="0")
+
+    def _submit(self, works: Iterator[Work], *, collect: bool) -> None:
+        items = (item for work in works if (item := self._item(work)) is not None)
+        while chunk := list(itertools.islice(items, CHUNK)):
+            self._send(chunk)
+            self.tally.submitted += len(chunk)
+            self.tally.in_flight += len(chunk)
+            if collect:
+                self._collect()
+                while self.tally.in_flight > self._window:
+                    self._collect(wait=True)
+            self._on_news(self.tally)
+
+    def _send(self, chunk: list[Job]) -> None:
+        """Submit a chunk, through a restart of the server too: the names make a second try harmless."""
+        give_up = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                self._producer.submit_many(chunk, batch_id=self._batch_id)
+            except RedisUnavailable:
+                if time.monotonic() > give_up:
+                    raise
+                time.sleep(WAIT_S)
+            else:
+                return
+
+    def _item(self, work: Work) -> Job | None:
+        name = self._journal.needs(work.key)
+        return None if name is None else work.job.model_copy(update={"key": name})
+
+    def _collect_rest(self) -> bool:
+        """Wait for what is in flight. False: the server no longer knows it."""
+        quiet_since = time.monotonic()
+        while self.tally.in_flight:
+            if self._collect(wait=True):
+                quiet_since = time.monotonic()
+            elif time.monotonic() - quiet_since > LOST_AFTER_S:
+                if self._is_lost():
+                    return False
+                quiet_since = time.monotonic()
+        return True
+
+    def _is_lost(self) -> bool:
+        try:
+            counts = self._producer.batch(self._batch_id).counts()
+        except JobNotFound:
+            return True
+        except RedisUnavailable:
+            return False
+        return counts.ended < self._position or (counts.done and counts.ended == self._position)
+
+    def _collect(self, *, wait: bool = False) -> int:
+        """Take in what has ended; returns how many jobs that was."""
+        collected = 0
+        while True:
+            try:
+                page = self._producer._run(_page(self._producer.queue, self._batch_id, self._position))
+            except RedisUnavailable:
+                if time.monotonic() - self._reached > PATIENCE_S:
+                    raise
+                time.sleep(WAIT_S)
+                return collected
+            self._reached = time.monotonic()
+            if page.position > self._position:
+                self._keep(page)
+                collected += len(page.items)
+                continue
+            if wait and not collected:
+                self._producer._run(_wait(self._batch_id))
+            self._on_news(self.tally)
+            return collected
+
+    def _keep(self, page: batches.Page) -> None:
+        with self._journal.transaction():
+            for item in page.items:
+                self._record(item)
+            self._journal.set_facts(position=str(page.position))
+        self._position = page.position
+        with contextlib.suppress(RedisUnavailable):  # it is said again with the next page
+            self._producer.batch(self._batch_id).ack(f"e{page.position}")
+        self._on_news(self.tally)
+        if self._max_errors is not None and self.tally.failed > self._max_errors:
+            raise TooManyErrors(
+                f"{self.tally.failed} rows have failed, more than --max-errors {self._max_errors}; "
+                f"the last one: {self.tally.latest}"
+            )
+
+    def _record(self, item: BatchItem) -> None:
+        tally, result = self.tally, item.result
+        failure = None
+        if result is None:
+            error = item.error
+            code, message = (error.code, error.message) if error else (item.state, item.state)
+            failure = Failure(
+                code, message, retryable=item.state != "failed" or bool(error and error.retryable)
+            )
+        kept = None
+        if result is not None:
+            # Token ids stay out: nobody reads them, and they are the largest part.
+            kept = result.model_dump(exclude=_NOT_KEPT) | {"created": int(time.time())}
+        if self._journal.record(item.key, kept, failure):
+            tally.in_flight -= 1
+        if result is not None:
+            tally.succeeded += 1
+            tally.prompt_tokens += result.usage.prompt_tokens
+            tally.completion_tokens += result.usage.completion_tokens
+            tally.cached_tokens += result.usage.cached_tokens
+        elif failure is not None:
+            tally.failed += 1
+            tally.codes[failure.code] = tally.codes.get(failure.code, 0) + 1
+            tally.latest = f"{failure.code}: {failure.message}"
+
+
+def _page(queue: str, batch_id: str, position: int) -> Flow[batches.Page]:
+    return (yield from flows.call(batches.page(queue, batch_id, position, ordered=False)))
+
+
+def _wait(batch_id: str) -> Flow[None]:
+    yield Wait(f"batch:{batch_id}", WAIT_S)

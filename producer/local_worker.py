@@ -1,0 +1,125 @@
+"""A worker of one's own for the time of a run: a child process, with an embedded server where none is given."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import redis
+
+from producer.wire import registry
+from producer.wire.discovery import find_redis, state_dir
+from producer.wire.errors import PagemillError, RedisUnavailable
+from producer.wire.registry import WorkerInfo
+from producer.wire.transport import SyncTransport, connection_options
+
+START_LIMIT_S = 600.0
+"""Covers the packaged model's one-time conversion on a slow machine."""
+STOP_LIMIT_S = 30.0
+POLL_S = 0.1
+LOG_LINES = 15
+
+
+class WorkerFailed(PagemillError):
+    """The worker did not start, or ended in the middle; the message ends with what it last wrote."""
+
+
+class LocalWorker:
+    """Runs `pagemill worker` as a child. As a context manager it ends it with SIGTERM, as an operator would.
+
+    It is a process and not a thread, so that its step loop shares no interpreter with the caller's own work.
+    """
+
+    def __init__(
+        self, model: str, *, queue: str, url: str | None = None, options: Sequence[str] = ()
+    ) -> None:
+        if importlib.util.find_spec("worker") is None or importlib.util.find_spec("torch") is None:
+            raise WorkerFailed("a worker needs more than a producer: pip install 'pagemill[worker]'")
+        self._queue = queue
+        self._url = url
+        self._log = tempfile.NamedTemporaryFile(prefix="pagemill-worker-", suffix=".log")  # noqa: SIM115
+        command = [sys.executable, "-m", "worker", "worker", "--model", model, "--queue", queue]
+        environment = dict(os.environ)
+        if url is not None:
+            # Not as an argument: a URL may hold a password, and arguments are everybody's to see.
+            environment["PAGEMILL_REDIS_URL"] = url
+        # A session of its own: Ctrl-C is handled by the caller, and the worker gets one SIGTERM.
+        self._process = subprocess.Popen(
+            [*command, *options],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+            env=environment,
+        )
+
+    def wait_ready(self, on_wait: Callable[[], None] = lambda: None) -> tuple[str, WorkerInfo]:
+        """The server's URL, and what the worker says of itself once it serves. Raises WorkerFailed."""
+        give_up = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < give_up:
+            self.check()
+            with contextlib.suppress(RedisUnavailable):
+                url = find_redis(self._url)
+                for info in live_workers(url, self._queue):
+                    if info.pid == self._process.pid and info.state == "ready":
+                        return url, info
+            on_wait()
+            time.sleep(POLL_S)
+        raise self._failed(f"the worker is not ready after {START_LIMIT_S:.0f} s")
+
+    def check(self) -> None:
+        """Raise WorkerFailed if the worker is gone."""
+        if self._process.poll() is not None:
+            raise self._failed(f"the worker ended with exit code {self._process.returncode}")
+
+    def stop(self) -> int:
+        """Returns the worker's exit code."""
+        self._process.terminate()
+        try:
+            return self._process.wait(timeout=STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+        finally:
+            self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _failed(self, reason: str) -> WorkerFailed:
+        tail = Path(self._log.name).read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return WorkerFailed("\n".join([reason, *tail]))
+
+
+def live_workers(url: str, queue: str) -> list[WorkerInfo]:
+    """The workers of a queue. Raises RedisUnavailable."""
+    with redis.Redis.from_url(url, **connection_options(url)) as client:
+        return SyncTransport(client).run(registry.workers(queue))
+
+
+def served_name(model: str) -> str:
+    """The name that a worker serves a model under: a directory's own name."""
+    return Path(model).name if "/" in model else model
+
+
+def has_server(url: str | None) -> bool:
+    """Whether there is an address to connect to."""
+    try:
+        find_redis(url, state_dir())
+    except RedisUnavailable:
+        return False
+    return True

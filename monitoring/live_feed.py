@@ -1,0 +1,286 @@
+"""What the live page and `pagemill top` show: one JSON document a second, made once for all who watch.
+
+Nothing here knows Redis or jobs' prompts; the worker says what it has (`LiveSources`). While nobody watches,
+only the history goes on, at the price of reading a snapshot once a second.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from engine.outputs import BlockMap, EngineStats
+from monitoring.job_ends import JobEnds
+from monitoring.live_history import LiveHistory
+from monitoring.queue_figures import QueueFigures
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0
+QUEUE_UNWATCHED_S = 10.0
+"""How often Redis is asked for the chart alone."""
+WATCH_S = 5.0
+"""How long one look keeps the block map fresh."""
+MAX_WATCHERS = 32
+MAX_JOBS = 100
+_RUN = re.compile(rb"(.)\1*")
+
+
+class TooManyWatchers(Exception):
+    """`MAX_WATCHERS` pages are open already; each holds a thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """The worker at one moment."""
+
+    id: str
+    version: str
+    state: str
+    queue: str
+    uptime_s: float
+    redis_up: bool
+    blocked: str | None
+    """Why no job is pulled, if none is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRow:
+    """One running job. `prompt` is None unless somebody asked for prompts to be shown."""
+
+    id: str
+    token: int
+    """Of this execution."""
+    phase: str
+    prompt_tokens_done: int
+    prompt_tokens: int
+    generated_tokens: int
+    max_tokens: int
+    age_s: float
+    attempt: int
+    crashes: int
+    priority: str
+    prompt: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveSources:
+    """Where the figures come from. Called on the feed's thread; only `queue` may block, for a timeout."""
+
+    worker: Callable[[], WorkerFacts]
+    engine: Callable[[], EngineStats | None]
+    queue: Callable[[], QueueFigures | None]
+    jobs: Callable[[], Sequence[JobRow]]
+    """Oldest first."""
+    totals: Callable[[], Mapping[str, float]]
+    """Ends on this worker by outcome, and retries."""
+    ends: JobEnds
+    watch_blocks: Callable[[float], None]
+    """Asks the engine for block maps for so many seconds."""
+
+
+class LiveFeed:
+    """Samples once a second on a thread of its own, and tells every watcher."""
+
+    def __init__(self, sources: LiveSources, *, tick_s: float = TICK_S) -> None:
+        self._sources = sources
+        self._tick_s = tick_s
+        self._history = LiveHistory()
+        self._queue: QueueFigures | None = None
+        self._queue_due = 0.0
+        self._looked_at = 0.0
+        self._watchers = 0
+        self._news = threading.Condition()
+        self._latest: bytes = b""
+        self._version = 0
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pagemill-live", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End every stream and the thread."""
+        self._is_closed.set()
+        with self._news:
+            self._news.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(timeout=2 * self._tick_s)
+
+    def document(self) -> bytes:
+        """The state of this moment with its history, as one JSON object. Also keeps the block map fresh."""
+        self._look()
+        return _json(self._state() | {"history": self._history.columns()})
+
+    @contextmanager
+    def watch(self) -> Iterator[Iterator[bytes]]:
+        """Server-sent events: `history` once, then `state` every second until the feed is closed.
+
+        Raises TooManyWatchers.
+        """
+        with self._news:
+            if self._watchers >= MAX_WATCHERS:
+                raise TooManyWatchers
+            self._watchers += 1
+        try:
+            yield self._events()
+        finally:
+            with self._news:
+                self._watchers -= 1
+
+    def _events(self) -> Iterator[bytes]:
+        self._look()
+        version = self._version
+        yield _event("history", _json(self._history.columns()))
+        yield _event("state", _json(self._state()))
+        while (news := self._wait(version)) is not None:
+            version, state = news
+            yield _event("state", state)
+
+    def _wait(self, version: int) -> tuple[int, bytes] | None:
+        """The next state after `version`; None once the feed is closed."""
+        with self._news:
+            self._news.wait_for(lambda: self._is_closed.is_set() or self._version > version)
+            return None if self._is_closed.is_set() else (self._version, self._latest)
+
+    def _look(self) -> None:
+        self._looked_at = time.monotonic()
+        self._sources.watch_blocks(WATCH_S)
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while not self._is_closed.wait(max(0.0, due - time.monotonic())):
+            due = max(due + self._tick_s, time.monotonic())
+            try:
+                self._tick()
+            except Exception:
+                logger.exception("the live page missed a second")
+
+    def _tick(self) -> None:
+        self._read_queue()
+        queued = None if self._queue is None else sum(self._queue.waiting.values())
+        self._history.sample(self._sources.engine(), queued)
+        if not self._watchers:
+            return
+        self._look()
+        state = _json(self._state())
+        with self._news:
+            self._version += 1
+            self._latest = state
+            self._news.notify_all()
+
+    def _read_queue(self) -> None:
+        now = time.monotonic()
+        is_watched = self._watchers or now - self._looked_at < WATCH_S
+        if not is_watched and now < self._queue_due:
+            return
+        self._queue_due = now + QUEUE_UNWATCHED_S
+        try:
+            self._queue = self._sources.queue()
+        except Exception:
+            logger.debug("the live page goes on without the queue's figures", exc_info=True)
+            self._queue = None
+
+    def _state(self) -> dict[str, Any]:
+        stats = self._sources.engine()
+        jobs = self._sources.jobs()
+        return {
+            "time": time.time(),
+            "worker": asdict(self._sources.worker()),
+            "engine": None if stats is None else _engine(stats),
+            "kv": None if stats is None else _kv(stats),
+            "queue": None if self._queue is None else _queue(self._queue),
+            "totals": dict(self._sources.totals()),
+            "jobs": {"total": len(jobs), "shown": [asdict(job) for job in jobs[:MAX_JOBS]]},
+            "ends": [
+                {
+                    "number": number,
+                    "ago_s": round(ago_s, 1),
+                    "id": end.job_id,
+                    "outcome": end.outcome,
+                    "tokens": end.tokens,
+                    "took_s": round(end.took_s, 3),
+                    "code": end.code,
+                    "message": end.message,
+                }
+                for number, ago_s, end in self._sources.ends.read()
+            ],
+            "blocks": None if stats is None or stats.blocks is None else {"runs": pack(stats.blocks)},
+            "point": self._history.latest,
+        }
+
+
+def pack(blocks: BlockMap) -> str:
+    """Run lengths: `fffaas` as `3f2as`."""
+    return "".join(
+        f"{length if (length := len(run.group())) > 1 else ''}{run.group()[:1].decode()}"
+        for run in _RUN.finditer(blocks.states)
+    )
+
+
+def _engine(stats: EngineStats) -> dict[str, Any]:
+    return {
+        "model": stats.model,
+        "device": stats.device,
+        "tier": stats.tier,
+        "max_num_seqs": stats.max_num_seqs,
+        "max_model_len": stats.max_model_len,
+        "running": stats.scheduler.running,
+        "waiting": stats.scheduler.waiting,
+        "preemptions": stats.scheduler.preemptions,
+        "steps": stats.steps,
+        "last_step_age_s": round(time.monotonic() - stats.last_step_time, 3)
+        if stats.last_step_time
+        else None,
+        "generated_tokens": stats.generated_tokens,
+        "prompt_tokens": stats.prompt_tokens,
+        "computed_tokens": stats.computed_tokens,
+    }
+
+
+def _kv(stats: EngineStats) -> dict[str, Any]:
+    kv = stats.kv
+    return {
+        "capacity": kv.capacity_blocks,
+        "block_size": kv.block_size,
+        "free": kv.free_blocks,
+        "cached": kv.cached_blocks,
+        "active": kv.active_blocks,
+        "reserved": kv.reserved_blocks,
+        "shared": kv.shared_blocks,
+        "utilization": round(kv.utilization, 4),
+        "peak": round(stats.peak_utilization, 4),
+        "waste": round(kv.waste, 4),
+        "evictions": kv.evictions,
+        "cow_copies": kv.cow_copies,
+        "prefix_queried_tokens": kv.prefix_queried_tokens,
+        "prefix_hit_tokens": kv.prefix_hit_tokens,
+    }
+
+
+def _queue(figures: QueueFigures) -> dict[str, Any]:
+    return {
+        "queue": figures.queue,
+        "queued": sum(figures.waiting.values()),
+        "oldest_s": max(figures.oldest_age_seconds.values(), default=0.0),
+        "delayed": figures.delayed,
+        "running": figures.running,
+        "dead": figures.dead,
+        "paused": figures.paused,
+    }
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _event(name: str, data: bytes) -> bytes:
+    # JSON has no raw line breaks, so one data line holds it.
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)

@@ -1,0 +1,78 @@
+"""The live page's files, and under which conditions they may be served.
+
+Plain HTML, CSS and JavaScript from `monitoring/page/`: nothing is built and nothing is fetched from elsewhere.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""Sent with the page and everything that belongs to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    content_type: str
+    body: bytes
+
+
+@cache
+def assets() -> dict[str, Asset]:
+    """Every file of the page by name. What is not in here is not served: no path is ever built from a request."""
+    return {
+        path.name: Asset(_TYPES[suffix], path.read_bytes())
+        for path in (files("monitoring") / "page").iterdir()
+        if (suffix := "." + path.name.rpartition(".")[2]) in _TYPES
+    }
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server bound to `host` is reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_known_host(header: str | None, names: Sequence[str] = ()) -> bool:
+    """Whether a Host header names us: an IP address, localhost, this machine, or one of `names`.
+
+    Anything else may be a stranger's domain that was made to resolve to us, so that a page of theirs may read
+    ours (DNS rebinding). An address in the header cannot be that.
+    """
+    host = _without_port(header or "")
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        known = {"localhost", socket.gethostname().lower(), *(name.lower() for name in names)}
+        return host.lower().rstrip(".") in known
+    return True
+
+
+def _without_port(header: str) -> str:
+    if header.startswith("["):
+        return header.partition("]")[0] + "]"
+    return header.partition(":")[0]

@@ -1,0 +1,111 @@
+// The two tables. Every cell is set as text, never as markup: ids and messages come from strangers.
+
+const TONES = { succeeded: "good", retried: "warn", lost: "warn", failed: "bad", dead: "bad", expired: "warn" };
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 10) return `${value.toFixed(1)} s`;
+  if (value < 100) return `${Math.round(value)} s`;
+  if (value < 5400) return `${Math.round(value / 60)} min`;
+  if (value < 172800) return `${(value / 3600).toFixed(1)} h`;
+  return `${Math.round(value / 86400)} d`;
+}
+
+function element(tag, className, text) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function cell(className, label) {
+  const made = element("td", className);
+  if (label) made.dataset.label = label;
+  return made;
+}
+
+/** Keeps one row per key, in order; `fill(row, item)` writes an item into the row that `make()` built. */
+class Rows {
+  constructor(body, make, fill) {
+    Object.assign(this, { body, make, fill, rows: new Map() });
+  }
+
+  show(items, key) {
+    const kept = new Map();
+    for (const item of items) {
+      const name = key(item);
+      const row = this.rows.get(name) || this.make();
+      this.fill(row, item);
+      kept.set(name, row);
+    }
+    this.rows = kept;
+    const wanted = [...kept.values()];
+    const standing = [...this.body.children];
+    const same = wanted.length === standing.length && wanted.every((row, index) => row === standing[index]);
+    if (!same) this.body.replaceChildren(...wanted);
+  }
+}
+
+function set(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+function makeJob() {
+  const row = element("tr");
+  const id = cell("mono"), phase = cell(), progress = cell("wide");
+  const tokens = cell("num", "tokens"), age = cell("num", "for"), attempt = cell("num", "try");
+  const meter = element("div", "meter"), bar = element("i"), prompt = element("div", "prompt");
+  meter.append(bar);
+  progress.append(meter, prompt);
+  row.append(id, phase, progress, tokens, age, attempt);
+  row.parts = { id, phase, meter, bar, prompt, tokens, age, attempt };
+  return row;
+}
+
+function fillJob(row, job) {
+  const { id, phase, meter, bar, prompt, tokens, age, attempt } = row.parts;
+  const isDecoding = job.phase === "decode";
+  const done = isDecoding ? job.generated_tokens : job.prompt_tokens_done;
+  const all = isDecoding ? job.max_tokens : job.prompt_tokens;
+  set(id, job.id);
+  set(phase, job.phase);
+  meter.dataset.phase = job.phase;
+  bar.style.width = `${all ? Math.min(100, (100 * done) / all) : 0}%`;
+  prompt.hidden = job.prompt === null;
+  set(prompt, job.prompt ?? "");
+  set(tokens, `${done.toLocaleString("en")} / ${all.toLocaleString("en")}`);
+  set(age, seconds(job.age_s));
+  set(attempt, job.crashes ? `${job.attempt} +${job.crashes}` : `${job.attempt}`);
+}
+
+function makeEnd() {
+  const row = element("tr");
+  const id = cell("mono"), outcome = cell(), what = cell("wide");
+  const tokens = cell("num", "tokens"), took = cell("num", "took"), ago = cell("num", "ago");
+  const pill = element("span", "pill");
+  outcome.append(pill);
+  row.append(id, outcome, what, tokens, took, ago);
+  row.parts = { id, pill, what, tokens, took, ago };
+  return row;
+}
+
+function fillEnd(row, end) {
+  const { id, pill, what, tokens, took, ago } = row.parts;
+  set(id, end.id);
+  set(pill, end.outcome);
+  pill.dataset.tone = TONES[end.outcome] || "quiet";
+  set(what, [end.code, end.message].filter(Boolean).join(": "));
+  set(tokens, end.tokens.toLocaleString("en"));
+  set(took, seconds(end.took_s));
+  set(ago, seconds(end.ago_s));
+}
+
+export function jobRows(table) {
+  const rows = new Rows(table.tBodies[0], makeJob, fillJob);
+  return (jobs) => rows.show(jobs, (job) => `${job.id}#${job.token}`);
+}
+
+export function endRows(table) {
+  const rows = new Rows(table.tBodies[0], makeEnd, fillEnd);
+  return (ends) => rows.show(ends, (end) => end.number);
+}

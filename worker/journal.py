@@ -1,0 +1,86 @@
+"""Tells of every job's transitions on this worker: one log line each, and the live page's list of ends.
+
+Lines carry ids as fields (`job_id`, `token`, `attempt`), never a word of a prompt or an output.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from monitoring.job_ends import JobEnd, JobEnds
+from producer.wire.transitions import PulledJob
+from worker.final_write import FinalWrite
+from worker.job_queue import ServerClock
+from worker.running_job import RunningJob
+
+logger = logging.getLogger(__name__)
+
+_WARNINGS = {"retrying", "fenced", "lost", "dead"}
+_MESSAGES = {
+    "released": "job handed back",
+    "retrying": "job will be retried",
+    "fenced": "job belongs to another worker by now; its end here is discarded",
+    "already_done": "job's end was recorded before",
+    "error": "the server refuses the job's end; its lease will lapse",
+}
+
+
+class Journal:
+    """Called by admission and by the reporter, each on its own thread."""
+
+    def __init__(self, ends: JobEnds, clock: ServerClock) -> None:
+        self._ends = ends
+        self._clock = clock
+
+    def started(self, job: RunningJob) -> None:
+        logger.info(
+            "job running",
+            extra=_ids(job.pulled)
+            | {
+                "model": job.job.model,
+                "prompt_tokens": len(job.prompt_token_ids),
+                "resumed_tokens": job.resumed_tokens,
+                "waited_s": round(max(0.0, job.started_at - job.pulled.submitted_at), 3),
+            },
+        )
+
+    def lost(self, pulled_id: str, token: int, job: RunningJob | None) -> None:
+        """Somebody else has the lease; `job` is None if it had not started."""
+        tokens = job.generated_tokens if job is not None else 0
+        logger.warning(
+            "job lost its lease; its work here is discarded",
+            extra={"job_id": pulled_id, "token": token, "tokens": tokens},
+        )
+        self._ends.add(JobEnd(pulled_id, "lost", tokens, self._age(job)))
+
+    def settled(self, write: FinalWrite, outcome: str, error: Exception | None = None) -> None:
+        """The server has answered to the last write of an execution.
+
+        Args:
+            outcome: the terminal state that was recorded, or released, retrying, fenced, already_done, error.
+        """
+        job = write.job
+        tokens = job.generated_tokens if job is not None else 0
+        took_s = self._age(job)
+        details: dict[str, Any] = {"outcome": outcome, "tokens": tokens, "took_s": round(took_s, 3)}
+        if write.code:
+            details |= {"code": write.code, "reason": write.reason}
+        if error is not None:
+            details |= {"kind": write.kind, "error": str(error)}
+        level = logging.INFO
+        if outcome in _WARNINGS:
+            level = logging.WARNING
+        elif outcome == "error":
+            level = logging.ERROR
+        logger.log(level, _MESSAGES.get(outcome, f"job {outcome}"), extra=_ids(write.pulled) | details)
+        if outcome != "already_done":
+            shown = "retried" if outcome == "retrying" else outcome
+            self._ends.add(JobEnd(write.job_id, shown, tokens, took_s, write.code, write.reason))
+
+    def _age(self, job: RunningJob | None) -> float:
+        return max(0.0, self._clock.now() - job.started_at) if job is not None else 0.0
+
+
+def _ids(pulled: PulledJob) -> dict[str, Any]:
+    return {"job_id": pulled.job_id, "token": pulled.token, "attempt": pulled.attempt}

@@ -1,0 +1,52 @@
+"""The worker's running jobs as the live page shows them: without a word of the prompt, unless it was asked for."""
+
+from __future__ import annotations
+
+from monitoring.live_feed import JobRow
+from worker.job_queue import ServerClock
+from worker.job_table import JobTable
+from worker.running_job import RunningJob
+
+PROMPT_CHARS = 160
+
+
+class LiveView:
+    """Reads the table; any thread."""
+
+    def __init__(self, table: JobTable, clock: ServerClock, *, show_prompts: bool) -> None:
+        self._table = table
+        self._clock = clock
+        self._show_prompts = show_prompts
+
+    def jobs(self) -> list[JobRow]:
+        """Oldest execution first."""
+        now = self._clock.now()
+        running = sorted(self._table.running(), key=lambda job: job.started_at)
+        return [self._row(job, now) for job in running if not job.has_left_engine]
+
+    def _row(self, job: RunningJob, now: float) -> JobRow:
+        return JobRow(
+            id=job.job_id,
+            token=job.token,
+            phase=job.phase,
+            prompt_tokens_done=job.prompt_tokens_done,
+            prompt_tokens=len(job.prompt_token_ids),
+            generated_tokens=job.generated_tokens,
+            max_tokens=job.max_tokens * job.params.n,
+            age_s=round(max(0.0, now - job.started_at), 1),
+            attempt=job.pulled.attempt,
+            crashes=job.pulled.crashes,
+            priority=job.job.priority,
+            prompt=_beginning(job) if self._show_prompts else None,
+        )
+
+
+def _beginning(job: RunningJob) -> str:
+    """What the prompt begins with; of a chat, its last message."""
+    if job.job.prompt is not None:
+        text = job.job.prompt
+    elif job.job.messages:
+        text = job.job.messages[-1].content
+    else:
+        text = f"{len(job.prompt_token_ids)} token ids"
+    return text if len(text) <= PROMPT_CHARS else text[: PROMPT_CHARS - 1] + "…"

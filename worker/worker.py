@@ -1,32 +1,26 @@
 """The worker: an engine, a queue, and the threads between them, from start to drain.
 
 Threads: the engine's; admission pulls jobs into it; the reporter takes its outputs and writes them; the lease
-keeper renews. The one that called `run_worker` waits for signals and watches the others.
+keeper renews. worker/process.py waits for signals and watches them.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import threading
 import time
 import uuid
 from importlib.metadata import PackageNotFoundError, version
-from types import FrameType
 from typing import Any
 
-from engine.errors import ConfigError
 from monitoring.counters import WorkerCounters, WorkerState
 from monitoring.exporter import WorkerMetrics
 from monitoring.queue_figures import QueueFigures
-from producer.wire import discovery
-from producer.wire.errors import PagemillError, RedisUnavailable
 from producer.wire.registry import WorkerInfo
 from worker.admission import Admission
 from worker.config import WorkerConfig
-from worker.embedded import EmbeddedServer, EmbeddedServerError
 from worker.engine_thread import EngineState, EngineThread
 from worker.http import Health, Probes, StatusServer
 from worker.job_queue import Connectivity, JobQueue, ServerClock, warn_about_server
@@ -38,13 +32,6 @@ from worker.running_job import RunningJob
 
 logger = logging.getLogger(__name__)
 
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_REDIS = 3
-WATCH_S = 0.2
-CLOSE_S = 5.0
-"""Of the time to shut down, what ending threads and the embedded server may take."""
 WRITE_OUT_S = 5.0
 """After the hand-back, how long the last writes may take; leases lapse for what could not be written."""
 
@@ -276,100 +263,6 @@ class Worker:
 
     def _on_finished(self, job: RunningJob | None) -> None:
         self.admission.on_finished(job)
-
-
-class ShutdownSignals:
-    """SIGTERM and SIGINT, counted: the first asks for a drain, the second to hurry."""
-
-    def __init__(self) -> None:
-        self.asked = threading.Event()
-        self.hurry = threading.Event()
-        self.first_at = 0.0
-
-    def install(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked.is_set():
-            self.hurry.set()
-        else:
-            self.first_at = time.monotonic()
-            self.asked.set()
-
-
-def run_worker(config: WorkerConfig) -> int:
-    """Run a worker until SIGTERM or SIGINT. Returns the exit code: 0 drained, 1 failed, 2 usage, 3 Redis.
-
-    On the main thread, once per process. Nothing is raised that a user could cause.
-    """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    signals = ShutdownSignals()
-    signals.install()
-    try:
-        if config.redis_url is not None:
-            return _serve(config, config.redis_url, None, signals)
-        with EmbeddedServer.open(config.state_dir or discovery.state_dir()) as server:
-            return _serve(config, server.url, server, signals)
-    except (EmbeddedServerError, RedisUnavailable) as error:
-        logger.error("%s", error)
-        return EXIT_REDIS
-    except (ConfigError, OSError, PagemillError) as error:
-        logger.error("%s", error)
-        return EXIT_USAGE
-
-
-def _serve(
-    config: WorkerConfig, redis_url: str, server: EmbeddedServer | None, signals: ShutdownSignals
-) -> int:
-    worker = Worker(config, redis_url)
-    is_clean = False
-    try:
-        worker.start()
-        reason = _watch(worker, server, signals)
-        if reason is not None:
-            logger.critical("%s; the process exits, and other workers take its jobs over", reason)
-            worker.abandon()
-            return EXIT_FAILED
-        give_up_at = signals.first_at + config.shutdown_s
-        _exit_hard_at(give_up_at)
-        worker.drain(config.drain_grace_s, signals.hurry, give_up_at - CLOSE_S)
-        is_clean = True
-        return EXIT_OK
-    finally:
-        if not worker.close():
-            # A thread stuck in the model's code would be torn down with the interpreter, which may crash it.
-            logger.warning("the engine does not stop; leaving without it")
-            if server is not None:
-                server.close()
-            _exit_hard(EXIT_OK if is_clean else EXIT_FAILED)
-
-
-def _watch(worker: Worker, server: EmbeddedServer | None, signals: ShutdownSignals) -> str | None:
-    """Until a signal comes (None) or the worker can't go on (why). Raises what loading the model raises."""
-    while not signals.asked.wait(WATCH_S):
-        worker.wait_ready(timeout=0)
-        if (reason := worker.failure()) is not None:
-            return reason
-        if server is not None:
-            server.revive()
-    return None
-
-
-def _exit_hard_at(moment: float) -> None:
-    """Whatever hangs, the process is gone at `moment` (monotonic)."""
-
-    def run() -> None:
-        time.sleep(max(0.0, moment - time.monotonic()))
-        logger.critical("the worker did not end in time; its leases will lapse")
-        _exit_hard(EXIT_FAILED)
-
-    threading.Thread(target=run, name="pagemill-exit", daemon=True).start()
-
-
-def _exit_hard(code: int) -> None:
-    logging.shutdown()
-    os._exit(code)
 
 
 def _version() -> str:

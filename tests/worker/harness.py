@@ -37,7 +37,7 @@ PATIENCE_S = 60.0
 _RUN_WORKER = """
 import json, sys
 from worker.config import WorkerConfig
-from worker.worker import run_worker
+from worker.process import run_worker
 sys.exit(run_worker(WorkerConfig.load(**json.loads(sys.argv[1]))))
 """
 

@@ -16,6 +16,10 @@ RenewalResult = Literal["renewed", "lost", "error"]
 CommitResult = Literal["committed", "fenced", "already_done", "error"]
 ProgressResult = Literal["written", "refused", "error"]
 BlockReason = Literal["kv", "rows", "loading", "engine", "paused", "draining", "redis", "results"]
+RedoneReason = Literal["prefill", "unsaved", "fingerprint", "unsigned", "broken"]
+"""prefill: prompt and resumed output of a job taken over. unsaved: generated past the checkpoint when a lease was
+lost. The others: a checkpoint's output that could not be gone on from."""
+WebhookResult = Literal["delivered", "failed", "given_up", "refused"]
 RedisErrorKind = Literal["connection", "timeout", "response", "other"]
 WorkerState = Literal["starting", "ready", "paused", "draining", "degraded", "stopped"]
 
@@ -42,6 +46,11 @@ WAIT_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600
 """A job may wait for minutes in a backlog or for a night in a batch."""
 REDIS_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 ATTEMPTS = (1, 2, 3, 5, 10)
+BYTES = (256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216)
+REDIS_COMMANDS = (
+    "pull", "renew", "checkpoint", "commit", "retry", "release", "heartbeat", "sweep", "stats", "workers", "other",
+)  # fmt: skip
+"""The worker's transitions, one or a pipeline of them; what it seldom does is `other`."""
 
 Label = TypeVar("Label", bound=str)
 
@@ -98,6 +107,22 @@ class Observations:
             return self._histogram.snapshot()
 
 
+class ObservationsBy:
+    """A histogram per label value, each there from the start; an undeclared value counts as `other`."""
+
+    def __init__(self, lock: threading.Lock, values: Iterable[str], bounds: tuple[float, ...]) -> None:
+        self._lock = lock
+        self._histograms = {value: Histogram(bounds) for value in values}
+
+    def observe(self, label: str, value: float) -> None:
+        with self._lock:
+            self._histograms[label if label in self._histograms else "other"].observe(value)
+
+    def read(self) -> dict[str, HistogramSnapshot]:
+        with self._lock:
+            return {label: histogram.snapshot() for label, histogram in self._histograms.items()}
+
+
 class WorkerCounters:
     """Everything a worker counts, and the few figures it states about itself.
 
@@ -118,6 +143,11 @@ class WorkerCounters:
         """Jobs returned to the queue unfinished, at drain or because nothing had been started."""
         self.resumed_tokens = Counter(lock)
         """Tokens taken over from checkpoints instead of being generated again."""
+        self.redone_tokens: Counts[RedoneReason] = Counts(lock, get_args(RedoneReason))
+        """Tokens computed once more, here or by whoever took a job over."""
+        self.webhooks: Counts[WebhookResult] = Counts(lock, get_args(WebhookResult))
+        self.redone_tokens = Counter(lock)
+        """Tokens generated again although an earlier execution had checkpointed them: it could not be continued."""
         self.discarded_tokens: Counts[Literal["cancelled", "fenced", "retry"]] = Counts(
             lock, ("cancelled", "fenced", "retry")
         )
@@ -141,11 +171,17 @@ class WorkerCounters:
         self.attempts = Observations(lock, ATTEMPTS)
         """Executions that a finished job took."""
         self.commit_seconds = Observations(lock, REDIS_SECONDS)
+        self.payload_bytes = Observations(lock, BYTES)
+        self.result_bytes = Observations(lock, BYTES)
+        self.redis_seconds = ObservationsBy(lock, REDIS_COMMANDS, REDIS_SECONDS)
+        """Round trips by the transition that they carried."""
 
         self.state: WorkerState = "starting"
         self.started_at = time.time()
         """Unix seconds."""
         self.redis_up = False
+        self.oldest_running_job_s = 0.0
+        """Age of the job that has run longest, since its pull; 0 without any."""
         self.leases_held = 0
         self.credit_sequences = 0
         """Sequences that the last pull asked for at most."""

@@ -1,152 +1,64 @@
-"""The engine's metrics: the KV cache first, then steps, requests and tokens."""
+"""The engine's metrics beside the KV cache's: steps, requests and tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import get_args
 
-from engine.outputs import EngineStats, HistogramSnapshot, KVCacheStats, SchedulerStats
-from monitoring.metrics import Labels, Metric, Number, counter, gauge, histogram
+from engine.outputs import EngineStats, FinishReason, StructuredResult, WaitReason
+from monitoring.metrics import Metric, Number, counter, engine_histogram, gauge
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
-
-NOT_LOADED = EngineStats(
-    kv=KVCacheStats(*(0,) * 9),
-    scheduler=SchedulerStats(),
-    tier="",
-    fingerprint="",
-    model="",
-    device="",
-    max_model_len=0,
-    max_num_seqs=0,
-)
-"""Stands in until the model is loaded: every series is there from the first scrape, at 0."""
+FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
+STRUCTURED_RESULTS: tuple[StructuredResult, ...] = get_args(StructuredResult)
 
 
-def accounting_errors(kv: KVCacheStats) -> list[str]:
-    """What contradicts itself in a snapshot of the block pool; [] when it adds up."""
-    states = kv.free_blocks + kv.cached_blocks + kv.active_blocks + kv.reserved_blocks
-    checks = {
-        f"states sum to {states}, capacity is {kv.capacity_blocks}": states == kv.capacity_blocks,
-        f"{kv.shared_blocks} shared of {kv.active_blocks} active blocks": kv.shared_blocks
-        <= kv.active_blocks,
-        f"{kv.block_references} references to {kv.active_blocks} active blocks": (
-            kv.block_references >= kv.active_blocks + kv.shared_blocks
-        ),
-        f"{kv.filled_slots} filled slots in {kv.active_blocks} active blocks of {kv.block_size}": (
-            kv.filled_slots <= kv.active_blocks * kv.block_size
-        ),
-        "a negative count": min(
-            kv.free_blocks,
-            kv.cached_blocks,
-            kv.active_blocks,
-            kv.reserved_blocks,
-            kv.shared_blocks,
-            kv.filled_slots,
-        )
-        >= 0,
-    }
-    return [message for message, holds in checks.items() if not holds]
-
-
-def _blocks_by_state(stats: EngineStats) -> Mapping[str, Number]:
-    kv = stats.kv
-    return {
-        "free": kv.free_blocks,
-        "cached": kv.cached_blocks,
-        "active": kv.active_blocks,
-        "reserved": kv.reserved_blocks,
-    }
-
-
-def _occupancy(stats: EngineStats) -> float:
-    kv = stats.kv
-    return (kv.active_blocks + kv.cached_blocks) / kv.capacity_blocks if kv.capacity_blocks else 0.0
+def _waiting(stats: EngineStats) -> Mapping[str, Number]:
+    scheduler = stats.scheduler
+    return {reason: scheduler.waiting * (reason == scheduler.waiting_for) for reason in WAIT_REASONS}
 
 
 def _finished(stats: EngineStats) -> Mapping[str, Number]:
     return {reason: stats.finished.get(reason, 0) for reason in FINISH_REASONS}
 
 
-def _from(name: str) -> Callable[[EngineStats], Mapping[Labels, HistogramSnapshot]]:
-    """Reads the engine's histogram `name`."""
-    return lambda stats: stats.histograms.get(name, {})
+def _structured(stats: EngineStats) -> Mapping[str, Number]:
+    return {result: stats.structured_outputs.get(result, 0) for result in STRUCTURED_RESULTS}
 
 
-KV_CACHE: tuple[Metric[EngineStats], ...] = (
-    gauge("kv_cache_capacity_blocks", "KV blocks in the pool.", lambda s: s.kv.capacity_blocks),
-    gauge("kv_cache_block_size_tokens", "Token slots in a KV block.", lambda s: s.kv.block_size),
-    gauge(
-        "kv_cache_blocks",
-        "KV blocks by state; the states sum to the capacity. cached: no reference, but reusable by a prefix."
-        " reserved: the null block, and blocks that wait for steps in flight.",
-        _blocks_by_state,
-        "state",
-    ),
-    gauge("kv_cache_shared_blocks", "KV blocks with two or more references.", lambda s: s.kv.shared_blocks),
-    gauge(
-        "kv_cache_block_references",
-        "References to KV blocks; divided by the active blocks it is the sharing ratio.",
-        lambda s: s.kv.block_references,
-    ),
-    gauge("kv_cache_utilization_ratio", "Active KV blocks / capacity.", lambda s: s.kv.utilization),
-    gauge(
-        "kv_cache_peak_utilization_ratio",
-        "Highest KV cache utilisation of any step since the worker started.",
-        lambda s: s.peak_utilization,
-    ),
-    gauge("kv_cache_occupancy_ratio", "Active and cached KV blocks / capacity.", _occupancy),
-    gauge(
-        "kv_cache_filled_token_slots",
-        "Token slots in use in active KV blocks; a shared block counts once.",
-        lambda s: s.kv.filled_slots,
-    ),
-    gauge(
-        "kv_cache_waste_ratio",
-        "Share of the token slots of active KV blocks that hold nothing.",
-        lambda s: s.kv.waste,
-    ),
-    histogram(
-        "kv_cache_step_utilization_ratio",
-        "KV cache utilisation, observed at every step.",
-        _from("step_utilization"),
-    ),
-    counter("kv_cache_block_allocations_total", "KV blocks allocated.", lambda s: s.kv.allocations),
-    counter("kv_cache_block_frees_total", "KV blocks whose last reference went.", lambda s: s.kv.frees),
-    counter(
-        "kv_cache_block_evictions_total", "Cached KV blocks taken for new tokens.", lambda s: s.kv.evictions
-    ),
-    counter(
-        "kv_cache_allocation_failures_total",
-        "Times a sequence asked for blocks and got none.",
-        lambda s: s.kv.allocation_failures,
-    ),
-    counter("kv_cache_cow_copies_total", "KV blocks copied on write.", lambda s: s.kv.cow_copies),
-    counter(
-        "prefix_cache_queried_tokens_total",
-        "Prompt tokens looked up in the prefix cache.",
-        lambda s: s.kv.prefix_queried_tokens,
-    ),
-    counter(
-        "prefix_cache_hit_tokens_total",
-        "Prompt tokens whose KV came from the prefix cache.",
-        lambda s: s.kv.prefix_hit_tokens,
-    ),
-    counter(
-        "preemptions_total",
-        "Sequences put back to waiting for lack of KV blocks.",
-        lambda s: {"recompute": s.scheduler.preemptions},
-        "mode",
-    ),
-    counter(
-        "preempted_tokens_recomputed_total",
-        "Computed tokens that preemption threw away (prefix hits not deducted).",
-        lambda s: s.scheduler.preempted_tokens,
-    ),
-)
+def _prompt_sources(stats: EngineStats) -> Mapping[str, Number]:
+    return {
+        "computed": stats.prompt_tokens_by_source.get("computed", 0),
+        "prefix_cache": stats.prompt_tokens_by_source.get("prefix_cache", 0),
+    }
+
+
+def _steps_by_mode(stats: EngineStats) -> Mapping[str, Number]:
+    return {"graph": stats.graph_steps, "eager": stats.steps - stats.graph_steps}
+
+
+def _grammar_cache(stats: EngineStats) -> Mapping[str, Number]:
+    return {"hit": stats.grammar_cache_hits, "miss": stats.grammar_cache_misses}
+
+
+def _memory(stats: EngineStats) -> Mapping[str, Number]:
+    return dict(stats.memory_bytes.items())
+
 
 STEPS: tuple[Metric[EngineStats], ...] = (
     counter("engine_steps_total", "Engine steps finished.", lambda s: s.steps),
     counter("engine_steps_failed_total", "Engine steps that raised.", lambda s: s.scheduler.steps_failed),
+    counter(
+        "engine_graph_steps_total",
+        "Engine steps by how the device ran them: replayed from a CUDA graph, or eagerly.",
+        _steps_by_mode,
+        "mode",
+    ),
+    counter(
+        "engine_busy_seconds_total",
+        "Time inside steps; what its rate lacks to 1 is idle time.",
+        lambda s: s.busy_seconds,
+    ),
     counter(
         "engine_computed_tokens_total",
         "Tokens that went through the model, redone ones included.",
@@ -157,35 +69,92 @@ STEPS: tuple[Metric[EngineStats], ...] = (
         "Sampled tokens thrown away because their sequence had ended a step before.",
         lambda s: s.scheduler.discarded_tokens,
     ),
-    histogram("engine_step_seconds", "Time of a step by phase.", _from("step_seconds"), "phase", "kind"),
-    histogram("engine_step_tokens", "Tokens in a step by kind.", _from("step_tokens"), "kind"),
-    histogram("engine_batch_size", "Sequences in a step.", _from("batch_size")),
+    engine_histogram(
+        "engine_step_seconds", "Time of a step by phase and kind.", "step_seconds", "phase", "kind"
+    ),
+    engine_histogram("engine_step_tokens", "Tokens in a step by kind.", "step_tokens", "kind"),
+    engine_histogram(
+        "engine_batch_token_budget_ratio", "Tokens in a step / max_num_batched_tokens.", "step_budget_use"
+    ),
+    engine_histogram("engine_batch_size", "Sequences in a step.", "batch_size"),
     counter("invalid_logits_total", "Rows whose logits were not finite.", lambda s: s.invalid_logits),
+    gauge("device_memory_bytes", "The model's memory by use, as far as it is known.", _memory, "use"),
 )
 
 REQUESTS: tuple[Metric[EngineStats], ...] = (
     gauge("requests_running", "Sequences that hold a row of the batch.", lambda s: s.scheduler.running),
-    gauge("requests_waiting", "Requests inside the engine that wait.", lambda s: s.scheduler.waiting),
+    gauge(
+        "requests_waiting",
+        "Requests that wait inside the engine, by what the first of them lacks: the step's token budget, a"
+        " row, or KV blocks.",
+        _waiting,
+        "reason",
+    ),
+    gauge("requests_swapped", "Sequences whose KV blocks are in host memory.", lambda s: s.scheduler.swapped),
+    gauge("max_num_seqs", "Rows of the batch.", lambda s: s.max_num_seqs),
     counter("requests_completed_total", "Requests by how they ended.", _finished, "finish_reason"),
-    counter("prompt_tokens_total", "Prompt tokens of admitted requests.", lambda s: s.prompt_tokens),
-    counter("generated_tokens_total", "Tokens generated.", lambda s: s.generated_tokens),
-    histogram(
+    engine_histogram(
         "time_to_first_token_seconds",
         "From the engine's acceptance of a request to its first token.",
-        _from("time_to_first_token_seconds"),
+        "time_to_first_token_seconds",
     ),
-    histogram(
-        "inter_token_latency_seconds",
-        "Between two tokens of a sequence.",
-        _from("inter_token_latency_seconds"),
+    engine_histogram(
+        "inter_token_latency_seconds", "Between two tokens of a sequence.", "inter_token_latency_seconds"
     ),
-    histogram(
-        "request_inference_seconds",
+    engine_histogram(
+        "time_per_output_token_seconds",
+        "Mean time between the tokens of a request, observed once per request.",
+        "time_per_output_token_seconds",
+    ),
+    engine_histogram(
+        "request_e2e_seconds",
         "From the engine's acceptance of a request to its last token.",
-        _from("request_seconds"),
+        "request_seconds",
     ),
-    histogram("request_prompt_tokens", "Prompt length of requests.", _from("prompt_tokens")),
-    histogram("request_generated_tokens", "Tokens generated by request.", _from("generated_tokens")),
+    engine_histogram(
+        "request_wait_seconds",
+        "From the engine's acceptance of a request to its first step.",
+        "request_wait_seconds",
+    ),
+    engine_histogram(
+        "request_prefill_seconds",
+        "From a request's first step to its first token.",
+        "request_prefill_seconds",
+    ),
+    engine_histogram(
+        "request_decode_seconds", "From a request's first token to its last.", "request_decode_seconds"
+    ),
+    engine_histogram(
+        "request_inference_seconds",
+        "From a request's first step to its last token.",
+        "request_inference_seconds",
+    ),
+    engine_histogram("request_prompt_tokens", "Prompt length of requests.", "prompt_tokens"),
+    engine_histogram("request_generated_tokens", "Tokens generated by request.", "generated_tokens"),
+    engine_histogram("request_params_n", "Samples that requests asked for.", "request_samples"),
+    engine_histogram("request_params_max_tokens", "The max_tokens of requests.", "request_max_tokens"),
 )
 
-ENGINE_METRICS = KV_CACHE + STEPS + REQUESTS
+TOKENS: tuple[Metric[EngineStats], ...] = (
+    counter("prompt_tokens_total", "Prompt tokens of accepted requests.", lambda s: s.prompt_tokens),
+    counter(
+        "prompt_tokens_by_source_total",
+        "Prompt tokens of requests that have started, by where their KV came from.",
+        _prompt_sources,
+        "source",
+    ),
+    counter("generated_tokens_total", "Tokens generated.", lambda s: s.generated_tokens),
+    counter(
+        "structured_outputs_total",
+        "Samples with structured_outputs that have ended. truncated: max_tokens came first.",
+        _structured,
+        "result",
+    ),
+    engine_histogram(
+        "grammar_compile_seconds", "Time to compile structured_outputs.", "grammar_compile_seconds"
+    ),
+    counter("grammar_cache_total", "Grammars asked for, by whether they were compiled already.",
+            _grammar_cache, "result"),
+)  # fmt: skip
+
+ENGINE_METRICS = STEPS + REQUESTS + TOKENS

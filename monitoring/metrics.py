@@ -1,8 +1,8 @@
 """What a metric is: a name, a help text, and how to read its value from a snapshot.
 
-The tables beside this file (`engine_metrics`, `queue_metrics`, `worker_metrics`) are the catalogue. Nothing
-is incremented here: every value is read from a snapshot at scrape time, so that a scrape is one moment of
-the truth and the step loop never meets a metrics library.
+`catalogue.py` lists them all; the tables are beside this file. Nothing is incremented here: every value is
+read from a snapshot at scrape time, so that a scrape is one moment of the truth and the step loop never meets
+a metrics library.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Generic, Literal, TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 
-from engine.outputs import HistogramSnapshot
+from engine.outputs import EngineStats, HistogramSnapshot
 
 PREFIX = "pagemill_"
 
@@ -42,10 +42,11 @@ class Metric(Generic[Source]):
     help: str
     read: Callable[[Source], Reading]
     labels: Labels = ()
+    prefix: str = PREFIX
 
     def family(self, source: Source | None) -> Family:
         """The family with the samples of `source`; None gives the name, type and help alone."""
-        family = _new_family(self.kind, PREFIX + self.name, self.help, self.labels)
+        family = _new_family(self.kind, self.prefix + self.name, self.help, self.labels)
         if source is not None:
             reading = self.read(source)
             children = reading.items() if isinstance(reading, Mapping) else [((), reading)]
@@ -54,9 +55,7 @@ class Metric(Generic[Source]):
         return family
 
 
-def gauge(
-    name: str, help: str, read: Callable[[Source], Reading], *labels: str
-) -> Metric[Source]:  # fmt: skip
+def gauge(name: str, help: str, read: Callable[[Source], Reading], *labels: str) -> Metric[Source]:
     return Metric("gauge", name, help, read, labels)
 
 
@@ -66,6 +65,11 @@ def counter(name: str, help: str, read: Callable[[Source], Reading], *labels: st
 
 def histogram(name: str, help: str, read: Callable[[Source], Reading], *labels: str) -> Metric[Source]:
     return Metric("histogram", name, help, read, labels)
+
+
+def engine_histogram(name: str, help: str, source: str, *labels: str) -> Metric[EngineStats]:
+    """The engine's histogram `source` of `EngineStats.histograms`."""
+    return histogram(name, help, lambda stats: stats.histograms.get(source, {}), *labels)
 
 
 def one_of(current: str, values: tuple[str, ...]) -> dict[str, Number]:

@@ -35,16 +35,30 @@ JOBS: tuple[Metric[WorkerCounters], ...] = (
         lambda c: c.resumed_tokens.read(),
     ),
     counter(
+        "redone_tokens_total",
+        "Tokens generated again although they had been checkpointed: the checkpoint could not be continued.",
+        lambda c: c.redone_tokens.read(),
+    ),
+    counter(
         "discarded_tokens_total",
         "Generated tokens that reach nobody.",
         lambda c: c.discarded_tokens.read(),
         "reason",
+    ),
+    gauge(
+        "oldest_running_job_age_seconds",
+        "Time since the pull of the job that has run longest here; 0 without any.",
+        lambda c: c.oldest_running_job_s,
     ),
     histogram(
         "job_queue_wait_seconds", "From a job's submit to its pull.", lambda c: c.queue_wait_seconds.read()
     ),
     histogram("job_e2e_seconds", "From a job's submit to its committed end.", lambda c: c.e2e_seconds.read()),
     histogram("job_attempts", "Executions that a finished job took.", lambda c: c.attempts.read()),
+    histogram("job_payload_bytes", "Size of the jobs pulled.", lambda c: c.payload_bytes.read()),
+    histogram(
+        "job_result_bytes", "Size of the results and errors committed.", lambda c: c.result_bytes.read()
+    ),
 )
 
 LEASES_AND_COMMITS: tuple[Metric[WorkerCounters], ...] = (
@@ -80,6 +94,12 @@ ADMISSION_AND_REDIS: tuple[Metric[WorkerCounters], ...] = (
         "reason",
     ),
     gauge("redis_up", "1 while Redis answers.", lambda c: c.redis_up),
+    histogram(
+        "redis_command_seconds",
+        "Round trips to Redis by the transition that they carried, one or many.",
+        lambda c: c.redis_seconds.read(),
+        "command",
+    ),
     counter("redis_errors_total", "Failed Redis calls.", lambda c: c.redis_errors.read(), "kind"),
     counter("redis_reconnects_total", "Times Redis came back.", lambda c: c.redis_reconnects.read()),
     gauge(

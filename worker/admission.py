@@ -214,6 +214,7 @@ class Admission:
 
     def _prepare(self, pulled: PulledJob) -> RunningJob | None:
         self._counters.jobs_received.inc("redelivered" if pulled.crashes or pulled.checkpoint else "first")
+        self._counters.payload_bytes.observe(len(pulled.payload))
         started_at = self._clock.now()
         self._counters.queue_wait_seconds.observe(max(0.0, started_at - pulled.submitted_at))
         try:

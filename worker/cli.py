@@ -48,6 +48,9 @@ def worker(
     vllm_metric_names: Annotated[
         bool | None, typer.Option("--vllm-metric-names", help="Also export vLLM's names of metrics, vllm:*.")
     ] = None,
+    vllm_metric_names: Annotated[
+        bool | None, typer.Option("--vllm-metric-names", help="Also export vLLM's names of metrics, vllm:*.")
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Any other setting; may be repeated."),
@@ -70,6 +73,7 @@ def worker(
         "num_kv_blocks": num_kv_blocks,
         "kv_cache_memory_bytes": kv_cache_memory_bytes,
         "num_threads": num_threads,
+        "vllm_metric_names": vllm_metric_names,
         "vllm_metric_names": vllm_metric_names,
     }
     if not flags["model"]:

@@ -33,6 +33,8 @@ class WorkerConfig(BaseSettings):
     http_host: str = "127.0.0.1"
     http_port: int | None = Field(default=None, ge=0, le=65535)
     """None: 9790, or the next free port. An explicit port that is taken is an error; 0 takes any."""
+    vllm_metric_names: bool = False
+    """Export what vLLM exports too, also under its names (`vllm:...`)."""
     lease_s: float = Field(default=6.0, gt=0)
     """How long a job stays ours without a renewal."""
     renew_s: float = Field(default=2.0, gt=0)

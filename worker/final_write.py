@@ -48,6 +48,8 @@ class FinalWrite:
 
     def settle(self, reply: Any, counters: WorkerCounters, now: float) -> None:
         """Log and count what the server made of it."""
+        if self.size:
+            counters.result_bytes.observe(self.size)
         if isinstance(reply, Exception):
             counters.commits.inc("error")
             logger.error(

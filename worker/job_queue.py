@@ -39,6 +39,10 @@ class Connectivity:
         self._down_since: float | None = None
         self._was_up = False
 
+    def took(self, name: str, began: float) -> None:
+        """A round trip that began at `began` (monotonic) has ended; `name` is its transition's."""
+        self._counters.redis_seconds.observe(name, time.monotonic() - began)
+
     @property
     def is_up(self) -> bool:
         return self._was_up and self._down_since is None
@@ -127,15 +131,21 @@ class JobQueue:
         return info
 
     def run(self, call: Call[T]) -> T:
-        return self._guard(lambda: self._transport.run(call))
+        began = time.monotonic()
+        reply = self._guard(lambda: self._transport.run(call))
+        self._connectivity.took(call.script, began)
+        return reply
 
     def run_many(self, calls: Sequence[Call[Any]]) -> list[Any | Exception]:
         """Run calls in one round trip. A call that the server refuses gives its exception in its place.
 
         Raises RedisUnavailable when the outcome of some call is unknown: send all of them again.
         """
+        began = time.monotonic()
         try:
-            return list(self._guard(lambda: self._transport.run_many(calls)))
+            replies = list(self._guard(lambda: self._transport.run_many(calls)))
+            self._connectivity.took(calls[0].script if calls else "other", began)
+            return replies
         except RedisUnavailable:
             raise
         except Exception:

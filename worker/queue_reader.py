@@ -1,4 +1,4 @@
-"""Reads a queue and its server for a scrape: one round trip for the jobs and workers, one for the server."""
+"""Reads a queue, its workers and its server for a scrape."""
 
 from __future__ import annotations
 
@@ -37,10 +37,8 @@ class QueueReader:
     def read(self) -> QueueFigures:
         """The figures of this moment. Raises RedisUnavailable."""
         name = self._queue.queue
-        stats, workers = self._queue.run_many([registry.stats(name), registry.workers(name)])
-        for reply in (stats, workers):
-            if isinstance(reply, Exception):
-                raise reply
+        stats = self._queue.run(registry.stats(name))
+        workers = self._queue.run(registry.workers(name))
         figures = queue_figures(name, stats, workers, self._server(), self._clock.now())
         return figures.with_drain(self._drain.update(figures))
 

@@ -18,6 +18,7 @@ from typing import Any
 from monitoring.counters import WorkerCounters, WorkerState
 from monitoring.exporter import WorkerMetrics
 from monitoring.queue_figures import QueueFigures
+from monitoring.scrape_metrics import WorkerIdentity
 from producer.wire.registry import WorkerInfo
 from worker.admission import Admission
 from worker.config import WorkerConfig
@@ -82,7 +83,11 @@ class Worker:
             self.counters,
         )
         self._metrics = WorkerMetrics(
-            self.counters, lambda: self.engine.stats, self._queue_figures, version=_version()
+            self.counters,
+            lambda: self.engine.stats,
+            self._queue_figures,
+            identity=WorkerIdentity(worker=self.worker_id, queue=config.queue, version=_version()),
+            vllm_names=config.vllm_metric_names,
         )
 
     def start(self) -> None:
@@ -245,6 +250,9 @@ class Worker:
 
     def _render_metrics(self) -> bytes:
         self.counters.state = self._public_state()
+        now = self._clock.now()
+        ages = (now - job.started_at for job in self.table.running())
+        self.counters.oldest_running_job_s = max(ages, default=0.0)
         return self._metrics.render()
 
     def _public_state(self) -> WorkerState:

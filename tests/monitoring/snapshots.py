@@ -11,6 +11,7 @@ from engine.outputs import EngineStats, Histogram, KVCacheStats, SchedulerStats
 from monitoring.counters import WorkerCounters
 from monitoring.exporter import WorkerMetrics
 from monitoring.queue_figures import QueueFigures
+from monitoring.scrape_metrics import WorkerIdentity
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -39,6 +40,9 @@ def engine_stats(**changes: object) -> EngineStats:
     step_seconds.observe(1.0)
     utilization = Histogram((0.5, 1.0))
     utilization.observe(0.3)
+    step_tokens = {(kind,): Histogram((8.0, 64.0)) for kind in ("prefill", "decode")}
+    step_tokens["prefill",].observe(40)
+    step_tokens["decode",].observe(4, times=2)
     stats = EngineStats(
         kv=kv_stats(),
         scheduler=SchedulerStats(running=2, waiting=1, preemptions=4, preempted_tokens=50),
@@ -56,6 +60,7 @@ def engine_stats(**changes: object) -> EngineStats:
         histograms={
             "step_seconds": {("forward", "decode"): step_seconds.snapshot()},
             "step_utilization": {(): utilization.snapshot()},
+            "step_tokens": {kind: histogram.snapshot() for kind, histogram in step_tokens.items()},
         },
     )
     return replace(stats, **changes)  # type: ignore[arg-type]
@@ -65,8 +70,16 @@ def metrics(
     engine: EngineStats | None = None,
     queue: QueueFigures | None = None,
     counters: WorkerCounters | None = None,
+    *,
+    vllm_names: bool = False,
 ) -> WorkerMetrics:
-    return WorkerMetrics(counters or WorkerCounters(), lambda: engine, lambda: queue, version="1.2")
+    return WorkerMetrics(
+        counters or WorkerCounters(),
+        lambda: engine,
+        lambda: queue,
+        identity=WorkerIdentity(worker="w1", queue="labels", version="1.2"),
+        vllm_names=vllm_names,
+    )
 
 
 def scrape(source: WorkerMetrics) -> Samples:

@@ -9,19 +9,26 @@ import subprocess
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.config import EngineConfig
+from engine.engine import Engine
 from engine.outputs import Histogram
-from monitoring.engine_metrics import ENGINE_METRICS, NOT_LOADED
+from monitoring.catalogue import CATALOGUE
+from monitoring.engine_metrics import ENGINE_METRICS
+from monitoring.exporter import NOT_LOADED
+from monitoring.kv_cache_metrics import KV_CACHE_METRICS
 from monitoring.metrics import PREFIX, Metric
 from monitoring.queue_figures import QueueFigures
-from monitoring.queue_metrics import QUEUE_METRICS
-from monitoring.worker_metrics import WORKER_METRICS
-from tests.monitoring.snapshots import engine_stats, metrics
+from monitoring.vllm_names import ALIASES
+from tests.monitoring.snapshots import engine_stats, metrics, scrape
 
-CATALOGUE: list[Metric[object]] = [*ENGINE_METRICS, *QUEUE_METRICS, *WORKER_METRICS]  # type: ignore[list-item]
+ENGINES_OWN = (*KV_CACHE_METRICS, *ENGINE_METRICS)
 BOUNDED_LABELS = {
-    "state", "mode", "phase", "model", "kind", "finish_reason", "queue", "priority",
-    "delivery", "outcome", "code", "reason", "result",
+    "state", "mode", "phase", "kind", "finish_reason", "queue", "priority", "delivery", "outcome", "code",
+    "reason", "result", "direction", "source", "use", "command", "model", "device", "dtype", "tier",
+    "fingerprint", "version", "worker",
 }  # fmt: skip
+INFO_ONLY = {"device", "dtype", "tier", "fingerprint", "version", "worker"}
+"""Labels that change with a restart or a deployment: only series that say 1 may carry them."""
 
 
 @pytest.mark.parametrize("metric", CATALOGUE, ids=lambda m: m.name)
@@ -32,6 +39,7 @@ def test_name_label_and_help(metric: Metric[object]) -> None:
         "not a base unit"
     )
     assert set(metric.labels) <= BOUNDED_LABELS
+    assert metric.name.endswith("_info") or not set(metric.labels) & INFO_ONLY
     assert metric.help.endswith(".")
     assert metric.help[0].isupper() or metric.help[0].isdigit()
 
@@ -56,24 +64,15 @@ def test_the_heart_is_there() -> None:
 
 
 def test_every_histogram_of_the_engine_has_a_family() -> None:
-    """The names that `EngineStats.histograms` documents, each with a count only it has."""
-    names = {
-        "step_seconds": ("forward", "decode"),
-        "step_tokens": ("decode",),
-        "step_utilization": (),
-        "batch_size": (),
-        "time_to_first_token_seconds": (),
-        "inter_token_latency_seconds": (),
-        "request_seconds": (),
-        "prompt_tokens": (),
-        "generated_tokens": (),
-    }
+    """Each histogram that a real engine hands out gets a count only it has, and every count is exported."""
+    engine = Engine.from_config(EngineConfig(model="echo"))
+    shapes = {name: next(iter(children)) for name, children in engine.stats().histograms.items()}
     histograms = {}
-    for i, (name, labels) in enumerate(names.items(), start=1):
+    for i, (name, labels) in enumerate(shapes.items(), start=1):
         histogram = Histogram((1.0,))
         histogram.observe(0.5, times=i)
         histograms[name] = {labels: histogram.snapshot()}
-    engine_names = {metric.name for metric in ENGINE_METRICS}
+    engine_names = {metric.name for metric in ENGINES_OWN}
     text = metrics(engine_stats(histograms=histograms)).render().decode()
     counts = [
         sample.value
@@ -82,12 +81,31 @@ def test_every_histogram_of_the_engine_has_a_family() -> None:
         for sample in family.samples
         if sample.name.endswith("_count")
     ]
-    assert sorted(counts) == list(range(1, len(names) + 1))
+    assert sorted(counts) == list(range(1, len(shapes) + 1))
 
 
 def test_families_read_their_empty_snapshot() -> None:
-    for metric in ENGINE_METRICS:
+    for metric in (*ENGINES_OWN, *ALIASES):
         metric.family(NOT_LOADED)
+
+
+def test_vllms_names_are_there_only_when_asked_for() -> None:
+    assert not any(name.startswith("vllm:") for name, _ in scrape(metrics(engine_stats())))
+    samples = scrape(metrics(engine_stats(), vllm_names=True))
+    labels = frozenset({("model_name", "smollm2"), ("engine", "0")})
+    assert samples["vllm:kv_cache_usage_perc", labels] == pytest.approx(0.3)
+    assert samples["vllm:num_requests_running", labels] == 2
+    assert samples["vllm:num_requests_waiting", labels] == 1
+    assert samples["vllm:generation_tokens_total", labels] == 123
+    assert samples["vllm:num_preemptions_total", labels] == 4
+    assert samples["vllm:request_success_total", labels | {("finished_reason", "stop")}] == 5
+    waiting = {
+        dict(found)["reason"]: number
+        for (name, found), number in samples.items()
+        if name == "vllm:num_requests_waiting_by_reason"
+    }
+    assert sum(waiting.values()) == 1
+    assert samples["vllm:iteration_tokens_total_count", labels] == 3
 
 
 @pytest.mark.skipif(

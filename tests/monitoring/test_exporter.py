@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from monitoring.counters import WorkerCounters
-from monitoring.engine_metrics import accounting_errors
 from monitoring.exporter import WorkerMetrics
+from monitoring.kv_cache_metrics import accounting_errors
 from monitoring.queue_figures import MAX_MODELS, QueueFigures, ServerFigures
 from monitoring.queue_metrics import OTHER_MODELS
 from tests.monitoring.snapshots import engine_stats, kv_stats, metrics, scrape, value
@@ -30,6 +30,9 @@ def test_engine_figures_are_the_snapshots() -> None:
     assert value(samples, "generated_tokens_total") == 123
     assert value(samples, "requests_completed_total", finish_reason="stop") == 5
     assert value(samples, "requests_completed_total", finish_reason="error") == 0
+    assert value(samples, "requests_waiting", reason="budget") == 1
+    assert value(samples, "requests_waiting", reason="kv") == 0
+    assert value(samples, "worker_info", worker="w1", queue="labels", model="smollm2", version="1.2") == 1
     info = {"model": "smollm2", "device": "cpu", "tier": "token", "fingerprint": "f00"}
     assert value(samples, "engine_info", **info) == 1
 

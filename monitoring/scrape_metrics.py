@@ -1,0 +1,79 @@
+"""What a scrape finds out by itself: who answers, what it runs, and what did not add up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.outputs import EngineStats
+from monitoring.metrics import Labels, Metric, Number, counter, gauge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerIdentity:
+    """Who this worker is, from its start to its end."""
+
+    worker: str = ""
+    queue: str = ""
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScrapeFigures:
+    """One scrape's own figures."""
+
+    identity: WorkerIdentity
+    engine: EngineStats | None
+    """None while the model is being loaded."""
+    last_step_unix: float
+    accounting_errors: int
+    source_errors: Mapping[str, int]
+
+
+def _worker_info(figures: ScrapeFigures) -> Mapping[Labels, Number]:
+    identity, engine = figures.identity, figures.engine
+    return {(identity.worker, identity.queue, engine.model if engine else "", identity.version): 1}
+
+
+def _engine_info(figures: ScrapeFigures) -> Mapping[Labels, Number]:
+    engine = figures.engine
+    return {(engine.model, engine.device, engine.tier, engine.fingerprint): 1} if engine else {}
+
+
+def _kv_cache_info(figures: ScrapeFigures) -> Mapping[Labels, Number]:
+    engine = figures.engine
+    return {(engine.kv.dtype, engine.device): 1} if engine else {}
+
+
+SCRAPE_METRICS: tuple[Metric[ScrapeFigures], ...] = (
+    gauge(
+        "worker_info",
+        "1; who answers here, for joins on `instance`. model: empty while it loads.",
+        _worker_info,
+        "worker",
+        "queue",
+        "model",
+        "version",
+    ),
+    gauge("engine_info", "1; what the engine runs.", _engine_info, "model", "device", "tier", "fingerprint"),
+    gauge(
+        "kv_cache_info", "1; how keys and values are stored, and where.", _kv_cache_info, "dtype", "device"
+    ),
+    gauge(
+        "engine_last_step_timestamp_seconds",
+        "When the last engine step finished; 0 before the first.",
+        lambda f: f.last_step_unix,
+    ),
+    counter(
+        "kv_cache_accounting_errors_total",
+        "Contradictions found in snapshots of the KV block pool. Anything above 0 is a bug.",
+        lambda f: f.accounting_errors,
+    ),
+    counter(
+        "scrape_source_errors_total",
+        "Scrapes that went on without a source's figures.",
+        lambda f: f.source_errors,
+        "source",
+    ),
+    gauge("build_info", "1; the version that runs.", lambda f: {(f.identity.version,): 1}, "version"),
+)

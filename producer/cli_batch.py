@@ -15,6 +15,7 @@ from producer import cli_run
 from producer.cli import AsJson, Queue, RedisUrl, app, default_model, say
 from producer.client import Producer
 from producer.dataset.bar import RunBar
+from producer.local_worker import served_name
 from producer.openai_batch import BatchFile
 
 batch_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="OpenAI Batch files.")
@@ -56,7 +57,7 @@ def batch_run(
     """Run a batch file; run the same command again after any interruption."""
     target = out or source.with_name(f"{source.stem}.output.jsonl")
     with cli_run.reported(target), contextlib.ExitStack() as stack:
-        batch = BatchFile(source, target, cli_run.served_name(model) if model else None)
+        batch = BatchFile(source, target, served_name(model) if model else None)
         count = batch.check()
         if within is not None:
             batch.deadline = time.time() + 3600 * within

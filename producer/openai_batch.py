@@ -156,7 +156,7 @@ def job_of(line: Mapping[str, Any], model: str | None = None, deadline: float | 
     if not isinstance(body, Mapping):
         raise InvalidJob("body must be an object")
     fields = {
-        _RENAMED.get(name, name): value
+        _RENAMED.get(str(name), str(name)): value
         for name, value in body.items()
         if name not in _IGNORED and value is not None
     }

@@ -100,7 +100,11 @@ class JsonLinesSource:
         self.name = str(path)
         self._path = path
         self._encoding = encoding
-        if b"\n".decode("latin-1").encode(encoding) != b"\n":
+        try:
+            is_split_by_bytes = "\n".encode(encoding) == b"\n"
+        except LookupError:
+            raise DatasetError(f"there is no encoding {encoding!r}; try utf-8 or latin-1") from None
+        if not is_split_by_bytes:
             raise DatasetError(f"{encoding} is not supported for JSON lines; convert the file to UTF-8 first")
 
     def rows(self) -> Iterator[Row]:
@@ -126,7 +130,11 @@ class CsvSource:
 
     def rows(self) -> Iterator[Row]:
         # Bytes that are no text become lone surrogates, which only their own row is refused for.
-        with self._path.open(encoding=self._encoding, errors="surrogateescape", newline="") as file:
+        try:
+            file = self._path.open(encoding=self._encoding, errors="surrogateescape", newline="")
+        except LookupError:
+            raise DatasetError(f"there is no encoding {self._encoding!r}; try utf-8 or latin-1") from None
+        with file:
             reader = csv.reader(file, delimiter=self._delimiter, strict=True)
             header = self._header(reader)
             number = 0
@@ -190,8 +198,8 @@ class ArrowSource:
             _require_pyarrow()
             from pyarrow import parquet
 
-            return sum(parquet.ParquetFile(path).metadata.num_rows for path in self._paths)
-        return sum(batch.num_rows for batch in self._batches())
+            return sum(int(parquet.ParquetFile(path).metadata.num_rows) for path in self._paths)
+        return sum(int(batch.num_rows) for batch in self._batches())
 
     def _batches(self) -> Iterator[Any]:
         _require_pyarrow()

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from producer import flows
 from producer.client import Producer
@@ -27,7 +28,7 @@ LOST_AFTER_S = 10.0
 """So long without news, and the server is asked whether it still knows the jobs that are under way."""
 
 
-_NOT_KEPT = {"id": True, "metadata": True, "fingerprint": True, "outputs": {"__all__": {"token_ids"}}}
+_NOT_KEPT: Any = {"id": True, "metadata": True, "fingerprint": True, "outputs": {"__all__": {"token_ids"}}}
 
 
 class TooManyErrors(Exception):

@@ -1,0 +1,278 @@
+"""Dataset runs on a real server: kill them anywhere, and they end with the same file and pay for nothing twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producer import Producer
+from producer.dataset.journal import Journal
+from producer.dataset.pipeline import Pipeline
+from producer.dataset.rows import DatasetError
+from producer.dataset.work import TooManyErrors
+from producer.wire.protocol import Job
+from producer.wire.transitions import PulledJob
+from tests.producer.driving import Queue
+from tests.producer.scripted_worker import echo, scripted_worker
+
+RUN = """
+import json, sys
+from producer import Producer
+from producer.dataset.pipeline import Pipeline
+url, queue, source, out = sys.argv[1:]
+with Producer(url, queue=queue) as producer:
+    pipeline = Pipeline("{{ text }}", model="m", chat=False)
+    pipeline.run(source, out=out, producer=producer, window=200)
+"""
+
+
+@pytest.fixture
+def producer(valkey_url: str, queue_name: str) -> Iterator[Producer]:
+    with Producer(valkey_url, queue=queue_name) as producer:
+        yield producer
+
+
+@contextmanager
+def counting_worker(url: str, name: str, delay_s: float = 0.0) -> Iterator[Counter[str]]:
+    """An echo worker that counts how often it ran each prompt."""
+    ran: Counter[str] = Counter()
+
+    def run(queue: Queue, pulled: PulledJob) -> None:
+        ran[Job.from_payload(pulled.payload).prompt or ""] += 1
+        time.sleep(delay_s)
+        echo(queue, pulled)
+
+    with scripted_worker(url, name, run):
+        yield ran
+
+
+def write_rows(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def simple(**options: Any) -> Pipeline:
+    return Pipeline("{{ text }}", model="m", chat=False, **options)
+
+
+def test_every_row_in_its_order(producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [f"row {i}" for i in range(300)])
+    seen: list[Any] = []
+    with counting_worker(valkey_url, queue_name):
+        summary = simple().run(source, out=tmp_path / "out.jsonl", producer=producer, on_row=seen.append)
+    found = lines(tmp_path / "out.jsonl")
+    assert [(row["text"], row["n"], row["output"]) for row in found] == [
+        (f"row {i}", i, f"row {i}") for i in range(300)
+    ]
+    assert [row["_pagemill"]["row"] for row in found] == list(range(1, 301))
+    assert len({row["_pagemill"]["key"] for row in found}) == 300
+    assert seen == found
+    assert (summary.rows, summary.succeeded, summary.failed, summary.unfinished) == (300, 300, 0, 0)
+    assert not (tmp_path / "out.jsonl.partial").exists()
+    assert not (tmp_path / "out.jsonl.errors.jsonl").exists()
+
+
+def test_equal_rows_run_once(producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["same"] * 5 + ["other"])
+    with counting_worker(valkey_url, queue_name) as ran:
+        summary = simple().run(source, out=tmp_path / "out.jsonl", producer=producer)
+    assert ran == {"same": 1, "other": 1}
+    assert [row["output"] for row in lines(tmp_path / "out.jsonl")] == ["same"] * 5 + ["other"]
+    assert summary.merged == 4
+    keys = {row["_pagemill"]["key"] for row in lines(tmp_path / "out.jsonl")}
+    assert len(keys) == 6
+
+
+def test_equal_rows_of_a_sampled_run_differ(
+    producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["same"] * 5)
+    with counting_worker(valkey_url, queue_name) as ran:
+        simple(temperature=1.0).run(source, out=tmp_path / "out.jsonl", producer=producer)
+    assert ran == {"same": 5}
+
+
+def test_bad_and_failed_rows_are_told_apart_from_good_ones(
+    producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["good", "fail this", "good too"])
+    with source.open("a") as file:
+        file.write('{broken\n{"other": 1}\n')
+    out = tmp_path / "out.jsonl"
+    with counting_worker(valkey_url, queue_name):
+        summary = simple().run(source, out=out, producer=producer)
+    assert [row["output"] for row in lines(out)] == ["good", "good too"]
+    errors = lines(tmp_path / "out.jsonl.errors.jsonl")
+    assert [(error["row"], error["code"]) for error in errors] == [
+        (2, "invalid_job"), (4, "invalid_json"), (5, "template_error"),
+    ]  # fmt: skip
+    assert all(error["message"] for error in errors)
+    assert (summary.rows, summary.succeeded, summary.failed) == (5, 2, 3)
+    assert sum(summary.error_codes.values()) == summary.failed
+
+
+def test_running_again_does_only_what_is_new(
+    producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path
+) -> None:
+    texts = [f"row {i}" for i in range(20)]
+    out = tmp_path / "out.jsonl"
+    with counting_worker(valkey_url, queue_name) as ran:
+        simple().run(write_rows(tmp_path / "in.jsonl", texts), out=out, producer=producer)
+        first = out.read_bytes()
+        simple().run(tmp_path / "in.jsonl", out=out, producer=producer)
+        assert out.read_bytes() == first
+        simple().run(write_rows(tmp_path / "in.jsonl", ["new", *texts[5:]]), out=out, producer=producer)
+    assert set(ran.values()) == {1}
+    assert [row["output"] for row in lines(out)] == ["new", *texts[5:]]
+
+
+def test_a_failed_row_is_tried_again_the_next_time(
+    producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["die young", "fine"])
+    out = tmp_path / "out.jsonl"
+    with counting_worker(valkey_url, queue_name) as ran:
+        assert simple().run(source, out=out, producer=producer).failed == 1
+        assert simple().run(source, out=out, producer=producer).failed == 1
+    assert ran == {"die young": 2, "fine": 1}
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.tsv", "out.parquet"])
+def test_other_output_formats_can_be_taken_up_again(
+    producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path, name: str
+) -> None:
+    from producer.dataset.rows import open_source
+
+    source = write_rows(tmp_path / "in.jsonl", ["a,b", 'quote "x"', "line\nbreak"])
+    with counting_worker(valkey_url, queue_name) as ran:
+        for _ in range(2):
+            simple().run(source, out=tmp_path / name, producer=producer)
+    rows = [row.fields for row in open_source(tmp_path / name).rows()]
+    assert [row["output"] for row in rows if row] == ["a,b", 'quote "x"', "line\nbreak"]
+    assert set(ran.values()) == {1}
+
+
+def test_an_iterator_is_read_once(
+    producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path
+) -> None:
+    rows = ({"text": f"row {i}"} for i in range(30))
+    with counting_worker(valkey_url, queue_name):
+        summary = simple().run(rows, out=tmp_path / "out.jsonl", producer=producer)
+    assert summary.succeeded == 30
+    assert [row["output"] for row in lines(tmp_path / "out.jsonl")] == [f"row {i}" for i in range(30)]
+
+
+def test_killed_anywhere_it_ends_with_the_same_file(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
+    texts = [f"row {i % 900}" for i in range(1_000)]
+    source = write_rows(tmp_path / "in.jsonl", texts)
+    out = tmp_path / "out.jsonl"
+    command = [sys.executable, "-c", RUN, valkey_url, queue_name, str(source), str(out)]
+    chance = random.Random(7)
+    with counting_worker(valkey_url, queue_name, 0.001) as ran:
+        kills = 0
+        while not out.exists():
+            goal = sum(ran.values()) + chance.randrange(1, 250)
+            process = subprocess.Popen(command, stderr=subprocess.PIPE)
+            give_up = time.monotonic() + 60
+            while process.poll() is None and time.monotonic() < give_up:
+                if kills < 6 and sum(ran.values()) >= min(goal, 900):
+                    os.kill(process.pid, signal.SIGKILL)
+                    kills += 1
+                time.sleep(0.002)
+            _, errors = process.communicate()
+            assert process.returncode in (0, -signal.SIGKILL), errors.decode()
+    assert kills >= 3
+    assert len(ran) == 900
+    assert set(ran.values()) == {1}, "something was paid for twice"
+    assert [(row["n"], row["output"]) for row in lines(out)] == list(enumerate(texts))
+
+
+def test_a_server_that_forgot_everything_costs_only_what_was_under_way(
+    producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new server, or one that was flushed: the journal holds what is done, the rest is submitted again."""
+    import redis
+
+    monkeypatch.setattr("producer.dataset.work.LOST_AFTER_S", 0.5)
+    source = write_rows(tmp_path / "in.jsonl", [f"row {i}" for i in range(50)])
+    wiped = threading.Event()
+    ran: Counter[str] = Counter()
+
+    def run(queue: Queue, pulled: PulledJob) -> None:
+        if sum(ran.values()) == 20 and not wiped.is_set():
+            wiped.set()
+            with redis.Redis.from_url(valkey_url) as client:
+                for key in client.scan_iter(f"pagemill:{{{queue_name}}}:*"):
+                    client.delete(key)
+            return
+        ran[Job.from_payload(pulled.payload).prompt or ""] += 1
+        queue.commit(pulled, Job.from_payload(pulled.payload).prompt or "")
+
+    with scripted_worker(valkey_url, queue_name, run):
+        summary = simple().run(source, out=tmp_path / "out.jsonl", producer=producer)
+    assert wiped.is_set()
+    assert summary.succeeded == 50
+
+
+def test_two_runs_on_one_output_are_kept_apart(tmp_path: Path, producer: Producer) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["x"])
+    with Journal(tmp_path / "out.jsonl.partial"), pytest.raises(DatasetError, match="another run"):
+        simple().run(source, out=tmp_path / "out.jsonl", producer=producer)
+
+
+def test_too_many_errors_stop_the_run_and_lose_nothing(
+    producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [f"fail {i}" for i in range(30)])
+    with (
+        counting_worker(valkey_url, queue_name),
+        pytest.raises(TooManyErrors, match="more than --max-errors 3"),
+    ):
+        simple().run(source, out=tmp_path / "out.jsonl", producer=producer, max_errors=3)
+    assert (tmp_path / "out.jsonl.partial").exists()
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_strangers_file_is_not_overwritten(tmp_path: Path, producer: Producer) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["x"])
+    out = tmp_path / "out.jsonl"
+    out.write_text('{"precious": true}\n')
+    with pytest.raises(DatasetError, match="not written by a run"):
+        simple().run(source, out=out, producer=producer)
+    assert out.read_text() == '{"precious": true}\n'
+    assert not (tmp_path / "out.jsonl.partial").exists()
+
+
+def test_an_output_column_that_is_taken_is_refused(tmp_path: Path, producer: Producer) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"text": "x", "output": "precious"}\n')
+    with pytest.raises(DatasetError, match="--output-column"):
+        simple().run(source, out=tmp_path / "out.jsonl", producer=producer)
+
+
+def test_gold_gives_accuracy(producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    rows = [("a", "a"), ("b", "a"), ("b", "b"), ("a", "a")]
+    source.write_text("".join(json.dumps({"text": text, "gold": gold}) + "\n" for text, gold in rows))
+    with counting_worker(valkey_url, queue_name):
+        summary = simple().run(source, out=tmp_path / "out.jsonl", producer=producer, gold="gold")
+    assert summary.accuracy == 0.75
+    assert summary.confusion == {("a", "a"): 2, ("a", "b"): 1, ("b", "b"): 1}
+    assert summary.labels.as_json() == {"a": 2, "b": 2}

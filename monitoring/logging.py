@@ -1,64 +1,89 @@
 """How the process logs: one line per event on stderr, for people or as JSON for a collector.
 
-Callers use the standard library's loggers and pass ids as `extra={"job_id": ...}`. Prompts and outputs are
-never logged: they belong to the job's owner.
+Callers use the standard library's loggers and pass ids as `extra={"job_id": ...}`; structlog renders every line,
+those of libraries included. Prompts and outputs are never logged: they belong to the job's owner.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
-import time
 from collections.abc import Mapping
 from typing import Any, Literal, TextIO
 
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
 LogFormat = Literal["console", "json"]
 
-_STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_NOISY = ("httpx", "urllib3", "filelock", "numba", "transformers")
+"""Drivers and model libraries tell their own story at INFO; ours would drown in it."""
 
 
 def configure_logging(
-    level: str = "info", format: LogFormat = "console", stream: TextIO | None = None
+    level: str = "info",
+    format: LogFormat = "console",
+    stream: TextIO | None = None,
+    fields: Mapping[str, Any] | None = None,
 ) -> None:
     """Sets up the root logger of this process. A second call replaces the first.
 
+    A JSON line has time (unix seconds), level, logger, message, the extras, `error` (a traceback) where there
+    is one, and `fields`: what is the same on every line of this process. People get the same without those.
     Raises `ValueError` for a level that does not exist.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter() if format == "json" else ConsoleFormatter())
+    out = stream or sys.stderr
+    handler = logging.StreamHandler(out)
+    is_json = format == "json"
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[
+                structlog.stdlib.add_log_level,
+                structlog.stdlib.add_logger_name,
+                structlog.stdlib.ExtraAdder(),
+            ],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                *(_json_processors(fields or {}) if is_json else _console_processors(out.isatty())),
+            ],
+        )
+    )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # Drivers and model libraries tell their own story at INFO; ours would drown in it.
-    for noisy in ("httpx", "urllib3", "filelock", "numba", "transformers"):
+    for noisy in _NOISY:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (unix seconds), level, logger, message, error, and the extras."""
+def _json_processors(fields: Mapping[str, Any]) -> list[Processor]:
+    def in_order(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        return {name: event[name] for name in ("time", "level", "logger", "message")} | {**fields} | event
 
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": round(record.created, 6),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **_extras(record),
-        }
-        if record.exc_info:
-            line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+    return [
+        structlog.processors.TimeStamper(fmt=None, key="time"),
+        structlog.processors.format_exc_info,
+        structlog.processors.EventRenamer("message"),
+        _rename("exception", "error"),
+        in_order,
+        structlog.processors.JSONRenderer(ensure_ascii=False, default=str),
+    ]
 
 
-class ConsoleFormatter(logging.Formatter):
-    """`12:00:00.123 info  worker.leases  message  job_id=...`, UTC."""
+def _console_processors(colours: bool) -> list[Processor]:
+    return [
+        structlog.processors.TimeStamper(fmt="%H:%M:%S.%f", utc=True, key="timestamp"),
+        structlog.dev.ConsoleRenderer(
+            colors=colours,
+            sort_keys=False,
+            pad_event_to=0,
+            # The default prints local variables, and those may be prompts.
+            exception_formatter=structlog.dev.plain_traceback,
+        ),
+    ]
 
-    def format(self, record: logging.LogRecord) -> str:
-        clock = time.strftime("%H:%M:%S", time.gmtime(record.created))
-        extras = "".join(f"  {key}={value}" for key, value in _extras(record).items())
-        level = record.levelname.lower()
-        line = f"{clock}.{int(record.msecs):03d} {level:<7} {record.name}  {record.getMessage()}{extras}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
+def _rename(old: str, new: str) -> Processor:
+    def rename(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        if old in event:
+            event[new] = event.pop(old)
+        return event
 
-def _extras(record: logging.LogRecord) -> Mapping[str, Any]:
-    return {key: value for key, value in vars(record).items() if key not in _STANDARD_ATTRIBUTES}
+    return rename

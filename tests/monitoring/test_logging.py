@@ -6,10 +6,11 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from monitoring.logging import configure_logging
+from monitoring.logging import LogFormat, configure_logging
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,40 @@ def test_console_lines_end_with_the_extras() -> None:
     logger.info("not shown")
     logger.warning("lease lost", extra={"job_id": "01J"})
     (line,) = stream.getvalue().splitlines()
-    assert line.endswith("warning worker.test  lease lost  job_id=01J")
+    assert line.endswith("[warning  ] lease lost [worker.test] job_id=01J")
+
+
+def test_fields_of_the_process_are_on_json_lines_only() -> None:
+    as_json, for_people = io.StringIO(), io.StringIO()
+    configure_logging("info", "json", as_json, {"worker": "w1", "queue": "q"})
+    logging.getLogger("worker.test").info("job running", extra={"job_id": "01J"})
+    line = json.loads(as_json.getvalue())
+    assert list(line)[:4] == ["time", "level", "logger", "message"]
+    assert (line["worker"], line["queue"], line["job_id"]) == ("w1", "q", "01J")
+    configure_logging("info", "console", for_people, {"worker": "w1"})
+    logging.getLogger("worker.test").info("job running")
+    assert "w1" not in for_people.getvalue()
+
+
+@pytest.mark.parametrize("format", ["json", "console"])
+def test_a_traceback_shows_no_variables(format: LogFormat) -> None:
+    """They may be prompts."""
+    stream = io.StringIO()
+    configure_logging("info", format, stream)
+    prompt = "".join(["my ", "secret ", "prompt"])
+    try:
+        raise RuntimeError(f"no more blocks for {len(prompt)} characters")
+    except RuntimeError:
+        logging.getLogger("worker.test").exception("step failed")
+    assert "no more blocks for 16 characters" in stream.getvalue()
+    assert prompt not in stream.getvalue()
+
+
+def test_a_value_that_json_does_not_know_is_written_as_text() -> None:
+    stream = io.StringIO()
+    configure_logging("info", "json", stream)
+    logging.getLogger("worker.test").info("started", extra={"where": Path("/x"), "bad": float("nan")})
+    assert json.loads(stream.getvalue())["where"] == "/x"
 
 
 def test_a_second_call_replaces_the_first() -> None:

@@ -7,19 +7,20 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
 from producer import flows, submitting
 from producer.async_handles import AsyncBatchHandle, AsyncJobHandle
 from producer.async_listener import AsyncListener
-from producer.client import check_options
-from producer.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Wait
+from producer.client import check_options, signing_keys
+from producer.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wait
 from producer.submitting import JobLike, OnFull, OnInvalid
+from producer.wire.connecting import open_async_client
 from producer.wire.discovery import find_redis
+from producer.wire.durability import Durability
 from producer.wire.outputs import JobStatus
-from producer.wire.transport import AsyncTransport, connection_options
+from producer.wire.transport import AsyncTransport
 
 T = TypeVar("T")
 
@@ -42,11 +43,14 @@ class AsyncProducer:
         queue: str = "default",
         tenant: str = "default",
         hmac_key: str | bytes | None = None,
+        durability: Durability = "server",
     ) -> None:
-        check_options(queue, tenant, hmac_key)
+        check_options(queue, tenant, durability)
         self.queue = queue
         self.tenant = tenant
         self._url = url
+        self._hmac_keys = signing_keys(hmac_key)
+        self._durability = durability
         self._connection: _Connection | None = None
 
     def __repr__(self) -> str:
@@ -58,7 +62,9 @@ class AsyncProducer:
         """As Producer.submit."""
         chosen = submitting.new_job_id() if job_id is None else submitting.check_id(job_id)
         built = submitting.build_job(job, fields, self.tenant)
-        return AsyncJobHandle(self, await self._run(submitting.submit(self.queue, built, chosen)))
+        return AsyncJobHandle(
+            self, await self._run(submitting.submit(self.queue, built, chosen, self._hmac_keys))
+        )
 
     async def submit_many(
         self,
@@ -71,7 +77,13 @@ class AsyncProducer:
         """As Producer.submit_many."""
         chosen = submitting.new_batch_id() if batch_id is None else submitting.check_id(batch_id)
         items = submitting.prepare_items(
-            jobs, chosen, tenant=self.tenant, on_invalid=on_invalid, by_content=batch_id is not None
+            jobs,
+            chosen,
+            queue=self.queue,
+            tenant=self.tenant,
+            hmac_keys=self._hmac_keys,
+            on_invalid=on_invalid,
+            by_content=batch_id is not None,
         )
         await self._run(submitting.submit_many(self.queue, chosen, items, on_full))
         return AsyncBatchHandle(self, chosen)
@@ -148,6 +160,9 @@ class AsyncProducer:
                 return sending
             case Finish(pending):
                 return await pending
+            case Sync():
+                if self._durability == "fsync":
+                    await self._connected().transport.sync(self.queue)
             case Sleep(seconds):
                 await asyncio.sleep(seconds)
             case Wait(topic, timeout, polled):
@@ -169,10 +184,8 @@ class _Connection:
 
     def __init__(self, url: str, queue: str) -> None:
         retry = Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=2)
-        pool = redis.asyncio.BlockingConnectionPool.from_url(
-            url, max_connections=MAX_CONNECTIONS, timeout=None, retry=retry, **connection_options(url)
-        )
-        self.transport = AsyncTransport(redis.asyncio.Redis.from_pool(pool))
+        client = open_async_client(url, queue, max_connections=MAX_CONNECTIONS, retry=retry)
+        self.transport = AsyncTransport(client)
         self.listener = AsyncListener(self.transport, queue)
 
     async def close(self) -> None:

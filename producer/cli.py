@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import redis
 import typer
 from typer.core import TyperGroup
 
@@ -24,7 +23,8 @@ from producer import cli_views as views
 from producer.client import Producer
 from producer.handles import JobHandle
 from producer.wire import registry
-from producer.wire.discovery import URL_VARIABLE, find_redis
+from producer.wire.connecting import ServerAddress, has_password, open_client, redacted
+from producer.wire.discovery import PASSWORD_VARIABLE, URL_VARIABLE, find_redis
 from producer.wire.errors import (
     InvalidJob,
     JobError,
@@ -35,7 +35,7 @@ from producer.wire.errors import (
     ResultTimeout,
 )
 from producer.wire.scripts import Call
-from producer.wire.transport import SyncTransport, connection_options
+from producer.wire.transport import SyncTransport
 
 EXIT_NOT_SUCCEEDED = 1
 EXIT_USAGE = 2
@@ -113,13 +113,20 @@ queue_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The q
 app.add_typer(queue_app, name="queue")
 
 
-def check_url(url: str | None) -> str | None:
+def check_url(context: typer.Context, parameter: typer.CallbackParam, url: str | None) -> str | None:
     """For --redis-url: a usage error instead of the driver's, before anything connects."""
+    if url is None:
+        return None
     try:
-        if url is not None:
-            redis.connection.parse_url(url)
+        ServerAddress.parse(url)
     except ValueError as error:
-        raise typer.BadParameter(f"{url!r} is no Redis URL: {error}") from error
+        raise typer.BadParameter(f"{redacted(url)!r} is no Redis URL: {error}") from error
+    source = context.get_parameter_source(parameter.name or "")
+    if has_password(url) and source is not None and source.name == "COMMANDLINE":
+        say(
+            f"warning: every user of this machine can read a password on a command line; "
+            f"set {URL_VARIABLE} or {PASSWORD_VARIABLE} instead"
+        )
     return url
 
 
@@ -261,8 +268,7 @@ def queue_resume(redis_url: RedisUrl = None, queue: Queue = "default") -> None:
 
 def _ask(url: str | None, call: Call[T]) -> T:
     """Run one call that no Producer makes."""
-    found = find_redis(url)
-    with redis.Redis.from_url(found, **connection_options(found)) as client:
+    with open_client(find_redis(url), call.keys[0].partition("{")[2].partition("}")[0]) as client:
         return SyncTransport(client).run(call)
 
 

@@ -67,10 +67,11 @@ def batch_run(
             batch.model = default_model(url, queue)
         producer = stack.enter_context(Producer(url, queue=queue))
         if cancel:
-            say(f"{batch.cancel(producer):,} requests cancelled; run it again for what had finished")
-            return
-        bar = stack.enter_context(RunBar(count, metrics_url, is_quiet=quiet))
-        summary = batch.execute(producer, bar.update)
+            say(f"{batch.cancel(producer):,} requests cancelled")
+            summary = batch.deliver(producer)
+        else:
+            bar = stack.enter_context(RunBar(count, metrics_url, is_quiet=quiet))
+            summary = batch.execute(producer, bar.update)
     if as_json:
         typer.echo(json.dumps({"output": str(target), "errors": str(batch.errors_path), **asdict(summary)}))
     else:

@@ -7,24 +7,28 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_args
 
-import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from producer import flows, submitting
-from producer.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Wait
+from producer.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wait
 from producer.handles import BatchHandle, JobHandle
 from producer.listener import Listener
 from producer.submitting import JobLike, OnFull, OnInvalid
 from producer.wire import keys
+from producer.wire.connecting import open_client
 from producer.wire.discovery import find_redis
+from producer.wire.durability import Durability
 from producer.wire.errors import InvalidJob
 from producer.wire.outputs import JobStatus
-from producer.wire.transport import Pending, SyncTransport, connection_options
+from producer.wire.signing import Keys
+from producer.wire.transport import Pending, SyncTransport
 
 T = TypeVar("T")
+
+HMAC_KEYS_VARIABLE = "PAGEMILL_HMAC_KEYS"
 
 
 class Producer:
@@ -38,7 +42,9 @@ class Producer:
             print(handle.result(timeout=60).text)
 
     Without `url`, PAGEMILL_REDIS_URL says where Redis is, else the embedded server of a local worker is used.
-    Every method may raise RedisUnavailable.
+    With `hmac_key` (without it: the first of PAGEMILL_HMAC_KEYS, if that is set) every job is signed. With
+    `durability="fsync"` a submit returns once it is in the server's append-only file on disk. Every method
+    may raise RedisUnavailable.
     """
 
     def __init__(
@@ -48,11 +54,14 @@ class Producer:
         queue: str = "default",
         tenant: str = "default",
         hmac_key: str | bytes | None = None,
+        durability: Durability = "server",
     ) -> None:
-        check_options(queue, tenant, hmac_key)
+        check_options(queue, tenant, durability)
         self.queue = queue
         self.tenant = tenant
         self._url = url
+        self._hmac_keys = signing_keys(hmac_key)
+        self._durability = durability
         self._lock = threading.Lock()
         self._connection: _Connection | None = None
 
@@ -68,7 +77,7 @@ class Producer:
         """
         chosen = submitting.new_job_id() if job_id is None else submitting.check_id(job_id)
         built = submitting.build_job(job, fields, self.tenant)
-        return JobHandle(self, self._run(submitting.submit(self.queue, built, chosen)))
+        return JobHandle(self, self._run(submitting.submit(self.queue, built, chosen, self._hmac_keys)))
 
     def submit_many(
         self,
@@ -87,7 +96,13 @@ class Producer:
         """
         chosen = submitting.new_batch_id() if batch_id is None else submitting.check_id(batch_id)
         items = submitting.prepare_items(
-            jobs, chosen, tenant=self.tenant, on_invalid=on_invalid, by_content=batch_id is not None
+            jobs,
+            chosen,
+            queue=self.queue,
+            tenant=self.tenant,
+            hmac_keys=self._hmac_keys,
+            on_invalid=on_invalid,
+            by_content=batch_id is not None,
         )
         self._run(submitting.submit_many(self.queue, chosen, items, on_full))
         return BatchHandle(self, chosen)
@@ -168,6 +183,9 @@ class Producer:
                 return self._connected().transport.begin(call)
             case Finish(pending):
                 return pending.finish()
+            case Sync():
+                if self._durability == "fsync":
+                    self._connected().transport.sync(self.queue)
             case Sleep(seconds):
                 time.sleep(seconds)
             case Wait(topic, timeout, polled):
@@ -197,7 +215,7 @@ class _Connection:
     def __init__(self, url: str, queue: str) -> None:
         self.pid = os.getpid()
         retry = Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=2)
-        self.transport = SyncTransport(redis.Redis.from_url(url, retry=retry, **connection_options(url)))
+        self.transport = SyncTransport(open_client(url, queue, retry=retry))
         self.listener = Listener(self.transport, queue)
 
     def close(self) -> None:
@@ -205,10 +223,18 @@ class _Connection:
         self.transport.close()
 
 
-def check_options(queue: str, tenant: str, hmac_key: str | bytes | None) -> None:
+def check_options(queue: str, tenant: str, durability: str) -> None:
     """Raise InvalidJob for a producer's options that make no sense."""
     keys.prefix(queue)
     if not keys.TENANT_PATTERN.fullmatch(tenant):
         raise InvalidJob("a tenant is 1 to 64 of the characters A-Z a-z 0-9 . _ @ -")
-    if hmac_key is not None:
-        raise InvalidJob("hmac_key is not supported yet", "unsupported_feature")
+    if durability not in get_args(Durability):
+        raise InvalidJob(f"durability is one of {', '.join(get_args(Durability))}")
+
+
+def signing_keys(given: str | bytes | None) -> Keys:
+    """The key to sign with: the one given, else the first of PAGEMILL_HMAC_KEYS. Raises InvalidJob."""
+    if given is not None:
+        return Keys([given])
+    first = os.environ.get(HMAC_KEYS_VARIABLE, "").split(",")[0].strip()
+    return Keys([first] if first else [])

@@ -31,6 +31,11 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
+class Sync:
+    """Sent back: None, once everything the server was told is as durable as the producer was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sleep:
     """Sent back: None, after so many seconds."""
 
@@ -57,5 +62,5 @@ class Emit:
     item: Any
 
 
-Effect: TypeAlias = Call[Any] | Begin | Finish | Sleep | Wait | Emit
+Effect: TypeAlias = Call[Any] | Begin | Finish | Sync | Sleep | Wait | Emit
 Flow: TypeAlias = Generator[Effect, Any, T]

@@ -14,13 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import redis
-
 from producer.wire import registry
+from producer.wire.connecting import open_client
 from producer.wire.discovery import find_redis, state_dir
 from producer.wire.errors import PagemillError, RedisUnavailable
 from producer.wire.registry import WorkerInfo
-from producer.wire.transport import SyncTransport, connection_options
+from producer.wire.transport import SyncTransport
 
 START_LIMIT_S = 600.0
 """Covers the packaged model's one-time conversion on a slow machine."""
@@ -107,7 +106,7 @@ class LocalWorker:
 
 def live_workers(url: str, queue: str) -> list[WorkerInfo]:
     """The workers of a queue. Raises RedisUnavailable."""
-    with redis.Redis.from_url(url, **connection_options(url)) as client:
+    with open_client(url, queue) as client:
         return SyncTransport(client).run(registry.workers(queue))
 
 

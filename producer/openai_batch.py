@@ -107,9 +107,16 @@ class BatchFile:
             return self._finish(journal)
 
     def cancel(self, producer: Producer) -> int:
-        """Cancel what an earlier start has under way; the next `execute` delivers what had finished."""
+        """Cancel what an earlier start has under way; `deliver` then writes what had finished."""
         with Journal(self.journal_path) as journal:
             return WorkLoop(producer, journal).cancel()
+
+    def deliver(self, producer: Producer) -> BatchSummary:
+        """Collect what has ended and write both files, without submitting anything."""
+        self.check()
+        with Journal(self.journal_path) as journal:
+            WorkLoop(producer, journal).run(lambda: iter(()))
+            return self._finish(journal)
 
     def _requests(self) -> Iterator[tuple[Row, str, Job | RowError]]:
         for row in self._source.rows():

@@ -6,14 +6,16 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
-from producer.effects import Begin, Finish, Flow, Sleep
+from producer.effects import Begin, Finish, Flow, Sleep, Sync
 from producer.wire import keys, transitions
 from producer.wire.errors import IdempotencyConflict, InvalidJob, QueueFull, RedisUnavailable
 from producer.wire.outputs import ErrorInfo
 from producer.wire.protocol import MAX_METADATA_BYTES, Job
 from producer.wire.scripts import Call
+from producer.wire.signing import Keys
 from producer.wire.transitions import Submission, SubmitReply
 
 JobLike: TypeAlias = Job | Mapping[str, Any]
@@ -86,14 +88,24 @@ def _send(call: Call[list[SubmitReply]]) -> Flow[list[SubmitReply]]:
     return replies
 
 
-def submit(queue: str, job: Job, job_id: str) -> Flow[str]:
+def signed(item: Submission, queue: str, tenant: str, hmac_keys: Keys) -> Submission:
+    """The submission with its payload signed, if there is a key."""
+    if not hmac_keys:
+        return item
+    payload = hmac_keys.sign_payload(item.payload, queue=queue, job_id=item.job_id, tenant=tenant)
+    return replace(item, payload=payload)
+
+
+def submit(queue: str, job: Job, job_id: str, hmac_keys: Keys) -> Flow[str]:
     """Submit one job; returns the id it goes by, another's if the idempotency key was known."""
     if job.key is not None:
         raise InvalidJob("key names an item of a batch; use submit_many, or metadata")
     digest = None if job.idempotency_key is None else job.digest()
     submission = transitions.prepare(job, job_id, digest=digest, seed=seed_of(job_id))
+    submission = signed(submission, queue, job.tenant, hmac_keys)
     try:
         replies = yield from _send(transitions.submit(queue, [submission]))
+        yield Sync()
     except RedisUnavailable as error:
         raise RedisUnavailable(f"{error}; the job may have arrived or not", job_id) from error
     reply = replies[0]
@@ -128,6 +140,7 @@ def submit_many(queue: str, batch_id: str, submissions: Iterator[Submission], on
         raise
     if sent is not None:
         yield from _settle(queue, batch_id, sent, pending, on_full)
+    yield Sync()  # once: the server's file is in order, the last chunk is behind all others
 
 
 def _settle(queue: str, batch_id: str, chunk: list[Submission], pending: Any, on_full: OnFull) -> Flow[None]:
@@ -179,7 +192,14 @@ def cut_chunks(submissions: Iterator[Submission]) -> Iterator[list[Submission]]:
 
 
 def prepare_items(
-    jobs: Iterable[JobLike], batch_id: str, *, tenant: str, on_invalid: OnInvalid, by_content: bool
+    jobs: Iterable[JobLike],
+    batch_id: str,
+    *,
+    queue: str,
+    tenant: str,
+    hmac_keys: Keys,
+    on_invalid: OnInvalid,
+    by_content: bool,
 ) -> Iterator[Submission]:
     """Submissions for the items of a batch, made as they are asked for.
 
@@ -195,7 +215,8 @@ def prepare_items(
                 raise InvalidJob(message, "unsupported_feature")
             key = job.key or (_content_key(job, seen) if by_content else str(position))
             job_id = item_id(batch_id, key)
-            yield transitions.prepare(job, job_id, key=key, seed=seed_of(job_id))
+            item = transitions.prepare(job, job_id, key=key, seed=seed_of(job_id))
+            yield signed(item, queue, job.tenant, hmac_keys)
         except InvalidJob as error:
             if on_invalid == "raise":
                 raise InvalidJob(f"item {position}: {error}", error.code) from None

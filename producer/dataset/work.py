@@ -156,6 +156,7 @@ class WorkLoop:
 
     def _collect_rest(self) -> bool:
         """Wait for what is in flight. False: the server no longer knows it."""
+        self._collect()
         quiet_since = time.monotonic()
         while self.tally.in_flight:
             if self._collect(wait=True):

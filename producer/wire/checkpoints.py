@@ -12,16 +12,21 @@ from producer.wire.outputs import (
     Output,
     PositionLogprobs,
 )
+from producer.wire.signing import unsigned_entry
 
 
 def read_deltas(entries: Iterable[bytes]) -> list[Delta]:
-    return [Delta.model_validate_json(entry) for entry in entries]
+    """Raises ValueError (pydantic's) for an entry that is no delta."""
+    return [Delta.model_validate_json(unsigned_entry(entry)) for entry in entries]
 
 
 def merge_checkpoint(
     entries: Iterable[bytes], fingerprint: str = "", seed: int | None = None
 ) -> Checkpoint | None:
-    """The samples that the entries add up to; None when there are none."""
+    """The samples that the entries add up to; None when there are none.
+
+    Raises ValueError when an entry is no delta, or does not go on where the one before it ended.
+    """
     samples: dict[int, _Sample] = {}
     for delta in read_deltas(entries):
         samples.setdefault(delta.index, _Sample()).add(delta)
@@ -32,8 +37,11 @@ def merge_checkpoint(
 
 
 def partial_outputs(entries: Iterable[bytes]) -> tuple[Output, ...]:
-    """What a job had generated when it ended without a result."""
-    checkpoint = merge_checkpoint(entries)
+    """What a job had generated when it ended without a result; nothing if that can't be read."""
+    try:
+        checkpoint = merge_checkpoint(entries)
+    except ValueError:
+        return ()
     return tuple(Output(**dict(sample)) for sample in checkpoint.seqs) if checkpoint else ()
 
 
@@ -45,6 +53,8 @@ class _Sample:
         self.finish_reason: FinishReason | None = None
 
     def add(self, delta: Delta) -> None:
+        if delta.offset != len(self.token_ids):
+            raise ValueError("the checkpoint has a gap")
         self.token_ids += delta.token_ids
         self.text.append(delta.text)
         self.logprobs += delta.logprobs or ()

@@ -13,6 +13,8 @@ from urllib.parse import quote
 from producer.wire.errors import RedisUnavailable
 
 URL_VARIABLE = "PAGEMILL_REDIS_URL"
+USERNAME_VARIABLE = "PAGEMILL_REDIS_USERNAME"
+PASSWORD_VARIABLE = "PAGEMILL_REDIS_PASSWORD"
 STATE_DIR_VARIABLE = "PAGEMILL_STATE_DIR"
 SERVER_FILE = "server.json"
 
@@ -25,13 +27,27 @@ def state_dir() -> Path:
 
 def find_redis(url: str | None = None, directory: Path | None = None) -> str:
     """The URL to connect to. Raises RedisUnavailable, saying what to type, when there is none."""
-    found = url or os.environ.get(URL_VARIABLE) or _embedded_url(directory or state_dir())
+    if given := url or os.environ.get(URL_VARIABLE):
+        return with_credentials(given)
+    found = _embedded_url(directory or state_dir())
     if found is None:
         raise RedisUnavailable(
             f"no Redis server: give a URL, set {URL_VARIABLE}, or start a worker with a server of its own: "
             "pagemill worker --model smollm2"
         )
     return found
+
+
+def with_credentials(url: str) -> str:
+    """The URL with user and password from the environment, where it has none of its own.
+
+    A URL on a command line is seen by every user of the machine; an environment is not.
+    """
+    username, password = os.environ.get(USERNAME_VARIABLE, ""), os.environ.get(PASSWORD_VARIABLE)
+    scheme, separator, rest = url.partition("://")
+    if password is None or not separator or "@" in rest.partition("?")[0]:
+        return url
+    return f"{scheme}://{quote(username, safe='')}:{quote(password, safe='')}@{rest}"
 
 
 def _embedded_url(directory: Path) -> str | None:

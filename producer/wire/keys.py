@@ -88,3 +88,8 @@ def cancel_channel(queue: str) -> str:
 def feed_channel(queue: str) -> str:
     """Pub/sub: the id of every streaming job that has new tokens."""
     return f"{prefix(queue)}feed"
+
+
+def synced(queue: str) -> str:
+    """String: written before waiting for the server's disk, so that there is something to wait for."""
+    return f"{prefix(queue)}synced"

@@ -84,6 +84,8 @@ class Result(WireModel):
     attempt: int = 1
     resumed_tokens: int = 0
     """Output tokens taken over from a checkpoint."""
+    copied_from: str | None = None
+    """The equal job that ran, when this one waited for its end (`dedupe`)."""
     timing: Timing = Timing()
     metadata: dict[str, Any] | None = None
 
@@ -142,6 +144,10 @@ class JobStatus(WireModel):
     progress: Progress = Progress()
     error: str | None = None
     """Why it failed, was retried, or waits."""
+    leader: str | None = None
+    """The equal job whose end will be, or was, this one's too: it does not run itself."""
+    replay_of: str | None = None
+    """The dead job that this one runs again."""
     metadata: dict[str, Any] | None = None
 
     @property

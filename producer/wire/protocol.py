@@ -47,6 +47,8 @@ from producer.wire.sampling import (
     StructuredOutputs,
     TokenId,
 )
+from producer.wire.signing import split_payload
+from producer.wire.webhook_url import WebhookUrl
 
 __all__ = [
     "ENVELOPE_VERSION",
@@ -135,13 +137,17 @@ class Job(SamplingFields):
     idempotency_key: Annotated[str, StringConstraints(strict=True, min_length=1, max_length=255)] | None = (
         None
     )
+    dedupe: _Bool = False
+    """Do not run while an equal job of the tenant waits or runs: its end is this one's too. The outcome must
+    follow from the job, so it takes temperature 0 or a seed."""
     key: Annotated[str, StringConstraints(strict=True, min_length=1, max_length=255)] | None = None
     """The item's name inside its batch."""
     metadata: dict[str, Any] | None = None
     """The caller's own JSON, handed back with status and result."""
     stream: _Bool = False
     """Checkpoint often, so that `stream()` sees tokens early."""
-    webhook: str | None = None
+    webhook: Annotated[str, StringConstraints(strict=True)] | None = None
+    """An https URL to be told of the end. Workers call the hosts they are allowed to, none by default."""
     traceparent: (
         Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")]
         | None
@@ -151,18 +157,14 @@ class Job(SamplingFields):
     def parse(cls, fields: dict[str, Any]) -> Job:
         """A job from its fields. Raises InvalidJob with every reason, and never quotes the input."""
         try:
-            job = cls.model_validate(fields)
+            return cls.model_validate(fields)
         except ValidationError as error:
             raise InvalidJob(_reasons(error)) from None
-        if job.webhook is not None:
-            raise InvalidJob(
-                "webhook is not supported yet; poll or wait for the result", "unsupported_feature"
-            )
-        return job
 
     @classmethod
     def from_payload(cls, payload: bytes) -> Job:
-        """A job from its envelope. Raises InvalidJob."""
+        """A job from its envelope; a signature in front of it is left to whoever checks. Raises InvalidJob."""
+        payload = split_payload(payload).envelope
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise InvalidJob(
                 f"the payload has {len(payload)} bytes, the limit is {MAX_PAYLOAD_BYTES}", "payload_too_large"
@@ -211,7 +213,9 @@ class Job(SamplingFields):
 
     def digest(self) -> str:
         """A hash of what the job computes: prompt, model and sampling, not when, for whom or how soon."""
-        work = self.model_dump_json(include=_WORK_FIELDS, exclude_defaults=True)
+        # The seed of a greedy job is not used.
+        fields = _WORK_FIELDS if self.temperature > 0.0 else _WORK_FIELDS - {"seed"}
+        work = self.model_dump_json(include=fields, exclude_defaults=True)
         return hashlib.blake2b(work.encode(), digest_size=12).hexdigest()
 
     @model_validator(mode="before")
@@ -235,12 +239,21 @@ class Job(SamplingFields):
             raise ValueError(f"metadata has more than {MAX_METADATA_BYTES} bytes of JSON")
         return value
 
+    @field_validator("webhook")
+    @classmethod
+    def _https(cls, value: str | None) -> str | None:
+        if value is not None:
+            WebhookUrl.parse(value)
+        return value
+
     @model_validator(mode="after")
     def _one_prompt_one_start(self) -> Self:
         if sum(value is not None for value in (self.prompt, self.messages, self.prompt_token_ids)) != 1:
             raise ValueError("give exactly one of prompt, messages, prompt_token_ids")
         if self.delay is not None and self.run_at is not None:
             raise ValueError("give delay or run_at, not both")
+        if self.dedupe and self.temperature > 0.0 and self.seed is None:
+            raise ValueError("dedupe takes temperature 0 or a seed: other jobs differ each time they run")
         return self
 
 

@@ -11,7 +11,17 @@ from typing import Any
 from producer.wire import keys
 from producer.wire.checkpoints import partial_outputs, read_deltas
 from producer.wire.errors import JOB_ERRORS, JobError, JobNotFound, ResultExpired
-from producer.wire.outputs import END_STATES, Delta, EndState, ErrorInfo, JobStatus, Progress, Result, State
+from producer.wire.outputs import (
+    END_STATES,
+    Delta,
+    EndState,
+    ErrorInfo,
+    JobStatus,
+    Progress,
+    Result,
+    State,
+    Timing,
+)
 from producer.wire.scripts import Call
 
 FEED_ENTRIES = 256
@@ -90,15 +100,26 @@ def feed(queue: str, job_id: str, epoch: int, position: int) -> Call[Feed]:
 
 def read_outcome(record: list[Any]) -> Outcome:
     """An end record as the scripts return it."""
-    job_id, state, key, metadata, out, entries = record
+    job_id, state, key, metadata, out, leader, created_at, finished_at, entries = record
     word: Any = state.decode() or None
-    succeeded = word == "succeeded"
+    own_metadata = _object(metadata)
+    result = None
+    if word == "succeeded" and out:
+        result = Result.model_validate_json(out)
+        if leader:
+            update = {
+                "id": job_id.decode(),
+                "copied_from": leader.decode(),
+                "timing": Timing(e2e_s=(int(finished_at) - int(created_at)) / 1000),
+                "metadata": own_metadata,
+            }
+            result = result.model_copy(update=update)
     return Outcome(
         job_id=job_id.decode(),
         state=word,
         key=key.decode(),
-        metadata=_object(metadata),
-        result=Result.model_validate_json(out) if succeeded and out else None,
+        metadata=own_metadata,
+        result=result,
         error=_error(out, entries) if word in JOB_ERRORS and out else None,
     )
 
@@ -122,10 +143,10 @@ def _statuses(queue: str, job_ids: tuple[str, ...], reply: list[list[Any]]) -> l
 
 def _status(queue: str, job_id: str, row: list[Any]) -> JobStatus:
     (state, lane, attempt, crashes, created_at, started_at, finished_at, deadline,
-     worker, progress, progress_at, position, live_workers, error, metadata) = row  # fmt: skip
+     worker, progress, progress_at, leader, replay_of, position, live_workers, error, metadata) = row  # fmt: skip
     _, priority, tenant, model = keys.split_lane(lane.decode())
     reason = ErrorInfo.model_validate_json(error).message if error else None
-    if state == b"queued" and not live_workers:
+    if state == b"queued" and not leader and not live_workers:
         reason = f"no live worker serves it (model {model})"
     return JobStatus(
         id=job_id,
@@ -144,6 +165,8 @@ def _status(queue: str, job_id: str, row: list[Any]) -> JobStatus:
         worker=worker.decode() if worker else None,
         progress=_progress(progress, progress_at),
         error=reason,
+        leader=leader.decode() if leader else None,
+        replay_of=replay_of.decode() if replay_of else None,
         metadata=_object(metadata),
     )
 

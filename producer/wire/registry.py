@@ -41,6 +41,8 @@ class QueueStats:
     dead: int
     """Jobs in the dead-letter set."""
     paused: bool
+    followers: int = 0
+    """Queued jobs that wait for the end of an equal one; they are in no waiting set."""
 
 
 def heartbeat(queue: str, info: WorkerInfo, ttl_ms: int = WORKER_TTL_MS) -> Call[None]:
@@ -84,7 +86,7 @@ def _nothing(reply: Any) -> None:
 
 
 def _stats(reply: list[Any]) -> QueueStats:
-    flat, lanes, leases, dead, paused = reply
+    flat, lanes, leases, dead, paused, followers = reply
     waiting: dict[tuple[str, str, str], int] = {}
     oldest: dict[tuple[str, str, str], float] = {}
     for name, jobs, age_ms in lanes:
@@ -93,4 +95,4 @@ def _stats(reply: list[Any]) -> QueueStats:
         waiting[lane] = waiting.get(lane, 0) + jobs
         oldest[lane] = max(oldest.get(lane, 0.0), int(age_ms) / 1000)
     counts = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
-    return QueueStats(counts, waiting, oldest, leases, dead, bool(paused))
+    return QueueStats(counts, waiting, oldest, leases, dead, bool(paused), followers)

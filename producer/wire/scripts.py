@@ -39,9 +39,12 @@ def source(name: str) -> str:
 @cache
 def names() -> tuple[str, ...]:
     """Every script that can be called; the files that only others include are left out."""
-    included = {"common", "states", "sweeping", "cancelling", "records"}
-    found = {path.name.removesuffix(".lua") for path in (files("producer.wire") / "lua").iterdir()}
-    return tuple(sorted(found - included))
+    texts = {
+        path.name.removesuffix(".lua"): path.read_text(encoding="utf-8")
+        for path in (files("producer.wire") / "lua").iterdir()
+    }
+    included = {name for text in texts.values() for name in _INCLUDE.findall(text)}
+    return tuple(sorted(texts.keys() - included))
 
 
 @cache

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from producer.wire import keys
+from producer.wire.affinity import prefix_hash
 from producer.wire.checkpoints import merge_checkpoint
 from producer.wire.outputs import Checkpoint, Delta, EndState, ErrorInfo, Progress
 from producer.wire.protocol import ENVELOPE_VERSION, Job
@@ -29,7 +30,7 @@ RETRY_CAP_S = 60.0
 _TIMES = frozenset({"delay", "ttl", "run_at", "deadline"})
 _HEADER_FIELDS = _TIMES | {"max_attempts", "n"}
 
-SubmitStatus = Literal["created", "exists", "same", "conflict", "full"]
+SubmitStatus = Literal["created", "exists", "same", "conflict", "full", "too_large", "gone"]
 CheckpointReply = Literal["ok", "stale", "bad_offset", "cancelled"]
 CommitReply = Literal["committed", "fenced", "already_done", "cancelled", "expired"]
 RetryReply = Literal["retrying", "dead", "fenced", "already_done", "cancelled", "expired"]
@@ -51,7 +52,9 @@ class SubmitReply:
     """What became of one submission.
 
     created; exists: this id was submitted before; same or conflict: the idempotency key belongs to
-    `job_id`, with an equal or another payload; full: the queue's limit is reached, nothing was stored.
+    `job_id`, with an equal or another payload. Not stored at all: full, the queue's limit is reached;
+    too_large, its limit of a payload's bytes; gone, the job to be replayed is not among the dead.
+    `same` is also said of a dead job that was replayed before, as `job_id`.
     """
 
     status: SubmitStatus
@@ -66,7 +69,10 @@ class PulledJob:
     token: int
     payload: bytes
     """The envelope: `Job.from_payload(payload)` validates it."""
-    checkpoint: Checkpoint | None
+    fingerprint: str
+    """Of what computed the checkpoint; empty when there is none."""
+    entries: tuple[bytes, ...]
+    """The checkpoint as it is stored, unread: what is no good in it is this job's trouble alone."""
     attempt: int
     """1 for the first execution; grows with retryable errors, not with crashes or hand-backs."""
     crashes: int
@@ -75,6 +81,11 @@ class PulledJob:
     submitted_at: float
     deadline: float | None
     """Unix seconds; the worker stops the job then and commits `expired`."""
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The entries added up, nothing else checked. Raises ValueError when they are no checkpoint."""
+        return merge_checkpoint(self.entries, self.fingerprint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +106,9 @@ class PullReply:
     swept: SweepReply
     paused: bool
     queued: int
-    """Jobs that are still queued, of all models."""
+    """Jobs that still wait for a worker, of all models."""
+    limited_ms: int | None = None
+    """In how long the queue's rate limit lets the next job start; None: it may now."""
 
     @property
     def cancelled(self) -> int:
@@ -119,20 +132,34 @@ class RenewReply:
 
 
 def prepare(
-    job: Job, job_id: str, *, key: str | None = None, seed: int | None = None, digest: str | None = None
+    job: Job,
+    job_id: str,
+    *,
+    key: str | None = None,
+    seed: int | None = None,
+    digest: str | None = None,
+    replay_of: str | None = None,
 ) -> Submission:
     """A job as `submit` takes it; `key`, `seed` and `digest` stand in where the job has none of its own.
 
-    Raises InvalidJob when the job is too large.
+    `replay_of` names the dead job that it runs again. Raises InvalidJob when the job is too large.
     """
     lane = keys.lane(ENVELOPE_VERSION, job.priority, job.tenant, job.model)
     # Spelled out, because it is a fifth of a submit's cost otherwise; ids and lanes need no escaping.
     header = f'"id":"{job_id}","lane":"{lane}","cost":{job.cost_tokens()}'
+    affinity = prefix_hash(job)
+    if affinity is not None:
+        header += f',"affinity":"{affinity}"'
     options = _header_options(job)
     if job.key or key:
         options["key"] = job.key or key or ""
-    if job.idempotency_key is not None:
-        options["digest"] = digest or job.digest()
+    if job.idempotency_key is not None or job.dedupe:
+        digest = digest or job.digest()
+        options["digest"] = digest
+    if job.dedupe:
+        options["twin"] = f"{job.tenant}:{digest}"
+    if replay_of is not None:
+        options["replay_of"] = replay_of
     if options:
         header += "," + json.dumps(options)[1:-1]
     return Submission(job_id, f"{{{header}}}".encode(), job.to_payload(key=key, seed=seed))
@@ -152,6 +179,8 @@ def _header_options(job: Job) -> dict[str, str | int]:
         options["n"] = job.n
     if job.stream:
         options["stream"] = 1
+    if job.webhook is not None:
+        options["webhook"] = job.webhook
     if job.idempotency_key is not None:
         options["idem"] = f"{job.tenant}:{job.idempotency_key}"
     if job.metadata is not None:
@@ -211,20 +240,22 @@ def checkpoint(
     *,
     fingerprint: str = "",
     restart: bool = False,
+    sign: Callable[[bytes], bytes] = bytes,
 ) -> Call[CheckpointReply]:
     """Write progress, and append what was generated since the last checkpoint; all deltas or none.
 
     A phase other than "waiting" marks the job as having entered a step: call it with no deltas before a
     job's first step, since only then a lost lease counts as a crash. `restart` drops what was checkpointed
-    before: for an execution that begins at the prompt again. `cancelled`: written, but stop the job.
+    before: for an execution that begins at the prompt again. `sign` makes an entry of a delta's JSON; equal
+    deltas must give equal entries. `cancelled`: written, but stop the job.
     """
-    args: list[str | int] = [job_id, token, _pack_progress(progress), fingerprint, int(restart)]
+    args: list[str | bytes | int] = [job_id, token, _pack_progress(progress), fingerprint, int(restart)]
     for delta in deltas:
         args += [
             delta.index,
             delta.offset,
             len(delta.token_ids),
-            delta.model_dump_json(exclude_defaults=True),
+            sign(delta.model_dump_json(exclude_defaults=True).encode()),
         ]
     return Call("checkpoint", (keys.prefix(queue),), tuple(args), _word)
 
@@ -236,14 +267,17 @@ def commit(
     state: EndState,
     result_json: str | bytes | None = None,
     error_json: str | bytes | None = None,
+    progress: Progress | None = None,
 ) -> Call[CommitReply]:
     """End the job. `succeeded` takes a Result as JSON, every other state an ErrorInfo.
 
+    `progress` is the job's last: with it a status never lags behind the result.
     A job whose cancel or expiry was recorded before ends so, whatever `state` says; the reply says which.
     """
     outcome = result_json if state == "succeeded" else error_json
     assert outcome is not None, f"{state} needs {'a result' if state == 'succeeded' else 'an error'}"
-    return Call("commit", (keys.prefix(queue),), (job_id, token, state, outcome), _word)
+    args = (job_id, token, state, outcome, _pack_progress(progress) if progress is not None else "")
+    return Call("commit", (keys.prefix(queue),), args, _word)
 
 
 def retry(
@@ -302,8 +336,14 @@ def _sweep_reply(reply: list[int]) -> SweepReply:
 
 
 def _pull_reply(reply: list[Any]) -> PullReply:
-    jobs, swept, paused, queued = reply
-    return PullReply([_pulled_job(*job) for job in jobs], _sweep_reply(swept), bool(paused), queued)
+    jobs, swept, paused, queued, limited_ms = reply
+    return PullReply(
+        [_pulled_job(*job) for job in jobs],
+        _sweep_reply(swept),
+        bool(paused),
+        queued,
+        limited_ms if limited_ms >= 0 else None,
+    )
 
 
 def _pulled_job(
@@ -322,7 +362,8 @@ def _pulled_job(
         job_id=job_id.decode(),
         token=token,
         payload=payload,
-        checkpoint=merge_checkpoint(entries, fingerprint.decode()),
+        fingerprint=fingerprint.decode(errors="replace"),
+        entries=tuple(entries),
         attempt=attempt,
         crashes=crashes,
         alone=bool(alone),

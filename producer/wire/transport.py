@@ -1,7 +1,8 @@
 """Two small drivers that run `Call`s: one over redis.Redis, one over redis.asyncio.Redis.
 
 Scripts go by EVALSHA. A server that does not know one (NOSCRIPT: new, restarted, failed over) is taught all
-of them and asked again. The driver library's errors become ours here and nowhere else.
+of them and asked again. The driver library's errors become ours here and nowhere else. What server that is,
+connecting.py knows.
 """
 
 from __future__ import annotations
@@ -14,31 +15,13 @@ import redis
 import redis.asyncio
 from redis import exceptions
 
-from producer.wire import scripts
+from producer.wire import durability, scripts
 from producer.wire.errors import QueueFull, RedisUnavailable
 from producer.wire.scripts import Call
 
 T = TypeVar("T")
 
-CONNECTION_OPTIONS: dict[str, Any] = {
-    "socket_timeout": 15.0,
-    "socket_connect_timeout": 5.0,
-    "socket_keepalive": True,
-    "health_check_interval": 30,
-}
-"""For every client of ours. A blocking command must return before `socket_timeout`."""
-
 _PIPELINE_CALLS = 500
-
-
-def connection_options(url: str) -> dict[str, Any]:
-    """`CONNECTION_OPTIONS`, as far as `url` takes them: the driver knows no keepalive for a unix socket."""
-    is_unix = url.startswith("unix:")
-    return {
-        name: value
-        for name, value in CONNECTION_OPTIONS.items()
-        if not (is_unix and name == "socket_keepalive")
-    }
 
 
 @contextlib.contextmanager
@@ -57,6 +40,8 @@ def _response_error(error: Exception) -> Exception:
     # Redis 6.2 wraps a script's error in a sentence of its own, so the word is looked for anywhere.
     if isinstance(error, exceptions.OutOfMemoryError) or "OOM command not allowed" in message:
         return QueueFull("the Redis server has reached its maxmemory")
+    if isinstance(error, exceptions.NoPermissionError) or "NOPERM" in message[:160]:
+        return RedisUnavailable(f"Redis refuses this user (docs/security.md lists what it needs): {message}")
     unavailable = (
         "READONLY",
         "LOADING",
@@ -114,6 +99,11 @@ class SyncTransport:
             for call in calls:
                 pipeline.evalsha(*_evalsha(call))
             return list(pipeline.execute(raise_on_error=False))
+
+    def sync(self, queue: str) -> None:
+        """See durability.sync."""
+        with wrap_errors():
+            durability.sync(self.client, queue)
 
     def _teach(self) -> None:
         # All at once: with one known and another not, a pipeline's calls would be reordered.
@@ -200,6 +190,11 @@ class AsyncTransport:
             for call in calls:
                 pipeline.evalsha(*_evalsha(call))
             return list(await pipeline.execute(raise_on_error=False))
+
+    async def sync(self, queue: str) -> None:
+        """See durability.sync."""
+        with wrap_errors():
+            await durability.sync_async(self.client, queue)
 
     async def _teach(self) -> None:
         for name in scripts.names():

@@ -26,7 +26,6 @@ for _, id in ipairs(ids) do
   local state = redis.call('HGET', P .. 'job:' .. id, 'state')
   if state and not ACTIVE[state] then
     erase(id)
-    redis.call('ZREM', P .. 'dead', id)
     redis.call('SADD', P .. 'backed:' .. batch, id)
     freed = freed + 1
   end

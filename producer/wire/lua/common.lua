@@ -17,6 +17,11 @@ local function waiting_lane(lane, crashes)
   return lane
 end
 
+-- How a job is spelled in its waiting set: with its affinity beside it, pull sees a whole window at once.
+local function member(id, affinity)
+  return affinity and id .. ' ' .. affinity or id
+end
+
 local function split_lane(lane)
   return string.match(lane, '^(%d+):(%w):([^:]+):(.+)$')
 end
@@ -33,11 +38,12 @@ local function ring(model)
   redis.call('PEXPIRE', bell, 60000)
 end
 
--- Make a lane known to pull, and its tenant's turn come.
+-- Make a lane known to pull. A tenant who is new among those who wait is level with whoever is next.
 local function open_lane(lane)
   local version, class, tenant, model = split_lane(lane)
+  local turns = turns_key(version, class, model)
+  local first = redis.call('ZRANGE', turns, 0, 0, 'WITHSCORES')
   redis.call('SADD', P .. 'lanes', lane)
-  local turn = redis.call('HGET', P .. 'meta', 'turn') or '0'
-  redis.call('ZADD', turns_key(version, class, model), 'NX', turn, tenant)
+  redis.call('ZADD', turns, 'NX', first[2] or '0', tenant)
   ring(model)
 end

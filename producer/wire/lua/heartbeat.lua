@@ -1,9 +1,8 @@
--- Register a worker, or keep it registered.
+-- Register a worker, or keep it registered. Silent ones are forgotten by sweep.
 -- KEYS[1] prefix
 -- ARGV[1] worker id  [2] time to live in ms  [3] what it says about itself, as JSON  [4] and on: its models
 -- Returns 1
 -- @include common
-redis.call('ZREMRANGEBYSCORE', P .. 'workers', '-inf', int(NOW))
 redis.call('ZADD', P .. 'workers', int(NOW + ARGV[2]), ARGV[1])
 redis.call('SET', P .. 'worker:' .. ARGV[1], ARGV[3], 'PX', ARGV[2])
 for i = 4, #ARGV do

@@ -2,99 +2,67 @@
 -- KEYS[1] prefix
 -- ARGV[1] worker id  [2] lease in ms  [3] jobs at most  [4] cost at most, in tokens  [5] jobs the worker holds
 -- ARGV[6] envelope versions it reads, comma-separated  [7] and on: the models it serves
--- Returns {jobs, sweep's reply, paused (0 or 1), jobs queued}, each job being
+-- Returns {jobs, sweep's reply, paused (0 or 1), jobs that wait in lanes, ms until the rate limit lets the next
+--   job start or -1}, each job being
 --   {id, token, payload, attempt, crashes, alone (0 or 1), created_at, deadline or '', fingerprint, checkpoint list}
--- @include sweeping
-local AGEING = 30000
-local SHARE = 8
-local worker, lease, max_jobs, credit = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+-- @include choosing
+local RESERVED_FOR = 10000
+local lease, max_jobs, credit = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local holding = tonumber(ARGV[5])
-local jobs = {}
+local jobs, leases, moved = {}, {}, {}
+local token
 
--- The lane of a class whose tenant was served longest ago.
-local function next_lane(class)
-  local best, best_turn
-  for version in string.gmatch(ARGV[6], '%d+') do
-    for i = 7, #ARGV do
-      local turn = redis.call('ZRANGE', turns_key(version, class, ARGV[i]), 0, 0, 'WITHSCORES')
-      if turn[1] and (not best or tonumber(turn[2]) < best_turn) then
-        best, best_turn = version .. ':' .. class .. ':' .. turn[1] .. ':' .. ARGV[i], tonumber(turn[2])
-      end
-    end
-  end
-  return best
-end
-
-local function head(lane)
-  return redis.call('ZRANGE', P .. 'wait:' .. lane, 0, 0)[1]
-end
-
-local function age(lane)
-  local id = head(lane)
-  return NOW - tonumber(id and redis.call('HGET', P .. 'job:' .. id, 'created_at') or NOW)
-end
-
--- High before normal before low; but every eighth job is the one that has waited longest, once that is long:
--- a steady flow of urgent jobs leaves the others an eighth of the worker, and never nothing.
-local function choose()
-  local turn = tonumber(redis.call('HGET', P .. 'meta', 'turn') or 0)
-  local first, oldest, oldest_age
-  for _, class in ipairs({'0', '1', '2'}) do
-    local lane = next_lane(class)
-    first = first or lane
-    if lane and turn % SHARE == SHARE - 1 then
-      local waited = age(lane)
-      if waited > AGEING and (not oldest or waited > oldest_age) then
-        oldest, oldest_age = lane, waited
-      end
-    elseif lane then
-      break
-    end
-  end
-  return oldest or first
-end
-
+-- Give a job that has left its lane to the worker.
 local function give(id, job, payload, alone)
-  detach(id, job)
-  local token = redis.call('HINCRBY', P .. 'meta', 'token', 1)
-  local turn = redis.call('HINCRBY', P .. 'meta', 'turn', 1)
-  local version, class, tenant, model = split_lane(waiting_lane(job.lane, job.crashes))
-  redis.call('ZADD', turns_key(version, class, model), 'XX', turn, tenant)
-  redis.call('ZADD', P .. 'leases', int(NOW + lease), id)
+  -- Tokens are taken by the handful: a gap between two does no harm.
+  token = (token or redis.call('HINCRBY', P .. 'meta', 'token', max_jobs) - max_jobs) + 1
+  leases[#leases + 1] = int(NOW + lease)
+  leases[#leases + 1] = id
   local attempt = tonumber(job.failures or 0) + 1
-  redis.call('HDEL', P .. 'job:' .. id, 'stepped', 'advanced', 'returned', 'progress', 'progress_at')
-  redis.call('HSET', P .. 'job:' .. id, 'state', 'running', 'worker', worker, 'token', token,
-    'started_at', int(NOW), 'attempt', attempt)
-  count(job.batch, 'queued', 'running')
+  local entries = {}
+  if job.attempt then
+    redis.call('HDEL', P .. 'job:' .. id, 'stepped', 'advanced', 'returned', 'progress', 'progress_at')
+    entries = redis.call('LRANGE', P .. 'ckpt:' .. id, 0, -1)
+  end
+  redis.call('HSET', P .. 'job:' .. id, 'state', 'running', 'worker', worker, 'token', token, 'started_at', int(NOW),
+    'attempt', attempt)
+  if job.batch then
+    moved[job.batch] = (moved[job.batch] or 0) + 1
+  end
   if alone then
     redis.call('HSET', P .. 'suspects', worker, id)
   end
   jobs[#jobs + 1] = {
     id, token, payload, attempt, tonumber(job.crashes or 0), alone and 1 or 0, job.created_at, job.deadline or '',
-    job.fingerprint or '', redis.call('LRANGE', P .. 'ckpt:' .. id, 0, -1)
+    job.fingerprint or '', entries
   }
 end
 
--- Take the head of a lane. Returns false when it costs more than is left: nothing overtakes it then, or a
+-- Take a job from a lane. Returns false when it costs more than is left: nothing overtakes it then, or a
 -- dear job would wait for ever.
-local function take(lane, alone)
-  local id = head(lane)
-  local job = id and load(id)
+local function take(lane, in_order, alone)
+  local at = candidate(lane, in_order)
+  local name = window(lane).members[at]
+  local id, affinity = string.match(name, '^(%S+) ?(%S*)$')
+  local job = load(id)
+  local payload = job and redis.call('GET', P .. 'in:' .. id)
   if not job or job.state ~= 'queued' then
-    leave_lane(id or '', lane)
-    return true
-  end
-  local payload = redis.call('GET', P .. 'in:' .. id)
-  if not payload then
+    redis.call('ZREM', P .. 'wait:' .. lane, name)
+  elseif tonumber(job.deadline or math.huge) <= NOW then
+    finish(id, job, 'expired', EXPIRED)
+  elseif not payload then
     finish(id, job, 'failed', LOST_PAYLOAD)
-    return true
+  else
+    local cost = tonumber(job.cost)
+    if cost > credit and holding + #jobs > 0 then
+      return false
+    end
+    credit = credit - cost
+    redis.call('ZREM', P .. 'wait:' .. lane, name)
+    give(id, job, payload, alone)
+    note_turn(lane)
   end
-  local cost = tonumber(job.cost)
-  if cost > credit and holding + #jobs > 0 then
-    return false
-  end
-  credit = credit - cost
-  give(id, job, payload, alone)
+  note_taken(lane, at, affinity ~= '' and affinity or nil)
   return true
 end
 
@@ -114,32 +82,67 @@ local function reserve(lane)
   if held[1] and held[1] ~= worker and tonumber(held[2]) > NOW then
     return false
   end
-  redis.call('HSET', P .. 'meta', 'reserved_by', worker, 'reserved_until', int(NOW + 10000))
+  redis.call('HSET', P .. 'meta', 'reserved_by', worker, 'reserved_until', int(NOW + RESERVED_FOR))
   return true
 end
 
-local swept = sweep(64)
-local paused = redis.call('HGET', P .. 'meta', 'paused') == '1'
-if not paused and max_jobs > 0 and not runs_suspect() then
-  local suspect = next_lane('s')
+-- How many jobs the queue's rate limit lets start now (a bucket that fills at `rate` a second up to `burst`).
+local rate = tonumber(meta[3])
+local function level()
+  local burst = tonumber(meta[4] or 1)
+  return math.min(burst, tonumber(meta[5] or burst) + math.max(0, NOW - (meta[6] or NOW)) * rate / 1000)
+end
+
+local function take_all()
+  local suspect = lane_of('s')
   if suspect and holding == 0 then
-    take(suspect, true)
+    take(suspect, true, true)
   end
   local waits = #jobs > 0 or (suspect and holding > 0 and reserve(suspect))
   while not waits and #jobs < max_jobs do
-    local lane = choose()
+    local lane, in_order = choose()
     if not lane then
-      for i = 7, #ARGV do
-        redis.call('UNLINK', P .. 'bell:' .. ARGV[i])
+      for _, pair in ipairs(served) do
+        redis.call('UNLINK', P .. 'bell:' .. pair[2])
       end
-      break
+      return
     end
-    waits = not take(lane, false)
+    waits = not take(lane, in_order, false)
   end
-  local left = #jobs > 0 and choose()
+end
+
+-- What holds for all jobs of this call together.
+local function settle()
+  redis.call('ZADD', P .. 'leases', unpack(leases))
+  redis.call('HINCRBY', P .. 'counts', 'queued', -#jobs)
+  redis.call('HINCRBY', P .. 'counts', 'running', #jobs)
+  for batch, count in pairs(moved) do
+    redis.call('HINCRBY', P .. 'batch:' .. batch, 'queued', -count)
+    redis.call('HINCRBY', P .. 'batch:' .. batch, 'running', count)
+  end
+  if rate then
+    redis.call('HSET', P .. 'meta', 'level', level() - #jobs, 'level_at', int(NOW))
+  end
+  local left = choose()
   if left then
     local _, _, _, model = split_lane(left)
     ring(model)
   end
 end
-return {jobs, swept, paused and 1 or 0, tonumber(redis.call('HGET', P .. 'counts', 'queued') or 0)}
+
+local swept = sweep(64)
+local paused = meta[2] == '1'
+local limited = -1
+if rate then
+  max_jobs = math.min(max_jobs, math.floor(level()))
+  limited = level() < 1 and math.ceil((1 - level()) * 1000 / rate) or -1
+end
+if not paused and max_jobs > 0 and not runs_suspect() then
+  take_all()
+  if #jobs > 0 then
+    settle()
+  end
+  save_choices()
+end
+local queued = tonumber(redis.call('HGET', P .. 'counts', 'queued') or 0)
+return {jobs, swept, paused and 1 or 0, queued - tonumber(redis.call('HGET', P .. 'meta', 'followers') or 0), limited}

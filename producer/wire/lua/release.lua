@@ -2,21 +2,10 @@
 -- KEYS[1] prefix
 -- ARGV[1] id  [2] token
 -- Returns released | already_done (this very call came before) | fenced | cancelled | expired
--- @include states
-local id, token = ARGV[1], ARGV[2]
-local job = load(id)
-if not job then
-  return 'fenced'
-end
-if job.returned == token or (job.token == token and not ACTIVE[job.state]) then
-  return 'already_done'
-end
-if job.token ~= token or job.state ~= 'running' then
-  return 'fenced'
-end
-if job.ending then
-  finish(id, job, job.ending, ENDED[job.ending])
-  return job.ending
+-- @include fenced
+local word = refusal(true) or ended_by_request()
+if word then
+  return word
 end
 redis.call('HDEL', P .. 'job:' .. id, 'token')
 enqueue(id, job)

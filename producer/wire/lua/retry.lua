@@ -3,25 +3,15 @@
 -- ARGV[1] id  [2] token  [3] delay in ms  [4] the error, as JSON  [5] the error if it was the last attempt
 -- ARGV[6] 1: drop the checkpoint
 -- Returns retrying | dead | already_done (this very call came before) | fenced | cancelled | expired
--- @include states
-local id, token = ARGV[1], ARGV[2]
-local job = load(id)
-if not job then
-  return 'fenced'
-end
-if job.returned == token or (job.token == token and not ACTIVE[job.state]) then
-  return 'already_done'
-end
-if job.token ~= token or job.state ~= 'running' then
-  return 'fenced'
-end
-if job.ending then
-  finish(id, job, job.ending, ENDED[job.ending])
-  return job.ending
+-- @include fenced
+local word = refusal(true) or ended_by_request()
+if word then
+  return word
 end
 local failures = tonumber(job.failures or 0) + 1
 if failures >= tonumber(job.max_attempts or 3) then
   finish(id, job, 'dead', ARGV[5])
+  redis.call('HSET', P .. 'job:' .. id, 'failures', failures)
   return 'dead'
 end
 detach(id, job)

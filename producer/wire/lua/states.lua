@@ -33,20 +33,25 @@ local function count(batch, from, to)
   end
 end
 
-local function leave_lane(id, lane)
-  redis.call('ZREM', P .. 'wait:' .. lane, id)
+-- Forget a lane that has run empty. Its tenant's place in the turns is kept until pull comes upon it: who
+-- submits one job at a time must not be new each time.
+local function close_lane(lane)
   if redis.call('EXISTS', P .. 'wait:' .. lane) == 0 then
-    local version, class, tenant, model = split_lane(lane)
     redis.call('SREM', P .. 'lanes', lane)
-    redis.call('ZREM', turns_key(version, class, model), tenant)
+    redis.call('HDEL', P .. 'overtaken', lane)
   end
 end
 
 -- Out of whatever set its state keeps it in.
 local function detach(id, job)
   redis.call('ZREM', P .. 'leases', id)
-  if job.state == 'queued' then
-    leave_lane(id, waiting_lane(job.lane, job.crashes))
+  if job.state == 'queued' and job.leader then
+    redis.call('ZREM', P .. 'followers:' .. job.leader, id)
+    redis.call('HINCRBY', P .. 'meta', 'followers', -1)
+  elseif job.state == 'queued' then
+    local lane = waiting_lane(job.lane, job.crashes)
+    redis.call('ZREM', P .. 'wait:' .. lane, member(id, job.affinity))
+    close_lane(lane)
   elseif job.state == 'delayed' then
     redis.call('ZREM', P .. 'delayed', id)
   elseif job.worker and redis.call('HGET', P .. 'suspects', job.worker) == id then
@@ -57,7 +62,7 @@ end
 local function enqueue(id, job)
   detach(id, job)
   local lane = waiting_lane(job.lane, job.crashes)
-  redis.call('ZADD', P .. 'wait:' .. lane, job.seq, id)
+  redis.call('ZADD', P .. 'wait:' .. lane, job.seq, member(id, job.affinity))
   open_lane(lane)
   redis.call('HSET', P .. 'job:' .. id, 'state', 'queued')
   count(job.batch, job.state, 'queued')
@@ -65,6 +70,7 @@ end
 
 local function erase(id)
   redis.call('UNLINK', P .. 'job:' .. id, P .. 'in:' .. id, P .. 'out:' .. id, P .. 'ckpt:' .. id, P .. 'md:' .. id)
+  redis.call('ZREM', P .. 'dead', id)
 end
 
 -- How long the record of an ended job stays. A batch keeps its jobs until it expires as a whole.
@@ -95,16 +101,28 @@ local function settle_idempotency(id, job, state)
   end
 end
 
--- The end of a job: terminal is for ever.
-local function finish(id, job, state, out)
+-- A job leaves all that concerns the living, and its end is recorded.
+local function record_end(id, job, state, out)
   detach(id, job)
-  redis.call('ZREM', P .. 'deadlines', id)
-  redis.call('HDEL', P .. 'job:' .. id, 'ending', 'due_at')
-  redis.call('HSET', P .. 'job:' .. id, 'state', state, 'finished_at', int(NOW))
+  if job.deadline then
+    redis.call('ZREM', P .. 'deadlines', id)
+  end
+  if job.ending or job.due_at then
+    redis.call('HDEL', P .. 'job:' .. id, 'ending', 'due_at')
+  end
+  if job.progress then
+    redis.call('HSET', P .. 'job:' .. id, 'state', state, 'finished_at', int(NOW),
+      'progress', job.progress, 'progress_at', job.progress_at)
+  else
+    redis.call('HSET', P .. 'job:' .. id, 'state', state, 'finished_at', int(NOW))
+  end
   count(job.batch, job.state, state)
   redis.call('SET', P .. 'out:' .. id, out)
   if state == 'dead' then
     redis.call('ZADD', P .. 'dead', int(NOW), id)
+  end
+  if job.webhook then
+    redis.call('ZADD', P .. 'outbox', int(NOW), id)
   end
   if job.idem then
     settle_idempotency(id, job, state)
@@ -116,6 +134,61 @@ local function finish(id, job, state, out)
   end
   if job.stream then
     redis.call('PUBLISH', P .. 'feed', id)
+  end
+end
+
+-- A leader's end as its follower's: the record begins with the id of whose it is.
+local function copy_end(out, leader, id)
+  local own = '{"id":"' .. leader .. '"'
+  if string.sub(out, 1, #own) == own then
+    return '{"id":"' .. id .. '"' .. string.sub(out, #own + 1)
+  end
+  return out
+end
+
+-- The first follower runs instead of a leader that has gone, at its own rank; the others follow it.
+local function promote(followers)
+  local first = followers[1]
+  local job = load(first)
+  detach(first, job)
+  redis.call('HDEL', P .. 'job:' .. first, 'leader')
+  job.leader = nil
+  redis.call('SET', P .. 'twin:' .. job.twin, first, 'NX')
+  for i = 2, #followers do
+    local rank = redis.call('HGET', P .. 'job:' .. followers[i], 'seq')
+    redis.call('HSET', P .. 'job:' .. followers[i], 'leader', first)
+    redis.call('ZADD', P .. 'followers:' .. first, rank, followers[i])
+  end
+  enqueue(first, job)
+end
+
+-- Success is of the work, and so is death (the same work would kill five more workers): followers share them.
+-- A cancel, a deadline or an error of the job itself ended the leader alone.
+local function settle_followers(id, job, state, out)
+  local twin = P .. 'twin:' .. job.twin
+  if redis.call('GET', twin) == id then
+    redis.call('UNLINK', twin)
+  end
+  local followers = redis.call('ZRANGE', P .. 'followers:' .. id, 0, -1)
+  if #followers == 0 then
+    return
+  elseif state ~= 'succeeded' and state ~= 'dead' then
+    redis.call('UNLINK', P .. 'followers:' .. id)
+    promote(followers)
+    return
+  end
+  for _, follower in ipairs(followers) do
+    local copy = load(follower)
+    copy.progress, copy.progress_at = job.progress, job.progress_at
+    record_end(follower, copy, state, copy_end(out, id, follower))
+  end
+end
+
+-- The end of a job: terminal is for ever.
+local function finish(id, job, state, out)
+  record_end(id, job, state, out)
+  if job.twin and not job.leader then
+    settle_followers(id, job, state, out)
   end
 end
 

@@ -5,30 +5,52 @@
 -- ARGV[3], ARGV[4] and so on: header and payload of each job. The payload is the envelope, stored byte for byte.
 --   The header is JSON: id, lane `<version>:<class>:<tenant>:<model>` (class 0 high, 1 normal, 2 low), cost (tokens);
 --   where they apply also delay, ttl (ms from now), run_at, deadline (unix ms), max_attempts, n, stream (1),
---   key (the name inside the batch), idem `<tenant>:<idempotency key>`, digest (of the work), metadata (JSON text),
---   invalid (an error as JSON text: the row is no job, and is recorded in its batch as failed).
+--   webhook (URL), affinity (a hash of the prompt's prefix: equal ones are pulled together), twin `<tenant>:<digest>`
+--   (equal ones in flight run once), key (the name inside the batch), idem `<tenant>:<idempotency key>`, digest (of
+--   the work), metadata (JSON text), replay_of (a dead job's id), invalid (an error as JSON text: the row is no job,
+--   and is recorded in its batch as failed).
 -- Returns one word per job, separated by spaces: created | exists (this id was submitted before) | full (not stored)
---   | same:<id> | conflict:<id> (the idempotency key belongs to that id, with an equal or another digest).
+--   | too_large (the payload; not stored) | same:<id> | conflict:<id> (the idempotency key belongs to that id, with an
+--   equal or another digest; same also: replay_of was replayed as that id) | gone (replay_of is no dead job).
 -- @include common
 
--- Check everything before the first write: Lua has no rollback.
-local TYPES = {
-  id = 'string', lane = 'string', key = 'string', idem = 'string', digest = 'string', metadata = 'string',
-  invalid = 'string', cost = 'number', delay = 'number', ttl = 'number', run_at = 'number', deadline = 'number',
-  max_attempts = 'number', n = 'number', stream = 'number'
+-- Strings by their longest, numbers by their largest; no number is below 0, and NaN fails every comparison.
+local LONGEST = {
+  id = 64, lane = 256, affinity = 32, twin = 128, key = 1024, idem = 1100, digest = 64, replay_of = 64,
+  webhook = 2048, metadata = 16384, invalid = 16384
 }
+local LARGEST = {
+  cost = 1e15, delay = 1e12, ttl = 1e12, run_at = 1e15, deadline = 1e15, max_attempts = 100, n = 128, stream = 1
+}
+local MAX_PAYLOAD = 1049600
+local MAX_FOLLOWERS = 256
+local lanes = {}
 
+-- Check everything before the first write: Lua has no rollback.
 local function is_sound(job)
   for name, value in pairs(job) do
-    if type(value) ~= TYPES[name] then
+    local kind = type(value)
+    if kind == 'string' then
+      if #value > (LONGEST[name] or -1) then
+        return false
+      end
+    elseif kind ~= 'number' or not (value >= 0 and value <= (LARGEST[name] or -1)) then
       return false
     end
   end
-  return job.cost and (not job.invalid or ARGV[1] ~= '') and string.match(job.id or '', '^[%w._-]+$')
-    and string.match(job.lane or '', '^%d+:[012]:[%w._@-]+:.+$')
+  if not (job.id and job.lane and job.cost and string.match(job.id, '^[%w._-]+$')) then
+    return false
+  end
+  if not lanes[job.lane] then
+    if not string.match(job.lane, '^%d+:[012]:[%w._@-]+:.+$') then
+      return false
+    end
+    lanes[job.lane] = {}
+  end
+  return (ARGV[1] ~= '' or not job.invalid) and (not job.affinity or string.match(job.affinity, '^%w+$'))
 end
 
-local jobs = {}
+local jobs, names = {}, {}
 for i = 3, #ARGV, 2 do
   local read, job = pcall(cjson.decode, ARGV[i])
   if not read or type(job) ~= 'table' or not is_sound(job) or not ARGV[i + 1] then
@@ -36,41 +58,77 @@ for i = 3, #ARGV, 2 do
   end
   job.payload = ARGV[i + 1]
   jobs[#jobs + 1] = job
+  names[#names + 1] = P .. 'job:' .. job.id
+end
+
+-- Most often every id is new: then one look at all of them tells.
+local some_exist = false
+for i = 1, #names, 500 do
+  some_exist = some_exist or redis.call('EXISTS', unpack(names, i, math.min(i + 499, #names))) > 0
 end
 
 local batch = ARGV[1] ~= '' and ARGV[1] or nil
-local limit = tonumber(redis.call('HGET', P .. 'meta', 'limit') or ARGV[2])
+local meta = redis.call('HMGET', P .. 'meta', 'limit', 'max_payload')
 local depth = redis.call('HMGET', P .. 'counts', 'queued', 'delayed')
-local room = limit - (depth[1] or 0) - (depth[2] or 0)
+local room = tonumber(meta[1] or ARGV[2]) - (depth[1] or 0) - (depth[2] or 0)
+local max_payload = tonumber(meta[2] or MAX_PAYLOAD)
 local has_acked = batch and redis.call('EXISTS', P .. 'backed:' .. batch) == 1
+local ACTIVE = {queued = true, delayed = true, running = true}
 local seq
-local lanes, members, queued, delayed, failed = {}, {}, 0, 0, 0
+local is_new, members, strings, queued, delayed, failed = {}, {}, {}, 0, 0, 0
 
 -- Collect arguments per key and send them a few hundred at a time: one call is much dearer than one argument.
-local function flush(command, key, args)
-  if #args > 0 then
+local function flush(args, command, key)
+  if #args > 0 and key then
     redis.call(command, key, unpack(args))
+  elseif #args > 0 then
+    redis.call(command, unpack(args))
   end
   return {}
 end
 
+local function set(name, value)
+  strings[#strings + 1] = P .. name
+  strings[#strings + 1] = value
+  if #strings >= 1000 then
+    strings = flush(strings, 'MSET')
+  end
+end
+
+-- Who has the idempotency key already.
+local function holder(job)
+  local other = redis.call('GET', P .. 'idem:' .. job.idem)
+  local found = other and redis.call('HMGET', P .. 'job:' .. other, 'state', 'digest')
+  if found and (ACTIVE[found[1]] or found[1] == 'succeeded') then
+    return (found[2] == job.digest and 'same:' or 'conflict:') .. other
+  end
+end
+
+-- A dead job is replayed once; again only if the replay was cancelled, expired or failed.
+local function earlier_replay(job)
+  local found = redis.call('HMGET', P .. 'job:' .. job.replay_of, 'state', 'replayed_as')
+  if found[1] ~= 'dead' then
+    return 'gone'
+  end
+  local state = found[2] and redis.call('HGET', P .. 'job:' .. found[2], 'state')
+  if state and (ACTIVE[state] or state == 'succeeded' or state == 'dead') then
+    return 'same:' .. found[2]
+  end
+end
+
 -- The word for a job that is not to be stored; nil for a new one.
-local function known(job)
-  if redis.call('EXISTS', P .. 'job:' .. job.id) == 1 then
+local function known(job, name)
+  if is_new[job.id] or (some_exist and redis.call('EXISTS', name) == 1) then
+    return 'exists'
+  elseif has_acked and redis.call('SISMEMBER', P .. 'backed:' .. batch, job.id) == 1 then
     return 'exists'
   end
-  if has_acked and redis.call('SISMEMBER', P .. 'backed:' .. batch, job.id) == 1 then
-    return 'exists'
-  end
-  local other = job.idem and redis.call('GET', P .. 'idem:' .. job.idem)
-  if other then
-    local found = redis.call('HMGET', P .. 'job:' .. other, 'state', 'digest')
-    local state = found[1]
-    if state == 'queued' or state == 'delayed' or state == 'running' or state == 'succeeded' then
-      return (found[2] == job.digest and 'same:' or 'conflict:') .. other
-    end
-  end
-  if room <= 0 then
+  local word = (job.replay_of and earlier_replay(job)) or (job.idem and holder(job))
+  if word then
+    return word
+  elseif #job.payload > max_payload then
+    return 'too_large'
+  elseif room <= 0 then
     return 'full'
   end
 end
@@ -78,32 +136,73 @@ end
 local function join_batch(id)
   members[#members + 1] = id
   if #members >= 500 then
-    members = flush('RPUSH', P .. 'bjobs:' .. batch, members)
+    members = flush(members, 'RPUSH', P .. 'bjobs:' .. batch)
   end
 end
 
-local function wait(job, rank)
-  local lane = lanes[job.lane] or {}
-  lane[#lane + 1] = rank
-  lane[#lane + 1] = job.id
-  lanes[job.lane] = #lane < 500 and lane or flush('ZADD', P .. 'wait:' .. job.lane, lane)
-  queued = queued + 1
+local function class(lane)
+  return string.match(lane, '^%d+:(%w)')
 end
 
-local OPTIONAL = {'max_attempts', 'n', 'stream', 'key', 'idem', 'digest'}
+-- The equal job that this one may wait for: one that is not less urgent, or runs already. Without one it leads.
+local function leader_of(job)
+  local twin = P .. 'twin:' .. job.twin
+  local leader = redis.call('GET', twin)
+  local found = leader and redis.call('HMGET', P .. 'job:' .. leader, 'state', 'lane')
+  if found and (found[1] == 'running' or (ACTIVE[found[1]] and class(found[2]) <= class(job.lane)))
+    and redis.call('ZCARD', P .. 'followers:' .. leader) < MAX_FOLLOWERS then
+    return leader
+  end
+  redis.call('SET', twin, job.id)
+end
 
-local function store(job)
-  redis.call('SET', P .. 'in:' .. job.id, job.payload)
+local function wait(job, rank)
+  local lane = lanes[job.lane]
+  lane[#lane + 1] = rank
+  lane[#lane + 1] = member(job.id, job.affinity)
+  if #lane >= 500 then
+    lanes[job.lane] = flush(lane, 'ZADD', P .. 'wait:' .. job.lane)
+    open_lane(job.lane)
+  end
+end
+
+local OPTIONAL = {
+  'max_attempts', 'n', 'stream', 'webhook', 'affinity', 'twin', 'leader', 'key', 'idem', 'digest', 'replay_of'
+}
+
+local function store(job, name)
   seq = (seq or redis.call('HINCRBY', P .. 'meta', 'seq', #jobs) - #jobs) + 1
   room = room - 1
   local due = math.max(job.run_at or 0, job.delay and NOW + job.delay or 0)
-  local state = due > NOW and 'delayed' or 'queued'
-  local rank = int(seq)
-  local fields = {'state', state, 'lane', job.lane, 'seq', rank, 'cost', int(job.cost), 'created_at', int(NOW)}
-  for _, name in ipairs(OPTIONAL) do
-    if job[name] then
-      fields[#fields + 1] = name
-      fields[#fields + 1] = type(job[name]) == 'number' and int(job[name]) or job[name]
+  local state = 'queued'
+  local fields = {'lane', job.lane, 'seq', seq, 'cost', job.cost, 'created_at', NOW}
+  local deadline = math.min(job.deadline or math.huge, job.ttl and NOW + job.ttl or math.huge)
+  if deadline < math.huge then
+    fields[9], fields[10] = 'deadline', int(deadline)
+    redis.call('ZADD', P .. 'deadlines', int(deadline), job.id)
+  end
+  if due > NOW then
+    -- What is to wait anyway neither leads nor follows.
+    job.twin = nil
+    state = 'delayed'
+    fields[#fields + 1] = 'due_at'
+    fields[#fields + 1] = int(due)
+    redis.call('ZADD', P .. 'delayed', int(due), job.id)
+    delayed = delayed + 1
+  else
+    job.leader = job.twin and leader_of(job)
+    queued = queued + 1
+    if job.leader then
+      redis.call('ZADD', P .. 'followers:' .. job.leader, seq, job.id)
+      redis.call('HINCRBY', P .. 'meta', 'followers', 1)
+    else
+      wait(job, seq)
+    end
+  end
+  for _, option in ipairs(OPTIONAL) do
+    if job[option] then
+      fields[#fields + 1] = option
+      fields[#fields + 1] = job[option]
     end
   end
   if batch then
@@ -111,36 +210,26 @@ local function store(job)
     fields[#fields + 1] = batch
     join_batch(job.id)
   end
-  local deadline = math.min(job.deadline or math.huge, job.ttl and NOW + job.ttl or math.huge)
-  if deadline < math.huge then
-    fields[#fields + 1] = 'deadline'
-    fields[#fields + 1] = int(deadline)
-    redis.call('ZADD', P .. 'deadlines', int(deadline), job.id)
-  end
-  if state == 'delayed' then
-    fields[#fields + 1] = 'due_at'
-    fields[#fields + 1] = int(due)
-    redis.call('ZADD', P .. 'delayed', int(due), job.id)
-    delayed = delayed + 1
-  else
-    wait(job, rank)
-  end
-  redis.call('HSET', P .. 'job:' .. job.id, unpack(fields))
+  redis.call('HSET', name, 'state', state, unpack(fields))
+  set('in:' .. job.id, job.payload)
   if job.metadata then
-    redis.call('SET', P .. 'md:' .. job.id, job.metadata)
+    set('md:' .. job.id, job.metadata)
   end
   if job.idem then
     redis.call('SET', P .. 'idem:' .. job.idem, job.id)
   end
+  if job.replay_of then
+    redis.call('HSET', P .. 'job:' .. job.replay_of, 'replayed_as', job.id)
+  end
 end
 
 -- A row that is no job: it is in its batch as a failed one, so that the counts add up to the rows.
-local function record_invalid(job)
-  redis.call('SET', P .. 'out:' .. job.id, job.invalid)
-  redis.call('HSET', P .. 'job:' .. job.id, 'state', 'failed', 'lane', job.lane, 'created_at', int(NOW),
-    'finished_at', int(NOW), 'batch', batch, 'key', job.key or '')
+local function record_invalid(job, name)
+  redis.call('HSET', name, 'state', 'failed', 'lane', job.lane, 'created_at', NOW, 'finished_at', NOW, 'batch', batch,
+    'key', job.key or '')
+  set('out:' .. job.id, job.invalid)
   if job.metadata then
-    redis.call('SET', P .. 'md:' .. job.id, job.metadata)
+    set('md:' .. job.id, job.metadata)
   end
   join_batch(job.id)
   redis.call('RPUSH', P .. 'bfeed:' .. batch, job.id)
@@ -149,35 +238,39 @@ end
 
 local words = {}
 for i, job in ipairs(jobs) do
-  local word = known(job)
+  local word = known(job, names[i])
   if not word then
     word = 'created'
+    is_new[job.id] = true
     if job.invalid then
-      record_invalid(job)
+      record_invalid(job, names[i])
     else
-      store(job)
+      store(job, names[i])
     end
   end
   words[i] = word
 end
 
 local function add(key)
-  redis.call('HINCRBY', key, 'queued', queued)
-  redis.call('HINCRBY', key, 'delayed', delayed)
-  redis.call('HINCRBY', key, 'failed', failed)
+  for state, number in pairs({queued = queued, delayed = delayed, failed = failed}) do
+    if number > 0 then
+      redis.call('HINCRBY', key, state, number)
+    end
+  end
 end
+flush(strings, 'MSET')
 if batch then
-  redis.call('HSETNX', P .. 'batch:' .. batch, 'created_at', int(NOW))
+  redis.call('HSETNX', P .. 'batch:' .. batch, 'created_at', NOW)
   redis.call('HINCRBY', P .. 'batch:' .. batch, 'total', queued + delayed + failed)
   redis.call('ZADD', P .. 'bexpiry', int(NOW + 604800000), batch)
   add(P .. 'batch:' .. batch)
-  flush('RPUSH', P .. 'bjobs:' .. batch, members)
+  flush(members, 'RPUSH', P .. 'bjobs:' .. batch)
 end
-if queued + delayed + failed > 0 then
-  add(P .. 'counts')
-end
+add(P .. 'counts')
 for name, lane in pairs(lanes) do
-  flush('ZADD', P .. 'wait:' .. name, lane)
-  open_lane(name)
+  if #lane > 0 then
+    flush(lane, 'ZADD', P .. 'wait:' .. name)
+    open_lane(name)
+  end
 end
 return table.concat(words, ' ')

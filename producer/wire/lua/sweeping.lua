@@ -87,6 +87,26 @@ local function sweep_batches(limit)
   end
 end
 
+-- Forget workers that have been silent for long, once they hold nothing. It happens seldom, so that looking
+-- through the leases then is cheaper than counting them always.
+local function sweep_workers(limit)
+  local silent = redis.call('ZRANGEBYSCORE', P .. 'workers', '-inf', int(NOW), 'LIMIT', 0, limit)
+  if #silent == 0 then
+    return
+  end
+  local holds = {}
+  for _, id in ipairs(redis.call('ZRANGE', P .. 'leases', 0, -1)) do
+    holds[redis.call('HGET', P .. 'job:' .. id, 'worker') or ''] = true
+  end
+  for _, worker in ipairs(silent) do
+    if not holds[worker] then
+      redis.call('ZREM', P .. 'workers', worker)
+      redis.call('HDEL', P .. 'warm', worker)
+      redis.call('UNLINK', P .. 'worker:' .. worker)
+    end
+  end
+end
+
 -- Returns reclaimed, dead, cancelled, expired, promoted, and ms until the next delayed job is due (or -1).
 local function sweep(limit)
   local done = {reclaimed = 0, dead = 0, cancelled = 0, expired = 0, promoted = 0}
@@ -94,6 +114,7 @@ local function sweep(limit)
   sweep_deadlines(limit, done)
   sweep_delayed(limit, done)
   sweep_batches(limit)
+  sweep_workers(limit)
   redis.call('ZREMRANGEBYSCORE', P .. 'dead', '-inf', int(NOW - DEAD_TTL))
   local due = redis.call('ZRANGE', P .. 'delayed', 0, 0, 'WITHSCORES')[2]
   local wait = due and math.max(0, due - NOW) or -1

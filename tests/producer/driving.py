@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 import redis
 
 from producer.wire import keys, reading, transitions
+from producer.wire.connecting import CONNECTION_OPTIONS
 from producer.wire.outputs import Delta, ErrorInfo, JobStatus, Output, Progress, Result, Usage
 from producer.wire.protocol import Job
 from producer.wire.scripts import Call
 from producer.wire.transitions import PulledJob
-from producer.wire.transport import CONNECTION_OPTIONS, SyncTransport
+from producer.wire.transport import SyncTransport
 
 T = TypeVar("T")
 

@@ -26,6 +26,10 @@ local function split_lane(lane)
   return string.match(lane, '^(%d+):(%w):([^:]+):(.+)$')
 end
 
+local function lane_name(version, class, tenant, model)
+  return version .. ':' .. class .. ':' .. tenant .. ':' .. model
+end
+
 local function turns_key(version, class, model)
   return P .. 'turns:' .. version .. ':' .. class .. ':' .. model
 end

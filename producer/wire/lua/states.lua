@@ -33,12 +33,20 @@ local function count(batch, from, to)
   end
 end
 
--- Forget a lane that has run empty. Its tenant's place in the turns is kept until pull comes upon it: who
--- submits one job at a time must not be new each time.
+-- Forget a lane that has run empty. Its tenant keeps its place in the turns until it would be next: who submits
+-- one job at a time must not be new each time.
 local function close_lane(lane)
-  if redis.call('EXISTS', P .. 'wait:' .. lane) == 0 then
-    redis.call('SREM', P .. 'lanes', lane)
-    redis.call('HDEL', P .. 'overtaken', lane)
+  if redis.call('EXISTS', P .. 'wait:' .. lane) == 1 then
+    return
+  end
+  redis.call('SREM', P .. 'lanes', lane)
+  redis.call('HDEL', P .. 'overtaken', lane)
+  local version, class, _, model = split_lane(lane)
+  local turns = turns_key(version, class, model)
+  local tenant = redis.call('ZRANGE', turns, 0, 0)[1]
+  while tenant and redis.call('EXISTS', P .. 'wait:' .. lane_name(version, class, tenant, model)) == 0 do
+    redis.call('ZREM', turns, tenant)
+    tenant = redis.call('ZRANGE', turns, 0, 0)[1]
   end
 end
 

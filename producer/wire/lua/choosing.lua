@@ -1,0 +1,169 @@
+-- @include sweeping
+-- Whose turn it is for a worker that pulls: high before normal before low, but nothing starves; inside a class
+-- tenants by weight, inside a tenant the submit sequence, bent a little towards jobs that share a prefix.
+-- ARGV[1] is the worker, ARGV[6] the envelope versions it reads, ARGV[7] and on the models it serves.
+local AGEING = 30000
+local SHARE = 8
+local WINDOW = 64
+local WARM_TTL = 600000
+local CLASSES = {'0', '1', '2'}
+local worker = ARGV[1]
+local meta = redis.call('HMGET', P .. 'meta', 'turn', 'paused', 'rate', 'burst', 'level', 'level_at')
+local turn = tonumber(meta[1] or 0)
+
+-- What the worker may read: {version, model} each.
+local served = {}
+for version in string.gmatch(ARGV[6], '%d+') do
+  for i = 7, #ARGV do
+    served[#served + 1] = {version, ARGV[i]}
+  end
+end
+
+-- The first 64 jobs of a lane; false in the place of one that was taken in this call.
+local windows = {}
+local function window(lane)
+  local seen = windows[lane]
+  if not seen or seen.left == 0 then
+    local members = redis.call('ZRANGE', P .. 'wait:' .. lane, 0, WINDOW - 1)
+    seen = {members = members, first = 1, left = #members}
+    windows[lane] = seen
+  end
+  return seen
+end
+
+-- The oldest job of a lane with one; its place in the window, and its id.
+local function oldest(lane)
+  local seen = window(lane)
+  while not seen.members[seen.first] do
+    seen.first = seen.first + 1
+  end
+  return seen.first, string.match(seen.members[seen.first], '^%S+')
+end
+
+local function age(lane)
+  local _, id = oldest(lane)
+  return NOW - tonumber(redis.call('HGET', P .. 'job:' .. id, 'created_at') or NOW)
+end
+
+-- The lane of a class and model whose tenant's turn it is. One that has run empty loses its place here.
+local function next_lane(version, class, model)
+  while true do
+    local tenant = redis.call('ZRANGE', turns_key(version, class, model), 0, 0)[1]
+    if not tenant then
+      return nil
+    end
+    local lane = lane_name(version, class, tenant, model)
+    if window(lane).left > 0 then
+      return lane
+    end
+    windows[lane] = nil
+    redis.call('ZREM', turns_key(version, class, model), tenant)
+  end
+end
+
+-- The next lane of a class, the models taking turns.
+local function lane_of(class)
+  for i = 0, #served - 1 do
+    local version, model = unpack(served[(turn + i) % #served + 1])
+    local lane = next_lane(version, class, model)
+    if lane then
+      return lane
+    end
+  end
+end
+
+-- Every eighth job is the one that has waited longest, once that is long: a steady flow of urgent jobs leaves
+-- the others an eighth of the worker, and never nothing.
+local function longest_waiting()
+  local found, longest = nil, AGEING
+  for _, class in ipairs(CLASSES) do
+    for _, pair in ipairs(served) do
+      local lane = next_lane(pair[1], class, pair[2])
+      local waited = lane and age(lane)
+      if waited and waited > longest then
+        found, longest = lane, waited
+      end
+    end
+  end
+  return found
+end
+
+-- The lane to take from, and whether its oldest job must be the one.
+local function choose()
+  local lane = turn % SHARE == SHARE - 1 and longest_waiting()
+  if lane then
+    return lane, true
+  end
+  for _, class in ipairs(CLASSES) do
+    lane = lane_of(class)
+    if lane then
+      return lane, false
+    end
+  end
+end
+
+-- What the worker ran last: the prefix that its cache has.
+local warm = redis.call('HGET', P .. 'warm', worker)
+local was_warm = warm
+-- How often the oldest job of a lane was overtaken since it became that.
+local overtaken, touched = {}, {}
+
+local function overtakes(lane)
+  overtaken[lane] = overtaken[lane] or tonumber(redis.call('HGET', P .. 'overtaken', lane) or 0)
+  return overtaken[lane]
+end
+
+-- The place of the job to take from a lane: its oldest, or the first in the window with the warm prefix. The
+-- oldest is overtaken 64 times at most.
+local function candidate(lane, in_order)
+  local at = oldest(lane)
+  if not warm or in_order then
+    return at
+  end
+  local members, suffix = window(lane).members, ' ' .. warm
+  for i = at, #members do
+    if members[i] and string.sub(members[i], -#suffix) == suffix then
+      return (i == at or overtakes(lane) < WINDOW) and i or at
+    end
+  end
+  return at
+end
+
+-- The job at that place has left the lane.
+local function note_taken(lane, at, affinity)
+  local seen = window(lane)
+  local times = at == seen.first and 0 or overtakes(lane) + 1
+  touched[lane] = touched[lane] or times ~= overtakes(lane)
+  overtaken[lane] = times
+  seen.members[at] = false
+  seen.left = seen.left - 1
+  warm = affinity or warm
+end
+
+-- The tenant of a lane has had a turn: one of weight 3 has three while one of weight 1 has one.
+local weights = {}
+local function note_turn(lane)
+  local version, class, tenant, model = split_lane(lane)
+  weights[tenant] = weights[tenant] or tonumber(redis.call('HGET', P .. 'weights', tenant) or 1)
+  redis.call('ZINCRBY', turns_key(version, class, model), 1 / weights[tenant], tenant)
+  turn = turn + 1
+end
+
+-- Once per call, after the last job was taken.
+local function save_choices()
+  if turn ~= tonumber(meta[1] or 0) then
+    redis.call('HSET', P .. 'meta', 'turn', turn)
+  end
+  for lane, has_changed in pairs(touched) do
+    if has_changed and overtaken[lane] == 0 then
+      redis.call('HDEL', P .. 'overtaken', lane)
+    elseif has_changed then
+      redis.call('HSET', P .. 'overtaken', lane, overtaken[lane])
+    end
+    close_lane(lane)
+  end
+  if warm ~= was_warm then
+    redis.call('HSET', P .. 'warm', worker, warm)
+    redis.call('PEXPIRE', P .. 'warm', WARM_TTL)
+  end
+end

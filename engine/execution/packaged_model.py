@@ -33,7 +33,7 @@ def packaged_model_directory() -> Path:
     Raises:
         ModelLoadError: the package is not installed, or its GGUF file can't be read.
     """
-    gguf_file = _find_gguf()
+    gguf_file = find_gguf()
     target = _cache_directory() / f"{gguf_file.stem}-{gguf_file.stat().st_size}-v{_FORMAT_VERSION}"
     if target.is_dir():
         return target
@@ -45,7 +45,8 @@ def packaged_model_directory() -> Path:
     return target
 
 
-def _find_gguf() -> Path:
+def find_gguf() -> Path:
+    """The packaged model's file. Raises `ModelLoadError`, saying what to install."""
     # find_spec does not import the package: that would pull in the command-line tool it plugs into.
     spec = importlib.util.find_spec(_PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []

@@ -16,9 +16,6 @@ RenewalResult = Literal["renewed", "lost", "error"]
 CommitResult = Literal["committed", "fenced", "already_done", "error"]
 ProgressResult = Literal["written", "refused", "error"]
 BlockReason = Literal["kv", "rows", "loading", "engine", "paused", "draining", "redis", "results"]
-RedoneReason = Literal["prefill", "unsaved", "fingerprint", "unsigned", "broken"]
-"""prefill: prompt and resumed output of a job taken over. unsaved: generated past the checkpoint when a lease was
-lost. The others: a checkpoint's output that could not be gone on from."""
 WebhookResult = Literal["delivered", "failed", "given_up", "refused"]
 RedisErrorKind = Literal["connection", "timeout", "response", "other"]
 WorkerState = Literal["starting", "ready", "paused", "draining", "degraded", "stopped"]
@@ -143,11 +140,10 @@ class WorkerCounters:
         """Jobs returned to the queue unfinished, at drain or because nothing had been started."""
         self.resumed_tokens = Counter(lock)
         """Tokens taken over from checkpoints instead of being generated again."""
-        self.redone_tokens: Counts[RedoneReason] = Counts(lock, get_args(RedoneReason))
-        """Tokens computed once more, here or by whoever took a job over."""
         self.webhooks: Counts[WebhookResult] = Counts(lock, get_args(WebhookResult))
         self.redone_tokens = Counter(lock)
-        """Tokens generated again although an earlier execution had checkpointed them: it could not be continued."""
+        """Output to be generated again: past the checkpoint when a lease was lost, or in a checkpoint that could
+        not be continued. What a killed worker had not checkpointed, nobody can count."""
         self.discarded_tokens: Counts[Literal["cancelled", "fenced", "retry"]] = Counts(
             lock, ("cancelled", "fenced", "retry")
         )

@@ -36,7 +36,7 @@ JOBS: tuple[Metric[WorkerCounters], ...] = (
     ),
     counter(
         "redone_tokens_total",
-        "Tokens generated again although they had been checkpointed: the checkpoint could not be continued.",
+        "Output to be generated again: not checkpointed when a lease was lost, or not fit to go on from.",
         lambda c: c.redone_tokens.read(),
     ),
     counter(
@@ -45,6 +45,7 @@ JOBS: tuple[Metric[WorkerCounters], ...] = (
         lambda c: c.discarded_tokens.read(),
         "reason",
     ),
+    counter("webhooks_total", "Tries to deliver a webhook.", lambda c: c.webhooks.read(), "result"),
     gauge(
         "oldest_running_job_age_seconds",
         "Time since the pull of the job that has run longest here; 0 without any.",

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from engine.errors import InvalidRequest
@@ -18,15 +20,16 @@ from monitoring.counters import BlockReason, WorkerCounters
 from producer.wire import transitions
 from producer.wire.errors import InvalidJob, QueueFull, RedisUnavailable
 from producer.wire.outputs import ErrorInfo, Progress
-from producer.wire.protocol import Job
 from producer.wire.transitions import PulledJob
 from worker.engine_thread import AddRequest, EngineState, EngineThread
 from worker.final_write import failed, succeeded
+from worker.intake import Intake
 from worker.job_queue import Backoff, JobQueue, ServerClock
 from worker.job_table import JobTable
+from worker.journal import Journal
 from worker.leases import LeaseKeeper
 from worker.progress import ProgressReporter
-from worker.running_job import PRIORITIES, RunningJob, engine_params, sample_records, sample_states
+from worker.running_job import PRIORITIES, RunningJob, sample_states
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +105,12 @@ class Admission:
         leases: LeaseKeeper,
         clock: ServerClock,
         counters: WorkerCounters,
+        intake: Intake,
+        journal: Journal,
     ) -> None:
         self._queue = queue
+        self._intake = intake
+        self._journal = journal
         self._engine = engine
         self._table = table
         self._reporter = reporter
@@ -213,57 +220,38 @@ class Admission:
                     self._reporter.cancelled(job.job_id)
 
     def _prepare(self, pulled: PulledJob) -> RunningJob | None:
-        self._counters.jobs_received.inc("redelivered" if pulled.crashes or pulled.checkpoint else "first")
+        self._counters.jobs_received.inc("redelivered" if pulled.crashes or pulled.entries else "first")
         self._counters.payload_bytes.observe(len(pulled.payload))
         started_at = self._clock.now()
         self._counters.queue_wait_seconds.observe(max(0.0, started_at - pulled.submitted_at))
         try:
-            return self._running_job(pulled, Job.from_payload(pulled.payload), started_at)
+            running = self._intake.running_job(pulled, started_at)
         except (InvalidJob, InvalidRequest) as error:
             self._fail(pulled, error.code, str(error))
         except Exception as error:
             # Whatever a payload makes our code raise is that job's own trouble: the others go on.
-            logger.exception("job %s: its payload made validation fail", pulled.job_id)
+            logger.error(
+                "job %s: it made validation fail with %s at %s",
+                pulled.job_id,
+                type(error).__name__,
+                _place(error),
+            )
             self._fail(pulled, "invalid_job", f"the job can't be read: {type(error).__name__}")
+        else:
+            if not running.is_complete:
+                return running
+            self._succeed(running)
         return None
+
+    def _succeed(self, job: RunningJob) -> None:
+        """Everything was checkpointed; only the commit is missing."""
+        engine = self._engine.engine
+        result = job.result(None, tier=engine.tier, fingerprint=engine.fingerprint, now=self._clock.now())
+        self._reporter.end(succeeded(self._queue.queue, job, result))
 
     def _fail(self, pulled: PulledJob, code: str, message: str) -> None:
         self._counters.job_failures.inc(code)
         self._reporter.end(failed(self._queue.queue, pulled, ErrorInfo(code=code, message=message)))
-
-    def _running_job(self, pulled: PulledJob, job: Job, started_at: float) -> RunningJob | None:
-        messages = None
-        if job.messages is not None:
-            messages = [{"role": message.role, "content": message.content} for message in job.messages]
-        prompt_token_ids, params = self._engine.input_processor.process(
-            prompt=job.prompt,
-            messages=messages,
-            prompt_token_ids=job.prompt_token_ids,
-            params=engine_params(job, pulled.job_id),
-        )
-        engine = self._engine.engine
-        checkpoint = pulled.checkpoint
-        if checkpoint is not None and checkpoint.fingerprint != engine.fingerprint:
-            checkpoint = None
-        running = RunningJob(
-            pulled=pulled,
-            job=job,
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            started_at=started_at,
-            expires_at=_expires_at(pulled, job, started_at),
-            samples=sample_records(checkpoint, params.n),
-            restart_checkpoint=pulled.checkpoint is not None and checkpoint is None,
-            saved_at=time.monotonic(),
-        )
-        running.resumed_tokens = running.generated_tokens
-        if running.is_complete:  # everything was checkpointed; only the commit is missing
-            result = running.result(
-                None, tier=engine.tier, fingerprint=engine.fingerprint, now=self._clock.now()
-            )
-            self._reporter.end(succeeded(self._queue.queue, running, result))
-            return None
-        return running
 
     def _announcement(self, job: RunningJob) -> Any:
         progress = Progress(
@@ -287,15 +275,8 @@ class Admission:
         job.restart_checkpoint = False
         if not self._table.start(job, self._send):
             return
-        resumed = f", going on after {job.resumed_tokens} tokens" if job.resumed_tokens else ""
         self._counters.resumed_tokens.inc(job.resumed_tokens)
-        logger.info(
-            "job %s: running, attempt %d, %d prompt tokens%s",
-            job.job_id,
-            job.pulled.attempt,
-            len(job.prompt_token_ids),
-            resumed,
-        )
+        self._journal.started(job)
 
     def _send(self, job: RunningJob) -> None:
         resume: list[SampleState] | None = sample_states(job.samples) if job.resumed_tokens else None
@@ -311,10 +292,7 @@ class Admission:
         )
 
 
-def _expires_at(pulled: PulledJob, job: Job, now: float) -> float | None:
-    """`time.monotonic()` at the job's deadline or at the end of its timeout, whichever comes first."""
-    seconds = [
-        *([] if job.timeout is None else [job.timeout]),
-        *([] if pulled.deadline is None else [pulled.deadline - now]),
-    ]
-    return time.monotonic() + min(seconds) if seconds else None
+def _place(error: BaseException) -> str:
+    """Where it was raised. Not the message, nor the lines of a traceback: they may quote the prompt."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"

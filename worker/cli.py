@@ -48,9 +48,17 @@ def worker(
     vllm_metric_names: Annotated[
         bool | None, typer.Option("--vllm-metric-names", help="Also export vLLM's names of metrics, vllm:*.")
     ] = None,
-    vllm_metric_names: Annotated[
-        bool | None, typer.Option("--vllm-metric-names", help="Also export vLLM's names of metrics, vllm:*.")
+    live_page: Annotated[
+        bool | None, typer.Option("--live-page", help="Serve the live page beyond this machine too.")
     ] = None,
+    live_page_hosts: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Further names that the live page answers to.")
+    ] = None,
+    show_prompts: Annotated[
+        bool | None, typer.Option("--show-prompts", help="Show how running prompts begin on the live page.")
+    ] = None,
+    log_format: Annotated[str | None, typer.Option(help="console or json. Default: console.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Any other setting; may be repeated."),
@@ -74,7 +82,11 @@ def worker(
         "kv_cache_memory_bytes": kv_cache_memory_bytes,
         "num_threads": num_threads,
         "vllm_metric_names": vllm_metric_names,
-        "vllm_metric_names": vllm_metric_names,
+        "live_page": live_page,
+        "live_page_hosts": live_page_hosts,
+        "show_prompts": show_prompts,
+        "log_format": log_format,
+        "log_level": log_level,
     }
     if not flags["model"]:
         _refuse("no model; for the packaged one: pagemill worker --model smollm2")

@@ -5,15 +5,22 @@ from __future__ import annotations
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, SecretStr, TypeAdapter
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from engine.config import EngineConfig
+from engine.errors import ConfigError
+from producer.wire.durability import Durability
+from producer.wire.signing import Keys
+from worker.webhook_delivery import secret_bytes
+from worker.webhook_policy import WebhookPolicy
 
 ENV_PREFIX = "PAGEMILL_"
 DEFAULT_HTTP_PORT = 9790
+SECRETS = frozenset({"hmac_keys", "webhook_secrets"})
+"""Settings that come from the environment only: what is on a command line, every user of the machine can read."""
 
 _ENGINE_OPTIONS = frozenset(option.name for option in fields(EngineConfig))
 _engine_config = TypeAdapter(EngineConfig)
@@ -25,7 +32,7 @@ class WorkerConfig(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
 
     engine: EngineConfig
-    redis_url: str | None = None
+    redis_url: str | None = Field(default=None, repr=False)
     """None: an embedded Valkey server under `state_dir`."""
     queue: str = "default"
     state_dir: Path | None = None
@@ -33,6 +40,14 @@ class WorkerConfig(BaseSettings):
     http_host: str = "127.0.0.1"
     http_port: int | None = Field(default=None, ge=0, le=65535)
     """None: 9790, or the next free port. An explicit port that is taken is an error; 0 takes any."""
+    live_page: bool = False
+    """Serve the live page off this machine too; metrics and health always are. It shows job ids to everybody."""
+    live_page_hosts: str = ""
+    """Names beside this machine's own under which the live page may be asked for, with commas."""
+    show_prompts: bool = False
+    """The beginning of running jobs' prompts on the live page."""
+    log_format: Literal["console", "json"] = "console"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     vllm_metric_names: bool = False
     """Export what vLLM exports too, also under its names (`vllm:...`)."""
     lease_s: float = Field(default=6.0, gt=0)
@@ -53,6 +68,43 @@ class WorkerConfig(BaseSettings):
     max_held_bytes: int = Field(default=256 * 1024 * 1024, ge=1)
     """Redis away: finished results are kept in memory up to these limits, then the engine stops stepping."""
 
+    durability: Durability = "server"
+    """fsync: an end counts as written, and leaves memory, once it is in the server's file on disk."""
+    hmac_keys: SecretStr = SecretStr("")
+    """One key, or two with a comma while they are being changed. Then only jobs signed with one of them run."""
+    webhook_hosts: str = ""
+    """Hosts that webhooks may go to, with commas; `*.example.com` is every name below it. Empty: none."""
+    webhook_secrets: SecretStr = SecretStr("")
+    """What webhooks are signed with; two with a comma while they are being changed."""
+    webhook_allow_private: bool = False
+    """Also call allowed hosts whose addresses are private: receivers inside one's own network."""
+    webhook_ca_file: str | None = None
+    """Certificates to trust for webhooks instead of the system's."""
+    webhook_retry_s: float = Field(default=5.0, gt=0)
+    """Before the second try; each pause after it is twice as long, up to an hour, 12 tries in all."""
+
+    def live_page_names(self) -> list[str]:
+        return _listed(self.live_page_hosts)
+
+    def signing_keys(self) -> Keys:
+        """Raises InvalidJob for keys that are too short or too many."""
+        return Keys(_listed(self.hmac_keys.get_secret_value()))
+
+    def webhook_policy(self) -> WebhookPolicy:
+        return WebhookPolicy(_listed(self.webhook_hosts), self.webhook_allow_private)
+
+    def webhook_keys(self) -> list[bytes]:
+        """Raises ConfigError when webhooks are on and there is none, or one that is no base64."""
+        try:
+            secrets = [secret_bytes(secret) for secret in _listed(self.webhook_secrets.get_secret_value())]
+        except ValueError:
+            raise ConfigError("webhook_secrets: after whsec_ comes base64") from None
+        if self.webhook_policy().is_on and not secrets:
+            raise ConfigError(
+                "webhook_hosts is set: webhooks are signed, so set PAGEMILL_WEBHOOK_SECRETS too"
+            )
+        return secrets
+
     @classmethod
     def load(cls, **flags: Any) -> WorkerConfig:
         """Settings from flags and environment. A flag that is None was not given.
@@ -68,3 +120,7 @@ class WorkerConfig(BaseSettings):
             name: given.pop(name) for name in list(given) if name in _ENGINE_OPTIONS
         }
         return cls(engine=_engine_config.validate_python(engine_options), **given)
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

@@ -17,17 +17,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import redis
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from producer import Producer
 from producer.wire import registry
+from producer.wire.connecting import open_client
 from producer.wire.discovery import find_redis
 from producer.wire.errors import PagemillError, RedisUnavailable
 from producer.wire.registry import WorkerInfo
-from producer.wire.transport import SyncTransport, connection_options
+from producer.wire.transport import SyncTransport
 from worker.demo_metrics import MetricsSampler, Usage
 from worker.demo_rows import LABELS, MODEL, Row, job_fields, load_rows
 
@@ -231,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _live_workers(url: str) -> list[WorkerInfo]:
-    with redis.Redis.from_url(url, **connection_options(url)) as client:
+    with open_client(url, QUEUE) as client:
         return SyncTransport(client).run(registry.workers(QUEUE))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,10 +9,9 @@ from monitoring.counters import WorkerCounters
 from producer.wire import transitions
 from producer.wire.outputs import ErrorInfo, Result
 from producer.wire.scripts import Call
+from producer.wire.signing import Keys
 from producer.wire.transitions import CheckpointReply, PulledJob
 from worker.running_job import Ending, RunningJob, end_state
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,8 +21,8 @@ class FinalWrite:
     pulled: PulledJob
     kind: Literal["succeeded", "failed", "cancelled", "expired", "retried", "released"]
     call: Call[Any]
-    note: str
-    """For the log: what happened, without a word of the prompt or the output."""
+    job: RunningJob | None = None
+    """None when it never became a request."""
     size: int = 0
     """Bytes of the result or the error."""
     needs_checkpoint: bool = False
@@ -33,6 +31,8 @@ class FinalWrite:
     new_tokens: int = 0
     """Tokens generated here."""
     code: str = ""
+    reason: str = ""
+    """Of an end without a result, without a word of the prompt or the output."""
 
     @property
     def job_id(self) -> str:
@@ -46,34 +46,28 @@ class FinalWrite:
     def key(self) -> str:
         return f"{self.pulled.job_id}#{self.pulled.token}"
 
-    def settle(self, reply: Any, counters: WorkerCounters, now: float) -> None:
-        """Log and count what the server made of it."""
+    def settle(self, reply: Any, counters: WorkerCounters, now: float) -> str:
+        """Count what the server made of it, and name it: a terminal state, or released, retrying, fenced,
+        already_done, error."""
         if self.size:
             counters.result_bytes.observe(self.size)
         if isinstance(reply, Exception):
             counters.commits.inc("error")
-            logger.error(
-                "job %s: the server refuses its end (%s): %s; its lease will lapse",
-                self.job_id,
-                self.kind,
-                reply,
-            )
-        elif reply == "fenced":
+            return "error"
+        if reply == "fenced":
             counters.commits.inc("fenced")
             counters.discarded_tokens.inc("fenced", self.new_tokens)
-            logger.warning("job %s: somebody else holds it by now; its end here is discarded", self.job_id)
         elif reply == "already_done":
             counters.commits.inc("already_done")
         elif reply == "released":
             counters.jobs_handed_back.inc()
-            logger.info("job %s: handed back%s", self.job_id, self.note)
         elif reply == "retrying":
             counters.job_retries.inc(self.code)  # type: ignore[arg-type]  # unknown codes count as other
-            logger.warning(
-                "job %s: attempt %d failed%s; it will be retried", self.job_id, self.pulled.attempt, self.note
-            )
         else:
-            self._settle_end(self.kind if reply == "committed" else reply, counters, now)
+            state = self.kind if reply == "committed" else str(reply)
+            self._settle_end(state, counters, now)
+            return state
+        return str(reply)
 
     def _settle_end(self, state: Any, counters: WorkerCounters, now: float) -> None:
         counters.commits.inc("committed")
@@ -82,11 +76,16 @@ class FinalWrite:
         counters.e2e_seconds.observe(max(0.0, now - self.pulled.submitted_at))
         if state in ("cancelled", "expired"):
             counters.discarded_tokens.inc("cancelled", self.new_tokens)
-        logger.info("job %s: %s%s", self.job_id, state, self.note)
 
 
-def checkpoint_call(queue: str, job: RunningJob, fingerprint: str, now: float) -> Call[CheckpointReply]:
+def checkpoint_call(
+    queue: str, job: RunningJob, fingerprint: str, now: float, hmac_keys: Keys
+) -> Call[CheckpointReply]:
     """Progress, and what the job's checkpoint lacks."""
+
+    def sign(entry: bytes) -> bytes:
+        return hmac_keys.sign_entry(entry, queue=queue, job_id=job.job_id, fingerprint=fingerprint)
+
     return transitions.checkpoint(
         queue,
         job.job_id,
@@ -95,21 +94,20 @@ def checkpoint_call(queue: str, job: RunningJob, fingerprint: str, now: float) -
         job.unsaved(),
         fingerprint=fingerprint,
         restart=job.restart_checkpoint,
+        sign=sign,
     )
 
 
 def succeeded(queue: str, job: RunningJob, result: Result) -> FinalWrite:
     body = result.model_dump_json().encode()
-    new_tokens = job.generated_tokens - job.resumed_tokens
-    resumed = f", {job.resumed_tokens} of them resumed" if job.resumed_tokens else ""
     return FinalWrite(
         job.pulled,
         "succeeded",
         transitions.commit(queue, job.job_id, job.token, "succeeded", result_json=body),
-        f" with {job.generated_tokens} tokens{resumed}",
+        job,
         size=len(body),
         needs_checkpoint=job.job.stream,
-        new_tokens=new_tokens,
+        new_tokens=job.generated_tokens - job.resumed_tokens,
     )
 
 
@@ -120,11 +118,12 @@ def failed(queue: str, pulled: PulledJob, error: ErrorInfo, job: RunningJob | No
         pulled,
         "failed",
         transitions.commit(queue, pulled.job_id, pulled.token, "failed", error_json=body),
-        f" ({error.code}): {error.message}",
+        job,
         size=len(body),
         needs_checkpoint=job is not None,
         new_tokens=job.generated_tokens - job.resumed_tokens if job is not None else 0,
         code=error.code,
+        reason=error.message,
     )
 
 
@@ -136,11 +135,12 @@ def stopped(queue: str, job: RunningJob, ending: Ending) -> FinalWrite:
         job.pulled,
         ending.kind,
         transitions.commit(queue, job.job_id, job.token, state, error_json=body),
-        f" after {job.generated_tokens} tokens: {ending.message}",
+        job,
         size=len(body),
         needs_checkpoint=True,
         new_tokens=job.generated_tokens - job.resumed_tokens,
         code=ending.code,
+        reason=ending.message,
     )
 
 
@@ -151,10 +151,11 @@ def retried(queue: str, job: RunningJob, error: ErrorInfo) -> FinalWrite:
         job.pulled,
         "retried",
         transitions.retry(queue, job.job_id, job.token, error, delay_s, restart=restart),
-        f" ({error.code}): {error.message}",
+        job,
         needs_checkpoint=not restart,
         new_tokens=job.generated_tokens - job.resumed_tokens,
         code=error.code,
+        reason=error.message,
     )
 
 
@@ -163,6 +164,6 @@ def released(queue: str, job: RunningJob) -> FinalWrite:
         job.pulled,
         "released",
         transitions.release(queue, job.job_id, job.token),
-        f" after {job.generated_tokens} tokens",
+        job,
         needs_checkpoint=True,
     )

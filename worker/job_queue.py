@@ -17,10 +17,12 @@ import redis
 
 from monitoring.counters import RedisErrorKind, WorkerCounters
 from producer.wire import keys, registry, transitions
+from producer.wire.connecting import open_client
+from producer.wire.durability import sync
 from producer.wire.errors import RedisUnavailable
 from producer.wire.scripts import Call
 from producer.wire.transitions import PullReply, RenewReply
-from producer.wire.transport import SyncTransport, connection_options, wrap_errors
+from producer.wire.transport import SyncTransport, wrap_errors
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +98,7 @@ class JobQueue:
     def __init__(
         self, url: str, queue: str, worker_id: str, lease_ms: int, connectivity: Connectivity
     ) -> None:
-        options = connection_options(url) | {"socket_timeout": SOCKET_TIMEOUT_S, "retry": None}
-        self._client = redis.Redis.from_url(url, **options)
+        self._client = open_client(url, queue, socket_timeout=SOCKET_TIMEOUT_S, retry=None)
         self._transport = SyncTransport(self._client)
         self._connectivity = connectivity
         self.queue = queue
@@ -159,6 +160,10 @@ class JobQueue:
             raise
         except Exception as error:
             return error
+
+    def sync(self) -> None:
+        """Wait until everything the server was told is in its file on disk; see durability.py."""
+        self._guard(lambda: sync(self._client, self.queue))
 
     def listen_for_cancels(self) -> redis.client.PubSub:
         """A subscription whose messages are job ids. Raises RedisUnavailable."""

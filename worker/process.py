@@ -14,10 +14,13 @@ import time
 from types import FrameType
 
 from engine.errors import ConfigError
+from engine.execution.model_directory import check_model
+from monitoring.logging import configure_logging
 from producer.wire import discovery
 from producer.wire.errors import PagemillError, RedisUnavailable
 from worker.config import WorkerConfig
 from worker.embedded import EmbeddedServer, EmbeddedServerError
+from worker.watchdog import Watchdog
 from worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -56,12 +59,13 @@ def run_worker(config: WorkerConfig) -> int:
 
     On the main thread, once per process. Nothing is raised that a user could cause.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logging(config.log_level, config.log_format, fields={"queue": config.queue, "pid": os.getpid()})
     signals = ShutdownSignals()
     signals.install()
     try:
+        check_model(config.engine.model)
         if config.redis_url is not None:
-            return _serve(config, config.redis_url, None, signals)
+            return _serve(config, discovery.with_credentials(config.redis_url), None, signals)
         with EmbeddedServer.open(config.state_dir or discovery.state_dir()) as server:
             return _serve(config, server.url, server, signals)
     except (EmbeddedServerError, RedisUnavailable) as error:
@@ -76,10 +80,11 @@ def _serve(
     config: WorkerConfig, redis_url: str, server: EmbeddedServer | None, signals: ShutdownSignals
 ) -> int:
     worker = Worker(config, redis_url)
+    watchdog = Watchdog(config.engine_stall_s)
     is_clean = False
     try:
         worker.start()
-        reason = _watch(worker, server, signals)
+        reason = _watch(worker, server, signals, watchdog)
         if reason is not None:
             logger.critical("%s; the process exits, and other workers take its jobs over", reason)
             worker.abandon()
@@ -96,12 +101,16 @@ def _serve(
             if server is not None:
                 server.close()
             _exit_hard(EXIT_OK if is_clean else EXIT_FAILED)
+        watchdog.disarm()
 
 
-def _watch(worker: Worker, server: EmbeddedServer | None, signals: ShutdownSignals) -> str | None:
+def _watch(
+    worker: Worker, server: EmbeddedServer | None, signals: ShutdownSignals, watchdog: Watchdog
+) -> str | None:
     """Until a signal comes (None) or the worker can't go on (why). Raises what loading the model raises."""
     while not signals.asked.wait(WATCH_S):
-        worker.wait_ready(timeout=0)
+        if worker.wait_ready(timeout=0):
+            watchdog.arm()
         if (reason := worker.failure()) is not None:
             return reason
         if server is not None:

@@ -17,11 +17,13 @@ from engine.outputs import RequestOutput
 from monitoring.counters import WorkerCounters
 from producer.wire.errors import FINAL_CODES, RETRYABLE_CODES, RedisUnavailable
 from producer.wire.outputs import ErrorInfo
+from producer.wire.signing import Keys
 from worker.config import WorkerConfig
 from worker.engine_thread import EngineThread
 from worker.final_write import FinalWrite, checkpoint_call, failed, released, retried, stopped, succeeded
 from worker.job_queue import Backoff, JobQueue, ServerClock
 from worker.job_table import JobTable
+from worker.journal import Journal
 from worker.running_job import Ending, RunningJob
 
 logger = logging.getLogger(__name__)
@@ -70,8 +72,10 @@ class ProgressReporter:
         table: JobTable,
         clock: ServerClock,
         counters: WorkerCounters,
+        journal: Journal,
         *,
         on_finished: Callable[[RunningJob | None], None],
+        hmac_keys: Keys,
     ) -> None:
         """`on_finished` is called when a job has left the engine, so that more may be pulled; with the job,
         if it is known and came to its own end."""
@@ -80,7 +84,9 @@ class ProgressReporter:
         self._table = table
         self._clock = clock
         self._counters = counters
+        self._journal = journal
         self._on_finished = on_finished
+        self._hmac_keys = hmac_keys
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._ended: dict[str, FinalWrite] = {}
         self._stopping: dict[str, float] = {}
@@ -255,10 +261,11 @@ class ProgressReporter:
             return
         self._ended.pop(f"{job_id}#{token}", None)
         self._counters.leases_lost.inc()
-        logger.warning("job %s: lost its lease; its work here is discarded", job_id)
+        self._journal.lost(job_id, token, job)
         if job is not None and self._engine is not None:
             self._engine.abort(job.request_id)
             self._counters.discarded_tokens.inc("fenced", job.generated_tokens - job.resumed_tokens)
+            self._counters.redone_tokens.inc(job.unsaved_tokens)
         self._on_finished(None)
 
     def _write(self) -> None:
@@ -288,7 +295,7 @@ class ProgressReporter:
     def _write_checkpoints(self, jobs: Sequence[RunningJob]) -> None:
         assert self._engine is not None, "jobs run only once there is an engine"
         fingerprint, now = self._engine.engine.fingerprint, self._clock.now()
-        calls = [checkpoint_call(self._queue.queue, job, fingerprint, now) for job in jobs]
+        calls = [checkpoint_call(self._queue.queue, job, fingerprint, now, self._hmac_keys) for job in jobs]
         for job, reply in zip(jobs, self._queue.run_many(calls), strict=True):
             self._counters.progress_writes.inc("written" if reply in ("ok", "cancelled") else "refused")
             if reply == "stale":
@@ -310,11 +317,14 @@ class ProgressReporter:
     def _write_ends(self, writes: Sequence[FinalWrite]) -> None:
         began = time.monotonic()
         replies = self._queue.run_many([write.call for write in writes])
+        if self._config.durability == "fsync":
+            self._queue.sync()  # until then the server may forget them, and they are held here
         self._counters.commit_seconds.observe(time.monotonic() - began)
         for write, reply in zip(writes, replies, strict=True):
             self._ended.pop(write.key, None)
             self._table.let_go(write.job_id, write.token)
-            write.settle(reply, self._counters, self._clock.now())
+            outcome = write.settle(reply, self._counters, self._clock.now())
+            self._journal.settled(write, outcome, reply if isinstance(reply, Exception) else None)
 
     def _hold_or_go_on(self) -> None:
         """Bound what is held in memory while Redis does not take it."""

@@ -17,19 +17,27 @@ from typing import Any
 
 from monitoring.counters import WorkerCounters, WorkerState
 from monitoring.exporter import WorkerMetrics
+from monitoring.job_ends import JobEnds
+from monitoring.live_feed import LiveFeed, LiveSources, WorkerFacts
+from monitoring.live_page import is_loopback
 from monitoring.queue_figures import QueueFigures
 from monitoring.scrape_metrics import WorkerIdentity
 from producer.wire.registry import WorkerInfo
 from worker.admission import Admission
 from worker.config import WorkerConfig
 from worker.engine_thread import EngineState, EngineThread
-from worker.http import Health, Probes, StatusServer
+from worker.http import Health, LivePage, Probes, StatusServer
+from worker.intake import Intake
 from worker.job_queue import Connectivity, JobQueue, ServerClock, warn_about_server
 from worker.job_table import JobTable
+from worker.journal import Journal
 from worker.leases import LeaseKeeper
+from worker.live_view import LiveView
 from worker.progress import ProgressReporter
 from worker.queue_reader import QueueReader
 from worker.running_job import RunningJob
+from worker.webhook_policy import WebhookPolicy
+from worker.webhooks import WebhookSender
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +62,18 @@ class Worker:
         self._http: StatusServer | None = None
         self._queue_reader = QueueReader(self._new_queue(), self._clock)
         self.table = JobTable()
+        self._ends = JobEnds()
+        journal = Journal(self._ends, self._clock)
+        hmac_keys, webhook_policy = config.signing_keys(), config.webhook_policy()
         self.reporter = ProgressReporter(
             config,
             self._new_queue(),
             self.table,
             self._clock,
             self.counters,
+            journal,
             on_finished=self._on_finished,
+            hmac_keys=hmac_keys,
         )
         self.engine = EngineThread(config.engine, self.reporter.deliver)
         self.leases = LeaseKeeper(
@@ -81,7 +94,16 @@ class Worker:
             self.leases,
             self._clock,
             self.counters,
+            Intake(
+                config.queue,
+                self.engine,
+                self.counters,
+                hmac_keys=hmac_keys,
+                webhooks=webhook_policy,
+            ),
+            journal,
         )
+        self.webhooks = self._webhook_sender(webhook_policy)
         self._metrics = WorkerMetrics(
             self.counters,
             lambda: self.engine.stats,
@@ -89,6 +111,7 @@ class Worker:
             identity=WorkerIdentity(worker=self.worker_id, queue=config.queue, version=_version()),
             vllm_names=config.vllm_metric_names,
         )
+        self._live = LiveFeed(self._live_sources())
 
     def start(self) -> None:
         """Check the server, open the status port, begin to load the model.
@@ -98,12 +121,14 @@ class Worker:
         probe = self._new_queue()
         warn_about_server(probe.server_info())
         self._clock.set(probe.server_time())
-        probes = Probes(metrics=self._render_metrics, health=self._health, readiness=self._readiness)
-        self._http = StatusServer(self.config.http_host, self.config.http_port, probes)
-        logger.info("metrics at %s/metrics, health at %s/healthz", self._http.url, self._http.url)
+        self._http = StatusServer(
+            self.config.http_host, self.config.http_port, self._probes(), self._live_page()
+        )
+        logger.info("live page, metrics and health at %s", self._http.url)
         logger.info("loading %s", self.config.engine.model)
         self.engine.start()
         self.leases.start()
+        self._live.start()
 
     def wait_ready(self, timeout: float | None = None) -> bool:
         """Wait for the model, then serve. False if it is not there after `timeout` seconds.
@@ -117,6 +142,8 @@ class Worker:
         self._is_serving = True
         self.counters.model_load_seconds = time.time() - self._started_at
         self.reporter.start(self.engine)
+        if self.webhooks is not None:
+            self.webhooks.start()
         self.admission.start([self.model])
         self.leases.announce()  # who submits without naming a model asks the registry
         tier = self.engine.engine.tier
@@ -178,8 +205,11 @@ class Worker:
     def close(self) -> bool:
         """End all threads; False if the engine's could not be ended. Jobs still held are left to lapse."""
         self.admission.stop()
+        if self.webhooks is not None:
+            self.webhooks.stop(timeout=1.0)
         self.leases.stop(timeout=2.0)
         is_engine_gone = self.engine.stop(timeout=2.0)
+        self._live.close()
         if self._http is not None:
             self._http.close()
             self._http = None
@@ -204,6 +234,58 @@ class Worker:
         )
         self._queues.append(queue)
         return queue
+
+    def _webhook_sender(self, policy: WebhookPolicy) -> WebhookSender | None:
+        if not policy.is_on:
+            return None
+        return WebhookSender(
+            self._new_queue(),
+            policy,
+            self.config.webhook_keys(),
+            self.counters,
+            ca_file=self.config.webhook_ca_file,
+            first_retry_s=self.config.webhook_retry_s,
+        )
+
+    def _probes(self) -> Probes:
+        return Probes(
+            metrics=self._render_metrics,
+            health=self._health,
+            readiness=self._readiness,
+            startup=self._startup,
+        )
+
+    def _live_page(self) -> LivePage | None:
+        """None where strangers could see it and nobody asked for it."""
+        if not (self.config.live_page or is_loopback(self.config.http_host)):
+            return None
+        return LivePage(self._live, self.config.live_page_names())
+
+    def _live_sources(self) -> LiveSources:
+        view = LiveView(self.table, self._clock, show_prompts=self.config.show_prompts)
+        return LiveSources(
+            worker=self._live_facts,
+            engine=lambda: self.engine.stats,
+            queue=self._queue_figures,
+            jobs=view.jobs,
+            totals=lambda: (
+                self.counters.jobs_finished.read()
+                | {"retried": sum(self.counters.job_retries.read().values())}
+            ),
+            ends=self._ends,
+            watch_blocks=self.engine.watch_blocks,
+        )
+
+    def _live_facts(self) -> WorkerFacts:
+        return WorkerFacts(
+            id=self.worker_id,
+            version=_version(),
+            state=self._state(),
+            queue=self.config.queue,
+            uptime_s=time.time() - self._started_at,
+            redis_up=self.connectivity.is_up,
+            blocked=self.admission.blocked,
+        )
 
     def _is_engine_well(self) -> bool:
         return self.engine.stalled_for() < self.config.engine_stall_s
@@ -230,8 +312,18 @@ class Worker:
     def _health(self) -> Health:
         """Live while the engine gets anywhere, or has nothing to do, or is loading."""
         stalled_s = self.engine.stalled_for()
-        details = {"engine": self.engine.state.value, "stalled_s": round(min(stalled_s, 1e9), 3)}
-        return Health(self.failure() is None, details)
+        reason = self.failure()
+        details: dict[str, Any] = {
+            "engine": self.engine.state.value,
+            "stalled_s": round(min(stalled_s, 1e9), 3),
+            "stall_limit_s": self.config.engine_stall_s,
+            "running": len(self.table),
+        }
+        return Health(reason is None, details if reason is None else details | {"reason": reason})
+
+    def _startup(self) -> Health:
+        """Good once the model is loaded, and from then on: a probe that waits for a start, and never restarts."""
+        return Health(self._is_serving, {"state": self._state(), "model": self.config.engine.model})
 
     def _readiness(self) -> Health:
         state = self._state()

@@ -40,7 +40,7 @@ class EngineFigures:
 
 def job(prompt: int = 32, max_tokens: int = 48, generated: int = 0, done: int = 0, n: int = 1) -> RunningJob:
     running = RunningJob(
-        pulled=PulledJob("j", 1, b"", None, 1, 0, False, 0.0, None),
+        pulled=PulledJob("j", 1, b"", "", (), 1, 0, False, 0.0, None),
         job=Job.parse({"prompt": "p", "model": "m"}),
         prompt_token_ids=[0] * prompt,
         params=SamplingParams(max_tokens=max_tokens, n=n),

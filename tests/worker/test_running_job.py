@@ -15,7 +15,7 @@ from worker.running_job import RunningJob, engine_params, sample_records, sample
 
 
 def running_job(n: int = 1, checkpoint: Checkpoint | None = None) -> RunningJob:
-    pulled = PulledJob("job", 7, b"", checkpoint, 1, 0, False, 100.0, None)
+    pulled = PulledJob("job", 7, b"", "", (), 1, 0, False, 100.0, None)
     return RunningJob(
         pulled=pulled,
         job=Job.parse({"prompt": "p", "model": "echo", "n": n}),

@@ -1,0 +1,112 @@
+"""Which server holds a queue now: the master that Sentinel names, or the owner of the queue's Cluster slot.
+
+A queue lives in one slot, so at any moment one server has all of it, and an ordinary client on the right
+server is all that is needed: the driver library's own cluster client refuses EVALSHA in pipelines. What is
+left to do is to ask again whenever a connection is made, and to drop connections that turn out to be stale.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import redis
+from redis import crc, sentinel
+
+Address = tuple[str, int]
+
+ASK_TIMEOUT_S = 2.0
+"""For one question to one server; then the next is asked."""
+
+
+class Locator(Protocol):
+    """Says where to connect. Thread-safe; blocks for a network round trip or a few."""
+
+    def locate(self) -> Address:
+        """Raises redis' ConnectionError when nobody knows."""
+        ...
+
+
+class SentinelLocator:
+    """The master of a service, as the first Sentinel that answers names it."""
+
+    def __init__(self, sentinels: Sequence[Address], service: str, options: dict[str, Any]) -> None:
+        """`options`: credentials and TLS of the Sentinels themselves."""
+        self._service = service
+        self._lock = threading.Lock()
+        timeouts = {"socket_timeout": ASK_TIMEOUT_S, "socket_connect_timeout": ASK_TIMEOUT_S, "retry": None}
+        self._sentinel = sentinel.Sentinel(list(sentinels), sentinel_kwargs=options | timeouts)
+
+    def locate(self) -> Address:
+        with self._lock:
+            try:
+                host, port = self._sentinel.discover_master(self._service)
+            except redis.ResponseError as error:
+                raise redis.ConnectionError(f"Sentinel refuses to name {self._service}: {error}") from error
+            finally:
+                # Sentinels restart with other addresses: a connection kept for hours helps nobody.
+                for client in self._sentinel.sentinels:
+                    client.connection_pool.disconnect()
+        return str(host), int(port)
+
+
+class ClusterLocator:
+    """The master that owns a key's slot, as the first node that answers names it."""
+
+    def __init__(self, seeds: Sequence[Address], key: str, options: dict[str, Any]) -> None:
+        """`options`: credentials and TLS. Nodes that are learned of are asked too, should the seeds be gone."""
+        self.slot: int = crc.key_slot(key.encode())
+        self._options = options
+        self._lock = threading.Lock()
+        self._seeds = list(seeds)
+        self._known: list[Address] = []
+
+    def locate(self) -> Address:
+        with self._lock:
+            nodes = list(dict.fromkeys((*self._known, *self._seeds)))
+        reasons = []
+        for node in nodes:
+            try:
+                ranges = self._slots(node)
+            except (redis.RedisError, OSError) as error:
+                reasons.append(f"{node[0]}:{node[1]}: {error}")
+                continue
+            owner = self._owner(ranges, node)
+            if owner is not None:
+                return owner
+            reasons.append(f"{node[0]}:{node[1]}: nobody serves slot {self.slot}")
+        raise redis.ConnectionError("no Cluster node can be asked: " + "; ".join(reasons))
+
+    def _slots(self, node: Address) -> list[Any]:
+        with redis.Redis(
+            host=node[0],
+            port=node[1],
+            socket_timeout=ASK_TIMEOUT_S,
+            socket_connect_timeout=ASK_TIMEOUT_S,
+            retry=None,
+            **self._options,
+        ) as client:
+            connection = client.connection_pool.get_connection()
+            # Read raw: how the driver parses this reply changed between its versions.
+            connection.send_command("CLUSTER", "SLOTS")
+            reply: list[Any] = connection.read_response()
+        return reply
+
+    def _owner(self, ranges: list[Any], asked: Address) -> Address | None:
+        owner = None
+        masters = []
+        for first, last, master, *_ in ranges:
+            # A node that does not know its own address says so with an empty one: it is the one we reached.
+            host = _text(master[0])
+            address = (host if host and host != "?" else asked[0], int(master[1]))
+            masters.append(address)
+            if int(first) <= self.slot <= int(last):
+                owner = address
+        with self._lock:
+            self._known = masters
+        return owner
+
+
+def _text(value: bytes | str | None) -> str:
+    return value.decode() if isinstance(value, bytes) else value or ""

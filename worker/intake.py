@@ -1,0 +1,159 @@
+"""From a pulled job to one that can run: its signature, its fields, its tokens, its checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from monitoring.counters import WorkerCounters
+from producer.wire.errors import InvalidJob
+from producer.wire.outputs import Checkpoint
+from producer.wire.protocol import Job
+from producer.wire.signing import Keys, split_payload
+from producer.wire.transitions import PulledJob
+from worker.engine_thread import EngineThread
+from worker.running_job import RunningJob, engine_params, sample_records
+from worker.webhook_policy import Refused, WebhookPolicy
+
+logger = logging.getLogger(__name__)
+
+Unusable = Literal["unsigned", "broken", "fingerprint"]
+"""Why a checkpoint is not gone on from: not by a worker with our key; no checkpoint at all; another model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a job goes on: at its prompt when `checkpoint` is None, and then `unusable` says why it must."""
+
+    checkpoint: Checkpoint | None = None
+    unusable: Unusable | None = None
+
+
+class Intake:
+    """What a worker asks of a job before it runs it. Called on admission's thread."""
+
+    def __init__(
+        self,
+        queue: str,
+        engine: EngineThread,
+        counters: WorkerCounters,
+        *,
+        hmac_keys: Keys,
+        webhooks: WebhookPolicy,
+    ) -> None:
+        self._queue = queue
+        self._engine = engine
+        self._counters = counters
+        self._keys = hmac_keys
+        self._webhooks = webhooks
+
+    def running_job(self, pulled: PulledJob, started_at: float) -> RunningJob:
+        """Check, tokenise, and find where to go on.
+
+        Args:
+            started_at: unix seconds by the server's clock.
+
+        Raises:
+            InvalidJob, engine.errors.InvalidRequest: the job's own error. No message quotes its input.
+        """
+        job = self._checked(pulled)
+        messages = None
+        if job.messages is not None:
+            messages = [{"role": message.role, "content": message.content} for message in job.messages]
+        prompt_token_ids, params = self._engine.input_processor.process(
+            prompt=job.prompt,
+            messages=messages,
+            prompt_token_ids=job.prompt_token_ids,
+            params=engine_params(job, pulled.job_id),
+        )
+        point = self._resume_point(pulled)
+        running = RunningJob(
+            pulled=pulled,
+            job=job,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            started_at=started_at,
+            expires_at=_expires_at(pulled, job, started_at),
+            samples=sample_records(point.checkpoint, params.n),
+            restart_checkpoint=point.unusable is not None,
+            saved_at=time.monotonic(),
+        )
+        running.resumed_tokens = running.generated_tokens
+        return running
+
+    def _checked(self, pulled: PulledJob) -> Job:
+        payload = split_payload(pulled.payload)
+        job = Job.from_payload(payload.envelope)
+        self._keys.check_payload(
+            payload,
+            queue=self._queue,
+            job_id=pulled.job_id,
+            tenant=job.tenant,
+            submitted_at=pulled.submitted_at,
+        )
+        if job.webhook is not None:
+            try:
+                self._webhooks.check(job.webhook)
+            except Refused as refusal:
+                raise InvalidJob(str(refusal), "unsupported_feature") from None
+        return job
+
+    def _resume_point(self, pulled: PulledJob) -> ResumePoint:
+        point = resume_point(
+            pulled,
+            queue=self._queue,
+            fingerprint=self._engine.engine.fingerprint,
+            vocab_size=self._engine.input_processor.vocab_size,
+            hmac_keys=self._keys,
+        )
+        if point.unusable is not None:
+            tokens = _count_tokens(pulled)
+            self._counters.redone_tokens.inc(tokens)
+            logger.warning(
+                "job %s: starts from its prompt, its checkpoint of %d tokens can't be used (%s)",
+                pulled.job_id,
+                tokens,
+                point.unusable,
+            )
+        return point
+
+
+def resume_point(
+    pulled: PulledJob, *, queue: str, fingerprint: str, vocab_size: int, hmac_keys: Keys
+) -> ResumePoint:
+    """How much of the stored checkpoint an engine with this `fingerprint` can go on from: all or nothing."""
+    if not pulled.entries:
+        return ResumePoint()
+    if pulled.fingerprint != fingerprint:
+        return ResumePoint(unusable="fingerprint")
+    names = {"queue": queue, "job_id": pulled.job_id, "fingerprint": fingerprint}
+    if not all(hmac_keys.is_entry_ours(entry, **names) for entry in pulled.entries):
+        return ResumePoint(unusable="unsigned")
+    try:
+        checkpoint = pulled.checkpoint
+    except ValueError:
+        return ResumePoint(unusable="broken")
+    assert checkpoint is not None, "entries make samples"
+    for sample in checkpoint.seqs:
+        if any(not 0 <= token_id < vocab_size for token_id in sample.token_ids):
+            return ResumePoint(unusable="broken")
+    return ResumePoint(checkpoint)
+
+
+def _count_tokens(pulled: PulledJob) -> int:
+    try:
+        checkpoint = pulled.checkpoint
+    except ValueError:
+        return 0
+    return sum(len(sample.token_ids) for sample in checkpoint.seqs) if checkpoint is not None else 0
+
+
+def _expires_at(pulled: PulledJob, job: Job, now: float) -> float | None:
+    """`time.monotonic()` at the job's deadline or at the end of its timeout, whichever comes first."""
+    seconds = [
+        *([] if job.timeout is None else [job.timeout]),
+        *([] if pulled.deadline is None else [pulled.deadline - now]),
+    ]
+    return time.monotonic() + min(seconds) if seconds else None

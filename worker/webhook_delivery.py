@@ -1,0 +1,98 @@
+"""One webhook delivery: what is sent, its signature, and the request itself.
+
+The signature is the Standard Webhooks one (https://www.standardwebhooks.com): HMAC-SHA256 over
+`<id>.<timestamp>.<body>`, so that a receiver checks it with any of that scheme's libraries.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import http.client
+import json
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from producer.wire.outbox import Notice
+from worker.webhook_policy import Target
+
+TIMEOUT_S = 10.0
+SECRET_PREFIX = "whsec_"
+
+
+class DeliveryFailed(Exception):
+    """The receiver did not take it; the message says why, without the URL."""
+
+
+def secret_bytes(secret: str) -> bytes:
+    """`whsec_<base64>` as the receiver's libraries read it; any other text as it is. Raises ValueError."""
+    if not secret.startswith(SECRET_PREFIX):
+        return secret.encode()
+    return base64.b64decode(secret.removeprefix(SECRET_PREFIX), validate=True)
+
+
+def body_of(queue: str, notice: Notice) -> bytes:
+    """The event: the job's end, with its result or its error."""
+    outcome = notice.outcome
+    data: dict[str, Any] = {
+        "id": outcome.job_id,
+        "queue": queue,
+        "tenant": notice.tenant,
+        "state": outcome.state,
+        "metadata": outcome.metadata,
+        "finished_at": notice.finished_at,
+        "result": outcome.result.model_dump(mode="json") if outcome.result is not None else None,
+        "error": outcome.error.model_dump(mode="json") if outcome.error is not None else None,
+    }
+    return json.dumps({"type": f"job.{outcome.state}", "data": data}, ensure_ascii=False).encode()
+
+
+def headers_of(job_id: str, body: bytes, secrets: Sequence[bytes], now: float) -> dict[str, str]:
+    """`webhook-id` is the job's id: the receiver sees a repeated delivery by it."""
+    timestamp = str(int(now))
+    signed = b".".join((job_id.encode(), timestamp.encode(), body))
+    signatures = (
+        "v1," + base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode() for key in secrets
+    )
+    return {
+        "content-type": "application/json",
+        "user-agent": "pagemill",
+        "webhook-id": job_id,
+        "webhook-timestamp": timestamp,
+        "webhook-signature": " ".join(signatures),
+    }
+
+
+def deliver(target: Target, job_id: str, body: bytes, secrets: Sequence[bytes], tls: ssl.SSLContext) -> None:
+    """POST the event once. Raises DeliveryFailed unless the answer is 2xx; a redirect is none."""
+    connection = _PinnedConnection(target, tls)
+    try:
+        connection.request("POST", target.path, body, headers_of(job_id, body, secrets, time.time()))
+        status = connection.getresponse().status
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise DeliveryFailed(f"{type(error).__name__}: {error}") from error
+    finally:
+        connection.close()
+    if not 200 <= status < 300:
+        raise DeliveryFailed(f"the receiver answered {status}")
+
+
+class _PinnedConnection(http.client.HTTPSConnection):
+    """Connects to the address that was checked: the name is not looked up a second time."""
+
+    def __init__(self, target: Target, tls: ssl.SSLContext) -> None:
+        super().__init__(target.host, target.port, timeout=TIMEOUT_S, context=tls)
+        self._address = target.address
+        self._tls = tls
+
+    def connect(self) -> None:
+        raw = socket.create_connection((self._address, self.port), self.timeout)
+        try:
+            self.sock = self._tls.wrap_socket(raw, server_hostname=self.host)
+        except BaseException:
+            raw.close()
+            raise

@@ -1,0 +1,104 @@
+"""Delivers what the outbox holds: on threads and a connection of its own, so that no commit waits for it."""
+
+from __future__ import annotations
+
+import logging
+import random
+import ssl
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from monitoring.counters import WorkerCounters
+from producer.wire import outbox
+from producer.wire.errors import RedisUnavailable
+from producer.wire.outbox import Notice
+from worker.job_queue import Backoff, JobQueue
+from worker.webhook_delivery import TIMEOUT_S, DeliveryFailed, body_of, deliver
+from worker.webhook_policy import Refused, Unresolved, WebhookPolicy
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+AT_ONCE = 8
+CLAIM_S = 4 * TIMEOUT_S
+"""Longer than a delivery can take: resolving, connecting, sending, waiting for the answer."""
+MAX_TRIES = 12
+FIRST_RETRY_S = 5.0
+LAST_RETRY_S = 3600.0
+
+
+class WebhookSender:
+    def __init__(
+        self,
+        queue: JobQueue,
+        policy: WebhookPolicy,
+        secrets: Sequence[bytes],
+        counters: WorkerCounters,
+        *,
+        ca_file: str | None = None,
+        first_retry_s: float = FIRST_RETRY_S,
+    ) -> None:
+        """`secrets`: the signing keys, the current one first. `ca_file`: whom to trust instead of the system."""
+        self._queue = queue
+        self._policy = policy
+        self._secrets = tuple(secrets)
+        self._counters = counters
+        self._first_retry_s = first_retry_s
+        self._tls = ssl.create_default_context(cafile=ca_file)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pagemill-webhooks", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """Begin no more deliveries. One that is under way is made again by another worker, if need be."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        backoff = Backoff()
+        pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="pagemill-webhook")
+        while not self._stop.is_set():
+            try:
+                notices = self._queue.run(outbox.claim(self._queue.queue, AT_ONCE, round(CLAIM_S * 1000)))
+                for notice, again_ms in zip(notices, pool.map(self._try, notices), strict=True):
+                    self._queue.run(
+                        outbox.settle(self._queue.queue, notice.outcome.job_id, notice.tries, again_ms)
+                    )
+                backoff.reset()
+                self._stop.wait(0.0 if len(notices) == AT_ONCE else LOOK_S)
+            except RedisUnavailable:
+                self._stop.wait(backoff.next())
+            except Exception:
+                logger.exception("delivering webhooks failed; going on")
+                self._stop.wait(LOOK_S)
+        pool.shutdown(wait=False, cancel_futures=True)
+
+    def _try(self, notice: Notice) -> int | None:
+        """One delivery. Returns the milliseconds until the next, or None if there is to be none."""
+        job_id = notice.outcome.job_id
+        try:
+            target = self._policy.resolve(notice.url)
+            deliver(target, job_id, body_of(self._queue.queue, notice), self._secrets, self._tls)
+        except Refused as refusal:
+            self._counters.webhooks.inc("refused")
+            logger.warning("job %s: its webhook is not called: %s", job_id, refusal)
+            return None
+        except (DeliveryFailed, Unresolved) as failure:
+            return self._again(job_id, notice.tries, failure)
+        self._counters.webhooks.inc("delivered")
+        return None
+
+    def _again(self, job_id: str, tries: int, failure: Exception) -> int | None:
+        self._counters.webhooks.inc("failed" if tries < MAX_TRIES else "given_up")
+        if tries >= MAX_TRIES:
+            logger.error("job %s: its webhook is given up after %d tries: %s", job_id, tries, failure)
+            return None
+        pause_s = min(LAST_RETRY_S, self._first_retry_s * 2.0 ** (tries - 1)) * random.uniform(0.75, 1.25)
+        logger.warning(
+            "job %s: its webhook failed (%s); try %d in %.0f s", job_id, failure, tries + 1, pause_s
+        )
+        return round(pause_s * 1000)

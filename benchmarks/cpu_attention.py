@@ -18,11 +18,14 @@ import torch
 import torch.nn.functional as F
 
 from kernels import cpu, cpu_fused, reference
+from kernels.layer_cache import LayerCache
 from kernels.metadata import AttentionMetadata
+from kernels.scoring import Scoring
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 9, 3, 64, 16, 30
 HIDDEN, INTERMEDIATE = 576, 1536
 SCALE = HEAD_DIM**-0.5
+SCORING = Scoring(SCALE)
 
 
 def best(function: Callable[[], object], seconds: float = 0.5) -> float:
@@ -80,19 +83,19 @@ def decode_table() -> None:
     for num_rows, seq_len in [(1, 128), (8, 128), (32, 128), (128, 128), (8, 1024), (1, 4096)]:
         metadata = make_metadata(1, seq_len, num_rows)
         shape = (num_rows * -(-seq_len // BLOCK_SIZE), NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        layers = [(torch.randn(shape), torch.randn(shape)) for _ in range(NUM_LAYERS)]
+        layers = [LayerCache(torch.randn(shape), torch.randn(shape)) for _ in range(NUM_LAYERS)]
         query = torch.randn(num_rows, NUM_HEADS, HEAD_DIM)
         turn = itertools.cycle(layers)
 
         def step(layers=layers, query=query, metadata=metadata) -> None:
-            for keys, values in layers:
-                cpu.paged_attention(query, keys, values, metadata, scale=SCALE)
+            for layer in layers:
+                cpu.paged_attention(query, layer, metadata, SCORING)
 
-        keys, values = next(turn)
-        in_torch = inverted(query, keys, values, num_rows, metadata.block_tables)
-        ours = cpu.paged_attention(query, keys, values, metadata, scale=SCALE)
+        layer = next(turn)
+        in_torch = inverted(query, layer.keys, layer.values, num_rows, metadata.block_tables)
+        ours = cpu.paged_attention(query, layer, metadata, SCORING)
         torch.testing.assert_close(in_torch(), ours, rtol=1e-4, atol=1e-4)
-        hot = best(lambda q=query, k=keys, v=values, m=metadata: cpu.paged_attention(q, k, v, m, scale=SCALE))
+        hot = best(lambda q=query, c=layer, m=metadata: cpu.paged_attention(q, c, m, SCORING))
         cold = best(step, 2.0) / NUM_LAYERS
         gigabytes = 8 * num_rows * seq_len * NUM_KV_HEADS * HEAD_DIM / cold / 1e3
         label = f"{num_rows} rows x {seq_len}"
@@ -121,7 +124,7 @@ def prefill_table() -> None:
             return out.permute(2, 0, 1, 3).reshape(query.shape)
 
         def ours(metadata=metadata, keys=keys, values=values, query=query) -> torch.Tensor:
-            return cpu.paged_attention(query, keys, values, metadata, scale=SCALE)
+            return cpu.paged_attention(query, LayerCache(keys, values), metadata, SCORING)
 
         torch.testing.assert_close(in_torch(), ours(), rtol=1e-4, atol=1e-4)
         print(f"{f'{query_len} of {seq_len}':>24} {best(ours):8.0f} {best(in_torch):15.0f}")

@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from kernels import dispatch, reference
+from kernels.layer_cache import LayerCache
 from kernels.metadata import AttentionMetadata
 from kernels.paged_attention_decode import paged_attention_decode
 from kernels.paged_attention_prefill import paged_attention_prefill
+from kernels.scoring import Scoring
 from kernels.tuning import Tile, compute_capability, decode_tile, prefill_tile
 from tests.kernels.paged_case import TOLERANCE, assert_close, make_case
 
@@ -49,14 +51,14 @@ class Workload:
     """A step over several layers with random contents and shuffled blocks."""
 
     query: torch.Tensor
-    layers: list[tuple[torch.Tensor, torch.Tensor]]
+    layers: list[LayerCache]
     metadata: AttentionMetadata
-    scale: float
+    scoring: Scoring
 
     def run(self) -> None:
-        for key_cache, value_cache in self.layers:
+        for layer in self.layers:
             with dispatch.override("triton"):
-                dispatch.paged_attention(self.query, key_cache, value_cache, self.metadata, scale=self.scale)
+                dispatch.paged_attention(self.query, layer, self.metadata, self.scoring)
 
 
 def make_workload(
@@ -82,7 +84,7 @@ def make_workload(
 
     return Workload(
         query=random(sum(query_lens), shape.num_heads, shape.head_dim),
-        layers=[(random(*cache_shape), random(*cache_shape)) for _ in range(num_layers)],
+        layers=[LayerCache(random(*cache_shape), random(*cache_shape)) for _ in range(num_layers)],
         metadata=AttentionMetadata(
             block_tables=tables.to(device),
             query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32),
@@ -94,7 +96,7 @@ def make_workload(
             max_query_len=max(query_lens),
             max_seq_len=max(seq_lens),
         ),
-        scale=shape.head_dim**-0.5,
+        scoring=Scoring(shape.head_dim**-0.5),
     )
 
 
@@ -131,13 +133,9 @@ def correctness(
             **options,
         ).to(device)
         with dispatch.override("triton"):
-            out = dispatch.paged_attention(
-                case.query, case.key_cache, case.value_cache, case.metadata, **case.options
-            )
+            out = dispatch.paged_attention(case.query, case.cache, case.metadata, case.scoring)
         double = case.in_double()
-        truth = reference.paged_attention(
-            double.query, double.key_cache, double.value_cache, double.metadata, **double.options
-        )
+        truth = reference.paged_attention(double.query, double.cache, double.metadata, double.scoring)
         real = case.real_tokens()
         row: Row = {
             "case": f"{shape.name} {query_lens}/{seq_lens} {options or ''}",
@@ -298,11 +296,11 @@ def _decode_call(workload: Workload, tile: Tile) -> Callable[[], None]:
     return lambda: paged_attention_decode(
         out,
         workload.query,
-        *workload.layers[0],
+        workload.layers[0],
         workload.metadata.block_tables,
         workload.metadata.seq_lens,
+        workload.scoring,
         max_seq_len=workload.metadata.max_seq_len,
-        scale=workload.scale,
         tile=tile,
     )
 
@@ -310,7 +308,7 @@ def _decode_call(workload: Workload, tile: Tile) -> Callable[[], None]:
 def _prefill_call(workload: Workload, tile: Tile) -> Callable[[], None]:
     out = torch.empty_like(workload.query)
     return lambda: paged_attention_prefill(
-        out, workload.query, *workload.layers[0], workload.metadata, scale=workload.scale, tile=tile
+        out, workload.query, workload.layers[0], workload.metadata, workload.scoring, tile=tile
     )
 
 

@@ -7,6 +7,8 @@ from typing import Literal
 
 from engine.errors import ConfigError
 
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8", "fp8")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -45,8 +47,13 @@ class EngineConfig:
     enforce_eager: bool = False
     """No CUDA graphs."""
     batch_invariant: bool = False
-    kv_cache_dtype: str = "auto"
-    quantization: str | None = None
+    """Every request's numbers are the same to the last bit, alone or in a crowd, however it is cut, preempted or
+    resumed; slower. CPU and float32 only."""
+    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
+    """How keys and values are stored; auto: as the model computes. int8 and fp8 (e4m3) carry a scale per token and
+    head; fp8 on CUDA needs compute capability 8.9."""
+    quantization: Literal["int8"] | None = None
+    """int8: weights per output channel, activations per token, exact products of integers."""
     swap_space_gib: float = 0.0
     tensor_parallel_size: int = 1
     skip_tokenizer_init: bool = False
@@ -71,8 +78,10 @@ class EngineConfig:
         )
         need(self.long_prefill_token_threshold >= 0, "long_prefill_token_threshold must not be negative")
         need(0.0 < self.gpu_memory_utilization <= 1.0, "gpu_memory_utilization must be in (0, 1]")
-        for name, supported in (("kv_cache_dtype", "auto"), ("quantization", None), ("swap_space_gib", 0.0),
-                                ("tensor_parallel_size", 1), ("batch_invariant", False)):  # fmt: skip
+        for name, known in (("kv_cache_dtype", KV_CACHE_DTYPES), ("quantization", (None, "int8"))):
+            value = getattr(self, name)
+            need(value in known, f"{name} must be one of {known}, got {value!r}")
+        for name, supported in (("swap_space_gib", 0.0), ("tensor_parallel_size", 1)):
             value = getattr(self, name)
             need(value == supported, f"{name}={value!r} is not supported yet; leave it at {supported!r}")
 
@@ -96,3 +105,15 @@ class SchedulerConfig:
     watermark_ratio: float = 0.01
     """Share of the pool that admission leaves free, so that running rows can grow."""
     eos_token_ids: tuple[int, ...] = ()
+
+
+def resolve_max_model_len(config: EngineConfig, context_length: int, longest_context: int | None) -> int:
+    """Longest prompt + output in tokens: what was asked for, or the model's context length.
+
+    Raises:
+        ConfigError: more was asked for than the model can do; a longest context of None means that it can do any.
+    """
+    asked = config.max_model_len or context_length
+    if longest_context is not None and asked > longest_context:
+        raise ConfigError(f"max_model_len {asked} is past the model's context of {longest_context}")
+    return asked

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig, SchedulerConfig
-from engine.engine import EngineParts
-from engine.errors import ConfigError
+from engine.config import EngineConfig, SchedulerConfig, resolve_max_model_len
+from engine.engine import EngineParts, Tier
 from engine.execution.echo import ECHO_MAX_MODEL_LEN, ECHO_MODEL, EchoRunner, echo_step_seconds, is_echo
 from engine.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -27,10 +27,11 @@ def build_parts(config: EngineConfig) -> EngineParts:
 def _build_echo(config: EngineConfig) -> EngineParts:
     tokenizer = ByteTokenizer()
     assert tokenizer.eos_token_id is not None
+    max_model_len = resolve_max_model_len(config, ECHO_MAX_MODEL_LEN, ECHO_MAX_MODEL_LEN)
     return EngineParts(
         executor=EchoRunner(echo_step_seconds(config.model)),
         tokenizer=None if config.skip_tokenizer_init else tokenizer,
-        limits=_limits(config, ECHO_MAX_MODEL_LEN, _ECHO_KV_BLOCKS, (tokenizer.eos_token_id,), is_cuda=False),
+        limits=_limits(config, max_model_len, _ECHO_KV_BLOCKS, (tokenizer.eos_token_id,), is_cuda=False),
         served_model=ECHO_MODEL,
         vocab_size=tokenizer.vocab_size,
         fingerprint=ECHO_MODEL,
@@ -40,23 +41,23 @@ def _build_echo(config: EngineConfig) -> EngineParts:
 
 
 def _build_model(config: EngineConfig) -> EngineParts:
-    import torch
-
     from engine.execution.device_tuning import tune_device
-    from engine.execution.kv_cache import num_blocks_for
+    from engine.execution.kv_cache import num_blocks_for, resolve_cache_dtype
     from engine.execution.loader import load_model
     from engine.execution.model_runner import ModelRunner
 
     tune_device(config)
     model = load_model(config)
-    shape = model.kv_cache_shape(config.block_size)
+    cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, model.dtype, model.device)
+    shape = replace(model.kv_cache_shape(config.block_size), dtype=cache_dtype)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(model.directory)
     eos = list(model.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos:
         eos.append(tokenizer.eos_token_id)
     is_cuda = model.device.type == "cuda"
     num_blocks = num_blocks_for(config, shape, model.device)
-    limits = _limits(config, model.context_length, num_blocks, tuple(eos), is_cuda=is_cuda)
+    max_model_len = resolve_max_model_len(config, model.context_length, model.longest_context)
+    limits = _limits(config, max_model_len, num_blocks, tuple(eos), is_cuda=is_cuda)
     logger.info(
         "%s on %s: %d KV blocks of %d tokens, %.2f GiB",
         model.served_name,
@@ -65,7 +66,7 @@ def _build_model(config: EngineConfig) -> EngineParts:
         shape.block_size,
         num_blocks * shape.block_bytes / 2**30,
     )
-    executor = ModelRunner(model, config, limits)
+    executor = ModelRunner(model, config, limits, shape)
     return EngineParts(
         executor=executor,
         tokenizer=tokenizer,
@@ -73,12 +74,21 @@ def _build_model(config: EngineConfig) -> EngineParts:
         served_model=model.served_name,
         vocab_size=model.vocab_size,
         fingerprint=model.fingerprint,
-        tier="token" if model.dtype is torch.float32 else "continues",
+        tier=_tier(config, model.dtype, shape.dtype),
         device=str(model.device),
         kv_block_bytes=shape.block_bytes,
         kv_dtype=str(shape.dtype).removeprefix("torch."),
         weight_bytes=_weight_bytes(model.module),
     )
+
+
+def _tier(config: EngineConfig, dtype: torch.dtype, cache_dtype: torch.dtype) -> Tier:
+    import torch
+
+    if config.batch_invariant:
+        return "bitwise"
+    is_exact = dtype is cache_dtype is torch.float32 and config.quantization is None
+    return "token" if is_exact else "continues"
 
 
 def _weight_bytes(module: torch.nn.Module) -> int:
@@ -92,17 +102,13 @@ def _weight_bytes(module: torch.nn.Module) -> int:
 
 
 def _limits(
-    config: EngineConfig, context_length: int, num_kv_blocks: int, eos: tuple[int, ...], *, is_cuda: bool
+    config: EngineConfig, max_model_len: int, num_kv_blocks: int, eos: tuple[int, ...], *, is_cuda: bool
 ) -> SchedulerConfig:
-    if config.max_model_len is not None and config.max_model_len > context_length:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} is past the model's context of {context_length}"
-        )
     overlapped = is_cuda if config.async_scheduling is None else config.async_scheduling
     return SchedulerConfig(
         block_size=config.block_size,
         num_kv_blocks=config.num_kv_blocks or num_kv_blocks,
-        max_model_len=config.max_model_len or context_length,
+        max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs or (256 if is_cuda else 64),
         max_num_batched_tokens=config.max_num_batched_tokens or (8192 if is_cuda else 512),
         long_prefill_token_threshold=config.long_prefill_token_threshold,

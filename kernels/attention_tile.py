@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.layer_cache import LayerCache
+
 # Under TRITON_INTERPRET=1 kernels run as numpy code on CPU tensors. Its bfloat16 is storage only: products of
 # two bf16 tiles are garbage, without an error. Kernels therefore take UPCAST, and compute in fp32 where it is
 # set.
@@ -21,9 +23,9 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST_SCORE = tl.constexpr(-1.0e30)
 
 
-def must_upcast(dtype: torch.dtype) -> bool:
-    """Whether a kernel has to convert tiles of `dtype` to fp32 before it computes with them."""
-    return INTERPRETED and dtype == torch.bfloat16
+def must_upcast(query: torch.Tensor, cache: LayerCache) -> bool:
+    """Whether a kernel has to convert queries to fp32, and with them all that they meet, before it computes."""
+    return INTERPRETED and torch.bfloat16 in (query.dtype, cache.keys.dtype)
 
 
 @triton.jit
@@ -62,9 +64,8 @@ def load_slots(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     MASKED: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
-    """A tile [BLOCK_N, HEAD_DIM_PADDED] of keys or values; zeros where there is nothing to read.
+    """A tile [BLOCK_N, HEAD_DIM_PADDED] of keys or values as stored; zeros where there is nothing to read.
 
     The zeros matter: a masked key's probability is 0, and 0 times the NaN of an unused slot would be NaN.
     """
@@ -78,24 +79,43 @@ def load_slots(
         tile = tl.load(pointers)
     else:
         tile = tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-    if UPCAST:
-        tile = tile.to(tl.float32)
     return tile
+
+
+@triton.jit
+def load_scales(
+    scales_ptr,  # [num_blocks, num_kv_heads, BLOCK_SIZE]
+    kv_head,
+    offsets,  # [BLOCK_N] of the slots in the cache, without the head's share
+    visible,  # [BLOCK_N]
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The scales [BLOCK_N] of a tile's slots: every HEAD_DIM numbers of the cache share one."""
+    pointers = scales_ptr + kv_head.to(tl.int64) * BLOCK_SIZE + offsets // HEAD_DIM
+    if MASKED:
+        return tl.load(pointers, mask=visible, other=0.0)
+    return tl.load(pointers)
 
 
 @triton.jit
 def attention_scores(
     query,  # [BLOCK_M, HEAD_DIM_PADDED]
-    keys,  # [BLOCK_N, HEAD_DIM_PADDED]
+    keys,  # [BLOCK_N, HEAD_DIM_PADDED], as stored
+    key_scales,  # [BLOCK_N]; unread unless SCALED
     distances,  # [BLOCK_M, BLOCK_N] or [1, BLOCK_N] key position minus query position
     slopes,  # [BLOCK_M] ALiBi slope of each row's head; unread without ALiBi
     scale,
+    SCALED: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,  # 0 = none
 ):
     """Scores [BLOCK_M, BLOCK_N] in base 2, fp32, unmasked."""
     # "ieee" concerns fp32 inputs only: the default would round them to tf32.
-    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
+    if SCALED:
+        scores = scores * key_scales[None, :]
     if SOFTCAP > 0:
         # tanh(x) = 2 sigmoid(2x) - 1; libdevice's tanh does not exist in the interpreter.
         capped = 2.0 * tl.sigmoid(scores * (scale * (2.0 / SOFTCAP))) - 1.0
@@ -115,12 +135,17 @@ def fold_tile(
     total,  # [BLOCK_M] running sum of exp2(score - maximum)
     output,  # [BLOCK_M, HEAD_DIM_PADDED] running sum of the weighted values
     scores,  # [BLOCK_M, BLOCK_N]; -inf where a key is not visible
-    values,  # [BLOCK_N, HEAD_DIM_PADDED]
+    values,  # [BLOCK_N, HEAD_DIM_PADDED], as stored
+    value_scales,  # [BLOCK_N]; unread unless SCALED
+    COMPUTE: tl.constexpr,  # the queries' dtype
+    SCALED: tl.constexpr,
 ):
     """One step of the softmax recurrence: (maximum, total, output) after this tile."""
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
     weights = tl.exp2(scores - new_maximum[:, None])
     shrink = tl.exp2(maximum - new_maximum)
     total = total * shrink + tl.sum(weights, 1)
-    output = tl.dot(weights.to(values.dtype), values, output * shrink[:, None], input_precision="ieee")
+    if SCALED:
+        weights = weights * value_scales[None, :]
+    output = tl.dot(weights.to(COMPUTE), values.to(COMPUTE), output * shrink[:, None], input_precision="ieee")
     return new_maximum, total, output

@@ -1,6 +1,6 @@
 """The operators' fast face for CPU tensors. Contracts: `kernels.dispatch`.
 
-Only fp32 is fast: other dtypes take the plain torch way.
+Made for fp32 models, with a cache of any dtype: half-precision models take the plain torch way.
 """
 
 from __future__ import annotations
@@ -8,134 +8,124 @@ from __future__ import annotations
 import ctypes
 import mmap
 
+import numpy as np
 import torch
 
 from kernels import cpu_cache, cpu_fused, reference
 from kernels.cpu_attention_decode import decode
 from kernels.cpu_attention_prefill import prefill
+from kernels.cpu_element import ELEMENTS
 from kernels.cpu_jit import NUMBERS_PER_THREAD, run_rows, use_torch_threads
+from kernels.layer_cache import LayerCache, allocate_layer, largest_number
 from kernels.metadata import AttentionMetadata
 from kernels.reference import copy_blocks
+from kernels.scoring import Scoring
 
 __all__ = ["advise_huge_pages", "copy_blocks", "paged_attention", "reshape_and_cache", "warm_up"]
 
 
 def reshape_and_cache(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    key: torch.Tensor, value: torch.Tensor, cache: LayerCache, slot_mapping: torch.Tensor
 ) -> None:
     """See `kernels.dispatch.reshape_and_cache`."""
-    if not key.dtype == value.dtype == key_cache.dtype == value_cache.dtype == torch.float32:
-        reference.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+    if not key.dtype == value.dtype == torch.float32:
+        reference.reshape_and_cache(key, value, cache, slot_mapping)
         return
     assert slot_mapping.dtype == torch.int64
     num_tokens, num_kv_heads, head_dim = key.shape
     arguments = (
+        ELEMENTS[cache.keys.dtype],
         key.data_ptr(),
         key.stride(0),
         key.stride(1),
         value.data_ptr(),
         value.stride(0),
         value.stride(1),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
+        *_addresses(cache),
+        np.float32(largest_number(cache.keys.dtype) or 0.0),
         slot_mapping.data_ptr(),
         num_kv_heads,
-        key_cache.shape[2],
+        cache.block_size,
         head_dim,
     )
     row_size = 2 * num_kv_heads * head_dim
     run_rows(cpu_cache.write_tokens, cpu_cache.write_tokens_parallel, num_tokens, row_size, arguments)
 
 
+def _addresses(cache: LayerCache) -> tuple[int, int, int, int]:
+    key_scales, value_scales = cache.key_scales, cache.value_scales
+    return (
+        cache.keys.data_ptr(),
+        cache.values.data_ptr(),
+        0 if key_scales is None else key_scales.data_ptr(),
+        0 if value_scales is None else value_scales.data_ptr(),
+    )
+
+
 def paged_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    metadata: AttentionMetadata,
-    *,
-    scale: float,
-    alibi_slopes: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
+    query: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scoring: Scoring
 ) -> torch.Tensor:
     """See `kernels.dispatch.paged_attention`. Padded rows and tokens come out as zeros here."""
-    if not query.dtype == key_cache.dtype == value_cache.dtype == torch.float32:
-        return reference.paged_attention(
-            query,
-            key_cache,
-            value_cache,
-            metadata,
-            scale=scale,
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            softcap=softcap,
-        )
+    if query.dtype != torch.float32:
+        return reference.paged_attention(query, cache, metadata, scoring)
     tables, starts, seq_lens = metadata.block_tables, metadata.query_start_loc, metadata.seq_lens
+    alibi_slopes = scoring.alibi_slopes
     # The kernels take addresses at their word.
-    assert key_cache.is_contiguous()
-    assert value_cache.is_contiguous()
+    assert all(tensor.is_contiguous() for tensor in cache.tensors())
     assert query.stride(2) == tables.stride(1) == 1
     assert tables.dtype == starts.dtype == seq_lens.dtype == torch.int32
     assert alibi_slopes is None or (alibi_slopes.dtype == torch.float32 and alibi_slopes.is_contiguous())
 
     out = torch.empty(query.shape)
     num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads, block_size = key_cache.shape[1:3]
     num_rows, num_decode_rows = len(metadata.seq_lens_host), metadata.num_decode_rows
-    group = num_heads // num_kv_heads
-    num_threads = use_torch_threads()
+    heads = (cache.num_kv_heads, num_heads // cache.num_kv_heads, head_dim, cache.block_size)
     views = (
         out.data_ptr(),
         query.data_ptr(),
         query.stride(0),
         query.stride(1),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
+        ELEMENTS[cache.keys.dtype],
+        *_addresses(cache),
         tables.data_ptr(),
         tables.stride(0),
     )
-    slopes = 0 if alibi_slopes is None else alibi_slopes.data_ptr()
-    scoring = (float(scale), sliding_window or 0, float(softcap or 0.0), slopes, num_threads)
+    numbers = (
+        float(scoring.scale),
+        scoring.sliding_window or 0,
+        float(scoring.softcap or 0.0),
+        0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+        use_torch_threads(),
+    )
     if num_decode_rows:
-        decode(
-            *views,
-            seq_lens.data_ptr(),
-            num_decode_rows,
-            *(num_kv_heads, group, head_dim, block_size),
-            metadata.max_seq_len,
-            *scoring,
-        )
+        decode(*views, seq_lens.data_ptr(), num_decode_rows, *heads, metadata.max_seq_len, *numbers)
     if num_decode_rows < num_rows:
-        prefill(
-            *views,
-            starts.data_ptr(),
-            seq_lens.data_ptr(),
-            *(num_decode_rows, num_rows, num_tokens),
-            *(num_kv_heads, group, head_dim, block_size),
-            *scoring,
-        )
+        lengths = (starts.data_ptr(), seq_lens.data_ptr())
+        prefill(*views, *lengths, num_decode_rows, num_rows, num_tokens, *heads, *numbers)
     num_padded = num_tokens - sum(metadata.query_lens_host)
     if num_padded:
         out[-num_padded:] = 0
     return out
 
 
-def warm_up(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+def warm_up(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    cache_dtype: torch.dtype = torch.float32,
+) -> None:
     """Compile every kernel, or load it from the disk, so that no step pays for it: seconds the first time."""
     # One token takes a kernel's serial form, this many its parallel one.
     many = -(-2 * NUMBERS_PER_THREAD // (num_kv_heads * head_dim))
     query, key, value = torch.zeros(many, num_heads + 2 * num_kv_heads, head_dim).split(
         [num_heads, num_kv_heads, num_kv_heads], dim=1
     )
-    key_cache, value_cache = torch.zeros(2, 1, num_kv_heads, block_size, head_dim)
+    cache = allocate_layer(1, num_kv_heads, block_size, head_dim, cache_dtype)
     angles = torch.zeros(many, head_dim)
     rows = torch.zeros(many, 2 * num_kv_heads * head_dim)
     for n in (1, many):
-        reshape_and_cache(key[:n], value[:n], key_cache, value_cache, torch.full((n,), -1))
+        reshape_and_cache(key[:n], value[:n], cache, torch.full((n,), -1))
         cpu_fused.rotary_embedding(query[:n], key[:n], angles[:n], angles[:n])
         cpu_fused.rms_norm(rows[:n], rows[0], 1e-5)
         cpu_fused.silu_and_mul(rows[:n])
@@ -150,7 +140,7 @@ def warm_up(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -
         max_query_len=2,
         max_seq_len=2,
     )
-    paged_attention(query[:3], key_cache, value_cache, metadata, scale=1.0)
+    paged_attention(query[:3], cache, metadata, Scoring(scale=1.0))
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from numba import prange
 
 from kernels import cpu_vector as vector
+from kernels.cpu_element import load_number, load_vector, size_of
 from kernels.cpu_jit import f32_pointer, i32_pointer, jit, prefetch
 from kernels.cpu_row import (
     F32,
@@ -22,6 +23,7 @@ from kernels.cpu_row import (
     cap_scores,
     fill,
     max_of,
+    scale_columns,
     store_scaled,
     weigh,
 )
@@ -31,68 +33,79 @@ MINUS_INFINITY = np.float32(-np.inf)
 
 
 @jit
-def _products(q0, q1, q2, q3, key):
+def _products(q0, q1, q2, q3, element, key):
     """The lane-wise products of 64 numbers of a query and a key, folded into one vector."""
-    low = vector.multiply_add(q1, vector.load(key + VECTOR), vector.multiply(q0, vector.load(key)))
-    high = vector.multiply(q2, vector.load(key + 2 * VECTOR))
-    return vector.add(low, vector.multiply_add(q3, vector.load(key + 3 * VECTOR), high))
+    step = vector.LANES * size_of(element)
+    k0, k1 = load_vector(element, key), load_vector(element, key + step)
+    k2, k3 = load_vector(element, key + 2 * step), load_vector(element, key + 3 * step)
+    low = vector.multiply_add(q1, k1, vector.multiply(q0, k0))
+    return vector.add(low, vector.multiply_add(q3, k3, vector.multiply(q2, k2)))
 
 
 @jit
-def _add_dots(scores, q, keys, num_keys, head_dim):
+def _add_dots(scores, q, element, keys, num_keys, head_dim):
     """scores[j] += q . keys[j], for a tile of contiguous keys."""
-    target, row_bytes = f32_pointer(scores), F32 * head_dim
-    wide, whole = row_bytes // (4 * VECTOR) * 4 * VECTOR, row_bytes // VECTOR * VECTOR
-    for part in range(0, wide, 4 * VECTOR):  # four registers hold the query while the keys pass by
-        q0, q1 = vector.load(q + part), vector.load(q + part + VECTOR)
-        q2, q3 = vector.load(q + part + 2 * VECTOR), vector.load(q + part + 3 * VECTOR)
+    target, size = f32_pointer(scores), size_of(element)
+    key_bytes = size * head_dim
+    wide = head_dim // (4 * vector.LANES) * 4 * vector.LANES
+    whole = head_dim // vector.LANES * vector.LANES
+    for d in range(0, wide, 4 * vector.LANES):  # four registers hold the query while the keys pass by
+        part = q + F32 * d
+        q0, q1 = vector.load(part), vector.load(part + VECTOR)
+        q2, q3 = vector.load(part + 2 * VECTOR), vector.load(part + 3 * VECTOR)
         for j in range(0, num_keys - 3, 4):
-            key = keys + j * row_bytes + part
+            key = keys + j * key_bytes + size * d
             vector.add_sums(
                 scores + F32 * j,
-                _products(q0, q1, q2, q3, key),
-                _products(q0, q1, q2, q3, key + row_bytes),
-                _products(q0, q1, q2, q3, key + 2 * row_bytes),
-                _products(q0, q1, q2, q3, key + 3 * row_bytes),
+                _products(q0, q1, q2, q3, element, key),
+                _products(q0, q1, q2, q3, element, key + key_bytes),
+                _products(q0, q1, q2, q3, element, key + 2 * key_bytes),
+                _products(q0, q1, q2, q3, element, key + 3 * key_bytes),
             )
         for j in range(num_keys // 4 * 4, num_keys):
-            target[j] += vector.sum_lanes(_products(q0, q1, q2, q3, keys + j * row_bytes + part))
-    for part in range(wide, whole, VECTOR):
-        q0 = vector.load(q + part)
+            key = keys + j * key_bytes + size * d
+            target[j] += vector.sum_lanes(_products(q0, q1, q2, q3, element, key))
+    for d in range(wide, whole, vector.LANES):
+        q0 = vector.load(q + F32 * d)
         for j in range(num_keys):
-            target[j] += vector.sum_lanes(vector.multiply(q0, vector.load(keys + j * row_bytes + part)))
-    for d in range(whole // F32, head_dim):
+            key = load_vector(element, keys + j * key_bytes + size * d)
+            target[j] += vector.sum_lanes(vector.multiply(q0, key))
+    for d in range(whole, head_dim):
         for j in range(num_keys):
-            target[j] += f32_pointer(q)[d] * f32_pointer(keys)[j * head_dim + d]
+            target[j] += f32_pointer(q)[d] * load_number(element, keys + j * key_bytes + size * d)
 
 
 @jit
-def _add_weighted(acc, weights, values, num_keys, head_dim):
+def _add_weighted(acc, weights, element, values, num_keys, head_dim):
     """acc[d] += sum over j of weights[j] * values[j, d], for a tile of contiguous values."""
-    weight, row_bytes = f32_pointer(weights), F32 * head_dim
-    wide, whole = row_bytes // (4 * VECTOR) * 4 * VECTOR, row_bytes // VECTOR * VECTOR
-    for part in range(0, wide, 4 * VECTOR):
-        target = acc + part
+    weight, size = f32_pointer(weights), size_of(element)
+    step, value_bytes = vector.LANES * size, size * head_dim
+    wide = head_dim // (4 * vector.LANES) * 4 * vector.LANES
+    whole = head_dim // vector.LANES * vector.LANES
+    for d in range(0, wide, 4 * vector.LANES):
+        target = acc + F32 * d
         a0, a1 = vector.load(target), vector.load(target + VECTOR)
         a2, a3 = vector.load(target + 2 * VECTOR), vector.load(target + 3 * VECTOR)
         for j in range(num_keys):
-            value, w = values + j * row_bytes + part, vector.splat(weight[j])
-            a0 = vector.multiply_add(w, vector.load(value), a0)
-            a1 = vector.multiply_add(w, vector.load(value + VECTOR), a1)
-            a2 = vector.multiply_add(w, vector.load(value + 2 * VECTOR), a2)
-            a3 = vector.multiply_add(w, vector.load(value + 3 * VECTOR), a3)
+            value, w = values + j * value_bytes + size * d, vector.splat(weight[j])
+            a0 = vector.multiply_add(w, load_vector(element, value), a0)
+            a1 = vector.multiply_add(w, load_vector(element, value + step), a1)
+            a2 = vector.multiply_add(w, load_vector(element, value + 2 * step), a2)
+            a3 = vector.multiply_add(w, load_vector(element, value + 3 * step), a3)
         vector.store(target, a0)
         vector.store(target + VECTOR, a1)
         vector.store(target + 2 * VECTOR, a2)
         vector.store(target + 3 * VECTOR, a3)
-    for part in range(wide, whole, VECTOR):
-        a0 = vector.load(acc + part)
+    for d in range(wide, whole, vector.LANES):
+        a0 = vector.load(acc + F32 * d)
         for j in range(num_keys):
-            a0 = vector.multiply_add(vector.splat(weight[j]), vector.load(values + j * row_bytes + part), a0)
-        vector.store(acc + part, a0)
-    for d in range(whole // F32, head_dim):
+            value = load_vector(element, values + j * value_bytes + size * d)
+            a0 = vector.multiply_add(vector.splat(weight[j]), value, a0)
+        vector.store(acc + F32 * d, a0)
+    for d in range(whole, head_dim):
         for j in range(num_keys):
-            f32_pointer(acc)[d] += weight[j] * f32_pointer(values)[j * head_dim + d]
+            value = load_number(element, values + j * value_bytes + size * d)
+            f32_pointer(acc)[d] += weight[j] * value
 
 
 @jit
@@ -140,35 +153,39 @@ def _prefetch(begin, end):
 
 
 @jit
-def _score_split(scores, q, group, table, begin, end, tile_stride, keys, head_dim, block_size, next_tile):
+def _score_split(
+    scores, q, group, element, table, begin, end, tile_stride, keys, head_dim, block_size, next_tile
+):
     """scores[g, key - begin] = q[g] . key, over the keys of one KV head; `keys` is its tile in block 0."""
     fill(scores, group * SPLIT, ZERO)
+    key_bytes = size_of(element) * head_dim
     for block in range(begin // block_size, (end - 1) // block_size + 1):
         first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
-        tile = keys + table[block] * tile_stride + F32 * (first - block * block_size) * head_dim
+        tile = keys + table[block] * tile_stride + (first - block * block_size) * key_bytes
         ahead = keys + table[block + 1] * tile_stride if last < end else next_tile
-        share = F32 * head_dim * block_size // group
+        share = key_bytes * block_size // group
         for g in range(group):
             _prefetch(ahead + g * share, ahead + (g + 1) * share)
             target = scores + F32 * (g * SPLIT + first - begin)
-            _add_dots(target, q + F32 * g * head_dim, tile, last - first, head_dim)
+            _add_dots(target, q + F32 * g * head_dim, element, tile, last - first, head_dim)
 
 
 @jit
 def _weigh_split(
-    acc, weights, group, table, begin, end, tile_stride, values, head_dim, block_size, next_tile
+    acc, weights, group, element, table, begin, end, tile_stride, values, head_dim, block_size, next_tile
 ):
     """acc[g] = sum of weights[g, key - begin] * value, over the values of one KV head."""
     fill(acc, group * head_dim, ZERO)
+    value_bytes = size_of(element) * head_dim
     for block in range(begin // block_size, (end - 1) // block_size + 1):
         first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
-        tile = values + table[block] * tile_stride + F32 * (first - block * block_size) * head_dim
+        tile = values + table[block] * tile_stride + (first - block * block_size) * value_bytes
         ahead = values + table[block + 1] * tile_stride if last < end else next_tile
-        share = F32 * head_dim * block_size // group
+        share = value_bytes * block_size // group
         for g in range(group):
             _prefetch(ahead + g * share, ahead + (g + 1) * share)
             row = weights + F32 * (g * SPLIT + first - begin)
-            _add_weighted(acc + F32 * g * head_dim, row, tile, last - first, head_dim)
+            _add_weighted(acc + F32 * g * head_dim, row, element, tile, last - first, head_dim)
 
 
 @jit
@@ -234,6 +251,55 @@ def _merge_rows(out, splits, num_splits, partials, stats, num_rows, num_heads, h
                 )
 
 
+@jit
+def _attend_split(
+    acc,  # [group, head_dim], then scratch: q [group, head_dim], scores [group, SPLIT]
+    stats,  # [group, 2]
+    query,  # of the KV head's first query head
+    query_head_stride,
+    element,
+    keys,  # the KV head's tile in block 0
+    values,
+    key_scales,  # the KV head's in block 0; 0 = the cache has none
+    value_scales,
+    table,
+    begin,
+    end,
+    seq_len,
+    num_kv_heads,
+    group,
+    head_dim,
+    block_size,
+    query_scale,
+    softcap,
+    slopes,
+):
+    """acc = the sum of the split's weighted values, stats = its largest scores and sums of weights."""
+    q = acc + F32 * group * head_dim
+    scores = q + F32 * group * head_dim
+    tile_bytes = size_of(element) * block_size * head_dim
+    stride, scale_stride = num_kv_heads * tile_bytes, F32 * num_kv_heads * block_size
+    row_bytes, first_block = F32 * SPLIT, table[begin // block_size]
+    _load_queries(q, query, query_head_stride, group, head_dim, query_scale)
+    _score_split(
+        scores, q, group, element, table, begin, end, stride, keys, head_dim, block_size,
+        values + first_block * stride,
+    )  # fmt: skip
+    if key_scales != 0:
+        scale_columns(
+            scores, group, row_bytes, begin, table, begin, end, key_scales, scale_stride, block_size
+        )
+    _softmax_split(stats, scores, group, end - begin, begin + 1 - seq_len, slopes, softcap)
+    if value_scales != 0:
+        scale_columns(
+            scores, group, row_bytes, begin, table, begin, end, value_scales, scale_stride, block_size
+        )
+    _weigh_split(
+        acc, scores, group, element, table, begin, end, stride, values, head_dim, block_size,
+        keys + first_block * stride + tile_bytes,
+    )  # fmt: skip
+
+
 # The parallel kernel writes through no address itself: numba would drop such a store as dead.
 @jit(parallel=True)
 def decode(
@@ -241,8 +307,11 @@ def decode(
     query,  # the same shape, with strides
     query_row_stride,
     query_head_stride,
+    element,  # the caches'
     key_cache,
     value_cache,
+    key_scales,  # address 0 = the caches have none
+    value_scales,
     block_tables,
     block_table_stride,
     seq_lens,
@@ -260,7 +329,6 @@ def decode(
 ):
     """Attention of rows with one query token each. Rows with seq_len 0 come out as zeros."""
     num_heads = num_kv_heads * group
-    tile_bytes = F32 * block_size * head_dim
     splits = np.empty((num_rows * (max_seq_len // SPLIT + 1), 4), np.int64)
     num_splits, num_partials = _plan_splits(i32_pointer(seq_lens), num_rows, window, splits)
     num_tasks = num_splits * num_kv_heads
@@ -274,52 +342,39 @@ def decode(
     scratch = np.empty((num_threads, group, 2 * head_dim + SPLIT), np.float32)
     # Scores in units of log 2 before the softmax, or as fractions of the cap before the tanh.
     query_scale = np.float32(scale) * LOG2_E if softcap == 0.0 else np.float32(scale / softcap)
+    tile_bytes = size_of(element) * block_size * head_dim
     for thread in prange(num_threads):
         # Consecutive (split, KV head) tasks, holding an equal share of the keys.
         low = np.searchsorted(shares, shares[num_tasks] * thread // num_threads)
         high = np.searchsorted(shares, shares[num_tasks] * (thread + 1) // num_threads)
-        q = address_of(scratch) + F32 * thread * group * (2 * head_dim + SPLIT)
-        acc = q + F32 * group * head_dim
-        scores = acc + F32 * group * head_dim
+        acc = address_of(scratch) + F32 * thread * group * (2 * head_dim + SPLIT)
         for task in range(low, high):
             kv_head = task % num_kv_heads
             row, begin, end, partial = splits[task // num_kv_heads]
             head = kv_head * group
-            source = query + F32 * (row * query_row_stride + head * query_head_stride)
-            _load_queries(q, source, query_head_stride, group, head_dim, query_scale)
-            table = i32_pointer(block_tables + I32 * row * block_table_stride)
-            keys, values = key_cache + kv_head * tile_bytes, value_cache + kv_head * tile_bytes
-            stride = num_kv_heads * tile_bytes
-            _score_split(
-                scores,
-                q,
-                group,
-                table,
-                begin,
-                end,
-                stride,
-                keys,
-                head_dim,
-                block_size,
-                values + table[begin // block_size] * stride,
-            )
-            distance = begin + 1 - i32_pointer(seq_lens)[row]
-            slopes = alibi_slopes + F32 * head if alibi_slopes != 0 else 0
+            scale_offset = F32 * kv_head * block_size
             task_stats = address_of(stats) + F32 * 2 * task * group
-            cap = np.float32(softcap) * LOG2_E
-            _softmax_split(task_stats, scores, group, end - begin, distance, slopes, cap)
-            _weigh_split(
+            _attend_split(
                 acc,
-                scores,
-                group,
-                table,
+                task_stats,
+                query + F32 * (row * query_row_stride + head * query_head_stride),
+                query_head_stride,
+                element,
+                key_cache + kv_head * tile_bytes,
+                value_cache + kv_head * tile_bytes,
+                key_scales + scale_offset if key_scales != 0 else 0,
+                value_scales + scale_offset if value_scales != 0 else 0,
+                i32_pointer(block_tables + I32 * row * block_table_stride),
                 begin,
                 end,
-                stride,
-                values,
+                int(i32_pointer(seq_lens)[row]),
+                num_kv_heads,
+                group,
                 head_dim,
                 block_size,
-                keys + table[begin // block_size] * stride + tile_bytes,
+                query_scale,
+                np.float32(softcap) * LOG2_E,
+                alibi_slopes + F32 * head if alibi_slopes != 0 else 0,
             )
             if partial < 0:
                 target = out + F32 * (row * num_heads + head) * head_dim

@@ -11,6 +11,7 @@ import numpy as np
 from numba import prange
 
 from kernels import cpu_vector as vector
+from kernels.cpu_element import load_number, load_vector, size_of, transpose
 from kernels.cpu_jit import f32_pointer, i32_pointer, jit
 from kernels.cpu_row import (
     F32,
@@ -23,6 +24,7 @@ from kernels.cpu_row import (
     cap_scores,
     fill,
     max_of,
+    scale_columns,
     store_scaled,
     weigh,
 )
@@ -33,27 +35,27 @@ HIDDEN = np.float32(-1e30)  # a masked score; finite, so that two of them may be
 
 
 @jit
-def _add_product(c, c_stride, a, a_stride, b, b_stride, num_rows, num_columns, depth):
-    """c += a @ b for fp32 matrices of contiguous rows; strides in bytes, `num_rows` a multiple of 4."""
-    wide, whole = num_columns // (2 * vector.LANES) * 2 * VECTOR, num_columns // vector.LANES * VECTOR
+def _add_product(c, c_stride, a, a_stride, element, b, b_stride, num_rows, num_columns, depth):
+    """c += a @ b for matrices of contiguous rows, b of `element`s; strides in bytes, `num_rows` a multiple of 4."""
+    size = size_of(element)
+    step = vector.LANES * size
+    wide = num_columns // (2 * vector.LANES) * 2 * vector.LANES
+    whole = num_columns // vector.LANES * vector.LANES
     for row in range(0, num_rows, 4):
         a0, a1 = f32_pointer(a + row * a_stride), f32_pointer(a + (row + 1) * a_stride)
         a2, a3 = f32_pointer(a + (row + 2) * a_stride), f32_pointer(a + (row + 3) * a_stride)
-        for at in range(0, wide, 2 * VECTOR):  # eight registers hold 4 x 32 sums
-            c0, c1 = c + row * c_stride + at, c + (row + 1) * c_stride + at
-            c2, c3 = c + (row + 2) * c_stride + at, c + (row + 3) * c_stride + at
+        for column in range(0, wide, 2 * vector.LANES):  # eight registers hold 4 x 32 sums
+            c0 = c + row * c_stride + F32 * column
+            c1, c2, c3 = c0 + c_stride, c0 + 2 * c_stride, c0 + 3 * c_stride
             s00, s01 = vector.load(c0), vector.load(c0 + VECTOR)
             s10, s11 = vector.load(c1), vector.load(c1 + VECTOR)
             s20, s21 = vector.load(c2), vector.load(c2 + VECTOR)
             s30, s31 = vector.load(c3), vector.load(c3 + VECTOR)
             for k in range(depth):
-                b0, b1 = vector.load(b + k * b_stride + at), vector.load(b + k * b_stride + at + VECTOR)
-                x0, x1, x2, x3 = (
-                    vector.splat(a0[k]),
-                    vector.splat(a1[k]),
-                    vector.splat(a2[k]),
-                    vector.splat(a3[k]),
-                )
+                source = b + k * b_stride + size * column
+                b0, b1 = load_vector(element, source), load_vector(element, source + step)
+                x0, x1 = vector.splat(a0[k]), vector.splat(a1[k])
+                x2, x3 = vector.splat(a2[k]), vector.splat(a3[k])
                 s00, s01 = vector.multiply_add(x0, b0, s00), vector.multiply_add(x0, b1, s01)
                 s10, s11 = vector.multiply_add(x1, b0, s10), vector.multiply_add(x1, b1, s11)
                 s20, s21 = vector.multiply_add(x2, b0, s20), vector.multiply_add(x2, b1, s21)
@@ -67,34 +69,39 @@ def _add_product(c, c_stride, a, a_stride, b, b_stride, num_rows, num_columns, d
             vector.store(c3, s30)
             vector.store(c3 + VECTOR, s31)
         for r in range(row, row + 4):
-            x = f32_pointer(a + r * a_stride)
-            for at in range(wide, whole, VECTOR):
-                total = vector.load(c + r * c_stride + at)
+            x, target = f32_pointer(a + r * a_stride), c + r * c_stride
+            for column in range(wide, whole, vector.LANES):
+                total = vector.load(target + F32 * column)
                 for k in range(depth):
-                    total = vector.multiply_add(vector.splat(x[k]), vector.load(b + k * b_stride + at), total)
-                vector.store(c + r * c_stride + at, total)
-            for column in range(whole // F32, num_columns):
+                    numbers = load_vector(element, b + k * b_stride + size * column)
+                    total = vector.multiply_add(vector.splat(x[k]), numbers, total)
+                vector.store(target + F32 * column, total)
+            for column in range(whole, num_columns):
                 for k in range(depth):
-                    f32_pointer(c + r * c_stride)[column] += x[k] * f32_pointer(b + k * b_stride)[column]
+                    number = load_number(element, b + k * b_stride + size * column)
+                    f32_pointer(target)[column] += x[k] * number
 
 
 @jit
-def _transpose(target, source, num_rows, num_columns):
+def _transpose(target, element, source, num_rows, num_columns):
     """target[column, row] = source[row, column]; target's rows are KEYS long, source's contiguous."""
-    row_bytes, column_bytes = F32 * num_columns, F32 * KEYS
+    size = size_of(element)
+    row_bytes, column_bytes = size * num_columns, F32 * KEYS
     whole_rows, whole_columns = num_rows // vector.LANES, num_columns // vector.LANES
     for i in range(whole_rows):
         for j in range(whole_columns):
-            vector.transpose(
+            transpose(
                 target + j * vector.LANES * column_bytes + i * VECTOR,
                 column_bytes,
-                source + i * vector.LANES * row_bytes + j * VECTOR,
+                element,
+                source + i * vector.LANES * row_bytes + j * vector.LANES * size,
                 row_bytes,
             )
     for row in range(num_rows):
         start = whole_columns * vector.LANES if row < whole_rows * vector.LANES else 0
         for column in range(start, num_columns):
-            f32_pointer(target)[column * KEYS + row] = f32_pointer(source)[row * num_columns + column]
+            number = load_number(element, source + row * row_bytes + size * column)
+            f32_pointer(target)[column * KEYS + row] = number
 
 
 @jit
@@ -166,13 +173,62 @@ def _store_tile(out, token_stride, acc, stats, num_tokens, group, head_dim):
 
 
 @jit
+def _score_keys(
+    scores,
+    q,
+    transposed,
+    element,
+    keys,
+    table,
+    low,
+    high,
+    origin,
+    num_rows,
+    head_dim,
+    block_size,
+    block_bytes,
+):
+    """scores[r, key - origin] = q[r] . key for the keys low .. high - 1; returns the columns that were computed."""
+    key_bytes = size_of(element) * head_dim
+    for block in range(low // block_size, (high - 1) // block_size + 1):
+        first, last = max(low, block * block_size), min(high, (block + 1) * block_size)
+        source = keys + table[block] * block_bytes + (first - block * block_size) * key_bytes
+        _transpose(transposed + F32 * (first - origin), element, source, last - first, head_dim)
+    num_columns = (high - origin + vector.LANES - 1) // vector.LANES * vector.LANES
+    fill(scores, num_rows * KEYS, ZERO)
+    _add_product(
+        scores, F32 * KEYS, q, F32 * head_dim, ZERO, transposed, F32 * KEYS, num_rows, num_columns, head_dim
+    )
+    return num_columns
+
+
+@jit
+def _add_values(
+    acc, scores, element, values, table, low, high, origin, num_rows, head_dim, block_size, block_bytes
+):
+    """acc[r] += sum of scores[r, key - origin] * value, for the keys low .. high - 1."""
+    value_bytes = size_of(element) * head_dim
+    for block in range(low // block_size, (high - 1) // block_size + 1):
+        first, last = max(low, block * block_size), min(high, (block + 1) * block_size)
+        source = values + table[block] * block_bytes + (first - block * block_size) * value_bytes
+        weights = scores + F32 * (first - origin)
+        _add_product(
+            acc, F32 * head_dim, weights, F32 * KEYS, element, source, value_bytes, num_rows, head_dim,
+            last - first,
+        )  # fmt: skip
+
+
+@jit
 def _attend_tile(
     out,  # of the tile's first token and head
     query,  # likewise
     query_token_stride,
     query_head_stride,
+    element,
     keys,  # the KV head's tile in block 0
     values,
+    key_scales,  # the KV head's in block 0; 0 = the cache has none
+    value_scales,
     table,
     scratch,
     num_tokens,
@@ -187,10 +243,11 @@ def _attend_tile(
     slopes,
 ):
     num_rows = (num_tokens * group + 3) // 4 * 4
-    row_bytes, block_bytes = F32 * head_dim, F32 * num_kv_heads * block_size * head_dim
+    block_bytes = size_of(element) * num_kv_heads * block_size * head_dim
+    scale_stride = F32 * num_kv_heads * block_size
     q = scratch
-    acc = q + num_rows * row_bytes
-    stats = acc + num_rows * row_bytes
+    acc = q + F32 * num_rows * head_dim
+    stats = acc + F32 * num_rows * head_dim
     scores = stats + F32 * 2 * num_rows
     transposed = scores + F32 * num_rows * KEYS
 
@@ -202,36 +259,25 @@ def _attend_tile(
     begin, end = max(0, position + 1 - window) if window > 0 else 0, position + num_tokens
     for tile in range(begin // KEYS * KEYS, end, KEYS):
         low, high = max(begin, tile), min(end, tile + KEYS)
-        for block in range(low // block_size, (high - 1) // block_size + 1):
-            first, last = max(low, block * block_size), min(high, (block + 1) * block_size)
-            source = keys + table[block] * block_bytes + (first - block * block_size) * row_bytes
-            _transpose(transposed + F32 * (first - tile), source, last - first, head_dim)
-        num_columns = (high - tile + vector.LANES - 1) // vector.LANES * vector.LANES
-        fill(scores, num_rows * KEYS, ZERO)
-        _add_product(
-            scores, F32 * KEYS, q, row_bytes, transposed, F32 * KEYS, num_rows, num_columns, head_dim
-        )
-        _softmax_tile(
-            scores,
-            stats,
-            acc,
-            num_tokens,
-            num_columns,
-            tile,
-            position,
-            group,
-            head_dim,
-            window,
-            slopes,
-            softcap,
-        )
-        for block in range(low // block_size, (high - 1) // block_size + 1):
-            first, last = max(low, block * block_size), min(high, (block + 1) * block_size)
-            source = values + table[block] * block_bytes + (first - block * block_size) * row_bytes
-            weights = scores + F32 * (first - tile)
-            _add_product(
-                acc, row_bytes, weights, F32 * KEYS, source, row_bytes, num_rows, head_dim, last - first
+        num_columns = _score_keys(
+            scores, q, transposed, element, keys, table, low, high, tile, num_rows, head_dim, block_size,
+            block_bytes,
+        )  # fmt: skip
+        if key_scales != 0:
+            scale_columns(
+                scores, num_rows, F32 * KEYS, tile, table, low, high, key_scales, scale_stride, block_size
             )
+        _softmax_tile(
+            scores, stats, acc, num_tokens, num_columns, tile, position, group, head_dim, window, slopes,
+            softcap,
+        )  # fmt: skip
+        if value_scales != 0:
+            scale_columns(
+                scores, num_rows, F32 * KEYS, tile, table, low, high, value_scales, scale_stride, block_size
+            )
+        _add_values(
+            acc, scores, element, values, table, low, high, tile, num_rows, head_dim, block_size, block_bytes
+        )
 
     _store_tile(out, num_kv_heads * group * head_dim, acc, stats, num_tokens, group, head_dim)
 
@@ -261,8 +307,11 @@ def prefill(
     query,  # the same shape, with strides
     query_token_stride,
     query_head_stride,
+    element,  # the caches'
     key_cache,
     value_cache,
+    key_scales,  # address 0 = the caches have none
+    value_scales,
     block_tables,
     block_table_stride,
     query_start_loc,
@@ -313,14 +362,18 @@ def prefill(
             row, token, count, position = tiles[task // num_kv_heads]
             kv_head = task % num_kv_heads
             head = kv_head * group
-            offset = F32 * kv_head * block_size * head_dim
+            offset = size_of(element) * kv_head * block_size * head_dim
+            scale_offset = F32 * kv_head * block_size
             _attend_tile(
                 out + F32 * (token * num_heads + head) * head_dim,
                 query + F32 * (token * query_token_stride + head * query_head_stride),
                 query_token_stride,
                 query_head_stride,
+                element,
                 key_cache + offset,
                 value_cache + offset,
+                key_scales + scale_offset if key_scales != 0 else 0,
+                value_scales + scale_offset if value_scales != 0 else 0,
                 i32_pointer(block_tables + I32 * row * block_table_stride),
                 address_of(scratch) + F32 * thread * scratch_size,
                 count,

@@ -31,7 +31,7 @@ def _cache_directory() -> str:
     """
     package = Path(__file__).parent
     digest = hashlib.sha256()
-    for source in sorted(package.glob("cpu*.py")):
+    for source in sorted([*package.glob("cpu*.py"), package / "layer_cache.py"]):
         digest.update(source.read_bytes())
     if numba.config.CACHE_DIR:
         base = Path(numba.config.CACHE_DIR)

@@ -49,6 +49,19 @@ def max_of(scores, count, start):
 
 
 @jit
+def peak_of(source, count):
+    """The largest absolute value."""
+    whole = F32 * count // VECTOR * VECTOR
+    maxima = vector.splat(ZERO)
+    for at in range(0, whole, VECTOR):
+        maxima = vector.maximum(maxima, vector.absolute(vector.load(source + at)))
+    peak = vector.max_lanes(maxima)
+    for i in range(whole // F32, count):
+        peak = max(peak, abs(f32_pointer(source)[i]))
+    return peak
+
+
+@jit
 def weigh(scores, count, largest):
     """scores = 2 ** (scores - largest) in place; return their sum. `count` is a whole number of vectors."""
     shift, sums = vector.splat(largest), vector.splat(ZERO)
@@ -57,6 +70,21 @@ def weigh(scores, count, largest):
         sums = vector.add(sums, weights)
         vector.store(at, weights)
     return vector.sum_lanes(sums)
+
+
+@jit
+def scale_columns(rows, num_rows, row_stride, origin, table, begin, end, scales, block_stride, block_size):
+    """rows[r, key - origin] *= the scale of the key's slot, for the keys begin .. end - 1 of one KV head.
+
+    `scales` is the address of the head's scales in block 0; strides in bytes.
+    """
+    for block in range(begin // block_size, (end - 1) // block_size + 1):
+        first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
+        source = f32_pointer(scales + table[block] * block_stride + F32 * (first - block * block_size))
+        for r in range(num_rows):
+            target = f32_pointer(rows + r * row_stride + F32 * (first - origin))
+            for j in range(last - first):
+                target[j] *= source[j]
 
 
 @jit

@@ -17,7 +17,7 @@ from numba.extending import intrinsic, register_model
 LANES = 16
 
 _ir = cgutils.ir
-_F32X16 = _ir.VectorType(_ir.FloatType(), LANES)
+F32X16 = _ir.VectorType(_ir.FloatType(), LANES)
 _I32X16 = _ir.VectorType(_ir.IntType(32), LANES)
 
 
@@ -29,20 +29,20 @@ class _Vector(types.Type):
 @register_model(_Vector)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, frontend_type: Any) -> None:
-        super().__init__(manager, frontend_type, _F32X16)
+        super().__init__(manager, frontend_type, F32X16)
 
 
 f32x16 = _Vector()
 
 
-def _call(builder: Any, name: str, result: Any, arguments: list[Any], fastmath: tuple[str, ...] = ()) -> Any:
+def call(builder: Any, name: str, result: Any, arguments: list[Any], fastmath: tuple[str, ...] = ()) -> Any:
     function_type = _ir.FunctionType(result, [argument.type for argument in arguments])
     function = cgutils.get_or_insert_function(builder.module, function_type, name)
     return builder.call(function, arguments, fastmath=fastmath)
 
 
 def _constant(value: float) -> Any:
-    return _ir.Constant(_F32X16, [value] * LANES)
+    return _ir.Constant(F32X16, [value] * LANES)
 
 
 def _operation(emit: Callable[..., Any], num_operands: int, result: Any = f32x16) -> Any:
@@ -60,11 +60,11 @@ def _operation(emit: Callable[..., Any], num_operands: int, result: Any = f32x16
 
 def _emit_sum(builder: Any, a: Any) -> Any:
     zero = _ir.Constant(_ir.FloatType(), -0.0)
-    return _call(builder, "llvm.vector.reduce.fadd.v16f32", zero.type, [zero, a], ("reassoc",))
+    return call(builder, "llvm.vector.reduce.fadd.v16f32", zero.type, [zero, a], ("reassoc",))
 
 
 def _emit_max(builder: Any, a: Any) -> Any:
-    return _call(builder, "llvm.vector.reduce.fmax.v16f32", _ir.FloatType(), [a])
+    return call(builder, "llvm.vector.reduce.fmax.v16f32", _ir.FloatType(), [a])
 
 
 def _emit_first_lane(builder: Any, a: Any) -> Any:
@@ -86,16 +86,17 @@ _EXP2 = (1.0000001192, 0.6931469440, 0.2402212172, 0.0555074252, 0.0096754599, 0
 def _emit_exp2(builder: Any, x: Any) -> Any:
     is_zero = builder.fcmp_ordered("<", x, _constant(-126.0))
     x = _emit_maximum(builder, x, _constant(-126.0))
-    whole = _call(builder, "llvm.rint.v16f32", _F32X16, [x])
+    whole = call(builder, "llvm.rint.v16f32", F32X16, [x])
     fraction = builder.fsub(x, whole)
     result = _constant(_EXP2[-1])
     for coefficient in reversed(_EXP2[:-1]):
         result = _emit_multiply_add(builder, result, fraction, _constant(coefficient))
     exponent = builder.add(builder.fptosi(whole, _I32X16), _ir.Constant(_I32X16, [127] * LANES))
-    power = builder.bitcast(builder.shl(exponent, _ir.Constant(_I32X16, [23] * LANES)), _F32X16)
+    power = builder.bitcast(builder.shl(exponent, _ir.Constant(_I32X16, [23] * LANES)), F32X16)
     return builder.select(is_zero, _constant(0.0), builder.fmul(result, power))
 
 
+absolute = _operation(lambda builder, a: call(builder, "llvm.fabs.v16f32", F32X16, [a]), 1)
 add = _operation(lambda builder, a, b: builder.fadd(a, b), 2)
 subtract = _operation(lambda builder, a, b: builder.fsub(a, b), 2)
 multiply = _operation(lambda builder, a, b: builder.fmul(a, b), 2)
@@ -113,16 +114,14 @@ def splat(typing_context: Any, value: Any) -> Any:
     """The scalar in every lane."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vector = builder.insert_element(
-            _ir.Constant(_F32X16, _ir.Undefined), arguments[0], _ir.IntType(32)(0)
-        )
+        vector = builder.insert_element(_ir.Constant(F32X16, _ir.Undefined), arguments[0], _ir.IntType(32)(0))
         return builder.shuffle_vector(vector, vector, _ir.Constant(_I32X16, [0] * LANES))
 
     return f32x16(types.float32), generate
 
 
 def _vector_pointer(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, _F32X16.as_pointer())
+    return builder.inttoptr(address, F32X16.as_pointer())
 
 
 @intrinsic
@@ -171,30 +170,3 @@ def add_sums(typing_context: Any, address: Any, a: Any, b: Any, c: Any, d: Any) 
         return context.get_dummy_value()
 
     return types.void(types.int64, f32x16, f32x16, f32x16, f32x16), generate
-
-
-@intrinsic
-def transpose(typing_context: Any, target: Any, target_stride: Any, source: Any, source_stride: Any) -> Any:
-    """target[j, i] = source[i, j] for 16 x 16 floats; addresses, and strides between rows, in bytes."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        to, to_stride, at, at_stride = arguments
-        int64 = at.type
-
-        def row(address: Any, stride: Any, index: int) -> Any:
-            return _vector_pointer(builder, builder.add(address, builder.mul(stride, int64(index))))
-
-        rows = [builder.load(row(at, at_stride, i), align=4) for i in range(LANES)]
-        # Exchange the off-diagonal quarters of ever smaller squares.
-        for distance in (8, 4, 2, 1):
-            for i in (i for i in range(LANES) if not i & distance):
-                upper, lower = rows[i], rows[i + distance]
-                first = [j if not j & distance else LANES + j - distance for j in range(LANES)]
-                second = [j + distance if not j & distance else LANES + j for j in range(LANES)]
-                rows[i] = builder.shuffle_vector(upper, lower, _ir.Constant(_I32X16, first))
-                rows[i + distance] = builder.shuffle_vector(upper, lower, _ir.Constant(_I32X16, second))
-        for i in range(LANES):
-            builder.store(rows[i], row(to, to_stride, i), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), generate

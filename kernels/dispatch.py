@@ -15,34 +15,22 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
+from kernels.layer_cache import LayerCache, as_bytes
 from kernels.metadata import AttentionMetadata
+from kernels.scoring import Scoring
 
 FaceName = Literal["triton", "cpu", "reference"]
 
 
 class _ReshapeAndCache(Protocol):
     def __call__(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, slot_mapping: torch.Tensor
     ) -> None: ...
 
 
 class _PagedAttention(Protocol):
     def __call__(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        scale: float,
-        alibi_slopes: torch.Tensor | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
+        self, query: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scoring: Scoring
     ) -> torch.Tensor: ...
 
 
@@ -105,66 +93,39 @@ def _face(tensor: torch.Tensor) -> _Face:
 
 
 def reshape_and_cache(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    key: torch.Tensor, value: torch.Tensor, cache: LayerCache, slot_mapping: torch.Tensor
 ) -> None:
     """Write every token's key and value to its slot of one layer's cache.
 
     Args:
         key, value: [num_tokens, num_kv_heads, head_dim]; views with any strides over a contiguous last
-            dimension. Converted to the cache's dtype.
-        key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], contiguous.
+            dimension. Converted to the cache's dtype; for int8 and fp8 quantised per token and head, to nearest.
         slot_mapping: [num_tokens] int64, block id * block_size + offset; -1 skips the token. No slot twice.
     """
     assert key.stride(-1) == 1
     assert value.stride(-1) == 1
-    _face(key).reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+    _face(key).reshape_and_cache(key, value, cache, slot_mapping)
 
 
 def paged_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    metadata: AttentionMetadata,
-    *,
-    scale: float,
-    alibi_slopes: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
+    query: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scoring: Scoring
 ) -> torch.Tensor:
-    """Causal attention of one step's tokens over one layer's paged cache.
+    """Causal attention of one step's tokens over one layer's paged cache: softmax over the visible keys' scores.
 
-    A score is `scale * query . key`, then `softcap * tanh(score / softcap)`, then plus
-    `alibi_slopes[head] * key position`; softmax runs over the visible keys. Unused blocks, unused slots and
-    block-table entries past a row's length, or wholly before what its window shows any query token, are never
-    read.
+    Unused blocks, unused slots and block-table entries past a row's length, or wholly before what its window shows
+    any query token, are never read.
 
     Args:
         query: [num_tokens, num_heads, head_dim], last dimension contiguous; num_heads is a multiple of
             num_kv_heads, and consecutive heads share a KV head.
-        key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], contiguous, with this step's
-            keys and values already written; block_size is a power of two.
-        alibi_slopes: [num_heads] fp32 on the query's device.
-        sliding_window: key j is visible to query position i if i - sliding_window < j <= i.
+        cache: with this step's keys and values already written; its block_size is a power of two.
 
     Returns:
         [num_tokens, num_heads, head_dim], fresh and contiguous. What stands at padded tokens is undefined.
     """
     assert query.stride(-1) == 1
-    assert query.shape[1] % key_cache.shape[1] == 0
-    return _face(query).paged_attention(
-        query,
-        key_cache,
-        value_cache,
-        metadata,
-        scale=scale,
-        alibi_slopes=alibi_slopes,
-        sliding_window=sliding_window,
-        softcap=softcap,
-    )
+    assert query.shape[1] % cache.num_kv_heads == 0
+    return _face(query).paged_attention(query, cache, metadata, scoring)
 
 
 def copy_blocks(
@@ -174,4 +135,4 @@ def copy_blocks(
 
     Pairs never chain: no block is the destination of one pair and the source or destination of another.
     """
-    _face(key_cache).copy_blocks(key_cache, value_cache, block_pairs)
+    _face(key_cache).copy_blocks(as_bytes(key_cache), as_bytes(value_cache), block_pairs)

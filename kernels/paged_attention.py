@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from kernels.layer_cache import LayerCache
 from kernels.metadata import AttentionMetadata
 from kernels.paged_attention_decode import paged_attention_decode
 from kernels.paged_attention_prefill import paged_attention_prefill
+from kernels.scoring import Scoring
 
 
 def paged_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    metadata: AttentionMetadata,
-    *,
-    scale: float,
-    alibi_slopes: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
+    query: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scoring: Scoring
 ) -> torch.Tensor:
     """See `kernels.dispatch.paged_attention`. Two kernels: one that did both would pipeline neither."""
     out = query.new_empty(query.shape)
@@ -27,26 +21,12 @@ def paged_attention(
         paged_attention_decode(
             out[:num_decode_rows],
             query[:num_decode_rows],
-            key_cache,
-            value_cache,
+            cache,
             metadata.block_tables[:num_decode_rows],
             metadata.seq_lens[:num_decode_rows],
+            scoring,
             max_seq_len=metadata.max_seq_len,
-            scale=scale,
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            softcap=softcap,
         )
     if num_decode_rows < len(metadata.query_lens_host):
-        paged_attention_prefill(
-            out,
-            query,
-            key_cache,
-            value_cache,
-            metadata,
-            scale=scale,
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            softcap=softcap,
-        )
+        paged_attention_prefill(out, query, cache, metadata, scoring)
     return out

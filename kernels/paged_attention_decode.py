@@ -15,10 +15,13 @@ from kernels.attention_tile import (
     LOWEST_SCORE,
     attention_scores,
     fold_tile,
+    load_scales,
     load_slots,
     must_upcast,
     slot_offsets,
 )
+from kernels.layer_cache import LayerCache
+from kernels.scoring import Scoring
 from kernels.tuning import (
     MIN_SPLIT_TOKENS,
     Tile,
@@ -54,6 +57,8 @@ def paged_attention_decode_kernel(
     query_ptr,  # [num_rows, num_heads, HEAD_DIM]
     key_cache_ptr,  # [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
     value_cache_ptr,
+    key_scales_ptr,  # fp32 [num_blocks, num_kv_heads, BLOCK_SIZE], or None
+    value_scales_ptr,
     block_tables_ptr,  # [num_rows, max_blocks] int32
     seq_lens_ptr,  # [num_rows] int32
     alibi_slopes_ptr,  # [num_heads] fp32 or None
@@ -77,6 +82,7 @@ def paged_attention_decode_kernel(
 ):
     HEAD_TILES: tl.constexpr = (GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
     HAS_ALIBI: tl.constexpr = alibi_slopes_ptr is not None
+    SCALED: tl.constexpr = key_scales_ptr is not None
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1) // HEAD_TILES
     split = tl.program_id(2)
@@ -110,6 +116,8 @@ def paged_attention_decode_kernel(
     table_ptr = block_tables_ptr + row * stride_table_row
     key_ptr = key_cache_ptr + kv_head.to(tl.int64) * stride_cache_head
     value_ptr = value_cache_ptr + kv_head.to(tl.int64) * stride_cache_head
+    key_scales = tl.full([BLOCK_N], 1.0, tl.float32)
+    value_scales = key_scales
     lanes = tl.arange(0, BLOCK_N)
     maximum = tl.full([BLOCK_M], LOWEST_SCORE, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -122,12 +130,22 @@ def paged_attention_decode_kernel(
         offsets = slot_offsets(
             table_ptr, tile_start, visible, stride_cache_block, BLOCK_SIZE, BLOCK_N, HEAD_DIM, True
         )
-        keys = load_slots(key_ptr, offsets, visible, HEAD_DIM, HEAD_DIM_PADDED, True, UPCAST)
+        keys = load_slots(key_ptr, offsets, visible, HEAD_DIM, HEAD_DIM_PADDED, True)
+        if SCALED:
+            key_scales = load_scales(key_scales_ptr, kv_head, offsets, visible, BLOCK_SIZE, HEAD_DIM, True)
         distances = (positions - (seq_len - 1))[None, :]
-        scores = attention_scores(query, keys, distances, slopes, scale, HAS_ALIBI, SOFTCAP)
+        scores = attention_scores(
+            query, keys, key_scales, distances, slopes, scale, SCALED, HAS_ALIBI, SOFTCAP
+        )
         scores = tl.where(visible[None, :], scores, float("-inf"))
-        values = load_slots(value_ptr, offsets, visible, HEAD_DIM, HEAD_DIM_PADDED, True, UPCAST)
-        maximum, total, output = fold_tile(maximum, total, output, scores, values)
+        values = load_slots(value_ptr, offsets, visible, HEAD_DIM, HEAD_DIM_PADDED, True)
+        if SCALED:
+            value_scales = load_scales(
+                value_scales_ptr, kv_head, offsets, visible, BLOCK_SIZE, HEAD_DIM, True
+            )
+        maximum, total, output = fold_tile(
+            maximum, total, output, scores, values, value_scales, query.dtype, SCALED
+        )
 
     output = output / total[:, None]
     head_rows = row * num_heads + heads
@@ -195,16 +213,12 @@ def merge_splits_kernel(
 def paged_attention_decode(
     out: torch.Tensor,
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    cache: LayerCache,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
+    scoring: Scoring,
     *,
     max_seq_len: int,
-    scale: float,
-    alibi_slopes: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
     tile: Tile | None = None,
     num_splits: int | None = None,
     min_split_tokens: int = MIN_SPLIT_TOKENS,
@@ -214,7 +228,6 @@ def paged_attention_decode(
     Args:
         out: [num_rows, num_heads, head_dim], contiguous. Rows with `seq_lens` 0 are left as they were.
         query: [num_rows, num_heads, head_dim], last dimension contiguous.
-        key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], contiguous.
         block_tables: [num_rows, max_blocks] int32; entries past a row's length are not read.
         seq_lens: [num_rows] int32, the query's own token included.
         max_seq_len: at least the longest of `seq_lens`; sizes the grid. While capturing a graph: the longest
@@ -224,14 +237,15 @@ def paged_attention_decode(
             split has that size, whatever the row's length.
     """
     num_rows, num_heads, head_dim = query.shape
-    _, num_kv_heads, block_size, _ = key_cache.shape
+    num_kv_heads, block_size = cache.num_kv_heads, cache.block_size
     group_size = num_heads // num_kv_heads
     tile = tile or decode_tile(head_dim, group_size, query.element_size())
     assert min_split_tokens % tile.block_n == 0
     assert out.is_contiguous()
     kv_programs = num_kv_heads * triton.cdiv(group_size, tile.block_m)
     if num_splits is None:
-        longest = min(max_seq_len, sliding_window + tile.block_n) if sliding_window else max_seq_len
+        window = scoring.sliding_window
+        longest = min(max_seq_len, window + tile.block_n) if window else max_seq_len
         num_splits = decode_splits(num_rows * kv_programs, longest, multiprocessors(query.device))
     split = num_splits > 1
     if split:
@@ -242,28 +256,30 @@ def paged_attention_decode(
         partial if split else out,
         lse if split else None,
         query,
-        key_cache,
-        value_cache,
+        cache.keys,
+        cache.values,
+        cache.key_scales,
+        cache.value_scales,
         block_tables,
         seq_lens,
-        alibi_slopes,
-        scale,
+        scoring.alibi_slopes,
+        scoring.scale,
         query.stride(0),
         query.stride(1),
-        key_cache.stride(0),
-        key_cache.stride(1),
+        cache.keys.stride(0),
+        cache.keys.stride(1),
         block_tables.stride(0),
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
-        SLIDING_WINDOW=sliding_window or 0,
-        SOFTCAP=softcap or 0.0,
+        SLIDING_WINDOW=scoring.sliding_window or 0,
+        SOFTCAP=scoring.softcap or 0.0,
         MIN_SPLIT=min_split_tokens,
         SPLIT=split,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        UPCAST=must_upcast(query.dtype),
+        UPCAST=must_upcast(query, cache),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,  # Triton 3.10 turns its default around; products and sums here want FMAs
@@ -277,7 +293,7 @@ def paged_attention_decode(
             num_splits,
             HEAD_DIM=head_dim,
             HEAD_DIM_PADDED=next_power_of_2(head_dim),
-            SLIDING_WINDOW=sliding_window or 0,
+            SLIDING_WINDOW=scoring.sliding_window or 0,
             MIN_SPLIT=min_split_tokens,
             BLOCK_N=tile.block_n,
             MERGE_SPLITS=min(_MERGE_SPLITS, next_power_of_2(num_splits)),

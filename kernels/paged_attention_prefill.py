@@ -19,11 +19,14 @@ from kernels.attention_tile import (
     LOWEST_SCORE,
     attention_scores,
     fold_tile,
+    load_scales,
     load_slots,
     must_upcast,
     slot_offsets,
 )
+from kernels.layer_cache import LayerCache
 from kernels.metadata import AttentionMetadata
+from kernels.scoring import Scoring
 from kernels.transfer import to_device
 from kernels.tuning import Tile, compute_capability, next_power_of_2, prefill_tile
 
@@ -34,6 +37,8 @@ def paged_attention_prefill_kernel(
     query_ptr,  # [num_tokens, num_heads, HEAD_DIM]
     key_cache_ptr,  # [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
     value_cache_ptr,
+    key_scales_ptr,  # fp32 [num_blocks, num_kv_heads, BLOCK_SIZE], or None
+    value_scales_ptr,
     block_tables_ptr,  # [num_rows, max_blocks] int32
     query_start_loc_ptr,  # [num_rows + 1] int32
     seq_lens_ptr,  # [num_rows] int32
@@ -56,6 +61,7 @@ def paged_attention_prefill_kernel(
     UPCAST: tl.constexpr,
 ):
     HAS_ALIBI: tl.constexpr = alibi_slopes_ptr is not None
+    SCALED: tl.constexpr = key_scales_ptr is not None
     row = tl.load(work_list_ptr + tl.program_id(0) * 2)
     first_pair = tl.load(work_list_ptr + tl.program_id(0) * 2 + 1)
     kv_head = tl.program_id(1)
@@ -100,6 +106,8 @@ def paged_attention_prefill_kernel(
     table_ptr = block_tables_ptr + row.to(tl.int64) * stride_table_row
     key_ptr = key_cache_ptr + kv_head.to(tl.int64) * stride_cache_head
     value_ptr = value_cache_ptr + kv_head.to(tl.int64) * stride_cache_head
+    key_scales = tl.full([BLOCK_N], 1.0, tl.float32)
+    value_scales = key_scales
     lanes = tl.arange(0, BLOCK_N)
     maximum = tl.full([BLOCK_M], LOWEST_SCORE, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -108,11 +116,19 @@ def paged_attention_prefill_kernel(
         offsets = slot_offsets(
             table_ptr, tile_start, None, stride_cache_block, BLOCK_SIZE, BLOCK_N, HEAD_DIM, False
         )
-        keys = load_slots(key_ptr, offsets, None, HEAD_DIM, HEAD_DIM_PADDED, False, UPCAST)
+        keys = load_slots(key_ptr, offsets, None, HEAD_DIM, HEAD_DIM_PADDED, False)
+        if SCALED:
+            key_scales = load_scales(key_scales_ptr, kv_head, offsets, None, BLOCK_SIZE, HEAD_DIM, False)
         distances = (tile_start + lanes)[None, :] - query_positions[:, None]
-        scores = attention_scores(query, keys, distances, slopes, scale, HAS_ALIBI, SOFTCAP)
-        values = load_slots(value_ptr, offsets, None, HEAD_DIM, HEAD_DIM_PADDED, False, UPCAST)
-        maximum, total, output = fold_tile(maximum, total, output, scores, values)
+        scores = attention_scores(
+            query, keys, key_scales, distances, slopes, scale, SCALED, HAS_ALIBI, SOFTCAP
+        )
+        values = load_slots(value_ptr, offsets, None, HEAD_DIM, HEAD_DIM_PADDED, False)
+        if SCALED:
+            value_scales = load_scales(value_scales_ptr, kv_head, offsets, None, BLOCK_SIZE, HEAD_DIM, False)
+        maximum, total, output = fold_tile(
+            maximum, total, output, scores, values, value_scales, query.dtype, SCALED
+        )
 
     for tile_start in range(full_end, end, BLOCK_N):
         positions = tile_start + lanes
@@ -122,15 +138,25 @@ def paged_attention_prefill_kernel(
         offsets = slot_offsets(
             table_ptr, tile_start, readable, stride_cache_block, BLOCK_SIZE, BLOCK_N, HEAD_DIM, True
         )
-        keys = load_slots(key_ptr, offsets, readable, HEAD_DIM, HEAD_DIM_PADDED, True, UPCAST)
+        keys = load_slots(key_ptr, offsets, readable, HEAD_DIM, HEAD_DIM_PADDED, True)
+        if SCALED:
+            key_scales = load_scales(key_scales_ptr, kv_head, offsets, readable, BLOCK_SIZE, HEAD_DIM, True)
         distances = positions[None, :] - query_positions[:, None]
-        scores = attention_scores(query, keys, distances, slopes, scale, HAS_ALIBI, SOFTCAP)
+        scores = attention_scores(
+            query, keys, key_scales, distances, slopes, scale, SCALED, HAS_ALIBI, SOFTCAP
+        )
         visible = distances <= 0
         if SLIDING_WINDOW > 0:
             visible = visible & (distances > -SLIDING_WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
-        values = load_slots(value_ptr, offsets, readable, HEAD_DIM, HEAD_DIM_PADDED, True, UPCAST)
-        maximum, total, output = fold_tile(maximum, total, output, scores, values)
+        values = load_slots(value_ptr, offsets, readable, HEAD_DIM, HEAD_DIM_PADDED, True)
+        if SCALED:
+            value_scales = load_scales(
+                value_scales_ptr, kv_head, offsets, readable, BLOCK_SIZE, HEAD_DIM, True
+            )
+        maximum, total, output = fold_tile(
+            maximum, total, output, scores, values, value_scales, query.dtype, SCALED
+        )
 
     # Pairs past the row's last token have seen nothing when the window left them behind: any divisor but 0.
     output = output / tl.where(is_query, total, 1.0)[:, None]
@@ -176,14 +202,10 @@ def _work_list(
 def paged_attention_prefill(
     out: torch.Tensor,
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    cache: LayerCache,
     metadata: AttentionMetadata,
+    scoring: Scoring,
     *,
-    scale: float,
-    alibi_slopes: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
     tile: Tile | None = None,
 ) -> None:
     """Causal attention of every row after `metadata.num_decode_rows`, written to `out`.
@@ -191,11 +213,10 @@ def paged_attention_prefill(
     Args:
         out: [num_tokens, num_heads, head_dim], contiguous. Other tokens are left as they were.
         query: [num_tokens, num_heads, head_dim] of the whole step, last dimension contiguous.
-        key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], contiguous.
         tile: in place of what `kernels.tuning` says.
     """
     num_heads, head_dim = query.shape[1:]
-    _, num_kv_heads, block_size, _ = key_cache.shape
+    num_kv_heads, block_size = cache.num_kv_heads, cache.block_size
     group_size = num_heads // num_kv_heads
     tile = tile or prefill_tile(head_dim, query.element_size(), compute_capability(query.device))
     assert out.is_contiguous()
@@ -205,28 +226,30 @@ def paged_attention_prefill(
     paged_attention_prefill_kernel[(len(work_list), num_kv_heads)](
         out,
         query,
-        key_cache,
-        value_cache,
+        cache.keys,
+        cache.values,
+        cache.key_scales,
+        cache.value_scales,
         metadata.block_tables,
         metadata.query_start_loc,
         metadata.seq_lens,
         work_list,
-        alibi_slopes,
-        scale,
+        scoring.alibi_slopes,
+        scoring.scale,
         query.stride(0),
         query.stride(1),
-        key_cache.stride(0),
-        key_cache.stride(1),
+        cache.keys.stride(0),
+        cache.keys.stride(1),
         metadata.block_tables.stride(0),
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
-        SLIDING_WINDOW=sliding_window or 0,
-        SOFTCAP=softcap or 0.0,
+        SLIDING_WINDOW=scoring.sliding_window or 0,
+        SOFTCAP=scoring.softcap or 0.0,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        UPCAST=must_upcast(query.dtype),
+        UPCAST=must_upcast(query, cache),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,  # Triton 3.10 turns its default around; products and sums here want FMAs

@@ -6,11 +6,39 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.layer_cache import SMALLEST_PEAK, LayerCache, largest_number
 from kernels.tuning import next_power_of_2
 
 # 16 tokens of 128 dims are two 16-byte accesses per thread and tensor at four warps. Not yet measured on a
 # GPU.
 _BLOCK_TOKENS = 16
+_SMALLEST_PEAK = tl.constexpr(SMALLEST_PEAK)
+# Added and taken away again, it rounds an fp32 number of up to 22 bits to the nearest integer, ties to even.
+_ROUNDER = tl.constexpr(1.5 * 2.0**23)
+
+
+@triton.jit
+def _store_tokens(
+    tokens,  # [BLOCK_TOKENS, HEAD_DIM_PADDED], zeros at padding
+    cache_ptr,
+    scales_ptr,
+    offsets,  # [BLOCK_TOKENS] of the slots in the cache
+    slots_of_scales,  # [BLOCK_TOKENS]
+    is_token,
+    is_element,
+    dims,
+    LIMIT: tl.constexpr,  # the cache dtype's largest number if it is scaled, or 0
+    INTEGER: tl.constexpr,
+):
+    if LIMIT > 0:
+        tokens = tokens.to(tl.float32)
+        scales = tl.maximum(tl.max(tl.abs(tokens), 1), _SMALLEST_PEAK) / LIMIT
+        tl.store(scales_ptr + slots_of_scales, scales, mask=is_token)
+        tokens = tl.minimum(tl.maximum(tokens / scales[:, None], -LIMIT), LIMIT)
+        if INTEGER:
+            tokens = (tokens + _ROUNDER) - _ROUNDER
+    element = cache_ptr.dtype.element_ty
+    tl.store(cache_ptr + offsets[:, None] + dims[None, :], tokens.to(element), mask=is_element)
 
 
 @triton.jit
@@ -19,6 +47,8 @@ def reshape_and_cache_kernel(
     value_ptr,
     key_cache_ptr,  # [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
     value_cache_ptr,
+    key_scales_ptr,  # fp32 [num_blocks, num_kv_heads, BLOCK_SIZE], or None
+    value_scales_ptr,
     slot_mapping_ptr,  # [num_tokens] int64, -1 = padded
     num_tokens,
     stride_key_token,
@@ -31,6 +61,8 @@ def reshape_and_cache_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    INTEGER: tl.constexpr,
 ):
     kv_head = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -48,22 +80,37 @@ def reshape_and_cache_kernel(
         mask=is_element,
         other=0.0,
     )
-    offsets = (
-        (slots // BLOCK_SIZE) * stride_cache_block
-        + kv_head * stride_cache_head
-        + (slots % BLOCK_SIZE) * HEAD_DIM
+    blocks, in_block = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+    offsets = blocks * stride_cache_block + kv_head * stride_cache_head + in_block * HEAD_DIM
+    scale_slots = (blocks * (stride_cache_block // stride_cache_head) + kv_head) * BLOCK_SIZE + in_block
+    _store_tokens(
+        key,
+        key_cache_ptr,
+        key_scales_ptr,
+        offsets,
+        scale_slots,
+        slots >= 0,
+        is_element,
+        dims,
+        LIMIT,
+        INTEGER,
     )
-    cache_offsets = offsets[:, None] + dims[None, :]
-    tl.store(key_cache_ptr + cache_offsets, key.to(key_cache_ptr.dtype.element_ty), mask=is_element)
-    tl.store(value_cache_ptr + cache_offsets, value.to(value_cache_ptr.dtype.element_ty), mask=is_element)
+    _store_tokens(
+        value,
+        value_cache_ptr,
+        value_scales_ptr,
+        offsets,
+        scale_slots,
+        slots >= 0,
+        is_element,
+        dims,
+        LIMIT,
+        INTEGER,
+    )
 
 
 def reshape_and_cache(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    key: torch.Tensor, value: torch.Tensor, cache: LayerCache, slot_mapping: torch.Tensor
 ) -> None:
     """See `kernels.dispatch.reshape_and_cache`."""
     num_tokens, num_kv_heads, head_dim = key.shape
@@ -72,19 +119,23 @@ def reshape_and_cache(
     reshape_and_cache_kernel[(triton.cdiv(num_tokens, _BLOCK_TOKENS), num_kv_heads)](
         key,
         value,
-        key_cache,
-        value_cache,
+        cache.keys,
+        cache.values,
+        cache.key_scales,
+        cache.value_scales,
         slot_mapping,
         num_tokens,
         key.stride(0),
         key.stride(1),
         value.stride(0),
         value.stride(1),
-        key_cache.stride(0),
-        key_cache.stride(1),
-        BLOCK_SIZE=key_cache.shape[2],
+        cache.keys.stride(0),
+        cache.keys.stride(1),
+        BLOCK_SIZE=cache.block_size,
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=next_power_of_2(head_dim),
         BLOCK_TOKENS=_BLOCK_TOKENS,
+        LIMIT=largest_number(cache.keys.dtype) or 0.0,
+        INTEGER=cache.keys.dtype is torch.int8,
         num_warps=4,
     )

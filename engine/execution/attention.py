@@ -16,7 +16,9 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels import dispatch
+from kernels.layer_cache import LayerCache
 from kernels.metadata import AttentionMetadata
+from kernels.scoring import Scoring
 
 PAGED_ATTENTION = "pagemill_paged"
 
@@ -24,8 +26,7 @@ PAGED_ATTENTION = "pagemill_paged"
 @dataclass(frozen=True, slots=True)
 class AttentionContext:
     metadata: AttentionMetadata
-    key_caches: list[torch.Tensor]  # per layer [num_blocks, num_kv_heads, block_size, head_dim]
-    value_caches: list[torch.Tensor]
+    layers: list[LayerCache]
 
 
 _context: ContextVar[AttentionContext] = ContextVar("attention_context")
@@ -42,14 +43,7 @@ def attention_context(context: AttentionContext) -> Iterator[None]:
 
 
 def attend(
-    layer_idx: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
+    layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
     """Write the layer's keys and values, then attend.
 
@@ -60,17 +54,9 @@ def attend(
         [num_tokens, num_heads, head_dim].
     """
     context = _context.get()
-    key_cache, value_cache = context.key_caches[layer_idx], context.value_caches[layer_idx]
-    dispatch.reshape_and_cache(key, value, key_cache, value_cache, context.metadata.slot_mapping)
-    return dispatch.paged_attention(
-        query,
-        key_cache,
-        value_cache,
-        context.metadata,
-        scale=scale,
-        sliding_window=sliding_window,
-        softcap=softcap,
-    )
+    cache = context.layers[layer_idx]
+    dispatch.reshape_and_cache(key, value, cache, context.metadata.slot_mapping)
+    return dispatch.paged_attention(query, cache, context.metadata, scoring)
 
 
 def _paged_attention(
@@ -93,9 +79,12 @@ def _paged_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
+        Scoring(
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            alibi_slopes=getattr(module, "alibi_slopes", None),
+            sliding_window=sliding_window,
+            softcap=softcap,
+        ),
     )
     return out[None], None
 

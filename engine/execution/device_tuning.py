@@ -42,5 +42,5 @@ def warm_up_cpu_kernels(num_heads: int, shape: KVCacheShape) -> None:
 
     started = time.monotonic()
     logger.info("preparing the CPU kernels (compiled once, about 20 s; then kept on disk)")
-    cpu.warm_up(num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size)
+    cpu.warm_up(num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size, shape.dtype)
     logger.info("CPU kernels ready after %.1f s", time.monotonic() - started)

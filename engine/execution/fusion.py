@@ -6,6 +6,7 @@ their structure or their class, and whatever is not known stays as it is.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,44 +14,79 @@ from torch import nn
 
 from engine.execution.attention import attend
 from engine.execution.device_tuning import uses_cpu_kernels
-from engine.execution.packed_linear import PackedLinear, can_pack, merged_linear
+from engine.execution.packed_linear import make_linear, merged_linear
+from kernels.scoring import Scoring
 
-# Separate q, k, v projections, optional q and k norms per head, rotation of pairs half a head apart.
-_ROTARY_ATTENTION = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
-_RMS_NORM = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+# q, k, v projections (Phi 3: as one), optional q and k norms per head, rotation of pairs half a head apart.
+_ROTARY_ATTENTION = (
+    "GemmaAttention",
+    "Gemma2Attention",
+    "Gemma3Attention",
+    "LlamaAttention",
+    "MistralAttention",
+    "Phi3Attention",
+    "Qwen2Attention",
+    "Qwen3Attention",
+    "SmolLM3Attention",
+)
+_WINDOW_IN_CONFIG = ("MistralAttention", "Phi3Attention")
+_RMS_NORM = (
+    "LlamaRMSNorm",
+    "MistralRMSNorm",
+    "Phi3RMSNorm",
+    "Qwen2RMSNorm",
+    "Qwen3RMSNorm",
+    "SmolLM3RMSNorm",
+)
+# These multiply with 1 + weight.
+_OFFSET_RMS_NORM = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm")
 
 
-def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+@dataclass(frozen=True, slots=True)
+class FusionOptions:
+    use_cpu_kernels: bool
+    quantization: str | None
+
+
+def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype, quantization: str | None = None) -> None:
     """Rewrite the model's modules. Its weights move into the new modules; the old ones are dropped."""
-    _fuse_children(model, use_cpu_kernels=uses_cpu_kernels(device, dtype))
+    _fuse_children(model, FusionOptions(uses_cpu_kernels(device, dtype), quantization))
 
 
-def _fuse_children(parent: nn.Module, *, use_cpu_kernels: bool) -> None:
+def _fuse_children(parent: nn.Module, options: FusionOptions) -> None:
     for name, child in parent.named_children():
-        replacement = _replacement(child, use_cpu_kernels=use_cpu_kernels)
+        replacement = _replacement(child, options)
         if replacement is not None:
             setattr(parent, name, replacement)
             child = replacement
-        _fuse_children(child, use_cpu_kernels=use_cpu_kernels)
+        _fuse_children(child, options)
 
 
-def _replacement(module: nn.Module, *, use_cpu_kernels: bool) -> nn.Module | None:
+def _replacement(module: nn.Module, options: FusionOptions) -> nn.Module | None:
     kind = type(module).__name__
-    if kind in _ROTARY_ATTENTION and use_cpu_kernels:
-        return RotaryAttention(module)
-    if use_cpu_kernels and _is_silu_gated(module):
-        return SiluGatedMLP(module)
-    if kind in _RMS_NORM and use_cpu_kernels:
+    if kind in _ROTARY_ATTENTION and options.use_cpu_kernels:
+        return RotaryAttention(module, options)
+    if options.use_cpu_kernels and _is_silu_gated(module):
+        return SiluGatedMLP(module, options)
+    if kind in _RMS_NORM + _OFFSET_RMS_NORM and options.use_cpu_kernels:
         return RMSNorm(module)
-    if type(module) is nn.Linear and can_pack(module.weight):
-        return PackedLinear(module.weight, module.bias)
+    if type(module) is nn.Linear or kind == "FalconLinear":
+        return make_linear(module.weight, module.bias, options.quantization)
+    if kind == "Conv1D":  # GPT-2's name for a linear layer that keeps its weight transposed
+        return make_linear(module.weight.t(), module.bias, options.quantization)
     return None
 
 
+def _fast_linear(layer: nn.Linear, options: FusionOptions) -> nn.Module:
+    return make_linear(layer.weight, layer.bias, options.quantization) or layer
+
+
 def _is_silu_gated(module: nn.Module) -> bool:
-    layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    activation = getattr(module, "act_fn", None)
-    return all(type(layer) is nn.Linear for layer in layers) and (
+    """Known by its layers: gate and up apart, or (Phi 3) as one."""
+    apart = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    merged = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    activation = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+    return any(all(type(layer) is nn.Linear for layer in layers) for layers in (apart, merged)) and (
         isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
     )
 
@@ -63,8 +99,9 @@ class RMSNorm(nn.Module):
         from kernels import cpu_fused
 
         self._rms_norm = cpu_fused.rms_norm
-        self.weight = source.weight
-        self._eps = float(source.variance_epsilon)
+        is_offset = type(source).__name__ in _OFFSET_RMS_NORM
+        self.weight = nn.Parameter(1.0 + source.weight, requires_grad=False) if is_offset else source.weight
+        self._eps = float(source.eps if is_offset else source.variance_epsilon)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -74,12 +111,15 @@ class RMSNorm(nn.Module):
 class SiluGatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)) with gate and up as one product."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, options: FusionOptions) -> None:
         super().__init__()
         from kernels import cpu_fused
 
         self._silu_and_mul = cpu_fused.silu_and_mul
-        self.gate_up_proj = merged_linear([source.gate_proj, source.up_proj])
+        if hasattr(source, "gate_up_proj"):
+            self.gate_up_proj = _fast_linear(source.gate_up_proj, options)
+        else:
+            self.gate_up_proj = merged_linear([source.gate_proj, source.up_proj], options.quantization)
         self.down_proj = source.down_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,20 +131,29 @@ class SiluGatedMLP(nn.Module):
 class RotaryAttention(nn.Module):
     """Projections as one product, rotation in place, paged attention."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, options: FusionOptions) -> None:
         super().__init__()
         from kernels import cpu_fused
 
         self._rotate = cpu_fused.rotary_embedding
         self.layer_idx: int = source.layer_idx
         self._head_dim: int = source.head_dim
-        self._num_heads: int = source.q_proj.out_features // source.head_dim
-        self._num_kv_heads: int = source.k_proj.out_features // source.head_dim
-        self._scale = float(source.scaling)
-        self._sliding_window = getattr(source, "sliding_window", None)
-        if self._sliding_window is None and type(source).__name__ == "MistralAttention":
-            self._sliding_window = getattr(source.config, "sliding_window", None)
-        self.qkv_proj = merged_linear([source.q_proj, source.k_proj, source.v_proj])
+        self._num_heads: int = source.config.num_attention_heads
+        self._num_kv_heads: int = source.config.num_key_value_heads
+        windows = source.config if type(source).__name__ in _WINDOW_IN_CONFIG else source
+        self._scoring = Scoring(
+            float(source.scaling),
+            alibi_slopes=getattr(source, "alibi_slopes", None),
+            sliding_window=getattr(windows, "sliding_window", None),
+            # Gemma 3 carries the setting along and does not use it.
+            softcap=source.attn_logit_softcapping if type(source).__name__ == "Gemma2Attention" else None,
+        )
+        self._rotates = self._scoring.alibi_slopes is None and bool(getattr(source, "use_rope", True))
+        if hasattr(source, "qkv_proj"):
+            self.qkv_proj = _fast_linear(source.qkv_proj, options)
+        else:
+            projections = [source.q_proj, source.k_proj, source.v_proj]
+            self.qkv_proj = merged_linear(projections, options.quantization)
         self.o_proj = source.o_proj
         self.q_norm = getattr(source, "q_norm", None)
         self.k_norm = getattr(source, "k_norm", None)
@@ -121,9 +170,8 @@ class RotaryAttention(nn.Module):
         query, key, value = qkv.split([self._num_heads, self._num_kv_heads, self._num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        cos, sin = position_embeddings
-        self._rotate(query, key, cos[0], sin[0])
-        out = attend(
-            self.layer_idx, query, key, value, scale=self._scale, sliding_window=self._sliding_window
-        )
+        if self._rotates:
+            cos, sin = position_embeddings
+            self._rotate(query, key, cos[0], sin[0])
+        out = attend(self.layer_idx, query, key, value, self._scoring)
         return self.o_proj(out.view(num_tokens, -1))[None], None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 import psutil
@@ -10,11 +11,13 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from kernels import dispatch
+from kernels.layer_cache import FP8, allocate_layer, largest_number
 
 GIB = 1024**3
 # On a CPU the cache shares its memory with everything else on the machine.
 _CPU_SHARE = 0.25
 _CPU_MAX_BYTES = 4 * GIB
+_FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +31,48 @@ class KVCacheShape:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, keys and values."""
-        slot = self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        return slot * self.block_size
+        scale_bytes = 0 if largest_number(self.dtype) is None else torch.float32.itemsize
+        head = self.head_dim * self.dtype.itemsize + scale_bytes
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * head
 
 
 class KVCache:
-    """Keys and values apart, per layer: [num_blocks, num_kv_heads, block_size, head_dim]."""
+    """The pool's tensors, layer by layer."""
 
     def __init__(self, shape: KVCacheShape, num_blocks: int, device: torch.device) -> None:
-        size = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        # Zeroed, not empty: on Linux fresh zero pages cost nothing until they are touched.
-        self.keys = [self._allocate(size, shape.dtype, device) for _ in range(shape.num_layers)]
-        self.values = [self._allocate(size, shape.dtype, device) for _ in range(shape.num_layers)]
+        self.layers = [
+            allocate_layer(
+                num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim, shape.dtype, device
+            )
+            for _ in range(shape.num_layers)
+        ]
+        if device.type == "cpu" and importlib.util.find_spec("numba") is not None:
+            from kernels.cpu import advise_huge_pages
 
-    @staticmethod
-    def _allocate(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.zeros(size, dtype=dtype, device=device)
+            for layer in self.layers:
+                for tensor in layer.tensors():
+                    advise_huge_pages(tensor)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        for keys, values in zip(self.keys, self.values, strict=True):
-            dispatch.copy_blocks(keys, values, pairs)
+        for layer in self.layers:
+            dispatch.copy_blocks(layer.keys, layer.values, pairs)
+            if layer.key_scales is not None and layer.value_scales is not None:
+                dispatch.copy_blocks(layer.key_scales, layer.value_scales, pairs)
+
+
+def resolve_cache_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype that `EngineConfig.kv_cache_dtype` stands for. Raises `ConfigError`."""
+    if name == "auto":
+        return model_dtype
+    if name != "fp8":
+        dtype = getattr(torch, name)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        raise ConfigError(
+            "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or newer; int8 takes as little memory"
+        )
+    return FP8
 
 
 def num_blocks_for(config: EngineConfig, shape: KVCacheShape, device: torch.device) -> int:

@@ -7,11 +7,14 @@ length hold ids far outside the cache. A kernel that touches any of them returns
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
+from kernels.layer_cache import LayerCache, as_bytes
 from kernels.metadata import AttentionMetadata
+from kernels.reference import quantise
+from kernels.scoring import Scoring
 
 WILD_BLOCK_ID = 2**31 - 1
 
@@ -22,27 +25,15 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, tor
 
 @dataclass
 class PagedCase:
-    """One step over one layer's cache. `dense_keys[row]` are the row's keys [seq_len, num_kv_heads, head_dim]."""
+    """One step over one layer's cache. `dense_keys[row]` are the row's keys [seq_len, num_kv_heads, head_dim], with
+    the numbers that the cache holds."""
 
     query: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
+    cache: LayerCache
     metadata: AttentionMetadata
     dense_keys: list[torch.Tensor]
     dense_values: list[torch.Tensor]
-    scale: float
-    alibi_slopes: torch.Tensor | None = None
-    sliding_window: int | None = None
-    softcap: float | None = None
-    options: dict[str, object] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.options = {
-            "scale": self.scale,
-            "alibi_slopes": self.alibi_slopes,
-            "sliding_window": self.sliding_window,
-            "softcap": self.softcap,
-        }
+    scoring: Scoring
 
     def to(self, device: torch.device) -> PagedCase:
         """The same numbers on `device`; lengths on the host stay there."""
@@ -50,32 +41,28 @@ class PagedCase:
             name: getattr(self.metadata, name).to(device)
             for name in ("block_tables", "query_start_loc", "seq_lens", "slot_mapping")
         }
+        slopes = self.scoring.alibi_slopes
         return PagedCase(
             self.query.to(device),
-            self.key_cache.to(device),
-            self.value_cache.to(device),
+            LayerCache(*(tensor.to(device) for tensor in self.cache.tensors())),
             replace(self.metadata, **moved, work_lists={}),
             [keys.to(device) for keys in self.dense_keys],
             [values.to(device) for values in self.dense_values],
-            self.scale,
-            None if self.alibi_slopes is None else self.alibi_slopes.to(device),
-            self.sliding_window,
-            self.softcap,
+            replace(self.scoring, alibi_slopes=None if slopes is None else slopes.to(device)),
         )
 
     def in_double(self) -> PagedCase:
-        """The same numbers in fp64."""
+        """The same numbers in fp64, without scales."""
         return PagedCase(
             self.query.double(),
-            self.key_cache.double(),
-            self.value_cache.double(),
+            LayerCache(
+                _in_double(self.cache.keys, self.cache.key_scales),
+                _in_double(self.cache.values, self.cache.value_scales),
+            ),
             self.metadata,
             [keys.double() for keys in self.dense_keys],
             [values.double() for values in self.dense_values],
-            self.scale,
-            None if self.alibi_slopes is None else self.alibi_slopes.double(),
-            self.sliding_window,
-            self.softcap,
+            self.scoring,
         )
 
     def real_tokens(self) -> torch.Tensor:
@@ -84,6 +71,36 @@ class PagedCase:
         flags = [seq_len > 0 for query_len, seq_len in lens for _ in range(query_len)]
         flags += [False] * (self.query.shape[0] - len(flags))
         return torch.tensor(flags)
+
+
+def _in_double(numbers: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    return numbers.double() if scales is None else numbers.double() * scales.double()[..., None]
+
+
+class _Blocks:
+    """A cache in the making: poison everywhere but where keys are put."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+        self.is_scaled = cache_dtype.itemsize == 1
+        self.scales = torch.full(shape[:-1], math.nan) if self.is_scaled else None
+        if cache_dtype is torch.int8:
+            self.numbers = torch.full(shape, 127, dtype=cache_dtype)
+        else:
+            self.numbers = torch.full(shape, math.nan).to(cache_dtype)
+        self._dtype = dtype
+
+    def put(self, block: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Store tokens [n, num_kv_heads, head_dim] from the block's start on; return what they are afterwards."""
+        n, stored = len(tokens), tokens
+        if self.scales is None:
+            numbers = tokens.to(self.numbers.dtype)
+            stored = numbers.to(self._dtype)
+        else:
+            numbers, scales = quantise(tokens, self.numbers.dtype)
+            self.scales[block, :, :n] = scales.transpose(0, 1)
+            stored = _in_double(numbers, scales).to(self._dtype)
+        as_bytes(self.numbers)[block, :, :n] = as_bytes(numbers).transpose(0, 1)
+        return stored
 
 
 def make_case(
@@ -95,6 +112,7 @@ def make_case(
     head_dim: int,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
     alibi: bool = False,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -106,6 +124,7 @@ def make_case(
     """Rows with one query token first. `padded_decode_rows` rows of length 0 follow the decode rows, with a token
     each, as a bucket of a captured graph has them; `padded_tokens` tokens of no row end the batch.
 
+    `dtype` is the queries', and the cache's too unless `cache_dtype` is given.
     `free_outside_window` also gives up the blocks that no query token's window reaches, as an engine may.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -120,8 +139,8 @@ def make_case(
 
     blocks_of = [math.ceil(seq_len / block_size) for seq_len in seq_lens]
     num_blocks = sum(blocks_of) + 3
-    key_cache = torch.full((num_blocks, num_kv_heads, block_size, head_dim), math.nan, dtype=dtype)
-    value_cache = key_cache.clone()
+    shape = (num_blocks, num_kv_heads, block_size, head_dim)
+    key_blocks, value_blocks = (_Blocks(shape, dtype, cache_dtype or dtype) for _ in range(2))
     tables = torch.full((len(seq_lens), max(blocks_of) + 2), WILD_BLOCK_ID, dtype=torch.int32)
     free_blocks = torch.randperm(num_blocks, generator=generator).tolist()
     dense_keys, dense_values, slots = [], [], []
@@ -136,8 +155,8 @@ def make_case(
             block = free_blocks.pop()
             tables[row, index] = block
             part = slice(index * block_size, min(seq_len, (index + 1) * block_size))
-            key_cache[block, :, : part.stop - part.start] = keys[part].transpose(0, 1)
-            value_cache[block, :, : part.stop - part.start] = values[part].transpose(0, 1)
+            keys[part] = key_blocks.put(block, keys[part])
+            values[part] = value_blocks.put(block, values[part])
         for position in range(seq_len - query_len, seq_len):
             block = int(tables[row, position // block_size]) if seq_len else -1
             slots.append(block * block_size + position % block_size if seq_len else -1)
@@ -156,17 +175,16 @@ def make_case(
         max_seq_len=max(seq_lens),
     )
     slopes = torch.rand(num_heads, generator=generator) if alibi else None
-    case = PagedCase(
-        query, key_cache, value_cache, metadata, dense_keys, dense_values,
-        head_dim**-0.5, slopes, sliding_window, softcap,
-    )  # fmt: skip
+    cache = LayerCache(key_blocks.numbers, value_blocks.numbers, key_blocks.scales, value_blocks.scales)
+    scoring = Scoring(head_dim**-0.5, slopes, sliding_window, softcap)
+    case = PagedCase(query, cache, metadata, dense_keys, dense_values, scoring)
     case.query[~case.real_tokens()] = math.nan
     return case
 
 
 def dense_attention(case: PagedCase) -> torch.Tensor:
     """The textbook formula over the dense keys, with absolute ALiBi positions; NaN at padding."""
-    num_heads = case.query.shape[1]
+    num_heads, scoring = case.query.shape[1], case.scoring
     out = torch.full_like(case.query, math.nan)
     start = 0
     for row, (query_len, seq_len) in enumerate(
@@ -178,15 +196,15 @@ def dense_attention(case: PagedCase) -> torch.Tensor:
         group_size = num_heads // case.dense_keys[row].shape[1]
         for token in range(query_len):
             position = seq_len - query_len + token
-            first = max(0, position - case.sliding_window + 1) if case.sliding_window else 0
+            first = max(0, position - scoring.sliding_window + 1) if scoring.sliding_window else 0
             for head in range(num_heads):
                 keys = case.dense_keys[row][first : position + 1, head // group_size]
                 values = case.dense_values[row][first : position + 1, head // group_size]
-                scores = keys @ case.query[start + token, head] * case.scale
-                if case.softcap is not None:
-                    scores = case.softcap * torch.tanh(scores / case.softcap)
-                if case.alibi_slopes is not None:
-                    slope = case.alibi_slopes[head].to(scores.dtype)
+                scores = keys @ case.query[start + token, head] * scoring.scale
+                if scoring.softcap is not None:
+                    scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+                if scoring.alibi_slopes is not None:
+                    slope = scoring.alibi_slopes[head].to(scores.dtype)
                     scores = scores + slope * torch.arange(first, position + 1)
                 out[start + token, head] = scores.softmax(0) @ values
         start += query_len

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from kernels import cpu, cpu_attention_decode, cpu_attention_prefill, cpu_cache
+from kernels.layer_cache import LayerCache
 from kernels.metadata import AttentionMetadata
+from kernels.scoring import Scoring
 
 NO_BLOCK = 2**31 - 1  # an id that no cache holds: reading it is a crash
 SPLIT = 256  # keys; the decode kernel's, so that lengths around it cross the merge
@@ -41,9 +43,12 @@ class Step:
     new_values: torch.Tensor
 
     def attend(self, **options) -> torch.Tensor:
-        return cpu.paged_attention(
-            self.query, self.key_cache, self.value_cache, self.metadata, **{"scale": 0.2, **options}
-        )
+        scoring = Scoring(**{"scale": 0.2, **options})
+        return cpu.paged_attention(self.query, self.cache, self.metadata, scoring)
+
+    @property
+    def cache(self) -> LayerCache:
+        return LayerCache(self.key_cache, self.value_cache)
 
 
 def make_step(
@@ -212,9 +217,7 @@ def test_a_decode_row_does_not_depend_on_its_neighbours_or_the_threads():
         )
         for num_threads in (1, 2):
             torch.set_num_threads(num_threads)
-            alone = cpu.paged_attention(
-                step.query[row : row + 1], step.key_cache, step.value_cache, metadata, scale=0.2
-            )
+            alone = cpu.paged_attention(step.query[row : row + 1], step.cache, metadata, Scoring(0.2))
             assert torch.equal(alone[0], together[row])
 
 
@@ -234,9 +237,7 @@ def test_a_prompt_cut_into_chunks_gives_the_same_bits(options):
             max_query_len=end - begin,
             max_seq_len=end,
         )
-        chunk = cpu.paged_attention(
-            step.query[begin:end], step.key_cache, step.value_cache, metadata, scale=0.2, **options
-        )
+        chunk = cpu.paged_attention(step.query[begin:end], step.cache, metadata, Scoring(0.2, **options))
         assert torch.equal(chunk, whole[begin:end])
 
 
@@ -258,7 +259,7 @@ def test_reshape_and_cache_writes_the_slots_and_nothing_else():
     for cache in (key_cache, value_cache):
         for slot in slots[slots >= 0].tolist():
             cache[slot // 16, :, slot % 16] = -7.0
-    cpu.reshape_and_cache(step.new_keys, step.new_values, key_cache, value_cache, slots)
+    cpu.reshape_and_cache(step.new_keys, step.new_values, LayerCache(key_cache, value_cache), slots)
     torch.testing.assert_close(key_cache, step.key_cache, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(value_cache, step.value_cache, rtol=0, atol=0, equal_nan=True)
 
@@ -286,16 +287,15 @@ def test_after_the_warm_up_no_step_compiles():
     step = make_step([*MIXED[:3], (200, 290)])
     for options in BIASES.values():
         step.attend(**options)
-    cpu.reshape_and_cache(
-        step.new_keys, step.new_values, step.key_cache, step.value_cache, step.metadata.slot_mapping
-    )
+    cpu.reshape_and_cache(step.new_keys, step.new_values, step.cache, step.metadata.slot_mapping)
     assert [len(kernel.signatures) for kernel in kernels] == compiled
 
 
 def test_kernels_compile_where_nothing_can_be_cached():
     script = (
-        "import torch; from kernels import cpu; cache = torch.zeros(2, 1, 1, 4, 16);"
-        "x = torch.ones(1, 1, 16); cpu.reshape_and_cache(x, x, *cache, torch.tensor([2]));"
+        "import torch; from kernels import cpu; from kernels.layer_cache import LayerCache;"
+        "cache = torch.zeros(2, 1, 1, 4, 16); layer = LayerCache(*cache);"
+        "x = torch.ones(1, 1, 16); cpu.reshape_and_cache(x, x, layer, torch.tensor([2]));"
         "assert cache[:, 0, 0, 2].eq(1).all()"
     )
     environment = {**os.environ, "NUMBA_CACHE_DIR": "/dev/null/nowhere"}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels import reference
+from kernels.layer_cache import LayerCache
 from tests.kernels.paged_case import TOLERANCE, assert_close, dense_attention, make_case
 
 
@@ -39,17 +40,13 @@ def _random_case_arguments(seed: int) -> dict[str, object]:
 @pytest.mark.parametrize("seed", range(40))
 def test_attention_equals_textbook(seed: int) -> None:
     case = make_case(**_random_case_arguments(seed))  # type: ignore[arg-type]
-    out = reference.paged_attention(
-        case.query, case.key_cache, case.value_cache, case.metadata, **case.options
-    )  # type: ignore[arg-type]
+    out = reference.paged_attention(case.query, case.cache, case.metadata, case.scoring)
     assert_close(out, dense_attention(case), case, TOLERANCE[torch.float64])
 
 
 def test_attention_computes_in_fp32_for_half_inputs() -> None:
     case = make_case([1, 9], [70, 40], num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
-    out = reference.paged_attention(
-        case.query, case.key_cache, case.value_cache, case.metadata, **case.options
-    )  # type: ignore[arg-type]
+    out = reference.paged_attention(case.query, case.cache, case.metadata, case.scoring)
     assert out.dtype == torch.bfloat16
     exact = dense_attention(case.in_double())
     # One rounding of the result and nothing more: half a unit in the last place of a value below 2.
@@ -63,7 +60,7 @@ def test_reshape_and_cache_writes_its_slots_and_no_others(block_size: int) -> No
     key_cache = torch.full((6, 2, block_size, 8), float("nan"))
     value_cache = key_cache.clone()
     slots = [4 * block_size, 1, -1, 0, 6 * block_size - 1]
-    reference.reshape_and_cache(key, value, key_cache, value_cache, torch.tensor(slots))
+    reference.reshape_and_cache(key, value, LayerCache(key_cache, value_cache), torch.tensor(slots))
 
     for cache, tokens in ((key_cache, key), (value_cache, value)):
         by_slot = cache.transpose(1, 2).flatten(0, 1)

@@ -6,6 +6,8 @@ from typing import Any
 
 from kernels.tuning import MIN_SPLIT_TOKENS, Tile, next_power_of_2
 
+SCALED = ("i8", "fp8e4nv")
+
 
 def decode_arguments(
     element: str,
@@ -13,6 +15,7 @@ def decode_arguments(
     group_size: int,
     tile: Tile,
     *,
+    cache: str | None = None,
     block_size: int = 16,
     split: bool = True,
     alibi: bool = False,
@@ -23,8 +26,10 @@ def decode_arguments(
         "out_ptr": "*fp32" if split else f"*{element}",
         "lse_ptr": "*fp32" if split else None,
         "query_ptr": f"*{element}",
-        "key_cache_ptr": f"*{element}",
-        "value_cache_ptr": f"*{element}",
+        "key_cache_ptr": f"*{cache or element}",
+        "value_cache_ptr": f"*{cache or element}",
+        "key_scales_ptr": "*fp32" if cache in SCALED else None,
+        "value_scales_ptr": "*fp32" if cache in SCALED else None,
         "block_tables_ptr": "*i32",
         "seq_lens_ptr": "*i32",
         "alibi_slopes_ptr": "*fp32" if alibi else None,
@@ -54,6 +59,7 @@ def prefill_arguments(
     group_size: int,
     tile: Tile,
     *,
+    cache: str | None = None,
     block_size: int = 16,
     alibi: bool = False,
     sliding_window: int = 0,
@@ -62,8 +68,10 @@ def prefill_arguments(
     return {
         "out_ptr": f"*{element}",
         "query_ptr": f"*{element}",
-        "key_cache_ptr": f"*{element}",
-        "value_cache_ptr": f"*{element}",
+        "key_cache_ptr": f"*{cache or element}",
+        "value_cache_ptr": f"*{cache or element}",
+        "key_scales_ptr": "*fp32" if cache in SCALED else None,
+        "value_scales_ptr": "*fp32" if cache in SCALED else None,
         "block_tables_ptr": "*i32",
         "query_start_loc_ptr": "*i32",
         "seq_lens_ptr": "*i32",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kernels.copy_blocks import copy_blocks_kernel
+from kernels.layer_cache import FP8_LIMIT, INTEGER_LIMIT
 from kernels.paged_attention_decode import merge_splits_kernel, paged_attention_decode_kernel
 from kernels.paged_attention_prefill import paged_attention_prefill_kernel
 from kernels.reshape_and_cache import reshape_and_cache_kernel
 from kernels.tuning import Tile, decode_tile, prefill_tile
 from tests.kernels.aot.compiler import SHARED_MEMORY_LIMIT, Compiled, compile_kernel
-from tests.kernels.aot.specialisations import decode_arguments, prefill_arguments
+from tests.kernels.aot.specialisations import SCALED, decode_arguments, prefill_arguments
 
 pytestmark = pytest.mark.parametrize("capability", [80, 90], ids=["sm_80", "sm_90"])
 
@@ -97,6 +98,18 @@ def test_fp32(head_dim: int, capability: int) -> None:
     assert _decode("fp32", head_dim, 4, capability).mma == 0
 
 
+@pytest.mark.parametrize("cache", SCALED)
+@pytest.mark.parametrize("head_dim", [128, 256, pytest.param(64, marks=slow), pytest.param(80, marks=slow)])
+def test_scaled_caches(head_dim: int, cache: str, capability: int) -> None:
+    """Converting a tile takes registers: at the widest heads and with the largest groups most of all."""
+    if cache == "fp8e4nv" and capability < 89:
+        pytest.skip("no fp8 before sm_89: the engine refuses it there")
+    prefill = _prefill("bf16", head_dim, capability, cache=cache)
+    assert (prefill.wgmma if capability == 90 else prefill.mma) > 0
+    for group_size in (4, 71):
+        _decode("bf16", head_dim, group_size, capability, cache=cache)
+
+
 def test_merging_splits(capability: int) -> None:
     for head_dim in (80, 256):
         arguments = {
@@ -117,12 +130,18 @@ def test_merging_splits(capability: int) -> None:
         assert compiled.wide_loads > 0
 
 
-def test_writing_the_cache(capability: int) -> None:
+@pytest.mark.parametrize("element", ["bf16", *SCALED])
+def test_writing_the_cache(element: str, capability: int) -> None:
+    if element == "fp8e4nv" and capability < 89:
+        pytest.skip("no fp8 before sm_89: the engine refuses it there")
+    scales = "*fp32" if element in SCALED else None
     arguments: dict[str, object] = {
         "key_ptr": "*bf16",
         "value_ptr": "*bf16",
-        "key_cache_ptr": "*bf16",
-        "value_cache_ptr": "*bf16",
+        "key_cache_ptr": f"*{element}",
+        "value_cache_ptr": f"*{element}",
+        "key_scales_ptr": scales,
+        "value_scales_ptr": scales,
         "slot_mapping_ptr": "*i64",
         "num_tokens": "i32",
         "stride_key_token": "i32",
@@ -135,6 +154,8 @@ def test_writing_the_cache(capability: int) -> None:
         "HEAD_DIM": 80,
         "HEAD_DIM_PADDED": 128,
         "BLOCK_TOKENS": 16,
+        "LIMIT": {"i8": INTEGER_LIMIT, "fp8e4nv": FP8_LIMIT}.get(element, 0.0),
+        "INTEGER": element == "i8",
     }
     compiled = compile_kernel(reshape_and_cache_kernel, arguments, capability, Tile(0, 0, 4, 3))
     _check_resources(compiled, capability)

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from kernels import dispatch, reference
+from kernels.layer_cache import LayerCache
 from kernels.metadata import AttentionMetadata
+from kernels.scoring import Scoring
 
 Caches = tuple[torch.Tensor, torch.Tensor]
 
@@ -29,8 +31,8 @@ def test_writes_its_slots_and_no_others(head_dim: int, dtype: torch.dtype) -> No
     slots[[0, 7, 18]] = -1
     out, expected = _caches(3, 2, 16, head_dim, dtype), _caches(3, 2, 16, head_dim, dtype)
     with dispatch.override("triton"):
-        dispatch.reshape_and_cache(key, value, *out, slots)
-    reference.reshape_and_cache(key, value, *expected, slots)
+        dispatch.reshape_and_cache(key, value, LayerCache(*out), slots)
+    reference.reshape_and_cache(key, value, LayerCache(*expected), slots)
     assert _same(out[0], expected[0])
     assert _same(out[1], expected[1])
 
@@ -42,8 +44,8 @@ def test_numbers_of_tokens(num_tokens: int, block_size: int) -> None:
     slots = torch.randperm(5 * block_size)[:num_tokens]
     out, expected = _caches(5, 1, block_size, 64, torch.float32), _caches(5, 1, block_size, 64, torch.float32)
     with dispatch.override("triton"):
-        dispatch.reshape_and_cache(key, value, *out, slots)
-    reference.reshape_and_cache(key, value, *expected, slots)
+        dispatch.reshape_and_cache(key, value, LayerCache(*out), slots)
+    reference.reshape_and_cache(key, value, LayerCache(*expected), slots)
     assert _same(out[0], expected[0])
     assert _same(out[1], expected[1])
 
@@ -52,7 +54,8 @@ def test_only_padding_writes_nothing() -> None:
     key_cache, value_cache = _caches(2, 1, 16, 64, torch.float32)
     tokens = torch.randn(4, 1, 64)
     with dispatch.override("triton"):
-        dispatch.reshape_and_cache(tokens, tokens, key_cache, value_cache, torch.full((4,), -1))
+        layer = LayerCache(key_cache, value_cache)
+        dispatch.reshape_and_cache(tokens, tokens, layer, torch.full((4,), -1))
     assert key_cache.isnan().all()
     assert value_cache.isnan().all()
 
@@ -78,7 +81,7 @@ def test_addresses_past_the_range_of_int32() -> None:
     tokens = torch.randn(2, 1, 64, dtype=torch.float16)
     slots = torch.tensor([(num_blocks - 1) * 16, 5])
     with dispatch.override("triton"):
-        dispatch.reshape_and_cache(tokens, tokens, cache, cache, slots)
+        dispatch.reshape_and_cache(tokens, tokens, LayerCache(cache, cache), slots)
         dispatch.copy_blocks(cache, cache, [(num_blocks - 1, num_blocks - 2)])
     assert torch.equal(cache[num_blocks - 1, 0, 0], tokens[0, 0])
     assert torch.equal(cache[num_blocks - 2, 0, 0], tokens[0, 0])
@@ -97,5 +100,5 @@ def test_addresses_past_the_range_of_int32() -> None:
     for num_decode_rows in (1, 0):  # by the decode kernel, then by the prefill kernel
         metadata.num_decode_rows = num_decode_rows
         with dispatch.override("triton"):
-            out = dispatch.paged_attention(tokens[:1], cache, cache, metadata, scale=1.0)
+            out = dispatch.paged_attention(tokens[:1], LayerCache(cache, cache), metadata, Scoring(1.0))
         assert torch.equal(out, tokens[:1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,16 +27,12 @@ def _poisoned(query: torch.Tensor) -> torch.Tensor:
 
 def _truth(case: PagedCase) -> torch.Tensor:
     double = case.in_double()
-    return reference.paged_attention(
-        double.query, double.key_cache, double.value_cache, double.metadata, **double.options
-    )  # type: ignore[arg-type]
+    return reference.paged_attention(double.query, double.cache, double.metadata, double.scoring)
 
 
 def _check(case: PagedCase, tolerance: float | None = None) -> None:
     with dispatch.override("triton"):
-        out = dispatch.paged_attention(
-            case.query, case.key_cache, case.value_cache, case.metadata, **case.options
-        )  # type: ignore[arg-type]
+        out = dispatch.paged_attention(case.query, case.cache, case.metadata, case.scoring)
     assert out.dtype == case.query.dtype
     assert_close(out, _truth(case), case, tolerance or TOLERANCE[case.query.dtype])
 
@@ -47,12 +44,11 @@ def _decode(case: PagedCase, **plan: object) -> torch.Tensor:
     paged_attention_decode(
         out[:rows],
         case.query[:rows],
-        case.key_cache,
-        case.value_cache,
+        case.cache,
         case.metadata.block_tables[:rows],
         case.metadata.seq_lens[:rows],
+        case.scoring,
         max_seq_len=case.metadata.max_seq_len,
-        **case.options,  # type: ignore[arg-type]
         **plan,  # type: ignore[arg-type]
     )
     return out
@@ -98,7 +94,7 @@ def test_chunks_of_one_prompt_equal_the_whole() -> None:
     _check(whole)
     for first, last in [(0, 1), (1, 17), (17, 64), (64, 90)]:
         chunk = make_case([last - first], [last], num_heads=6, num_kv_heads=2, head_dim=64)
-        chunk.key_cache, chunk.value_cache = whole.key_cache, whole.value_cache
+        chunk.cache = whole.cache
         chunk.metadata.block_tables = whole.metadata.block_tables
         chunk.query = whole.query[first:last]
         _check(chunk)
@@ -169,8 +165,7 @@ def test_splits_merge_to_the_whole(num_splits: int, sliding_window: int | None) 
 def test_large_scores_overflow_nothing() -> None:
     """Scores of several hundred, of which exp2 alone would be infinite; in a split, a merge and a prefill tile."""
     case = make_case([1, 1, 8], [640, 40, 90], **SMALL)
-    case.scale = 20.0
-    case.options["scale"] = 20.0
+    case.scoring = replace(case.scoring, scale=20.0)
     _check(case, tolerance=1e-3)
     tile = Tile(block_m=16, block_n=32, num_warps=4, num_stages=1)
     out = _decode(case, tile=tile, num_splits=4, min_split_tokens=32)
@@ -188,12 +183,11 @@ def test_a_row_does_not_depend_on_its_batch_at_a_fixed_split_size() -> None:
         paged_attention_decode(
             out,
             case.query[row : row + 1],
-            case.key_cache,
-            case.value_cache,
+            case.cache,
             case.metadata.block_tables[row : row + 1],
             case.metadata.seq_lens[row : row + 1],
+            case.scoring,
             max_seq_len=300,
-            scale=case.scale,
             **plan,  # type: ignore[arg-type]
         )
         assert torch.equal(out[0], together[row])
@@ -213,9 +207,7 @@ def test_prefill_tiles_cut_anywhere(group_size: int) -> None:
         case = make_case([3], [40], num_heads=group_size, num_kv_heads=1, head_dim=64)
     out = _poisoned(case.query)
     tile = Tile(block_m=32, block_n=32, num_warps=4, num_stages=1)
-    paged_attention_prefill(
-        out, case.query, case.key_cache, case.value_cache, case.metadata, tile=tile, **case.options
-    )  # type: ignore[arg-type]
+    paged_attention_prefill(out, case.query, case.cache, case.metadata, case.scoring, tile=tile)
     assert_close(out, _truth(case), case, TOLERANCE[torch.float32])
 
 
@@ -226,9 +218,7 @@ def test_strided_query_of_a_packed_projection() -> None:
     truth = _truth(case)
     case.query = packed[:, 2:6]
     with dispatch.override("triton"):
-        out = dispatch.paged_attention(
-            case.query, case.key_cache, case.value_cache, case.metadata, scale=case.scale
-        )
+        out = dispatch.paged_attention(case.query, case.cache, case.metadata, case.scoring)
     assert out.is_contiguous()
     assert_close(out, truth, case, TOLERANCE[torch.float32])
 
@@ -239,9 +229,7 @@ def test_a_row_of_nan_leaves_the_others_alone() -> None:
     poisoned = [1, 2, 3, 4, 5]  # the second decode row and the first prompt
     case.query[poisoned] = float("nan")
     with dispatch.override("triton"):
-        out = dispatch.paged_attention(
-            case.query, case.key_cache, case.value_cache, case.metadata, scale=case.scale
-        )
+        out = dispatch.paged_attention(case.query, case.cache, case.metadata, case.scoring)
     assert out[poisoned].isnan().all()
     clean = [0, 6, 7, 8, 9]
     assert (out[clean] - truth[clean]).abs().max() < TOLERANCE[torch.float32]

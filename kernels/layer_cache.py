@@ -1,0 +1,78 @@
+"""One layer's keys and values in the paged pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+INTEGER_LIMIT = 127.0
+FP8 = torch.float8_e4m3fn
+FP8_LIMIT = 448.0  # the largest number that e4m3 holds
+# A slot of zeros needs a scale too, and dividing by it must give zeros.
+SMALLEST_PEAK = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Blocks of keys and values, with a scale per slot and head where their dtype needs one.
+
+    fp32, fp16 and bf16 hold the numbers themselves. int8 and fp8 (e4m3) hold them divided by the slot's scale for
+    that head, which is the largest of them over the largest number of the dtype: no calibration, and one token's
+    outlier costs no other token its precision.
+    """
+
+    keys: torch.Tensor
+    """[num_blocks, num_kv_heads, block_size, head_dim], contiguous."""
+    values: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    """fp32 [num_blocks, num_kv_heads, block_size], contiguous; None where the dtype needs none."""
+    value_scales: torch.Tensor | None = None
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.key_scales is not None
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything that a block consists of; the first dimension of each is the block."""
+        yield self.keys
+        yield self.values
+        if self.key_scales is not None and self.value_scales is not None:
+            yield self.key_scales
+            yield self.value_scales
+
+
+def largest_number(dtype: torch.dtype) -> float | None:
+    """What a scaled dtype's largest number stands for; None for a dtype that is stored as it is."""
+    return {torch.int8: INTEGER_LIMIT, FP8: FP8_LIMIT}.get(dtype)
+
+
+def allocate_layer(
+    num_blocks: int,
+    num_kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> LayerCache:
+    """An empty layer. Zeroed, which costs nothing on Linux: fresh pages are zero until they are touched."""
+    slots = (num_blocks, num_kv_heads, block_size)
+    keys, values = (torch.zeros(*slots, head_dim, dtype=dtype, device=device) for _ in range(2))
+    if largest_number(dtype) is None:
+        return LayerCache(keys, values)
+    key_scales, value_scales = (torch.zeros(slots, device=device) for _ in range(2))
+    return LayerCache(keys, values, key_scales, value_scales)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """fp8 as the bytes it is made of, any other dtype as it is: torch and Triton move few one-byte floats about."""
+    return tensor.view(torch.uint8) if tensor.dtype is FP8 else tensor

@@ -1,0 +1,23 @@
+"""How a query and a key make a score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What attention does to a product of query and key before the softmax, the same in every step of a layer.
+
+    A score is `scale * query . key`, then `softcap * tanh(score / softcap)`, then plus
+    `alibi_slopes[head] * key position`; keys outside the window score minus infinity.
+    """
+
+    scale: float
+    alibi_slopes: torch.Tensor | None = None
+    """[num_heads] fp32, contiguous, on the query's device."""
+    sliding_window: int | None = None
+    """Key j is visible to query position i if i - sliding_window < j <= i; None: if j <= i."""
+    softcap: float | None = None

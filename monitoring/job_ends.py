@@ -7,7 +7,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-KEPT = 60
+KEPT = 24
+GOOD = frozenset({"succeeded", "cancelled", "released"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +26,41 @@ class JobEnd:
     message: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class DatedEnd:
+    number: int
+    """Tells several ends of one job apart."""
+    ago_s: float
+    end: JobEnd
+
+
 class JobEnds:
-    """A bounded list, newest first, safe from any thread."""
+    """The last ends, and the last that went wrong: a hundred good ones a second must not sweep those away.
+
+    Both bounded, newest first, safe from any thread.
+    """
 
     def __init__(self, kept: int = KEPT) -> None:
         self._lock = threading.Lock()
         self._ends: deque[tuple[int, float, JobEnd]] = deque(maxlen=kept)
+        self._errors: deque[tuple[int, float, JobEnd]] = deque(maxlen=kept)
         self._number = 0
 
     def add(self, end: JobEnd) -> None:
         with self._lock:
             self._number += 1
-            self._ends.appendleft((self._number, time.monotonic(), end))
+            record = (self._number, time.monotonic(), end)
+            self._ends.appendleft(record)
+            if end.outcome not in GOOD:
+                self._errors.appendleft(record)
 
-    def read(self) -> list[tuple[int, float, JobEnd]]:
-        """(number, age in seconds, end): the number tells ends of one job apart."""
+    def ends(self) -> list[DatedEnd]:
+        return self._read(self._ends)
+
+    def errors(self) -> list[DatedEnd]:
+        return self._read(self._errors)
+
+    def _read(self, records: deque[tuple[int, float, JobEnd]]) -> list[DatedEnd]:
         now = time.monotonic()
         with self._lock:
-            return [(number, now - added_at, end) for number, added_at, end in self._ends]
+            return [DatedEnd(number, now - added_at, end) for number, added_at, end in records]

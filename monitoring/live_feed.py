@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine.outputs import BlockMap, EngineStats
-from monitoring.job_ends import JobEnds
+from monitoring.job_ends import DatedEnd, JobEnds
 from monitoring.live_history import LiveHistory
 from monitoring.queue_figures import QueueFigures
 
@@ -199,19 +199,8 @@ class LiveFeed:
             "queue": None if self._queue is None else _queue(self._queue),
             "totals": dict(self._sources.totals()),
             "jobs": {"total": len(jobs), "shown": [asdict(job) for job in jobs[:MAX_JOBS]]},
-            "ends": [
-                {
-                    "number": number,
-                    "ago_s": round(ago_s, 1),
-                    "id": end.job_id,
-                    "outcome": end.outcome,
-                    "tokens": end.tokens,
-                    "took_s": round(end.took_s, 3),
-                    "code": end.code,
-                    "message": end.message,
-                }
-                for number, ago_s, end in self._sources.ends.read()
-            ],
+            "ends": [_end(dated) for dated in self._sources.ends.ends()],
+            "errors": [_end(dated) for dated in self._sources.ends.errors()],
             "blocks": None if stats is None or stats.blocks is None else {"runs": pack(stats.blocks)},
             "point": self._history.latest,
         }
@@ -223,6 +212,20 @@ def pack(blocks: BlockMap) -> str:
         f"{length if (length := len(run.group())) > 1 else ''}{run.group()[:1].decode()}"
         for run in _RUN.finditer(blocks.states)
     )
+
+
+def _end(dated: DatedEnd) -> dict[str, Any]:
+    end = dated.end
+    return {
+        "number": dated.number,
+        "ago_s": round(dated.ago_s, 1),
+        "id": end.job_id,
+        "outcome": end.outcome,
+        "tokens": end.tokens,
+        "took_s": round(end.took_s, 3),
+        "code": end.code,
+        "message": end.message,
+    }
 
 
 def _engine(stats: EngineStats) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""The worker's HTTP server: /metrics for Prometheus, /healthz and /readyz for whoever restarts and routes."""
+"""The worker's HTTP server: /metrics for Prometheus, probes for whoever restarts and routes, / for people.
+
+Metrics and probes answer everybody who reaches the port. The live page shows job ids, so it is for this machine
+only unless it was asked for, and for requests whose Host names us.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,21 @@ import errno
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from monitoring import live_page
+from monitoring.live_feed import LiveFeed, TooManyWatchers
 from worker.config import DEFAULT_HTTP_PORT
 
 logger = logging.getLogger(__name__)
 
 PORTS_TO_TRY = 50
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+NO_HEADERS: Mapping[str, str] = {}
 
 
 class PortTaken(OSError):
@@ -39,17 +46,26 @@ class Probes:
     metrics: Callable[[], bytes]
     health: Callable[[], Health]
     readiness: Callable[[], Health]
+    startup: Callable[[], Health]
+
+
+@dataclass(frozen=True, slots=True)
+class LivePage:
+    """The page's feed, and the host names beside this machine's own under which it may be asked for."""
+
+    feed: LiveFeed
+    host_names: Sequence[str] = ()
 
 
 class StatusServer:
-    """Serves probes on its own threads until closed."""
+    """Serves probes, and the live page if there is one, on its own threads until closed."""
 
-    def __init__(self, host: str, port: int | None, probes: Probes) -> None:
+    def __init__(self, host: str, port: int | None, probes: Probes, page: LivePage | None = None) -> None:
         """`port` None: 9790 or the next free one.
 
         Raises `PortTaken` for an explicit port that is taken, `OSError` for a host that is not ours.
         """
-        self._server = _bind(host, port, probes)
+        self._server = _bind(host, port, type("Handler", (_Handler,), {"probes": probes, "page": page}))
         self._thread = threading.Thread(target=self._serve, name="pagemill-http", daemon=True)
         self._thread.start()
 
@@ -71,8 +87,7 @@ class StatusServer:
         self._thread.join()
 
 
-def _bind(host: str, port: int | None, probes: Probes) -> ThreadingHTTPServer:
-    handler = type("Handler", (_Handler,), {"probes": probes})
+def _bind(host: str, port: int | None, handler: type[_Handler]) -> ThreadingHTTPServer:
     if port is not None:
         try:
             return _Server((host, port), handler)
@@ -103,31 +118,82 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     probes: Probes
+    page: LivePage | None
     server_version = "pagemill"
+    sys_version = ""
     timeout = 10
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if path == "/metrics":
-            self._send(HTTPStatus.OK, METRICS_CONTENT_TYPE, self.probes.metrics())
-        elif path == "/healthz":
-            self._send_health(self.probes.health())
-        elif path == "/readyz":
-            self._send_health(self.probes.readiness())
+        match path:
+            case "/metrics":
+                self._send(HTTPStatus.OK, METRICS_CONTENT_TYPE, self.probes.metrics())
+            case "/healthz":
+                self._send_health(self.probes.health())
+            case "/readyz":
+                self._send_health(self.probes.readiness())
+            case "/startupz":
+                self._send_health(self.probes.startup())
+            case _ if path in ("/", "/live.json") or path.startswith("/live/"):
+                self._send_page(path)
+            case _:
+                self._refuse(HTTPStatus.NOT_FOUND, "try /metrics, /healthz, /readyz, /startupz or /")
+
+    do_HEAD = do_GET
+
+    def _send_page(self, path: str) -> None:
+        page = self.page
+        if page is None:
+            self._refuse(
+                HTTPStatus.FORBIDDEN,
+                "the live page is for this machine only; to serve it elsewhere, start the worker with --live-page",
+            )
+        elif not live_page.is_known_host(self.headers.get("Host"), page.host_names):
+            self._refuse(
+                HTTPStatus.FORBIDDEN, "this Host is not one of ours; name it with --live-page-hosts if it is"
+            )
+        elif path == "/live.json":
+            self._send(HTTPStatus.OK, "application/json", page.feed.document(), live_page.HEADERS)
+        elif path == "/live/events":
+            self._send_events(page.feed)
         else:
-            self._send(HTTPStatus.NOT_FOUND, "text/plain", b"try /metrics, /healthz or /readyz\n")
+            asset = live_page.assets().get("index.html" if path == "/" else path.removeprefix("/live/"))
+            if asset is None:
+                self._refuse(HTTPStatus.NOT_FOUND, "no such file")
+            else:
+                self._send(HTTPStatus.OK, asset.content_type, asset.body, live_page.HEADERS)
+
+    def _send_events(self, feed: LiveFeed) -> None:
+        """Until the reader goes away or the worker stops."""
+        try:
+            with feed.watch() as events:
+                self._send_head(HTTPStatus.OK, "text/event-stream", live_page.HEADERS)
+                for event in events if self.command == "GET" else ():
+                    self.wfile.write(event)
+        except TooManyWatchers:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many pages are open")
 
     def _send_health(self, health: Health) -> None:
         status = HTTPStatus.OK if health.ok else HTTPStatus.SERVICE_UNAVAILABLE
         body = json.dumps({"ok": health.ok, **health.details}).encode()
         self._send(status, "application/json", body + b"\n")
 
-    def _send(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
+    def _refuse(self, status: HTTPStatus, reason: str) -> None:
+        self._send(status, "text/plain; charset=utf-8", reason.encode() + b"\n")
+
+    def _send(
+        self, status: HTTPStatus, content_type: str, body: bytes, headers: Mapping[str, str] = NO_HEADERS
+    ) -> None:
+        self._send_head(status, content_type, {"Content-Length": str(len(body)), **headers})
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _send_head(self, status: HTTPStatus, content_type: str, headers: Mapping[str, str]) -> None:
         self.send_response(status)
         self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug("http: %s", format % args)

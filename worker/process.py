@@ -59,7 +59,7 @@ def run_worker(config: WorkerConfig) -> int:
 
     On the main thread, once per process. Nothing is raised that a user could cause.
     """
-    configure_logging(config.log_level, config.log_format, fields={"queue": config.queue, "pid": os.getpid()})
+    configure_logging(config.log_level, config.log_format)
     signals = ShutdownSignals()
     signals.install()
     try:
@@ -80,6 +80,8 @@ def _serve(
     config: WorkerConfig, redis_url: str, server: EmbeddedServer | None, signals: ShutdownSignals
 ) -> int:
     worker = Worker(config, redis_url)
+    ids = {"worker": worker.worker_id, "queue": config.queue}
+    configure_logging(config.log_level, config.log_format, fields=ids)
     watchdog = Watchdog(config.engine_stall_s)
     is_clean = False
     try:

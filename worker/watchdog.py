@@ -17,8 +17,9 @@ MARGIN_S = 2.0
 class Watchdog:
     """Once armed, the process exits when its threads have stood still for `limit_s` and a margin.
 
-    Arm it when the model is loaded: native code that loads and compiles may hold the lock for long. A process that was stopped (SIGSTOP, a frozen machine) for as long exits when it is resumed: other workers
-    have its jobs by then.
+    Arm it when the model is loaded: native code that loads and compiles may hold the lock for long. A process that
+    was stopped (SIGSTOP, a frozen machine) for as long exits when it is resumed: other workers have its jobs by
+    then.
     """
 
     def __init__(self, limit_s: float) -> None:

@@ -1,7 +1,7 @@
 // A small time chart on a canvas: areas or lines over the last minutes, with the values under the pointer.
 
 const WINDOWS = [120, 300, 600];
-const LEFT = 34, RIGHT = 4, TOP = 6, BOTTOM = 16;
+const LEFT = 42, RIGHT = 4, TOP = 6, BOTTOM = 16;
 
 /** The least round number that is not below `value`: 1, 2 or 5 times a power of ten. */
 export function roundUp(value) {

@@ -2,7 +2,7 @@
 
 import { BlockMap, STATES, count, unpack } from "./blocks.js";
 import { Chart } from "./charts.js";
-import { endRows, jobRows, seconds } from "./rows.js";
+import { endRows, errorRows, jobRows, seconds } from "./rows.js";
 
 const STALE_MS = 5000;
 const STATE_TONES = { ready: "good", loading: "warn", draining: "warn", paused: "warn", unwell: "bad" };
@@ -34,6 +34,7 @@ const charts = [
 ];
 const showJobs = jobRows(byId("jobs"));
 const showEnds = endRows(byId("ends"));
+const showErrors = errorRows(byId("errors"));
 const legend = STATES.map(([letter, name, meaning]) => {
   const item = document.createElement("li");
   item.title = meaning;
@@ -67,10 +68,10 @@ function showWorker({ worker, engine }) {
 function showTiles({ engine, kv, queue, totals }) {
   if (kv) {
     say("kv-use", percent(kv.utilization));
-    say("kv-sub", `${whole(kv.active)} of ${whole(kv.capacity)} · peak ${percent(kv.peak)} · waste ${percent(kv.waste)}`);
+    say("kv-sub", `${whole(kv.active)} of ${whole(kv.capacity)} · peak ${percent(kv.peak)}`);
     const asked = kv.prefix_queried_tokens;
     say("hits", asked ? percent(kv.prefix_hit_tokens / asked) : "–");
-    say("hits-sub", `${whole(kv.prefix_hit_tokens)} of ${whole(asked)} prompt tokens`);
+    say("hits-sub", `of ${whole(asked)} prompt tokens`);
   }
   if (engine) {
     say("running", whole(engine.running));
@@ -104,12 +105,14 @@ function showBlocks(blocks) {
   map.show(states);
 }
 
-function showTables({ jobs, ends }) {
+function showTables({ jobs, ends, errors }) {
   showJobs(jobs.shown);
   byId("jobs-empty").hidden = jobs.total > 0;
   say("jobs-note", jobs.total > jobs.shown.length ? `${jobs.shown.length} of ${jobs.total}` : `${jobs.total}`);
   showEnds(ends);
   byId("ends-empty").hidden = ends.length > 0;
+  showErrors(errors);
+  byId("errors-empty").hidden = errors.length > 0;
 }
 
 function append(point) {

@@ -50,6 +50,12 @@ function set(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
+/** An id's beginning is enough to tell jobs apart on sight; the whole of it is a hover or a copy away. */
+function setId(node, id) {
+  set(node, id.length > 14 ? `${id.slice(0, 12)}…` : id);
+  node.title = id;
+}
+
 function makeJob() {
   const row = element("tr");
   const id = cell("mono"), phase = cell(), progress = cell("wide");
@@ -67,7 +73,7 @@ function fillJob(row, job) {
   const isDecoding = job.phase === "decode";
   const done = isDecoding ? job.generated_tokens : job.prompt_tokens_done;
   const all = isDecoding ? job.max_tokens : job.prompt_tokens;
-  set(id, job.id);
+  setId(id, job.id);
   set(phase, job.phase);
   meter.dataset.phase = job.phase;
   bar.style.width = `${all ? Math.min(100, (100 * done) / all) : 0}%`;
@@ -80,23 +86,43 @@ function fillJob(row, job) {
 
 function makeEnd() {
   const row = element("tr");
-  const id = cell("mono"), outcome = cell(), what = cell("wide");
+  const id = cell("mono"), outcome = cell();
   const tokens = cell("num", "tokens"), took = cell("num", "took"), ago = cell("num", "ago");
   const pill = element("span", "pill");
   outcome.append(pill);
-  row.append(id, outcome, what, tokens, took, ago);
-  row.parts = { id, pill, what, tokens, took, ago };
+  row.append(id, outcome, tokens, took, ago);
+  row.parts = { id, pill, tokens, took, ago };
   return row;
 }
 
 function fillEnd(row, end) {
-  const { id, pill, what, tokens, took, ago } = row.parts;
-  set(id, end.id);
+  const { id, pill, tokens, took, ago } = row.parts;
+  setId(id, end.id);
   set(pill, end.outcome);
   pill.dataset.tone = TONES[end.outcome] || "quiet";
-  set(what, [end.code, end.message].filter(Boolean).join(": "));
   set(tokens, end.tokens.toLocaleString("en"));
   set(took, seconds(end.took_s));
+  set(ago, seconds(end.ago_s));
+}
+
+function makeError() {
+  const row = element("tr");
+  const id = cell("mono"), outcome = cell(), reason = cell("most"), ago = cell("num", "ago");
+  const pill = element("span", "pill"), code = element("b"), message = element("span", "sub");
+  outcome.append(pill);
+  reason.append(code, " ", message);
+  row.append(id, outcome, reason, ago);
+  row.parts = { id, pill, code, message, ago };
+  return row;
+}
+
+function fillError(row, end) {
+  const { id, pill, code, message, ago } = row.parts;
+  setId(id, end.id);
+  set(pill, end.outcome);
+  pill.dataset.tone = TONES[end.outcome] || "quiet";
+  set(code, end.code);
+  set(message, end.message);
   set(ago, seconds(end.ago_s));
 }
 
@@ -107,5 +133,10 @@ export function jobRows(table) {
 
 export function endRows(table) {
   const rows = new Rows(table.tBodies[0], makeEnd, fillEnd);
+  return (ends) => rows.show(ends, (end) => end.number);
+}
+
+export function errorRows(table) {
+  const rows = new Rows(table.tBodies[0], makeError, fillError);
   return (ends) => rows.show(ends, (end) => end.number);
 }

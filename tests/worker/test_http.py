@@ -15,10 +15,14 @@ class Answers:
     def __init__(self) -> None:
         self.health = Health(ok=True)
         self.readiness = Health(ok=True)
+        self.startup = Health(ok=True)
 
     def probes(self) -> Probes:
         return Probes(
-            metrics=lambda: b"metric 1\n", health=lambda: self.health, readiness=lambda: self.readiness
+            metrics=lambda: b"metric 1\n",
+            health=lambda: self.health,
+            readiness=lambda: self.readiness,
+            startup=lambda: self.startup,
         )
 
 

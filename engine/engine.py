@@ -12,7 +12,7 @@ from typing import Literal
 from engine.block_watch import BlockWatch
 from engine.config import EngineConfig, SchedulerConfig
 from engine.engine_stats import StepRecorder
-from engine.errors import InvalidRequest, UnsupportedFeature
+from engine.errors import EngineError, InvalidRequest
 from engine.input_processor import InputLimits, InputProcessor
 from engine.output_processor import OutputProcessor
 from engine.outputs import Capacity, EngineStats, KVCacheStats, MemoryUse, RequestOutput, SampleState
@@ -20,12 +20,14 @@ from engine.plan import Executor, StepHandle, StepPlan
 from engine.sampling_params import MAX_SEED, SamplingParams
 from engine.scheduling.request import Request, Sequence, SequenceStatus
 from engine.scheduling.scheduler import Scheduler
-from engine.structured_output import ChoiceCompiler, ChoiceGrammar
+from engine.structured_output.grammars import Grammars
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 Tier = Literal["bitwise", "token", "continues"]
+_SCHEMA_WAIT_S = 0.01
+"""How long a step waits for a schema when there is nothing else to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +72,7 @@ class Engine:
         self._recorder = StepRecorder(limits.max_num_batched_tokens)
         self._kv_of_step: KVCacheStats | None = None
         self._block_watch = BlockWatch(self._scheduler.block_states)
-        self._choices: ChoiceCompiler | None = None
-        if parts.tokenizer is not None:
-            eos = limits.eos_token_ids[0] if limits.eos_token_ids else None
-            self._choices = ChoiceCompiler(parts.tokenizer, eos)
+        self._grammars = Grammars(parts.tokenizer, parts.vocab_size, limits.eos_token_ids)
         pool_tokens = (limits.num_kv_blocks - 1) * limits.block_size
         self.input_processor = InputProcessor(
             parts.tokenizer,
@@ -116,26 +115,35 @@ class Engine:
             seed=self._resolve_seed(params),
             priority=priority,
             arrival=time.time() if arrival is None else arrival,
+            bad_word_ids=self.input_processor.bad_word_ids(params.bad_words),
         )
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None] * len(request.prompt_token_ids)
         for index in range(params.n):
             sequence = Sequence(request, index, logprobs=None if params.logprobs is None else [])
             if resume is not None:
                 self._resume(sequence, resume[index])
-            sequence.grammar = self._grammar(sequence)
             request.sequences.append(sequence)
-        self._scheduler.add_request(request)
+        if request_id in self._grammars:
+            raise InvalidRequest(f"request {request_id!r} is already running")
+        if self._grammars.attach(request):
+            self._scheduler.add_request(request)
         self._output_processor.add(request)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request; its blocks return within a step. An unknown id is no error: it has ended already."""
         self._kv_of_step = None
+        waiting = self._grammars.withdraw(request_id)
+        if waiting is not None:
+            return self._output_processor.end(waiting, "abort")
         return self._output_processor.process(self._scheduler.abort(request_id))
 
     def step(self) -> list[RequestOutput]:
         """Plan and launch a step, collect the oldest one in flight, and tell what came of it."""
+        compiled = self._take_compiled() if self._grammars else []
         started = time.perf_counter()
         try:
-            return self._step(started)
+            return compiled + self._step(started)
         finally:
             self._recorder.busy_seconds += time.perf_counter() - started
 
@@ -167,7 +175,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether `step()` has anything left to do, steps in flight included."""
-        return bool(self._in_flight) or self._scheduler.has_unfinished()
+        return bool(self._in_flight) or self._scheduler.has_unfinished() or bool(self._grammars)
 
     def capacity(self) -> Capacity:
         return self._scheduler.capacity()
@@ -199,11 +207,25 @@ class Engine:
             prompt_tokens_by_source=dict(texts.prompt_tokens_by_source),
             finished=dict(texts.finished),
             invalid_logits=texts.invalid_logits,
+            structured_outputs=dict(texts.structured_outputs),
+            grammar_cache_hits=self._grammars.cache_hits,
+            grammar_cache_misses=self._grammars.cache_misses,
             blocks=self._block_watch.latest,
             busy_seconds=self._recorder.busy_seconds,
             memory_bytes=self._memory_bytes,
-            histograms=self._recorder.histograms() | texts.histograms() | self._scheduler.histograms(),
+            histograms=self._recorder.histograms()
+            | texts.histograms()
+            | self._scheduler.histograms()
+            | self._grammars.histograms(),
         )
+
+    def load_grammar_vocabulary(self) -> None:
+        """Prepare regex, JSON and grammar outputs, which the first such request would do otherwise.
+
+        It takes up to a second or two in which no other thread of the process runs: a worker does it before it
+        holds any lease.
+        """
+        self._grammars.load_vocabulary()
 
     def watch_blocks(self, seconds: float) -> None:
         """Somebody looks at the pool for the next `seconds`: `stats().blocks` is kept fresh until then."""
@@ -246,15 +268,18 @@ class Engine:
             sequence.finish_reason = state.finish_reason
             sequence.status = SequenceStatus.FINISHED
 
-    def _grammar(self, sequence: Sequence) -> ChoiceGrammar | None:
-        shape = sequence.request.params.structured_outputs
-        if shape is None or sequence.is_finished:
-            return None
-        if self._choices is None or shape.choice is None:
-            raise UnsupportedFeature("structured_outputs supports choice only, on a model with a tokenizer")
-        grammar = self._choices.compile(shape.choice, sequence.request.prompt_token_ids)
-        grammar.replay(sequence.output_token_ids)
-        return grammar
+    def _take_compiled(self) -> list[RequestOutput]:
+        """Let those requests in whose schema has been compiled; returns the ends of those that fail of it."""
+        is_idle = not self._in_flight and not self._scheduler.has_unfinished()
+        outputs = []
+        for request, error in self._grammars.compiled(_SCHEMA_WAIT_S if is_idle else 0.0):
+            try:
+                if error is not None:
+                    raise error
+                self._scheduler.add_request(request)
+            except EngineError as failure:
+                outputs += self._output_processor.end(request, "error", str(failure), failure.code)
+        return outputs
 
 
 def _memory_bytes(parts: EngineParts) -> dict[MemoryUse, int]:

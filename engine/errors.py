@@ -4,7 +4,9 @@ EngineError
 ├── InvalidRequest            the caller is wrong; only this request fails
 │   ├── PromptTooLong         prompt_too_long: longer than max_model_len
 │   ├── NeverFits             never_fits: needs more KV blocks than the pool has
-│   └── UnsupportedFeature    unsupported_feature: refused, never ignored
+│   ├── UnsupportedFeature    unsupported_feature: refused, never ignored
+│   ├── SchemaInvalid         schema_invalid: a regex, JSON schema or grammar that means nothing
+│   └── SchemaTooComplex      schema_too_complex: one that takes too much time or memory
 ├── ConfigError               the engine was asked for something impossible at start
 │   └── ModelLoadError        no such model, unreadable or unsupported checkpoint
 └── StepError                 the step raised; its requests are retried, then fail alone
@@ -31,6 +33,14 @@ class NeverFits(InvalidRequest):
 
 class UnsupportedFeature(InvalidRequest):
     code = "unsupported_feature"
+
+
+class SchemaInvalid(InvalidRequest):
+    code = "schema_invalid"
+
+
+class SchemaTooComplex(InvalidRequest):
+    code = "schema_too_complex"
 
 
 class ConfigError(EngineError, ValueError):

@@ -1,13 +1,16 @@
-"""From what the caller wrote to what the engine runs: tokenises, validates, resolves. Thread-safe, no state."""
+"""From what the caller wrote to what the engine runs: tokenises, validates, resolves. Thread-safe."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from engine.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Message, Tokenizer
+
+_MAX_CACHED_BAD_WORDS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,12 @@ class InputProcessor:
     def __init__(self, tokenizer: Tokenizer | None, limits: InputLimits) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
+        self._bad_word_ids = lru_cache(maxsize=_MAX_CACHED_BAD_WORDS)(self._encode_bad_words)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids from here on do not exist."""
+        return self._limits.vocab_size
 
     def process(
         self,
@@ -48,7 +57,38 @@ class InputProcessor:
         if params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
         self._check_prompt(token_ids)
+        self.bad_word_ids(params.bad_words)
         return token_ids, replace(params, max_tokens=self._resolve_max_tokens(len(token_ids), params))
+
+    def bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences of words that may not be generated, each with and without a space before it.
+
+        A word is other tokens at the beginning of a text or after a bracket than after a space. Only these two
+        ways to write it are known: letters one by one may still spell it.
+
+        Raises:
+            UnsupportedFeature: there is no tokenizer.
+        """
+        return self._bad_word_ids(words) if words else ()
+
+    def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        if self._tokenizer is None:
+            raise UnsupportedFeature("bad_words need a tokenizer, and this model has none")
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip() or word
+            for text in (bare, f" {bare}"):
+                token_ids = tuple(self._encode(text))
+                if token_ids:
+                    sequences[token_ids] = None
+        return tuple(sequences)
+
+    def _encode(self, text: str) -> list[int]:
+        assert self._tokenizer is not None
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        except (UnicodeError, TypeError) as error:  # lone surrogates
+            raise InvalidRequest("the text is not valid Unicode") from error
 
     def _tokenise(
         self,

@@ -42,6 +42,9 @@ class GenerationOutput:
     outputs: list[CompletionOutput]
     usage: Usage = field(default_factory=Usage)
     error: str | None = None
+    error_code: str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One entry per prompt token, None for the first; None where nobody asked for them."""
 
 
 class LLM:
@@ -149,5 +152,6 @@ def _collect(result: GenerationOutput, output: RequestOutput) -> bool:
     for delta in output.deltas:
         result.outputs[delta.index].extend(delta)
     if output.finished:
-        result.usage, result.error = output.usage or Usage(), output.error
+        result.usage, result.prompt_logprobs = output.usage or Usage(), output.prompt_logprobs
+        result.error, result.error_code = output.error, output.error_code
     return output.finished

@@ -16,9 +16,10 @@ from engine.outputs import (
     Phase,
     PromptSource,
     RequestOutput,
+    StructuredResult,
     Usage,
 )
-from engine.scheduling.request import Request, Sequence, SequenceUpdate
+from engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
 from engine.tokenizer import Tokenizer
 
 # vLLM's buckets, so that panels can be compared.
@@ -67,6 +68,9 @@ class OutputStats:
         default_factory=lambda: {"computed": 0, "prefix_cache": 0}
     )
     invalid_logits: int = 0
+    structured_outputs: dict[StructuredResult, int] = field(
+        default_factory=lambda: {"valid": 0, "truncated": 0, "invalid": 0}
+    )
     finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
     ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS))
     itl: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS))
@@ -149,6 +153,16 @@ class OutputProcessor:
             self._close_if_finished(self._records[output.request_id], output, now)
         return list(outputs.values())
 
+    def end(
+        self, request: Request, reason: FinishReason, error: str | None = None, error_code: str | None = None
+    ) -> list[RequestOutput]:
+        """The end of a request that the scheduler never had."""
+        updates = []
+        for sequence in request.live_sequences:
+            sequence.finish_reason, sequence.status = reason, SequenceStatus.FINISHED
+            updates.append(SequenceUpdate(sequence, error=error, error_code=error_code))
+        return self.process(updates)
+
     def _new_sample(self, sequence: Sequence) -> _SampleText:
         params = sequence.request.params
         detokenizer = None
@@ -206,25 +220,43 @@ class OutputProcessor:
         )
         sample.num_reported += len(update.new_token_ids)
         sample.is_reported_finished = sequence.is_finished
+        if sequence.is_finished and sequence.request.params.structured_outputs is not None:
+            self._count_structured(sequence)
 
     def _extend_text(self, sequence: Sequence, sample: _SampleText, token_ids: list[int]) -> str:
         if sample.detokenizer is None:
             return ""
-        new_text = sample.detokenizer.append(self._visible(sequence, token_ids))
+        visible = self._visible(sequence, token_ids)
+        # As with stop tokens: before min_tokens nothing stops a sample, however many tokens come at once.
+        num_unwatched = max(0, sequence.request.params.min_tokens - 1 - sample.num_reported)
+        unwatched = sample.detokenizer.append(visible[:num_unwatched])
+        watched = sample.detokenizer.append(visible[num_unwatched:])
         if sequence.is_finished:
-            new_text += sample.detokenizer.flush()
-        params = sequence.request.params
-        if sample.num_reported + len(token_ids) < params.min_tokens:
-            return new_text  # as with stop tokens: before min_tokens nothing stops a sample
-        released, stop = sample.stop.append(new_text)
+            watched += sample.detokenizer.flush()
+        released, stop = sample.stop.append(watched)
         if stop is not None:
-            if sequence.finish_reason == "length":  # the last token that fits completed the stop string
+            if sequence.finish_reason in (
+                "length",
+                "stop",
+            ):  # the last token completed the stop string as well
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
             else:
                 self._finish_sequence(sequence, "stop", stop)
         elif sequence.is_finished:
             released += sample.stop.flush()
-        return released
+        return unwatched + released
+
+    def _count_structured(self, sequence: Sequence) -> None:
+        """Whether an ended sample with structured_outputs is what was asked for."""
+        is_cut = sequence.stop_reason is not None  # by the caller's own stop string or token
+        is_complete = sequence.grammar is not None and sequence.grammar.is_complete
+        match sequence.finish_reason:
+            case "stop" if is_complete or not is_cut:  # a grammar lets EOS come only where it may end
+                self.stats.structured_outputs["valid"] += 1
+            case "stop" | "length":
+                self.stats.structured_outputs["truncated"] += 1
+            case "error":
+                self.stats.structured_outputs["invalid"] += 1
 
     def _record_latency(
         self, record: _RequestRecord, sample: _SampleText, num_tokens: int, now: float
@@ -285,6 +317,7 @@ class OutputProcessor:
         output.finished = True
         output.usage = Usage(len(request.prompt_token_ids), generated, request.num_cached_tokens)
         output.error, output.error_code = record.error, record.error_code
+        output.prompt_logprobs = request.prompt_logprobs or None
         if record.first_token_time is not None:
             output.ttft_s = record.first_token_time - record.added
         reason = request.sequences[0].finish_reason or "error"

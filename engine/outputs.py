@@ -67,6 +67,8 @@ class RequestOutput:
     error_code: str | None = None
     ttft_s: float | None = None
     """Seconds from add_request to the first token; set on the last output."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One entry per prompt token, None for the first, where they were asked for; set on the last output."""
 
 
 class Histogram:

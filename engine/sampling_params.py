@@ -142,9 +142,3 @@ class SamplingParams:
     def _check_supported(self) -> None:
         if self.best_of is not None and self.best_of != self.n:
             raise UnsupportedFeature("best_of is not supported yet; use n")
-        if self.bad_words:
-            raise UnsupportedFeature("bad_words is not supported yet; use logit_bias")
-        if self.prompt_logprobs is not None:
-            raise UnsupportedFeature("prompt_logprobs is not supported yet")
-        if self.structured_outputs is not None and self.structured_outputs.choice is None:
-            raise UnsupportedFeature("structured_outputs supports choice only so far")

@@ -30,6 +30,10 @@ class Tokenizer(Protocol):
         """Token ids of the conversation with the assistant's turn opened. Raises `InvalidRequest`."""
         ...
 
+    def to_json(self) -> str | None:
+        """As the content of a Hugging Face tokenizer.json; None: it can't be written so."""
+        ...
+
 
 class ByteTokenizer:
     """UTF-8 bytes as tokens, 256 ends a text: what the echo model speaks."""
@@ -46,6 +50,26 @@ class ByteTokenizer:
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         return self.encode("".join(f"{_text_of(m)}\n" for m in messages))
+
+    def to_json(self) -> str:
+        end = {"id": 256, "content": "<end>", "special": True, "normalized": False,
+               "single_word": False, "lstrip": False, "rstrip": False}  # fmt: skip
+        byte_level = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": False,
+            "use_regex": False,
+        }
+        vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+        return json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": [end],
+                "pre_tokenizer": byte_level,
+                "decoder": byte_level,
+                "model": {"type": "BPE", "vocab": vocab, "merges": []},
+            }
+        )
 
 
 class HuggingFaceTokenizer:
@@ -91,6 +115,12 @@ class HuggingFaceTokenizer:
         # The template writes the special tokens itself.
         return self.encode(text, add_special_tokens=False)
 
+    def to_json(self) -> str | None:
+        if self._backend is None:
+            return None
+        # Neither says which bytes a token stands for, and both would change what a text is encoded to.
+        return json.dumps(json.loads(self._backend.to_str()) | {"padding": None, "truncation": None})
+
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:
     """The directory's tokenizer; None when it holds no tokenizer files (token ids only)."""
@@ -109,6 +139,13 @@ def generation_eos_token_ids(directory: Path) -> list[int]:
             if value is not None:
                 return [value] if isinstance(value, int) else [int(v) for v in value]
     return []
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that byte-level tokenizers write for each byte (GPT-2's table)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def _text_of(message: Message) -> str:

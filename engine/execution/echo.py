@@ -70,4 +70,6 @@ class EchoRunner:
         if position < row.params.min_tokens and wanted == self._eos:
             wanted = prompt[position % len(prompt)]
         allowed = sample.allowed_token_ids
+        if sample.token_mask is not None:
+            allowed = [t for t in range(ByteTokenizer.vocab_size) if sample.token_mask[t >> 3] >> (t & 7) & 1]
         return wanted if allowed is None or wanted in allowed else allowed[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,10 +11,12 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.execution.attention import AttentionContext, attention_context
 from engine.execution.device_tuning import uses_cpu_kernels, warm_up_cpu_kernels
 from engine.execution.fusion import fuse
-from engine.execution.input_batch import InputBatch
+from engine.execution.input_batch import InputBatch, StepInputs
 from engine.execution.kv_cache import KVCache, KVCacheShape
 from engine.execution.loader import LoadedModel
-from engine.execution.sampler import Sampler, SamplerOutput, SampleWork
+from engine.execution.logits_processors import SampleWork
+from engine.execution.prompt_scorer import PromptLogprobs, PromptScorer
+from engine.execution.sampler import Sampler, SamplerOutput
 from engine.plan import StepPlan, StepResult
 
 
@@ -27,6 +29,7 @@ class LaunchedStep:
     prepare_s: float
     forward_s: float
     sample_s: float
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
     def wait(self) -> StepResult:
         result = StepResult(
@@ -36,13 +39,11 @@ class LaunchedStep:
             forward_s=self.forward_s,
             sample_s=self.sample_s,
         )
+        started = time.perf_counter()
         if self.output is not None:
-            started = time.perf_counter()
-            result.token_ids = [[token] for token in self.output.token_ids.tolist()]
-            result.logprobs = self.output.logprobs
-            valid = self.output.is_valid.tolist()
-            result.invalid = frozenset(number for number, is_valid in enumerate(valid) if not is_valid)
-            result.sample_s += time.perf_counter() - started
+            self.output.fill(result)
+        result.prompt_logprobs = {scored.work_index: scored.to_host() for scored in self.prompt_logprobs}
+        result.sample_s += time.perf_counter() - started
         return result
 
 
@@ -66,6 +67,7 @@ class ModelRunner:
             pad_to_bucket=bool(config.pad_to_bucket),
         )
         self._sampler = Sampler(limits.eos_token_ids)
+        self._prompt_scorer = PromptScorer(model.module)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -76,17 +78,38 @@ class ModelRunner:
         prepared = time.perf_counter()
         context = AttentionContext(inputs.metadata, self.kv_cache.layers)
         with attention_context(context):
-            logits = self._module(
-                input_ids=inputs.input_ids[None],
-                position_ids=inputs.positions[None],
-                use_cache=False,
-                # An empty index would mean every token to some families; one row is the least to ask for.
-                logits_to_keep=inputs.logits_indices if plan.samples else inputs.positions.new_zeros(1),
-            ).logits[0]
+            logits, scored = self._forward(plan, inputs)
         forwarded = time.perf_counter()
         output = self._sample(plan, logits) if plan.samples else None
         sampled = time.perf_counter()
-        return LaunchedStep(plan, output, prepared - started, forwarded - prepared, sampled - forwarded)
+        return LaunchedStep(
+            plan, output, prepared - started, forwarded - prepared, sampled - forwarded, scored
+        )
+
+    def _forward(self, plan: StepPlan, inputs: StepInputs) -> tuple[torch.Tensor, list[PromptLogprobs]]:
+        """Logits [num_samples, vocab_size], and those of the prompt's tokens where the plan asks for them."""
+        if any(work.num_prompt_logprobs is not None for work in plan.work):
+            return self._prompt_scorer.forward(
+                plan,
+                inputs.input_ids,
+                inputs.positions,
+                inputs.logits_indices,
+                self._batch.token_table,
+                self._num_prompt_tokens,
+            )
+        logits = self._module(
+            input_ids=inputs.input_ids[None],
+            position_ids=inputs.positions[None],
+            use_cache=False,
+            # An empty index would mean every token to some families; one row is the least to ask for.
+            logits_to_keep=inputs.logits_indices if plan.samples else inputs.positions.new_zeros(1),
+        ).logits[0]
+        return logits, []
+
+    def _num_prompt_tokens(self, row: int) -> int:
+        new_row = self._batch.rows[row]
+        assert new_row is not None, "work for a row that nothing entered"
+        return new_row.num_prompt_tokens
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> SamplerOutput:
         work = []

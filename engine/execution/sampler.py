@@ -1,8 +1,8 @@
-"""Logits to tokens. Each filter touches only the rows that ask for it; greedy rows cost one argmax.
+"""Logits to tokens. Each processor touches only the rows that ask for it; greedy rows cost one argmax.
 
-Order: logprobs from raw logits; then allowed tokens, bias, stop tokens before min_tokens, penalties; then
-temperature, top-k, top-p, min-p; then argmax of logits + Gumbel noise, which draws from their softmax. The noise
-is a function of (seed, sample, position, token), so a row's draw does not depend on its batch.
+Order: logprobs from raw logits; then what `logits_processors` applies; then temperature and `logits_filters`; then
+argmax of logits + Gumbel noise, which draws from their softmax. The noise is a function of (seed, sample,
+position, token), so a row's draw does not depend on its batch.
 """
 
 from __future__ import annotations
@@ -11,38 +11,54 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.plan import NewRow, Sample, TokenLogprobs
-from engine.sampling_params import SamplingParams
+from engine.execution.logits_filters import filter_logits
+from engine.execution.logits_processors import LogitsProcessors, SampleWork
+from engine.execution.logprobs import TopLogprobs
+from engine.plan import StepResult, TokenLogprobs
 from kernels.noise import gumbel_noise, noise_keys
-
-
-@dataclass(frozen=True, slots=True)
-class SampleWork:
-    """One sample: where it goes, and the row it belongs to."""
-
-    sample: Sample
-    row: NewRow
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.row.params
-
-    @property
-    def output_position(self) -> int:
-        """Tokens generated before this one, resumed ones included."""
-        return self.sample.position - self.row.num_prompt_tokens
 
 
 @dataclass(slots=True)
 class SamplerOutput:
+    """What was sampled, still on the device: reading any of it waits."""
+
     token_ids: torch.Tensor  # [num_samples] int64
     is_valid: torch.Tensor  # [num_samples] bool, False where the logits were not finite
-    logprobs: dict[int, list[TokenLogprobs]]
+    top_logprobs: TopLogprobs | None = None
+    """Of the samples in `logprob_samples`, in this order."""
+    logprob_samples: tuple[int, ...] = ()
+    best: list[tuple[int, torch.Tensor, torch.Tensor]] | None = None
+    """(sample, scores, token ids) of those that asked for candidates."""
+
+    @property
+    def logprobs(self) -> dict[int, list[TokenLogprobs]]:
+        if self.top_logprobs is None:
+            return {}
+        entries = self.top_logprobs.to_host()
+        return {number: [entry] for number, entry in zip(self.logprob_samples, entries, strict=True)}
+
+    @property
+    def candidates(self) -> dict[int, list[tuple[int, float]]]:
+        return {
+            number: sorted(
+                ((t, s) for t, s in zip(ids.tolist(), scores.tolist(), strict=True) if s > float("-inf")),
+                key=lambda candidate: (-candidate[1], candidate[0]),
+            )
+            for number, scores, ids in self.best or ()
+        }
+
+    def fill(self, result: StepResult) -> None:
+        """Bring everything to the host, into the step's result."""
+        result.token_ids = [[token] for token in self.token_ids.tolist()]
+        result.logprobs = self.logprobs
+        result.candidates = self.candidates
+        valid = self.is_valid.tolist()
+        result.invalid = frozenset(number for number, is_valid in enumerate(valid) if not is_valid)
 
 
 class Sampler:
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
-        self._eos_token_ids = eos_token_ids
+        self._processors = LogitsProcessors(eos_token_ids)
 
     def sample(
         self, logits: torch.Tensor, work: list[SampleWork], token_table: torch.Tensor
@@ -51,63 +67,38 @@ class Sampler:
 
         Args:
             logits: [num_samples, vocab_size]; may be overwritten.
-            token_table: [num_rows, max_model_len + 1], the tokens so far, for penalties.
+            token_table: [num_rows, max_model_len + 1], the tokens so far, for penalties and bad words.
         """
         logits = logits.float()
-        peaks, greedy = logits.max(dim=-1)
-        is_valid = torch.isfinite(peaks)  # max propagates NaN
-        raw = {
-            number: torch.log_softmax(logits[number], dim=-1)
-            for number, item in enumerate(work)
-            if item.params.logprobs is not None
-        }
-        changed = self._constrain(logits, work, token_table)
-        random = [number for number, item in enumerate(work) if not item.params.is_greedy]
+        peaks, chosen = logits.max(dim=-1)
+        output = SamplerOutput(chosen, torch.isfinite(peaks))  # max propagates NaN
+        asking = [number for number, item in enumerate(work) if item.params.logprobs is not None]
+        raw = logits[torch.tensor(asking, device=logits.device)].log_softmax(dim=-1) if asking else None
+        searching = [number for number, item in enumerate(work) if item.sample.num_candidates]
+        for number in searching:
+            logits[number] = logits[number].log_softmax(dim=-1)
+        changed = self._processors.apply(logits, work, token_table)
         if changed:
             index = torch.tensor(changed, device=logits.device)
-            greedy[index] = logits[index].argmax(dim=-1)
+            chosen[index] = logits[index].argmax(dim=-1)
+        random = [number for number, item in enumerate(work) if not item.params.is_greedy]
         if random:
             index = torch.tensor(random, device=logits.device)
-            greedy[index] = self._draw(logits[index], [work[number] for number in random])
-        logprobs = {
-            number: [self._logprobs(row, int(greedy[number]), work[number])] for number, row in raw.items()
-        }
-        return SamplerOutput(greedy, is_valid, logprobs)
+            chosen[index] = self._draw(logits[index], [work[number] for number in random])
+        if raw is not None:
+            counts = [work[number].params.logprobs or 0 for number in asking]
+            output.logprob_samples = tuple(asking)
+            output.top_logprobs = TopLogprobs.of(raw, chosen[torch.tensor(asking, device=raw.device)], counts)
+        output.best = [(number, *_best(logits[number], work[number])) for number in searching]
+        return output
 
-    def _constrain(self, logits: torch.Tensor, work: list[SampleWork], tokens: torch.Tensor) -> list[int]:
-        """Apply what changes single rows before temperature; returns the rows changed."""
-        changed: list[int] = []
-        for number, item in enumerate(work):
-            params, row = item.params, logits[number]
-            before = len(changed)
-            if params.logit_bias:
-                ids = torch.tensor(list(params.logit_bias), device=row.device)
-                row[ids] += torch.tensor(list(params.logit_bias.values()), device=row.device)
-                changed.append(number)
-            if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
-                _penalise(row, item, tokens)
-                changed.append(number)
-            if item.output_position < params.min_tokens:
-                barred = [*self._eos_token_ids, *params.stop_token_ids]
-                row[torch.tensor(barred, dtype=torch.int64, device=row.device)] = -torch.inf
-                changed.append(number)
-            allowed = _intersect(item.sample.allowed_token_ids, params.allowed_token_ids)
-            if allowed is not None:
-                ids = torch.tensor(allowed, dtype=torch.int64, device=row.device)
-                kept = row[ids]
-                row.fill_(-torch.inf)
-                row[ids] = kept
-                changed.append(number)
-            del changed[before + 1 :]
-        return changed
-
-    def _draw(self, logits: torch.Tensor, work: list[SampleWork]) -> torch.Tensor:
+    @staticmethod
+    def _draw(logits: torch.Tensor, work: list[SampleWork]) -> torch.Tensor:
         device = logits.device
         temperatures = torch.tensor([item.params.temperature for item in work], device=device)
         # A tiny temperature must not overflow: what matters is the distance to the best logit.
         logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures[:, None]
-        for number, item in enumerate(work):
-            _filter(logits[number], item.params)
+        filter_logits(logits, [item.params for item in work])
         keys = noise_keys(
             torch.tensor([item.row.seed for item in work], dtype=torch.int64, device=device),
             torch.tensor([item.row.sample_index for item in work], device=device),
@@ -116,48 +107,7 @@ class Sampler:
         token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=device)
         return (logits + gumbel_noise(keys, token_ids)).argmax(dim=-1)
 
-    @staticmethod
-    def _logprobs(row: torch.Tensor, token_id: int, item: SampleWork) -> TokenLogprobs:
-        count = item.params.logprobs or 0
-        values, ids = row.topk(count) if count else (row[:0], row[:0])
-        top = list(zip((int(i) for i in ids.tolist()), values.tolist(), strict=True))
-        return TokenLogprobs(token_id, float(row[token_id]), top)
 
-
-def _filter(row: torch.Tensor, params: SamplingParams) -> None:
-    """Top-k, then top-p of what is left, then min-p, in place. Ties with the last one kept are kept."""
-    size = row.shape[-1]
-    if 0 < params.top_k < size:
-        row[row < row.topk(params.top_k).values[-1]] = -torch.inf
-    if params.top_p < 1.0:
-        ordered = row.sort(descending=True).values
-        # Mass before each token: the first whose predecessors reach top_p is out.
-        before = ordered.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-        kept = int((before < params.top_p).sum()) + 1
-        if kept < size:
-            row[row < ordered[kept - 1]] = -torch.inf
-    if params.min_p > 0.0:
-        row[row < row.max() + torch.log(torch.tensor(params.min_p, device=row.device))] = -torch.inf
-
-
-def _penalise(row: torch.Tensor, item: SampleWork, tokens: torch.Tensor) -> None:
-    """Repetition penalty over prompt and output, presence and frequency over output, in place."""
-    params, sample = item.params, item.sample
-    seen = tokens[sample.row, : sample.position]
-    if params.repetition_penalty != 1.0:
-        ids = torch.unique(seen)
-        scores = row[ids]
-        row[ids] = torch.where(
-            scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty
-        )
-    if params.presence_penalty or params.frequency_penalty:
-        ids, counts = torch.unique(seen[item.row.num_prompt_tokens :], return_counts=True)
-        row[ids] -= params.presence_penalty + params.frequency_penalty * counts
-
-
-def _intersect(first: list[int] | None, second: tuple[int, ...] | None) -> list[int] | None:
-    if first is None or second is None:
-        return first if second is None else list(second)
-    both = set(second).intersection(first)
-    # A grammar outranks the caller's list: with nothing in common it still has to be satisfied.
-    return [token for token in first if token in both] or first
+def _best(row: torch.Tensor, work: SampleWork) -> tuple[torch.Tensor, torch.Tensor]:
+    scores, ids = row.topk(min(work.sample.num_candidates, row.shape[0]))
+    return scores, ids

@@ -8,7 +8,7 @@ from engine.errors import InvalidRequest
 from engine.execution.packaged_model import packaged_model_directory
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams, StructuredOutputs
-from engine.structured_output import ChoiceCompiler, ChoiceGrammar, build_choice_trie
+from engine.structured_output.choice import ChoiceCompiler, ChoiceGrammar, build_choice_trie
 from engine.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 
 EOS = 9

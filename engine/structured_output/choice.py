@@ -1,4 +1,4 @@
-"""Constrained outputs. So far `choice`: the output is one of the given labels.
+"""`choice`: the output is one of the given labels.
 
 The labels' tokens form a trie. A sequence may only sample the children of its node; where one path is left, the
 rest of the label is forced without sampling, and the sequence is complete: no step is spent on what is certain,

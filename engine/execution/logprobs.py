@@ -1,0 +1,40 @@
+"""Log probabilities of chosen tokens and of the likeliest ones, kept on the device until somebody reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.plan import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """One position per row."""
+
+    token_ids: torch.Tensor  # [num_rows] int64
+    chosen: torch.Tensor  # [num_rows] float32, the log probability of token_ids
+    values: torch.Tensor  # [num_rows, max_count] float32, best first
+    ids: torch.Tensor  # [num_rows, max_count] int64
+    counts: tuple[int, ...]
+    """How many of the likeliest each row wants."""
+
+    @classmethod
+    def of(cls, logprobs: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> TopLogprobs:
+        """Pick from log probabilities [num_rows, vocab_size]."""
+        chosen = logprobs.gather(1, token_ids[:, None])[:, 0]
+        values, ids = logprobs.topk(min(max(counts, default=0), logprobs.shape[1]))
+        return cls(token_ids, chosen, values, ids, tuple(counts))
+
+    def to_host(self) -> list[TokenLogprobs]:
+        """One entry per row; waits for the device."""
+        tokens, chosen = self.token_ids.tolist(), self.chosen.tolist()
+        values, ids = self.values.tolist(), self.ids.tolist()
+        return [
+            TokenLogprobs(
+                tokens[row], chosen[row], list(zip(ids[row][:count], values[row][:count], strict=True))
+            )
+            for row, count in enumerate(self.counts)
+        ]

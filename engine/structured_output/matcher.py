@@ -1,0 +1,144 @@
+"""`regex`, `json` and `grammar`: a matcher of llguidance's as a `Grammar`.
+
+llguidance walks a lexer and an Earley parser along the output and computes, when asked, which tokens keep it
+matching. No automaton is built ahead of time, so most schemas cost milliseconds to begin with, and the limits
+below bound what a step can cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
+
+from engine.errors import InvalidRequest, SchemaInvalid, SchemaTooComplex, UnsupportedFeature
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+# One way to write each value, as json.dumps does. With free whitespace a small model may write nothing else for
+# ever, and nothing between two values could be forced.
+_JSON_FORMAT: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+_LIMITS = llguidance.LLParserLimits(
+    max_lexer_states=50_000,  # 1 to 2 kB each
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+_MAX_MESSAGE = 400
+# llguidance tells its errors apart in words only.
+_UNSUPPORTED = ("Unimplemented", "not supported", "Unknown format")
+_TOO_COMPLEX = ("too large", "too many", "too complex", "items; max is", "limit", "Unable to determine")
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledSchema:
+    """What one schema text came to: the beginning of any number of outputs."""
+
+    kind: str
+    matcher: llguidance.LLMatcher
+    mask: bytes
+    forces_tokens: bool
+
+    def start(self) -> MatcherGrammar:
+        return MatcherGrammar(self)
+
+
+def compile_schema(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> CompiledSchema:
+    """Compile a schema, up to the mask of the first token.
+
+    Args:
+        kind: regex, json (a schema) or grammar (Lark, or GBNF as llama.cpp writes it).
+
+    Raises:
+        SchemaInvalid, SchemaTooComplex, UnsupportedFeature.
+    """
+    matcher = llguidance.LLMatcher(tokenizer, _grammar(kind, text), log_level=0, limits=_LIMITS)
+    mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+    if matcher.is_error():
+        raise _compile_error(kind, matcher.get_error())
+    # A tokenizer that could write a text in several ways equally well has no tokens that are forced.
+    return CompiledSchema(kind, matcher, mask, tokenizer.is_canonical)
+
+
+def _grammar(kind: str, text: str) -> str:
+    try:
+        if kind == "regex":
+            return llguidance.LLMatcher.grammar_from_regex(text)
+        if kind == "json":
+            return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_JSON_FORMAT)
+        return llguidance.LLMatcher.grammar_from_lark(any_to_lark(text))
+    except Exception as error:  # the GBNF converter raises Exception itself
+        raise SchemaInvalid(_message(kind, str(error))) from None
+
+
+def _compile_error(kind: str, reason: str) -> InvalidRequest:
+    if "NoExtension" in reason:
+        return SchemaInvalid(_message(kind, "no text matches it"))
+    if any(word in reason for word in _TOO_COMPLEX):
+        return SchemaTooComplex(_message(kind, reason))
+    if any(word in reason for word in _UNSUPPORTED):
+        return UnsupportedFeature(_message(kind, reason))
+    return SchemaInvalid(_message(kind, reason))
+
+
+def _message(kind: str, reason: str) -> str:
+    one_line = " ".join(reason.removesuffix("<non-verbose/>").split())
+    return f"structured_outputs.{kind}: {one_line[:_MAX_MESSAGE]}"
+
+
+class MatcherGrammar:
+    """One sequence's place in a schema."""
+
+    def __init__(self, schema: CompiledSchema) -> None:
+        self._kind = schema.kind
+        self._matcher = schema.matcher.deep_copy()
+        self._mask = schema.mask
+        self._forces_tokens = schema.forces_tokens
+        self._failure: SchemaTooComplex | None = None
+
+    def allowed_token_ids(self) -> None:
+        return None
+
+    def token_mask(self) -> bytes:
+        return self._mask
+
+    def advance(self, token_id: int) -> list[int]:
+        forced: list[int] = []
+        self._matcher.consume_token(token_id)
+        while self._forces_tokens and not self._matcher.is_stopped():
+            more = self._matcher.compute_ff_tokens()
+            if not more or not self._matcher.consume_tokens(more):
+                break
+            forced += more
+        self._update()
+        return forced
+
+    def replay(self, token_ids: Sequence[int]) -> None:
+        """Go where an earlier run had got. Raises `InvalidRequest` when these tokens do not match."""
+        if not token_ids:
+            return
+        if not self._matcher.consume_tokens(list(token_ids)):
+            raise InvalidRequest("the checkpoint's tokens are not what structured_outputs allows")
+        self._update()
+
+    @property
+    def is_complete(self) -> bool:
+        return self._matcher.is_stopped() and self._failure is None
+
+    @property
+    def failure(self) -> SchemaTooComplex | None:
+        return self._failure
+
+    def _update(self) -> None:
+        if not self._matcher.is_stopped():
+            self._mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            # Only allowed tokens come here, so what went wrong is a limit of the library.
+            self._failure = SchemaTooComplex(_message(self._kind, self._matcher.get_error()))

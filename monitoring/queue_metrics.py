@@ -100,7 +100,7 @@ JOBS_AND_WORKERS: tuple[Metric[QueueFigures], ...] = (
     counter(
         "queue_submitted_jobs_total",
         "Jobs that the queue has taken.",
-        lambda q: {(q.queue,): q.submitted},
+        lambda q: {q.queue: q.submitted},
         "queue",
     ),
     counter("queue_ended_jobs_total", "Jobs of all workers by how they ended.", _ended, "queue", "outcome"),
@@ -113,18 +113,16 @@ JOBS_AND_WORKERS: tuple[Metric[QueueFigures], ...] = (
     gauge(
         "queue_leases",
         "Leases of all workers, lapsed ones that nobody has swept included.",
-        lambda q: {(q.queue,): q.leases},
+        lambda q: {q.queue: q.leases},
         "queue",
     ),
-    gauge(
-        "queue_paused", "1 while nobody may pull from the queue.", lambda q: {(q.queue,): q.paused}, "queue"
-    ),
+    gauge("queue_paused", "1 while nobody may pull from the queue.", lambda q: {q.queue: q.paused}, "queue"),
     gauge("queue_workers", "Live workers by what they say they do.", _workers, "queue", "state"),
     gauge("queue_serving_workers", "Ready workers by the model they serve.", _serving, "queue", "model"),
     gauge(
         "queue_scrape_timestamp_seconds",
         "When the queue's figures were read.",
-        lambda q: {(q.queue,): q.taken_at},
+        lambda q: {q.queue: q.taken_at},
         "queue",
     ),
 )

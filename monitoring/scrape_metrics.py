@@ -75,5 +75,5 @@ SCRAPE_METRICS: tuple[Metric[ScrapeFigures], ...] = (
         lambda f: f.source_errors,
         "source",
     ),
-    gauge("build_info", "1; the version that runs.", lambda f: {(f.identity.version,): 1}, "version"),
+    gauge("build_info", "1; the version that runs.", lambda f: {f.identity.version: 1}, "version"),
 )

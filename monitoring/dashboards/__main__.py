@@ -1,0 +1,57 @@
+"""Writes the boards: `python -m monitoring.dashboards`. With `--check`, only says whether they are fresh."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from monitoring.dashboards.dataset_runs import dataset_runs
+from monitoring.dashboards.engine import engine
+from monitoring.dashboards.kv_cache import kv_cache
+from monitoring.dashboards.overview import overview
+from monitoring.dashboards.queue import queue
+from monitoring.dashboards.reliability import reliability
+
+DIRECTORY = Path(__file__).parent.parent / "grafana" / "dashboards"
+
+
+def boards() -> list[Dashboard]:
+    return [overview(), kv_cache(), queue(), engine(), reliability(), dataset_runs()]
+
+
+def rendered() -> dict[Path, str]:
+    """Each board's file, and what it should hold."""
+    return {
+        DIRECTORY / f"{board.uid}.json": JSONEncoder(sort_keys=True, indent=2).encode(board) + "\n"
+        for board in boards()
+    }
+
+
+def stale() -> list[Path]:
+    """Files that are missing, not as they should be, or nobody's."""
+    wanted = rendered()
+    differing = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    return differing + [path for path in DIRECTORY.glob("*.json") if path not in wanted]
+
+
+def main() -> int:
+    paths = stale()
+    if "--check" in sys.argv[1:]:
+        for path in paths:
+            sys.stderr.write(f"{path} is stale; run python -m monitoring.dashboards\n")
+        return int(bool(paths))
+    wanted = rendered()
+    for path in paths:
+        if path in wanted:
+            path.write_text(wanted[path])
+        else:
+            path.unlink()
+        sys.stdout.write(f"{path}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

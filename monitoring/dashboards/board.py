@@ -1,0 +1,106 @@
+"""A board: rows of panels under one title, with the variables, links and marks that all boards share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grafana_foundation_sdk.builders import dashboard
+from grafana_foundation_sdk.models import dashboard as model
+
+from monitoring.dashboards.panels import DATASOURCE, Panel
+
+TAG = "pagemill"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    title: str
+    panels: Sequence[Panel]
+    is_collapsed: bool = False
+
+
+def board(uid: str, title: str, description: str, rows: Sequence[Row]) -> model.Dashboard:
+    """The finished board. Panels are numbered in order, so that links to one survive a new panel elsewhere only
+    at the end: add panels at the end of their row."""
+    builder = (
+        dashboard.Dashboard(f"Pagemill: {title}")
+        .uid(f"pagemill-{uid}")
+        .description(description)
+        .tags([TAG])
+        .time("now-1h", "now")
+        .refresh("15s")
+        .editable()
+        .tooltip(model.DashboardCursorSync.CROSSHAIR)
+        .link(
+            dashboard.DashboardLink("Pagemill")
+            .type(model.DashboardLinkType.DASHBOARDS)
+            .tags([TAG])
+            .as_dropdown(True)
+            .include_vars(True)
+            .keep_time(True)
+        )
+        .annotation(_firing_alerts())
+    )
+    for variable in _variables():
+        builder = builder.with_variable(variable)
+    for row in rows:
+        row_panel = dashboard.Row(row.title).collapsed(row.is_collapsed)
+        if row.is_collapsed:
+            for panel in row.panels:
+                row_panel = row_panel.with_panel(panel)
+        builder = builder.with_row(row_panel)
+        for panel in () if row.is_collapsed else row.panels:
+            builder = builder.with_panel(panel)
+    return _numbered(builder.build())
+
+
+def _variables() -> list[dashboard.DatasourceVariable | dashboard.QueryVariable]:
+    """Each narrows the next: a board filters by `worker`, and by `queue` and `model` where a metric has them."""
+    return [
+        dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"),
+        _from_labels("queue", "Queue", "label_values(pagemill_queue_jobs, queue)"),
+        _from_labels(
+            "model", "Model", 'label_values(pagemill_queue_serving_workers{queue=~"$queue"}, model)'
+        ),
+        _from_labels(
+            "worker",
+            "Worker",
+            'label_values(pagemill_worker_info{queue=~"$queue", model=~"$model"}, instance)',
+        ),
+    ]
+
+
+def _from_labels(name: str, label: str, query: str) -> dashboard.QueryVariable:
+    return (
+        dashboard.QueryVariable(name)
+        .label(label)
+        .datasource(DATASOURCE)
+        .query({"query": query, "refId": name})
+        .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(model.VariableSort.ALPHABETICAL_ASC)
+        .multi(True)
+        .include_all(True)
+        .current(model.VariableOption(text="All", value="$__all", selected=True))
+    )
+
+
+def _firing_alerts() -> dashboard.AnnotationQuery:
+    return (
+        dashboard.AnnotationQuery()
+        .name("Firing alerts")
+        .datasource(DATASOURCE)
+        .enable(True)
+        .icon_color("red")
+        .expr('ALERTS{alertname=~"Pagemill.*", alertstate="firing", severity!="info"}')
+    )
+
+
+def _numbered(finished: model.Dashboard) -> model.Dashboard:
+    number = 0
+    for panel in finished.panels or []:
+        inner = panel.panels if isinstance(panel, model.RowPanel) else []
+        for item in (panel, *inner):
+            number += 1
+            item.id_val = number
+    return finished

@@ -1,0 +1,138 @@
+"""Dataset runs: how the rows go, what they cost, and what comes out."""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from monitoring.dashboards.board import Row, board
+from monitoring.dashboards.panels import (
+    BYTES,
+    COUNT,
+    PER_SECOND,
+    QUEUE,
+    RATIO,
+    SECONDS,
+    TOKENS_PER_SECOND,
+    Query,
+    heat,
+    lines,
+    number,
+    quantiles,
+    rate,
+)
+
+
+def dataset_runs() -> Dashboard:
+    ended = f"max by (queue, outcome) ({rate('queue_ended_jobs_total', QUEUE)})"
+    progress = [
+        number(
+            "Rows left",
+            COUNT,
+            Query(
+                f'sum(max by (queue, state) (pagemill_queue_jobs{{{QUEUE}, state=~"waiting|delayed|running"}}))'
+            ),
+            about="Jobs of the chosen queues that have not ended.",
+            width=6,
+        ),
+        number(
+            "Rows per minute",
+            COUNT,
+            Query(f"60 * sum({ended})"),
+            about="Jobs that end.",
+            width=6,
+        ),
+        number(
+            "Time left",
+            SECONDS,
+            Query(f"max(queue:pagemill_queue_drain_seconds:rate5m{{{QUEUE}}})"),
+            about="At the rate of the last five minutes.",
+            width=6,
+        ),
+        number(
+            "Busy seconds per 1,000 rows",
+            SECONDS,
+            Query("pagemill_busy_seconds_per_1000_jobs:rate1h"),
+            about="What a thousand rows cost, in seconds of a worker that works, over the last hour. Multiply by"
+            " a worker's price per second.",
+            width=6,
+        ),
+        lines(
+            "Rows by outcome",
+            PER_SECOND,
+            Query(f"sum by (outcome) ({ended})", "{{outcome}}"),
+            about="All workers.",
+            stacked=True,
+        ),
+        lines(
+            "Rows by worker",
+            PER_SECOND,
+            Query(f"sum by (instance) ({rate('jobs_finished_total')})", "{{instance}}"),
+            about="Ends that each worker committed.",
+            stacked=True,
+        ),
+        lines(
+            "Executions per row",
+            COUNT,
+            Query(f"sum({rate('job_attempts_sum')}) / (sum({rate('job_attempts_count')}) > 0)", "mean"),
+            about="1 when nothing is retried.",
+        ),
+    ]
+    shape = [
+        heat("Prompt length", COUNT, "request_prompt_tokens", about="Tokens."),
+        heat("Output length", COUNT, "request_generated_tokens", about="Tokens."),
+        heat(
+            "max_tokens",
+            COUNT,
+            "request_params_max_tokens",
+            about="What rows ask for; unused room is not kept.",
+        ),
+        lines(
+            "Shared prompts",
+            RATIO,
+            Query(
+                f'sum(rate(pagemill_prompt_tokens_by_source_total{{instance=~"$worker", source="prefix_cache"}}'
+                f"[$__rate_interval])) / (sum({rate('prompt_tokens_by_source_total')}) > 0)",
+                "prompt tokens that were cached",
+            ),
+            about="Rows that begin alike share their KV blocks.",
+            most=1,
+        ),
+        lines(
+            "Tokens by source",
+            TOKENS_PER_SECOND,
+            Query(f"sum by (source) ({rate('prompt_tokens_by_source_total')})", "prompt, {{source}}"),
+            Query(f"sum({rate('generated_tokens_total')})", "generated"),
+            Query(f"sum({rate('resumed_tokens_total')})", "resumed"),
+            about="Where the tokens of rows come from.",
+        ),
+        lines(
+            "Size of jobs and results",
+            BYTES,
+            Query(quantiles("job_payload_bytes", 0.95)[0].expr, "job p95"),
+            Query(quantiles("job_result_bytes", 0.95)[0].expr, "result p95"),
+            about="In Redis.",
+        ),
+    ]
+    output = [
+        lines(
+            "Structured outputs",
+            PER_SECOND,
+            Query(f"sum by (result) ({rate('structured_outputs_total')})", "{{result}}"),
+            about="truncated: max_tokens came before the end. invalid: it does not match.",
+            stacked=True,
+        ),
+        lines(
+            "Grammars",
+            SECONDS,
+            *quantiles("grammar_compile_seconds", 0.5, 0.99),
+            about="Time to compile structured_outputs; most come from the cache.",
+        ),
+        lines(
+            "Grammar cache",
+            PER_SECOND,
+            Query(f"sum by (result) ({rate('grammar_cache_total')})", "{{result}}"),
+            about="Grammars that were compiled already.",
+        ),
+    ]
+    rows = [Row("Progress", progress), Row("Shape of the rows", shape), Row("What comes out", output)]
+    return board("dataset-runs", "dataset runs", "How the rows go, what they cost, and what comes out.", rows)

@@ -1,0 +1,150 @@
+"""How a panel of ours looks: one function per kind of panel, and the selectors that every query uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, timeseries
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.models import common as common_model
+from grafana_foundation_sdk.models import dashboard as dashboard_model
+from grafana_foundation_sdk.models import heatmap as heatmap_model
+from grafana_foundation_sdk.models import prometheus as prometheus_model
+
+DATASOURCE = dashboard_model.DataSourceRef(type_val="prometheus", uid="${datasource}")
+WORKER = 'instance=~"$worker"'
+QUEUE = 'queue=~"$queue"'
+LANE = 'queue=~"$queue", model=~"$model"'
+
+COUNT = "short"
+SECONDS = "s"
+RATIO = "percentunit"
+BYTES = "bytes"
+PER_SECOND = "ops"
+TOKENS_PER_SECOND = "suffix:tok/s"
+TIMESTAMP_AGE = "s"
+
+Panel = Builder[dashboard_model.Panel]
+Step = tuple[float | None, str]
+"""From this value on (None: from the start), this colour."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    expr: str
+    legend: str = ""
+
+
+def rate(metric: str, selector: str = WORKER) -> str:
+    return f"rate(pagemill_{metric}{{{selector}}}[$__rate_interval])"
+
+
+def quantiles(metric: str, *which: float) -> list[Query]:
+    """Quantiles of a histogram over the chosen workers."""
+    buckets = f"sum by (le) ({rate(metric + '_bucket')})"
+    return [Query(f"histogram_quantile({q}, {buckets})", f"p{round(q * 100)}") for q in which]
+
+
+def lines(
+    title: str,
+    unit: str,
+    *queries: Query,
+    about: str = "",
+    stacked: bool = False,
+    most: float | None = None,
+    width: int = 8,
+) -> Panel:
+    """Lines over time; `stacked` for parts of a whole. `most`: the axis' end, where it is known."""
+    panel = (
+        timeseries.Panel()
+        .title(title)
+        .description(about)
+        .datasource(DATASOURCE)
+        .unit(unit)
+        .min(0)
+        .span(width)
+        .height(8)
+        .line_width(1)
+        .fill_opacity(30 if stacked else 8)
+        .show_points(common_model.VisibilityMode.NEVER)
+        .legend(
+            common.VizLegendOptions()
+            .show_legend(True)
+            .display_mode(common_model.LegendDisplayMode.LIST)
+            .placement(common_model.LegendPlacement.BOTTOM)
+        )
+        .tooltip(
+            common.VizTooltipOptions()
+            .mode(common_model.TooltipDisplayMode.MULTI)
+            .sort(common_model.SortOrder.DESCENDING)
+        )
+    )
+    if stacked:
+        panel = panel.stacking(common.StackingConfig().mode(common_model.StackingMode.NORMAL))
+    if most is not None:
+        panel = panel.max(most)
+    for i, query in enumerate(queries):
+        panel = panel.with_target(_target(query, i))
+    return panel
+
+
+def number(
+    title: str, unit: str, query: Query, *, about: str = "", steps: Sequence[Step] = (), width: int = 3
+) -> Panel:
+    """The last value, large, over a small curve of how it got there."""
+    return (
+        stat.Panel()
+        .title(title)
+        .description(about)
+        .datasource(DATASOURCE)
+        .unit(unit)
+        .span(width)
+        .height(4)
+        .color_mode(common_model.BigValueColorMode.VALUE)
+        .graph_mode(common_model.BigValueGraphMode.AREA)
+        .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
+        .thresholds(_thresholds(steps or [(None, "text")]))
+        .with_target(_target(query, 0))
+    )
+
+
+def heat(title: str, unit: str, metric: str, *, about: str = "", width: int = 8) -> Panel:
+    """A histogram over time: how many observations fell into which bucket."""
+    expr = f"sum by (le) (increase(pagemill_{metric}_bucket{{{WORKER}}}[$__rate_interval]))"
+    target = _target(Query(expr, "{{le}}"), 0).format(prometheus_model.PromQueryFormat.HEATMAP)
+    return (
+        heatmap.Panel()
+        .title(title)
+        .description(about)
+        .datasource(DATASOURCE)
+        .span(width)
+        .height(8)
+        .calculate(False)
+        .color(
+            heatmap.HeatmapColorOptions()
+            .mode(heatmap_model.HeatmapColorMode.SCHEME)
+            .scheme("Oranges")
+            .steps(64)
+        )
+        .y_axis(heatmap.YAxisConfig().unit(unit))
+        .with_target(target)
+    )
+
+
+def _target(query: Query, index: int) -> prometheus.Dataquery:
+    return (
+        prometheus.Dataquery()
+        .expr(query.expr)
+        .legend_format(query.legend)
+        .ref_id(chr(ord("A") + index))
+        .datasource(DATASOURCE)
+    )
+
+
+def _thresholds(steps: Sequence[Step]) -> dashboard.ThresholdsConfig:
+    return (
+        dashboard.ThresholdsConfig()
+        .mode(dashboard_model.ThresholdsMode.ABSOLUTE)
+        .steps([dashboard_model.Threshold(value=value, color=color) for value, color in steps])
+    )

@@ -22,6 +22,8 @@ from producer.wire.scripts import Call
 T = TypeVar("T")
 
 _PIPELINE_CALLS = 500
+_NO_PERMISSION = ("NOPERM", "ACL failure in script", "The user executing the script can't")
+"""How servers say it; inside scripts each in its own way."""
 
 
 @contextlib.contextmanager
@@ -40,7 +42,7 @@ def _response_error(error: Exception) -> Exception:
     # Redis 6.2 wraps a script's error in a sentence of its own, so the word is looked for anywhere.
     if isinstance(error, exceptions.OutOfMemoryError) or "OOM command not allowed" in message:
         return QueueFull("the Redis server has reached its maxmemory")
-    if isinstance(error, exceptions.NoPermissionError) or "NOPERM" in message[:160]:
+    if isinstance(error, exceptions.NoPermissionError) or any(word in message for word in _NO_PERMISSION):
         return RedisUnavailable(f"Redis refuses this user (docs/security.md lists what it needs): {message}")
     unavailable = (
         "READONLY",

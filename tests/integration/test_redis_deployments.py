@@ -1,0 +1,251 @@
+"""Jobs through every kind of server that is supported: versions, TLS, users, Sentinel, Cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from producer import AsyncProducer, Producer, RedisUnavailable
+from producer.wire.connecting import open_client
+from tests.conftest import RedisServer, _free_port
+from tests.topologies import (
+    Certificates,
+    ClusterSetup,
+    SentinelSetup,
+    cluster_setup,
+    redis7_binary,
+    sentinel_setup,
+    until,
+)
+from tests.worker.harness import running_worker, worker_config
+
+LUA = Path(__file__).parents[2] / "producer" / "wire" / "lua"
+ASKED_DIRECTLY = {"EVALSHA", "SCRIPT|LOAD", "PING", "SUBSCRIBE", "UNSUBSCRIBE", "INFO", "BLPOP", "TIME"}
+"""Commands that clients send themselves."""
+SECURITY_PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+
+
+def check_that_jobs_run(url: str, queue: str) -> None:
+    """One of everything: single, streamed, a batch, and asyncio; against a worker at the same URL."""
+    with running_worker(worker_config(url, queue)), Producer(url, queue=queue) as producer:
+        handle = producer.submit(prompt="single", model="echo", max_tokens=6, stream=True)
+        assert [event.type for event in handle.stream()][-1] == "end"
+        assert handle.result(timeout=30).text == "single"
+        jobs = ({"prompt": f"row {i}", "model": "echo", "max_tokens": 8} for i in range(600))
+        batch = producer.submit_many(jobs)
+        assert batch.wait(timeout=60).succeeded == 600
+        assert sum(1 for _ in batch.results()) == 600
+        assert asyncio.run(_async_text(url, queue)) == "async"
+
+
+async def _async_text(url: str, queue: str) -> str:
+    async with AsyncProducer(url, queue=queue) as producer:
+        handle = await producer.submit(prompt="async", model="echo", max_tokens=5)
+        return (await handle.result(timeout=30)).text
+
+
+def test_redis_6_2(redis62_url: str, queue_name: str) -> None:
+    check_that_jobs_run(redis62_url, queue_name)
+
+
+def test_redis_7_0(tmp_path: Path, queue_name: str) -> None:
+    server = RedisServer(redis7_binary(), tmp_path / "redis7")
+    server.start()
+    try:
+        check_that_jobs_run(server.url, queue_name)
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("tls"))
+
+
+def test_tls(tmp_path: Path, queue_name: str, certificates: Certificates) -> None:
+    port = _free_port()
+    options = (
+        "--tls-port", str(port), "--tls-cert-file", str(certificates.cert_file),
+        "--tls-key-file", str(certificates.key_file), "--tls-ca-cert-file", str(certificates.ca_file),
+        "--tls-auth-clients", "no",
+    )  # fmt: skip
+    server = RedisServer(redis7_binary(), tmp_path / "tls", options)
+    server.start()
+    try:
+        check_that_jobs_run(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificates.ca_file}", queue_name)
+        with (
+            Producer(f"rediss://127.0.0.1:{port}/0", queue=queue_name) as distrustful,
+            pytest.raises(RedisUnavailable, match="certificate"),
+        ):
+            distrustful.submit(prompt="p", model="echo")
+    finally:
+        server.stop()
+
+
+# Users
+
+
+def documented_users(queue: str) -> dict[str, list[str]]:
+    """The ACL rules that docs/security.md prints, for this queue: user -> rules."""
+    rules = re.findall(r"^ACL SETUSER (\S+) (.*)$", SECURITY_PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rules) == 2
+    return {user: text.replace("{default}", f"{{{queue}}}").split() for user, text in rules}
+
+
+@pytest.mark.parametrize("server_fixture", ["valkey_url", "redis62_url"])
+def test_users_with_the_documented_rights_can_work_and_do_no_more(
+    request: pytest.FixtureRequest, server_fixture: str, queue_name: str
+) -> None:
+    url: str = request.getfixturevalue(server_fixture)
+    with redis.Redis.from_url(url) as admin:
+        for user, rules in documented_users(queue_name).items():
+            admin.execute_command("ACL", "SETUSER", user, *rules, ">pass@word")
+    place = url.removeprefix("redis://")
+    producer_url, worker_url = (f"redis://{user}:pass%40word@{place}" for user in ("producer", "worker"))
+    with (
+        running_worker(worker_config(worker_url, queue_name)) as worker,
+        Producer(producer_url, queue=queue_name) as producer,
+    ):
+        handle = producer.submit(prompt="allowed", model="echo", max_tokens=7, stream=True, metadata={"a": 1})
+        assert [event.type for event in handle.stream()][-1] == "end"
+        assert handle.result(timeout=30).text == "allowed"
+        batch = producer.submit_many([{"prompt": "b", "model": "echo", "max_tokens": 1}] * 3)
+        assert batch.wait(timeout=30).succeeded == 3
+        waiting = producer.submit(prompt="later", model="echo", delay=3600.0)
+        assert waiting.cancel()
+        assert waiting.status().state == "cancelled"
+        assert worker.connectivity.is_up
+        with (
+            Producer(producer_url, queue="another") as stranger,
+            pytest.raises(RedisUnavailable, match="refuses this user"),
+        ):
+            stranger.submit(prompt="p", model="echo")
+    for user_url in (producer_url, worker_url):
+        with redis.Redis.from_url(user_url) as client:
+            for command in (["KEYS", "*"], ["FLUSHALL"], ["CONFIG", "GET", "*"], ["GET", "elsewhere"]):
+                with pytest.raises(redis.exceptions.NoPermissionError):
+                    client.execute_command(*command)
+
+
+def test_the_documented_users_may_run_what_the_scripts_run_and_no_more(valkey_url: str) -> None:
+    with redis.Redis.from_url(valkey_url) as client:
+        commands = {name.upper() for name in client.command()}
+    words: set[str] = set()
+    for path in LUA.glob("*.lua"):
+        words |= set(re.findall(r"'([A-Z]+)'", path.read_text(encoding="utf-8")))
+    used = words & commands
+    assert {"HSET", "ZADD", "PUBLISH", "TIME"} <= used
+    for user, rules in documented_users("default").items():
+        granted = {rule[1:].upper() for rule in rules if rule.startswith("+")}
+        assert not used - granted, f"{user} lacks {sorted(used - granted)}"
+        assert not granted - used - ASKED_DIRECTLY, f"{user} needs no {sorted(granted - used)}"
+
+
+def test_a_wrong_password_is_said_and_never_shown(valkey_url: str) -> None:
+    url = valkey_url.replace("redis://", "redis://nobody:hunter2@")
+    with Producer(url) as producer, pytest.raises(RedisUnavailable) as refused:
+        producer.submit(prompt="p", model="echo")
+    assert "hunter2" not in str(refused.value)
+    assert "hunter2" not in repr(worker_config(url, "q"))
+
+
+# Sentinel
+
+
+@pytest.fixture(scope="module")
+def sentinel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SentinelSetup]:
+    with sentinel_setup(tmp_path_factory.mktemp("sentinel")) as setup:
+        yield setup
+
+
+def test_sentinel_failover(sentinel: SentinelSetup, queue_name: str) -> None:
+    check_that_jobs_run(sentinel.url, queue_name)
+    with (
+        running_worker(worker_config(sentinel.url, queue_name, model="echo:5", lease_s=60.0)) as worker,
+        Producer(sentinel.url, queue=queue_name) as producer,
+    ):
+        text = "0123456789" * 30
+        handle = producer.submit(prompt=text, model="echo", max_tokens=300)
+        until(lambda: handle.progress().generated_tokens, "the first tokens")
+        sentinel.master.kill()
+        until(lambda: sentinel.master_port() == sentinel.replica.port, "the replica to be promoted")
+        assert handle.result(timeout=60).text == text
+        later = producer.submit(prompt="later", model="echo", max_tokens=5)
+        assert later.result(timeout=60).text == "later"
+        assert worker.counters.redis_reconnects.read() >= 1
+
+
+def test_a_sentinel_that_is_not_there_is_said(queue_name: str) -> None:
+    with (
+        Producer(f"redis+sentinel://127.0.0.1:{_free_port()}/mymaster", queue=queue_name) as producer,
+        pytest.raises(RedisUnavailable, match="mymaster"),
+    ):
+        producer.submit(prompt="p", model="echo")
+
+
+# Cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterSetup]:
+    with cluster_setup(tmp_path_factory.mktemp("cluster")) as setup:
+        yield setup
+
+
+@pytest.mark.parametrize("node", [0, 1, 2])
+def test_a_queue_is_served_by_the_owner_of_its_slot(cluster: ClusterSetup, node: int) -> None:
+    queue = cluster.queue_of(node)
+    # The seeds that are named need not be the owner, and one may be down.
+    url = f"redis+cluster://127.0.0.1:{_free_port()},127.0.0.1:{cluster.nodes[(node + 1) % 3].port}"
+    check_that_jobs_run(url, queue)
+    for index in range(3):
+        found = list(cluster.client(index).scan_iter(f"pagemill:{{{queue}}}:*"))
+        assert bool(found) == (index == node)
+
+
+def test_a_slot_moves_while_jobs_are_submitted_and_run(cluster: ClusterSetup) -> None:
+    queue = cluster.queue_of(0)
+    with (
+        running_worker(worker_config(cluster.url, queue, model="echo:2", lease_s=60.0)) as worker,
+        Producer(cluster.url, queue=queue) as producer,
+    ):
+        first = producer.submit_many(
+            {"prompt": f"{i:04d} " * 20, "model": "echo", "max_tokens": 100} for i in range(300)
+        )
+        until(lambda: first.counts().succeeded >= 10, "the middle of the batch")
+        cluster.begin_move(queue, 1)
+        # Nothing may run while some keys are here and some are there: the server says ASK, and all wait.
+        until(lambda: not worker.connectivity.is_up, "the worker to notice")
+        with pytest.raises(RedisUnavailable):
+            first.counts()
+        batches = []
+        submitting = threading.Thread(
+            target=lambda: batches.append(
+                producer.submit_many({"prompt": f"{i}", "model": "echo", "max_tokens": 4} for i in range(600))
+            )
+        )
+        cluster.finish_move(queue, 1)
+        submitting.start()
+        submitting.join(timeout=60)
+        assert first.wait(timeout=60).succeeded == 300
+        assert batches[0].wait(timeout=60).succeeded == 600
+        assert worker.counters.leases_lost.read() == 0
+    assert cluster.owner(queue) == 1
+
+
+def test_forgotten_scripts_are_taught_to_the_owner_again(cluster: ClusterSetup) -> None:
+    queue = cluster.queue_of(2)
+    with Producer(cluster.url, queue=queue) as producer:
+        producer.submit(prompt="p", model="echo")
+        cluster.client(2).script_flush()
+        assert (
+            producer.submit_many({"prompt": "p", "model": "echo"} for _ in range(600)).counts().queued == 600
+        )
+    with open_client(cluster.url, queue) as client:
+        assert client.info("server")["tcp_port"] == cluster.nodes[2].port

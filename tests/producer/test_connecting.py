@@ -1,0 +1,67 @@
+"""Addresses of servers: what is understood, and what is never repeated."""
+
+from __future__ import annotations
+
+import pytest
+
+from producer.wire.connecting import ServerAddress, has_password, redacted
+from producer.wire.discovery import find_redis, with_credentials
+
+
+def test_a_plain_address_is_the_drivers() -> None:
+    for url in ("redis://h:1/2", "rediss://u:p@h:1/2?ssl_ca_certs=/ca", "unix:///tmp/s?db=1"):
+        address = ServerAddress.parse(url)
+        assert (address.url, address.nodes, address.locator("q")) == (url, (), None)
+
+
+def test_a_sentinel_address() -> None:
+    address = ServerAddress.parse(
+        "rediss+sentinel://u:p%40ss@a,b:26380,[::1]:3/main/4?sentinel_password=s&ssl_ca_certs=/ca"
+    )
+    assert address.url == "rediss://u:p%40ss@a:26379/4?ssl_ca_certs=%2Fca"
+    assert address.nodes == (("a", 26379), ("b", 26380), ("::1", 3))
+    assert (address.kind, address.service) == ("sentinel", "main")
+    assert dict(address.sentinel_options) == {"password": "s"}
+
+
+def test_a_cluster_address() -> None:
+    address = ServerAddress.parse("redis+cluster://a:7000,b:7001")
+    assert (address.kind, address.nodes) == ("cluster", (("a", 7000), ("b", 7001)))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://h",
+        "redis+sentinel://a:1",
+        "redis+sentinel:///main",
+        "redis+cluster://a/1",
+        "redis+cluster://",
+        "redis+cluster://a:x",
+        "redis://:sec#ret@h:1",
+        "redis+magic://h",
+        "",
+    ],
+)
+def test_what_is_no_address_is_refused_without_being_quoted(url: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        ServerAddress.parse(url)
+    assert "sec" not in str(refused.value)
+
+
+def test_passwords_are_not_shown() -> None:
+    assert redacted("redis://u:secret@h:1/0") == "redis://u:***@h:1/0"
+    assert redacted("redis+sentinel://:s@a,b/m?sentinel_password=t&db=0") == (
+        "redis+sentinel://:***@a,b/m?sentinel_password=***&db=0"
+    )
+    assert not has_password("redis://h:1/0")
+    assert has_password("rediss://:x@h")
+
+
+def test_credentials_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert with_credentials("redis://h:1/0") == "redis://h:1/0"
+    monkeypatch.setenv("PAGEMILL_REDIS_PASSWORD", "p@ss")
+    assert find_redis("redis://h:1/0") == "redis://:p%40ss@h:1/0"
+    monkeypatch.setenv("PAGEMILL_REDIS_USERNAME", "me")
+    assert with_credentials("redis+cluster://a,b") == "redis+cluster://me:p%40ss@a,b"
+    assert with_credentials("redis://own:word@h") == "redis://own:word@h"

@@ -163,7 +163,7 @@ def _status(queue: str, job_id: str, row: list[Any]) -> JobStatus:
         finished_at=_seconds(finished_at),
         deadline=_seconds(deadline),
         worker=worker.decode() if worker else None,
-        progress=_progress(progress, progress_at),
+        progress=unpack_progress(progress.decode() if progress else None, progress_at),
         error=reason,
         leader=leader.decode() if leader else None,
         replay_of=replay_of.decode() if replay_of else None,
@@ -171,7 +171,7 @@ def _status(queue: str, job_id: str, row: list[Any]) -> JobStatus:
     )
 
 
-def _seconds(milliseconds: bytes | None) -> float | None:
+def _seconds(milliseconds: str | bytes | None) -> float | None:
     return int(milliseconds) / 1000 if milliseconds else None
 
 
@@ -180,10 +180,11 @@ def _object(text: bytes | None) -> dict[str, Any] | None:
     return value
 
 
-def _progress(packed: bytes | None, updated_at: bytes | None) -> Progress:
+def unpack_progress(packed: str | None, updated_at: str | bytes | None) -> Progress:
+    """Progress as a job's record holds it."""
     if not packed:
         return Progress()
-    phase, *counts = packed.decode().split(" ")
+    phase, *counts = packed.split(" ")
     done, prompt, generated, most = map(int, counts)
     return Progress(
         phase=phase,  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ if word then
   return word
 end
 redis.call('HDEL', P .. 'job:' .. id, 'token')
+remember(id, job, 'released')
 enqueue(id, job)
 redis.call('HSET', P .. 'job:' .. id, 'returned', token)
 return 'released'

@@ -23,6 +23,11 @@ if ARGV[6] == '1' then
   redis.call('UNLINK', P .. 'ckpt:' .. id)
   redis.call('HINCRBY', P .. 'job:' .. id, 'epoch', 1)
 end
+local _, error = pcall(cjson.decode, ARGV[4])
+if type(error) ~= 'table' then
+  error = {}
+end
+remember(id, job, 'retried', error.code, error.message)
 local due = int(NOW + ARGV[3])
 redis.call('HSET', P .. 'job:' .. id, 'state', 'delayed', 'failures', failures, 'returned', token, 'due_at', due)
 redis.call('SET', P .. 'out:' .. id, ARGV[4])

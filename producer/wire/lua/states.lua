@@ -4,6 +4,7 @@
 local DAY = 86400000
 local BATCH_TTL = 7 * DAY
 local DEAD_TTL = 14 * DAY
+local HISTORY = 32
 local CANCELLED = '{"code":"cancelled","message":"the job was cancelled","retryable":false}'
 local EXPIRED = '{"code":"deadline_exceeded","message":"the deadline passed","retryable":false}'
 local CRASHED = '{"code":"crash_suspect","message":"5 workers died while they ran this job","retryable":false}'
@@ -76,8 +77,19 @@ local function enqueue(id, job)
   count(job.batch, job.state, 'queued')
 end
 
+-- An execution that did not end its job, as the job's record will not tell of it any more once the next one
+-- began. Jobs that run through have no history: what the record says is all of it. After a removal only.
+local function remember(id, job, kind, code, message)
+  redis.call('RPUSH', P .. 'history:' .. id, cjson.encode({
+    kind = kind, at = int(NOW), started_at = job.started_at, worker = job.worker, attempt = job.attempt,
+    code = code, message = message and string.sub(message, 1, 400)
+  }))
+  redis.call('LTRIM', P .. 'history:' .. id, -HISTORY, -1)
+end
+
 local function erase(id)
-  redis.call('UNLINK', P .. 'job:' .. id, P .. 'in:' .. id, P .. 'out:' .. id, P .. 'ckpt:' .. id, P .. 'md:' .. id)
+  redis.call('UNLINK', P .. 'job:' .. id, P .. 'in:' .. id, P .. 'out:' .. id, P .. 'ckpt:' .. id, P .. 'md:' .. id,
+    P .. 'history:' .. id)
   redis.call('ZREM', P .. 'dead', id)
 end
 
@@ -92,7 +104,7 @@ local function keep(id, job, state)
     return
   end
   local ttl = int(state == 'dead' and DEAD_TTL or DAY)
-  for _, kind in ipairs({'job:', 'in:', 'out:', 'ckpt:', 'md:'}) do
+  for _, kind in ipairs({'job:', 'in:', 'out:', 'ckpt:', 'md:', 'history:'}) do
     redis.call('PEXPIRE', P .. kind .. id, ttl)
   end
 end

@@ -8,6 +8,7 @@ local function reclaim(id, job)
     crashes = crashes + 1
   end
   redis.call('HDEL', P .. 'job:' .. id, 'token')
+  remember(id, job, crashes > tonumber(job.crashes or 0) and 'crashed' or 'lost')
   if crashes > 0 then
     redis.call('HSET', P .. 'job:' .. id, 'crashes', crashes)
   end

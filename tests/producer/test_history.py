@@ -1,0 +1,127 @@
+"""A job's way through the queue as `history` tells it, on both servers."""
+
+from __future__ import annotations
+
+from producer.wire import registry, transitions
+from producer.wire.history import JobHistory, history
+from producer.wire.registry import WorkerInfo
+from tests.producer.driving import DECODE, Queue, delta
+
+
+def read(queue: Queue, job_id: str) -> JobHistory:
+    found = queue.run(history(queue.name, job_id))
+    assert found is not None
+    return found
+
+
+def outcomes(queue: Queue, job_id: str) -> list[str]:
+    return [execution.outcome for execution in read(queue, job_id).executions]
+
+
+def test_an_unknown_job_has_none(queue: Queue) -> None:
+    assert queue.run(history(queue.name, "nobody")) is None
+
+
+def test_a_job_that_runs_through_costs_no_list(queue: Queue) -> None:
+    queue.submit("a")
+    waiting = read(queue, "a")
+    assert (waiting.state, waiting.executions) == ("queued", ())
+    job = queue.pull_one(worker="w1")
+    running = read(queue, "a").executions
+    assert [(run.worker, run.attempt, run.outcome, run.ended_at) for run in running] == [
+        ("w1", 1, "running", None)
+    ]
+    queue.commit(job)
+    ended = read(queue, "a")
+    (run,) = ended.executions
+    assert (run.outcome, run.ended_at) == ("succeeded", ended.finished_at)
+    assert ended.created_at <= (run.started_at or 0.0) <= (run.ended_at or 0.0)
+    assert not queue.client.exists(f"{queue.prefix}history:a")
+
+
+def test_every_execution_is_told_with_its_worker_and_its_end(queue: Queue) -> None:
+    queue.submit("a")
+    queue.retry(queue.pull_one(worker="w1"))
+    assert outcomes(queue, "a") == ["retried"]
+    queue.make_due("a")
+    queue.release(queue.pull_one(worker="w2"))
+    queue.pull_one(worker="w3")  # lost before it entered a step
+    queue.lapse("a")
+    queue.checkpoint(queue.pull_one(worker="w4"), progress=DECODE)  # entered one, and got nowhere
+    queue.lapse("a")
+    last = queue.pull_one(worker="w5")
+    queue.fail(last)
+    told = read(queue, "a")
+    assert [(run.worker, run.outcome) for run in told.executions] == [
+        ("w1", "retried"), ("w2", "released"), ("w3", "lost"), ("w4", "crashed"), ("w5", "failed"),
+    ]  # fmt: skip
+    assert (told.executions[0].code, told.executions[0].message) == ("engine_error", "it broke")
+    assert (told.executions[-1].code, told.executions[-1].message) == ("invalid_job", "no good")
+    assert (told.attempts_failed, told.crashes) == (1, 1)
+    times = [moment for run in told.executions for moment in (run.started_at, run.ended_at)]
+    assert None not in times
+    assert times == sorted(times, key=lambda moment: moment or 0.0)
+
+
+def test_an_end_while_waiting_adds_no_execution(queue: Queue) -> None:
+    queue.submit("a")
+    queue.release(queue.pull_one())
+    queue.cancel("a")
+    assert read(queue, "a").state == "cancelled"
+    assert outcomes(queue, "a") == ["released"]
+
+
+def test_a_job_that_kills_its_workers_has_them_all(queue: Queue) -> None:
+    queue.submit("a")
+    for _ in range(5):
+        queue.checkpoint(queue.pull_one(), progress=DECODE)
+        queue.lapse("a")
+    queue.run(transitions.sweep(queue.name))
+    assert read(queue, "a").state == "dead"
+    assert outcomes(queue, "a") == ["crashed"] * 5
+
+
+def test_the_list_is_bounded_and_keeps_the_last(queue: Queue) -> None:
+    queue.submit("a")
+    for number in range(40):
+        queue.release(queue.pull_one(worker=f"w{number}"))
+    workers = [run.worker for run in read(queue, "a").executions]
+    assert workers == [f"w{number}" for number in range(8, 40)]
+
+
+def test_a_long_message_of_many_bytes_is_cut_without_harm(queue: Queue) -> None:
+    from producer.wire.outputs import ErrorInfo
+
+    queue.submit("a")
+    job = queue.pull_one()
+    error = ErrorInfo(code="engine_error", message="é" * 5000, retryable=True)
+    queue.run(transitions.retry(queue.name, "a", job.token, error, 0.0))
+    (run,) = read(queue, "a").executions
+    assert run.message.startswith("é" * 150)
+    assert len(run.message) <= 400
+
+
+def test_a_stop_that_is_asked_for_shows_until_it_is_done(queue: Queue) -> None:
+    queue.submit("a")
+    job = queue.pull_one()
+    queue.checkpoint(job, delta(0, 1, 2))
+    queue.cancel("a")
+    told = read(queue, "a")
+    assert (told.state, told.stop_asked) == ("running", "cancelled")
+    assert told.progress.generated_tokens == 2
+    queue.release(job)
+    assert (read(queue, "a").stop_asked, outcomes(queue, "a")) == (None, ["cancelled"])
+
+
+def test_it_goes_with_the_record(queue: Queue) -> None:
+    queue.submit("a")
+    queue.release(queue.pull_one())
+    queue.commit(queue.pull_one())
+    assert queue.client.pttl(f"{queue.prefix}history:a") > 0
+
+
+def test_it_says_how_many_workers_serve_the_model(queue: Queue) -> None:
+    queue.submit("a")
+    assert read(queue, "a").live_workers == 0
+    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w1", models=("m",))))
+    assert read(queue, "a").live_workers == 1

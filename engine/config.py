@@ -81,8 +81,7 @@ class EngineConfig:
         for name, known in (("kv_cache_dtype", KV_CACHE_DTYPES), ("quantization", (None, "int8"))):
             value = getattr(self, name)
             need(value in known, f"{name} must be one of {known}, got {value!r}")
-        for name, supported in (("swap_space_gib", 0.0),
-                                ("tensor_parallel_size", 1), ("batch_invariant", False)):  # fmt: skip
+        for name, supported in (("swap_space_gib", 0.0), ("tensor_parallel_size", 1)):
             value = getattr(self, name)
             need(value == supported, f"{name}={value!r} is not supported yet; leave it at {supported!r}")
 
@@ -106,3 +105,15 @@ class SchedulerConfig:
     watermark_ratio: float = 0.01
     """Share of the pool that admission leaves free, so that running rows can grow."""
     eos_token_ids: tuple[int, ...] = ()
+
+
+def resolve_max_model_len(config: EngineConfig, context_length: int, longest_context: int | None) -> int:
+    """Longest prompt + output in tokens: what was asked for, or the model's context length.
+
+    Raises:
+        ConfigError: more was asked for than the model can do; a longest context of None means that it can do any.
+    """
+    asked = config.max_model_len or context_length
+    if longest_context is not None and asked > longest_context:
+        raise ConfigError(f"max_model_len {asked} is past the model's context of {longest_context}")
+    return asked

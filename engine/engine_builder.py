@@ -6,9 +6,8 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig, SchedulerConfig, resolve_max_model_len
 from engine.engine import EngineParts, Tier
-from engine.errors import ConfigError
 from engine.execution.echo import ECHO_MAX_MODEL_LEN, ECHO_MODEL, EchoRunner, echo_step_seconds, is_echo
 from engine.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -28,10 +27,11 @@ def build_parts(config: EngineConfig) -> EngineParts:
 def _build_echo(config: EngineConfig) -> EngineParts:
     tokenizer = ByteTokenizer()
     assert tokenizer.eos_token_id is not None
+    max_model_len = resolve_max_model_len(config, ECHO_MAX_MODEL_LEN, ECHO_MAX_MODEL_LEN)
     return EngineParts(
         executor=EchoRunner(echo_step_seconds(config.model)),
         tokenizer=None if config.skip_tokenizer_init else tokenizer,
-        limits=_limits(config, ECHO_MAX_MODEL_LEN, _ECHO_KV_BLOCKS, (tokenizer.eos_token_id,), is_cuda=False),
+        limits=_limits(config, max_model_len, _ECHO_KV_BLOCKS, (tokenizer.eos_token_id,), is_cuda=False),
         served_model=ECHO_MODEL,
         vocab_size=tokenizer.vocab_size,
         fingerprint=ECHO_MODEL,
@@ -56,7 +56,8 @@ def _build_model(config: EngineConfig) -> EngineParts:
         eos.append(tokenizer.eos_token_id)
     is_cuda = model.device.type == "cuda"
     num_blocks = num_blocks_for(config, shape, model.device)
-    limits = _limits(config, model.context_length, num_blocks, tuple(eos), is_cuda=is_cuda)
+    max_model_len = resolve_max_model_len(config, model.context_length, model.longest_context)
+    limits = _limits(config, max_model_len, num_blocks, tuple(eos), is_cuda=is_cuda)
     logger.info(
         "%s on %s: %d KV blocks of %d tokens, %.2f GiB",
         model.served_name,
@@ -101,17 +102,13 @@ def _weight_bytes(module: torch.nn.Module) -> int:
 
 
 def _limits(
-    config: EngineConfig, context_length: int, num_kv_blocks: int, eos: tuple[int, ...], *, is_cuda: bool
+    config: EngineConfig, max_model_len: int, num_kv_blocks: int, eos: tuple[int, ...], *, is_cuda: bool
 ) -> SchedulerConfig:
-    if config.max_model_len is not None and config.max_model_len > context_length:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} is past the model's context of {context_length}"
-        )
     overlapped = is_cuda if config.async_scheduling is None else config.async_scheduling
     return SchedulerConfig(
         block_size=config.block_size,
         num_kv_blocks=config.num_kv_blocks or num_kv_blocks,
-        max_model_len=config.max_model_len or context_length,
+        max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs or (256 if is_cuda else 64),
         max_num_batched_tokens=config.max_num_batched_tokens or (8192 if is_cuda else 512),
         long_prefill_token_threshold=config.long_prefill_token_threshold,

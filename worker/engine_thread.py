@@ -175,6 +175,7 @@ class EngineThread:
         from engine.engine import Engine  # brings torch: only the thread that owns the engine pays for it
 
         self._engine = Engine.from_config(self._config)
+        self._engine.load_grammar_vocabulary()  # holds every thread up: now, while there are no leases
         self._publish(self._engine, force=True)
         self.state = EngineState.IDLE
         self._loaded.set()

@@ -10,6 +10,7 @@ from engine.outputs import RequestOutput, SampleState
 from engine.plan import TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.sampling_params import StructuredOutputs as EngineStructuredOutputs
+from producer.wire.json_values import parse_output
 from producer.wire.outputs import (
     Checkpoint,
     CheckpointSample,
@@ -76,13 +77,14 @@ class SampleRecord:
         self.saved_chars += len(delta.text)
         self.saved_finish = delta.finish_reason is not None
 
-    def as_output(self) -> Output:
+    def as_output(self, *, is_json: bool = False) -> Output:
         return Output(
             index=self.index,
             text=self.text,
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish_reason,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            parsed=parse_output(self.text) if is_json and self.finish_reason == "stop" else None,
         )
 
 
@@ -206,7 +208,9 @@ class RunningJob:
         )
 
     def outputs(self) -> tuple[Output, ...]:
-        return tuple(sample.as_output() for sample in self.samples)
+        structure = self.job.structured_outputs
+        is_json = structure is not None and structure.json is not None
+        return tuple(sample.as_output(is_json=is_json) for sample in self.samples)
 
     def result(self, output: RequestOutput | None, *, tier: str, fingerprint: str, now: float) -> Result:
         """The job's result.
@@ -235,6 +239,7 @@ class RunningJob:
                 ttft_s=output.ttft_s if output is not None else None,
                 e2e_s=max(0.0, now - self.pulled.submitted_at),
             ),
+            prompt_logprobs=wire_prompt_logprobs(output) if output is not None else None,
             metadata=self.job.metadata,
         )
 
@@ -298,6 +303,12 @@ def wire_logprobs(entry: TokenLogprobs) -> PositionLogprobs:
         chosen=TokenLogprob(token_id=entry.token_id, logprob=entry.logprob),
         top=tuple(TokenLogprob(token_id=token_id, logprob=value) for token_id, value in entry.top),
     )
+
+
+def wire_prompt_logprobs(output: RequestOutput) -> tuple[PositionLogprobs | None, ...] | None:
+    if output.prompt_logprobs is None:
+        return None
+    return tuple(None if entry is None else wire_logprobs(entry) for entry in output.prompt_logprobs)
 
 
 def engine_logprobs(entry: PositionLogprobs) -> TokenLogprobs:

@@ -87,6 +87,8 @@ class Result(WireModel):
     copied_from: str | None = None
     """The equal job that ran, when this one waited for its end (`dedupe`)."""
     timing: Timing = Timing()
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+    """One entry per prompt token where the job asked for them; the first is None, for nothing comes before it."""
     metadata: dict[str, Any] | None = None
 
     @property

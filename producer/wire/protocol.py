@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, Strict, StringConstraints, ValidationError, field_validator, model_validator
 
 from producer.wire import keys
-from producer.wire.errors import InvalidJob
+from producer.wire.errors import FINAL_CODES, InvalidJob
+from producer.wire.json_values import check_json
 from producer.wire.outputs import (
     ACTIVE_STATES,
     END_STATES,
@@ -159,7 +159,7 @@ class Job(SamplingFields):
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            raise InvalidJob(_reasons(error)) from None
+            raise InvalidJob(_reasons(error), _code(error)) from None
 
     @classmethod
     def from_payload(cls, payload: bytes) -> Job:
@@ -234,7 +234,7 @@ class Job(SamplingFields):
     def _small_json(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         if value is None:
             return None
-        _check_json(value, MAX_METADATA_DEPTH)
+        check_json(value, MAX_METADATA_DEPTH)
         if len(json.dumps(value, ensure_ascii=False).encode()) > MAX_METADATA_BYTES:
             raise ValueError(f"metadata has more than {MAX_METADATA_BYTES} bytes of JSON")
         return value
@@ -264,7 +264,7 @@ def _text_tokens(text: str) -> int:
     return len(text.encode()) // BYTES_PER_TOKEN + 1
 
 
-def _structure(response_format: Any) -> dict[str, str] | None:
+def _structure(response_format: Any) -> dict[str, Any] | None:
     """OpenAI's response_format as structured_outputs."""
     match response_format:
         case {"type": "text"}:
@@ -272,47 +272,22 @@ def _structure(response_format: Any) -> dict[str, str] | None:
         case {"type": "json_object"}:
             return {"json": '{"type":"object"}'}
         case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
-            _check_json(schema, depth=64)
-            return {"json": json.dumps(schema, ensure_ascii=False)}
+            return {"json": schema}
     raise ValueError(
         "response_format must have type text, json_object or json_schema (with json_schema.schema)"
     )
 
 
-def _check_json(value: Any, depth: int) -> None:
-    """Raise ValueError unless `value` is plain JSON: str names, finite numbers, no lone surrogates."""
-    match value:
-        case None | bool() | int():
-            return
-        case float():
-            if not math.isfinite(value):
-                raise ValueError("numbers must be finite")
-        case str():
-            if not _is_unicode(value):
-                raise ValueError("strings must not hold lone surrogates")
-        case list() | tuple() | dict():
-            if depth == 0:
-                raise ValueError("nested too deep")
-            if isinstance(value, dict):
-                if not all(isinstance(name, str) and _is_unicode(name) for name in value):
-                    raise ValueError("names must be strings")
-                value = value.values()
-            for item in value:
-                _check_json(item, depth - 1)
-        case _:
-            raise ValueError(f"{type(value).__name__} is not JSON")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def _code(error: ValidationError) -> str:
+    """The code of the first complaint that has one of its own."""
+    types = (
+        item["type"] for item in error.errors(include_input=False, include_url=False, include_context=False)
+    )
+    return next((kind for kind in types if kind in FINAL_CODES), "invalid_job")
 
 
 def _reasons(error: ValidationError) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from json import dumps, loads
 from typing import Annotated, Any, Self
 
 from pydantic import Field, Strict, StringConstraints, field_validator, model_validator
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
+from producer.wire.json_values import check_json
 from producer.wire.outputs import WireModel
 
 MAX_N = 128
@@ -21,6 +24,8 @@ MAX_STRING = 4096
 """Characters in one stop string, bad word or choice."""
 MAX_SCHEMA = 65_536
 """Characters in a regex, JSON schema or grammar."""
+MAX_SCHEMA_DEPTH = 64
+"""Objects and arrays that may be nested in a JSON schema."""
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
@@ -32,12 +37,21 @@ Int = Annotated[int, Strict()]
 Float = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Strict(), Field(ge=0, le=MAX_TOKEN_ID)]
 ShortText = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=MAX_STRING)]
-SchemaText = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=MAX_SCHEMA)]
+SchemaText = Annotated[str, StringConstraints(strict=True, min_length=1)]
+
+
+_TOO_DEEP = PydanticCustomError(
+    "schema_too_complex", "nests more than {limit} objects and arrays", {"limit": MAX_SCHEMA_DEPTH}
+)
 
 
 @dataclass(frozen=True, kw_only=True, config={"extra": "forbid", "hide_input_in_errors": True})
 class StructuredOutputs:
-    """The shape of the output; exactly one field is set. `json` is a schema, as text."""
+    """The shape of the output; exactly one field is set.
+
+    `json` is a schema: text, or the object itself, which is stored as text. Whether it means anything is for the
+    worker to find out: it knows the tokens.
+    """
 
     # NOTE: a dataclass, because a field named `json` would shadow a method of pydantic's BaseModel.
     choice: Annotated[tuple[ShortText, ...], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
@@ -45,12 +59,56 @@ class StructuredOutputs:
     json: SchemaText | None = None
     grammar: SchemaText | None = None
 
+    @field_validator("json", mode="before")
+    @classmethod
+    def _schema_as_text(cls, value: Any) -> Any:
+        if isinstance(value, dict | bool):
+            _check_depth(value)
+            return dumps(value, ensure_ascii=False)
+        return value
+
+    @field_validator("regex", "json", "grammar")
+    @classmethod
+    def _bounded(cls, value: str | None) -> str | None:
+        if value is not None and len(value) > MAX_SCHEMA:
+            raise PydanticCustomError(
+                "schema_too_complex", "has more than {limit} characters", {"limit": MAX_SCHEMA}
+            )
+        return value
+
+    @field_validator("json")
+    @classmethod
+    def _is_a_schema(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            schema = loads(value)
+        except RecursionError:
+            raise _TOO_DEEP from None
+        except ValueError:
+            raise PydanticCustomError("schema_invalid", "is not JSON") from None
+        if not isinstance(schema, dict | bool):
+            raise PydanticCustomError("schema_invalid", "a schema is an object, true or false")
+        _check_depth(schema)
+        return value
+
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
         given = sum(value is not None for value in (self.choice, self.regex, self.json, self.grammar))
         if given != 1:
             raise ValueError("structured_outputs takes exactly one of choice, regex, json, grammar")
         return self
+
+
+def _check_depth(schema: Any) -> None:
+    try:
+        check_json(schema, MAX_SCHEMA_DEPTH)
+    except RecursionError:
+        raise _TOO_DEEP from None
+    except ValueError as error:
+        if "nested" in str(error):
+            raise _TOO_DEEP from None
+        raise PydanticCustomError("schema_invalid", "is not JSON") from None
 
 
 class SamplingFields(WireModel):

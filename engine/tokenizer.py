@@ -76,10 +76,10 @@ class HuggingFaceTokenizer:
     """A tokenizer from a model directory, through transformers. Thread-safe for encoding and decoding."""
 
     def __init__(self, directory: Path) -> None:
-        from transformers import AutoTokenizer
-
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            self._tokenizer = _read_tokenizer(directory)
+        except ModelLoadError:
+            raise
         except Exception as error:  # transformers raises whatever the broken file makes it raise
             raise ModelLoadError(f"can't load the tokenizer in {directory}: {error}") from error
         # The Rust object directly: the Python wrapper costs several times the decoding itself.
@@ -120,6 +120,28 @@ class HuggingFaceTokenizer:
             return None
         # Neither says which bytes a token stands for, and both would change what a text is encoded to.
         return json.dumps(json.loads(self._backend.to_str()) | {"padding": None, "truncation": None})
+
+
+def _read_tokenizer(directory: Path) -> Any:
+    """The directory's tokenizer as transformers reads it. Code that came along with the model is never run."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception:
+        if not _names_remote_code(directory):
+            raise
+    if (directory / "tokenizer.json").is_file():
+        return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+    raise ModelLoadError(
+        f"can't load the tokenizer in {directory}: the tokenizer is code of the model's, which is never run; "
+        "convert it to a tokenizer.json, or serve token ids (skip_tokenizer_init)"
+    )
+
+
+def _names_remote_code(directory: Path) -> bool:
+    files = (directory / name for name in ("tokenizer_config.json", "config.json"))
+    return any("auto_map" in json.loads(file.read_text()) for file in files if file.is_file())
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:

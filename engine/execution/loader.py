@@ -11,34 +11,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, resolve_max_model_len
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution.attention import PAGED_ATTENTION
+from engine.execution.checkpoint import read_config, read_tensors, weight_files
+from engine.execution.families.family import Family
+from engine.execution.families.registry import find_family
 from engine.execution.kv_cache import KVCacheShape
-from engine.execution.packaged_model import PACKAGED_MODEL, packaged_model_directory
+from engine.execution.model_directory import model_directory
+from engine.execution.packaged_model import PACKAGED_MODEL
+from engine.execution.rotary import depends_on_length, fix_frequencies, stretched_context
 from engine.tokenizer import generation_eos_token_ids
 
 logger = logging.getLogger(__name__)
 
-# Families whose modules go through transformers' attention interface, each with a token-exactness test.
-SUPPORTED_MODEL_TYPES = ("gpt2", "gpt_bigcode", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
-# These choose their frequencies by the longest position of the batch: one request would change another's output.
-_UNSUPPORTED_ROPE_TYPES = ("dynamic", "longrope")
-_CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len")
+_CONTEXT_FIELDS = ("max_position_embeddings", "max_seq_len")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     module: torch.nn.Module
+    family: Family
     directory: Path
     served_name: str
     dtype: torch.dtype
     device: torch.device
     vocab_size: int
     context_length: int
+    """Longest sequence served unless max_model_len says otherwise."""
+    longest_context: int | None
+    """What max_model_len may ask for; None: anything."""
     eos_token_ids: tuple[int, ...]
     fingerprint: str
 
@@ -49,26 +54,9 @@ class LoadedModel:
 
     def kv_cache_shape(self, block_size: int) -> KVCacheShape:
         config: Any = self.module.config
-        num_heads = config.num_attention_heads
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-        if config.model_type == "gpt_bigcode":
-            num_kv_heads = 1 if config.multi_query else num_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
+        num_kv_heads = self.family.num_kv_heads(config)
         return KVCacheShape(config.num_hidden_layers, num_kv_heads, head_dim, block_size, self.dtype)
-
-
-def model_directory(model: str) -> Path:
-    """The directory of a model given by path or by packaged name. Raises `ModelLoadError`."""
-    if model == PACKAGED_MODEL:
-        return packaged_model_directory()
-    directory = Path(model).expanduser()
-    if not directory.is_dir():
-        raise ModelLoadError(
-            f"no model at {model!r}: give a Hugging Face model directory, {PACKAGED_MODEL!r} or 'echo'"
-        )
-    if not (directory / "config.json").is_file():
-        raise ModelLoadError(f"{directory} is no model directory: it has no config.json")
-    return directory
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -76,30 +64,36 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
     Raises:
         ModelLoadError: no such model, an unsupported architecture or an unreadable checkpoint.
-        ConfigError: the device asked for is not there.
+        ConfigError: the device asked for is not there, or max_model_len is past the model's context.
     """
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     directory = model_directory(config.model)
     device = _resolve_device(config.device)
-    try:
-        model_config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # whatever the file made the parser raise
-        raise ModelLoadError(f"can't read {directory / 'config.json'}: {error}") from error
-    _check_supported(model_config)
+    raw = read_config(directory)
+    family = find_family(raw)
+    model_config = _build_config(family, raw, directory)
     dtype = _resolve_dtype(config.dtype, model_config, device)
-    module = _load_module(config, directory, model_config, dtype).to(device).eval()
+    context_length = _context_length(model_config)
+    longest = None if family.extrapolates(model_config) else stretched_context(model_config, context_length)
+    max_model_len = resolve_max_model_len(config, context_length, longest)
+    module = _load_module(config, directory, family, model_config, dtype)
+    fix_frequencies(module, max_model_len)
+    module = module.to(device).eval()
     module.requires_grad_(False)
+    fixed_length = max_model_len if depends_on_length(model_config) else 0
     return LoadedModel(
         module=module,
+        family=family,
         directory=directory,
         served_name=config.model if config.model == PACKAGED_MODEL else directory.resolve().name,
         dtype=dtype,
         device=device,
         vocab_size=int(model_config.vocab_size),
-        context_length=_context_length(model_config),
+        context_length=context_length,
+        longest_context=longest,
         eos_token_ids=tuple(generation_eos_token_ids(directory)),
-        fingerprint=_fingerprint(directory, config, dtype, device),
+        fingerprint=_fingerprint(directory, config, dtype, device, fixed_length),
     )
 
 
@@ -122,42 +116,73 @@ def _resolve_dtype(name: str, model_config: Any, device: torch.device) -> torch.
     return declared if isinstance(declared, torch.dtype) else torch.bfloat16
 
 
-def _check_supported(model_config: Any) -> None:
-    if model_config.model_type not in SUPPORTED_MODEL_TYPES:
-        raise ModelLoadError(
-            f"model type {model_config.model_type!r} is not supported; supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
-        )
-    rope = getattr(model_config, "rope_parameters", None) or getattr(model_config, "rope_scaling", None) or {}
-    rope_type = rope.get("rope_type") or rope.get("type")
-    if rope_type in _UNSUPPORTED_ROPE_TYPES:
-        raise ModelLoadError(f"rope type {rope_type!r} is not supported yet")
+def _build_config(family: Family, raw: dict[str, Any], directory: Path) -> Any:
+    try:
+        return family.build_config(raw)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # whatever the file made transformers' validation raise
+        raise ModelLoadError(f"can't read {directory / 'config.json'}: {error}") from error
 
 
-def _load_module(config: EngineConfig, directory: Path, model_config: Any, dtype: torch.dtype) -> Any:
+def _load_module(
+    config: EngineConfig, directory: Path, family: Family, model_config: Any, dtype: torch.dtype
+) -> Any:
+    module_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+    options = {
+        "dtype": dtype,
+        # A family without the interface knows no other name for attention than its own.
+        "attn_implementation": PAGED_ATTENTION if family.has_attention_interface else "eager",
+    }
     if config.load_format == "dummy":
         torch.manual_seed(config.seed)
-        return AutoModelForCausalLM.from_config(
-            model_config, dtype=dtype, attn_implementation=PAGED_ATTENTION
-        )
-    if not any(directory.glob("*.safetensors")):
-        raise ModelLoadError(f"{directory} has no *.safetensors weights (load_format='dummy' needs none)")
-    try:
-        module, report = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=dtype,
-            attn_implementation=PAGED_ATTENTION,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except Exception as error:  # a truncated file, wrong shapes, missing shards: all end the start
-        raise ModelLoadError(f"can't load the weights in {directory}: {error}") from error
+        module = module_class._from_config(model_config, **options)
+    else:
+        tensors = read_tensors(weight_files(directory))
+        try:
+            module = _fill_module(module_class, family, model_config, tensors, options)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"can't load the weights in {directory}: {error}") from error
+        except Exception as error:  # shapes that do not fit together: all of them end the start
+            raise ModelLoadError(f"can't load the weights in {directory}: {error}") from error
+    # Now for the masks: transformers makes none for an implementation that it does not know.
+    module.config._attn_implementation = PAGED_ATTENTION
+    family.adapt(module)
+    return module
+
+
+def _fill_module(
+    module_class: Any,
+    family: Family,
+    model_config: Any,
+    tensors: dict[str, torch.Tensor],
+    options: dict[str, Any],
+) -> Any:
+    module, report = module_class.from_pretrained(
+        None,
+        config=model_config,
+        state_dict=family.convert_tensors(tensors, model_config),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported, and refused below in our words
+        **options,
+    )
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        raise ModelLoadError(f"{name} has shape {list(found)}, config.json asks for {list(expected)}")
     missing = sorted(report["missing_keys"])
     if missing:  # transformers fills them with random numbers and a log line
-        raise ModelLoadError(
-            f"can't load the weights in {directory}: {len(missing)} tensors are missing, {missing[0]} first"
-        )
+        raise ModelLoadError(f"{len(missing)} tensors are missing, {missing[0]} first")
+    surplus = sorted(name for name in report["unexpected_keys"] if _belongs_to(name, module))
+    if surplus:  # ignoring a bias or a layer would compute another function
+        raise ModelLoadError(f"{len(surplus)} tensors have no place in the model, {surplus[0]} first")
+    if report["unexpected_keys"]:
+        logger.warning("%d tensors beside the model are not used", len(report["unexpected_keys"]))
     return module
+
+
+def _belongs_to(name: str, module: Any) -> bool:
+    """Whether a tensor sits inside the language model (not beside it, as a value head does)."""
+    first = name.split(".", 1)[0]
+    return hasattr(module, first) or hasattr(module.base_model, first)
 
 
 def _context_length(model_config: Any) -> int:
@@ -168,7 +193,9 @@ def _context_length(model_config: Any) -> int:
     raise ModelLoadError(f"{model_config.model_type} config.json states no context length")
 
 
-def _fingerprint(directory: Path, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str:
+def _fingerprint(
+    directory: Path, config: EngineConfig, dtype: torch.dtype, device: torch.device, rotary_length: int
+) -> str:
     """Tells whether two engines compute the same function: checkpoints may only be continued where it matches."""
     digest = hashlib.sha256()
     digest.update((directory / "config.json").read_bytes())
@@ -180,6 +207,6 @@ def _fingerprint(directory: Path, config: EngineConfig, dtype: torch.dtype, devi
                 weights.seek(at)
                 digest.update(weights.read(2**20))
     settings = (config.load_format, config.seed if config.load_format == "dummy" else 0, config.quantization,
-                config.kv_cache_dtype, str(dtype), device.type)  # fmt: skip
+                config.kv_cache_dtype, str(dtype), device.type, rotary_length)  # fmt: skip
     digest.update(json.dumps(settings).encode())
     return digest.hexdigest()[:16]

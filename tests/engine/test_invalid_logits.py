@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
-from tests.engine.test_families import write_checkpoint
+from tests.engine.families.native_cases import write_llama
 
 POISON = 50
 PROMPTS = [[1, 2, 3, 4, 5], [6, POISON, 8, 9, 10, 11, 12], [13, 14], [1, 2, 3, POISON], [15] * 9]
@@ -20,7 +20,7 @@ PROMPTS = [[1, 2, 3, 4, 5], [6, POISON, 8, 9, 10, 11, 12], [13, 14], [1, 2, 3, P
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose embedding of one token is NaN."""
-    directory = write_checkpoint(tmp_path_factory.mktemp("poisoned"), tie_word_embeddings=False)
+    directory = write_llama(tmp_path_factory.mktemp("poisoned"), tie_word_embeddings=False)
     weights = load_file(directory / "model.safetensors")
     weights["model.embed_tokens.weight"][POISON] = torch.nan
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

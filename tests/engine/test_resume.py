@@ -14,7 +14,7 @@ from engine.errors import InvalidRequest
 from engine.outputs import SampleState
 from engine.plan import TokenLogprobs
 from engine.sampling_params import SamplingParams, StructuredOutputs
-from tests.engine.test_families import write_checkpoint
+from tests.engine.families.native_cases import write_llama
 
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 33, 60]
 
@@ -87,7 +87,7 @@ def check_equal(samples: list[Sample], whole: list[Sample], where: str) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+    return write_llama(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize("overlapped", [False, True])

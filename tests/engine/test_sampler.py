@@ -13,7 +13,8 @@ from engine.execution.sampler import Sampler, SamplerOutput, SampleWork
 from engine.llm import LLM
 from engine.plan import NewRow, Sample
 from engine.sampling_params import SamplingParams
-from tests.engine.test_families import VOCAB_SIZE, write_checkpoint
+from tests.engine.families.native_cases import write_llama
+from tests.engine.families.tiny import VOCAB_SIZE
 
 EOS = 3
 # Not in order of size, so that a filter that forgets to map back is found.
@@ -208,7 +209,7 @@ def test_logprobs_zero_gives_the_chosen_token_alone() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+    return write_llama(tmp_path_factory.mktemp("tiny"))
 
 
 def prompt_of(number: int) -> list[int]:

@@ -1,1 +1,1 @@
-"""Adapters for model families that do not go through the attention interface."""
+"""The model families: how each one's checkpoints become transformers' modules, attending through the paged cache."""

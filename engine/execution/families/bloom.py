@@ -1,0 +1,59 @@
+"""BLOOM. transformers' attention adds its ALiBi tensor by itself; here the kernel computes the biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.models.bloom.modeling_bloom import BloomAttention, BloomMLP
+
+from engine.execution.attention import attend
+from engine.execution.families.alibi import alibi_slopes
+from engine.execution.families.family import Family, RawConfig, native_config
+from kernels.scoring import Scoring
+
+_TRAINED_CONTEXT = 2048
+
+
+class PagedBloomAttention(BloomAttention):
+    alibi_slopes: torch.Tensor
+
+    def forward(
+        self, hidden_states: torch.Tensor, residual: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, None]:
+        # [1, num_heads, num_tokens, head_dim] each
+        heads = self._reshape(self.query_key_value(hidden_states))
+        query, key, value = (x[0].transpose(0, 1) for x in heads)
+        scoring = Scoring(self.inv_norm_factor, alibi_slopes=self.alibi_slopes)
+        out = attend(self.layer_idx, query, key, value, scoring)
+        return residual + self.dense(out.flatten(1))[None], None
+
+
+def _build_config(raw: RawConfig) -> PretrainedConfig:
+    config: Any = native_config(raw)
+    config.max_position_embeddings = raw.get("seq_length") or _TRAINED_CONTEXT
+    return config
+
+
+def _adapt(module: nn.Module) -> None:
+    for child in module.modules():
+        if isinstance(child, BloomAttention):
+            child.__class__ = PagedBloomAttention
+            child.register_buffer("alibi_slopes", alibi_slopes(child.num_heads), persistent=False)
+        if isinstance(child, BloomMLP):
+            # Reproduces the summation order of a tensor-parallel training run; nothing to us, and it reads weights
+            # that fusion repacks.
+            child.slow_but_exact = False
+
+
+BLOOM = Family(
+    name="BLOOM",
+    model_types=("bloom",),
+    architectures=("BloomForCausalLM",),
+    build_config=_build_config,
+    adapt=_adapt,
+    has_attention_interface=False,
+    extrapolates=lambda _config: True,
+)

@@ -10,15 +10,15 @@ from typing import Any, Self, TypeVar
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
-from producer import flows, submitting
-from producer.async_handles import AsyncBatchHandle, AsyncJobHandle
+from producer import flows, preparing, submitting
+from producer.async_handles import AsyncBatchHandle, AsyncDeadLetters, AsyncJobHandle
 from producer.async_listener import AsyncListener
-from producer.client import check_options, signing_keys
 from producer.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wait
-from producer.submitting import JobLike, OnFull, OnInvalid
+from producer.preparing import JobLike, OnInvalid
+from producer.producer_base import ProducerBase
+from producer.submitting import OnFull
 from producer.wire.connecting import open_async_client
 from producer.wire.discovery import find_redis
-from producer.wire.durability import Durability
 from producer.wire.outputs import JobStatus
 from producer.wire.transport import AsyncTransport
 
@@ -28,7 +28,7 @@ MAX_CONNECTIONS = 32
 """Ten thousand tasks may call at once; they take turns on these."""
 
 
-class AsyncProducer:
+class AsyncProducer(ProducerBase):
     """Producer for one event loop: use it on the loop that first used it.
 
     async with AsyncProducer() as producer:
@@ -36,35 +36,22 @@ class AsyncProducer:
         print((await handle.result(timeout=60)).text)
     """
 
-    def __init__(
-        self,
-        url: str | None = None,
-        *,
-        queue: str = "default",
-        tenant: str = "default",
-        hmac_key: str | bytes | None = None,
-        durability: Durability = "server",
-    ) -> None:
-        check_options(queue, tenant, durability)
-        self.queue = queue
-        self.tenant = tenant
-        self._url = url
-        self._hmac_keys = signing_keys(hmac_key)
-        self._durability = durability
+    def _init_connection(self) -> None:
         self._connection: _Connection | None = None
 
-    def __repr__(self) -> str:
-        return f"AsyncProducer(queue={self.queue!r}, tenant={self.tenant!r})"
-
     async def submit(
-        self, job: JobLike | None = None, /, *, job_id: str | None = None, **fields: Any
+        self,
+        job: JobLike | None = None,
+        /,
+        *,
+        job_id: str | None = None,
+        on_full: OnFull = "raise",
+        **fields: Any,
     ) -> AsyncJobHandle:
         """As Producer.submit."""
-        chosen = submitting.new_job_id() if job_id is None else submitting.check_id(job_id)
-        built = submitting.build_job(job, fields, self.tenant)
-        return AsyncJobHandle(
-            self, await self._run(submitting.submit(self.queue, built, chosen, self._hmac_keys))
-        )
+        chosen = preparing.new_job_id() if job_id is None else preparing.check_id(job_id)
+        item = self._preparer.job(job, fields, chosen)
+        return AsyncJobHandle(self, await self._run(submitting.submit(self.queue, item, on_full)))
 
     async def submit_many(
         self,
@@ -75,30 +62,26 @@ class AsyncProducer:
         on_full: OnFull = "block",
     ) -> AsyncBatchHandle:
         """As Producer.submit_many."""
-        chosen = submitting.new_batch_id() if batch_id is None else submitting.check_id(batch_id)
-        items = submitting.prepare_items(
-            jobs,
-            chosen,
-            queue=self.queue,
-            tenant=self.tenant,
-            hmac_keys=self._hmac_keys,
-            on_invalid=on_invalid,
-            by_content=batch_id is not None,
-        )
-        await self._run(submitting.submit_many(self.queue, chosen, items, on_full))
+        chosen = preparing.new_batch_id() if batch_id is None else preparing.check_id(batch_id)
+        items = self._preparer.items(jobs, chosen, on_invalid=on_invalid, by_content=batch_id is not None)
+        await self._run(submitting.submit_many(self.queue, chosen, items, on_full, on_invalid))
         return AsyncBatchHandle(self, chosen)
 
     def job(self, job_id: str) -> AsyncJobHandle:
         """As Producer.job."""
-        return AsyncJobHandle(self, submitting.check_id(job_id))
+        return AsyncJobHandle(self, preparing.check_id(job_id))
 
     def batch(self, batch_id: str) -> AsyncBatchHandle:
         """As Producer.batch."""
-        return AsyncBatchHandle(self, submitting.check_id(batch_id))
+        return AsyncBatchHandle(self, preparing.check_id(batch_id))
 
     async def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
         """As Producer.statuses."""
         return await self._run(flows.statuses(self.queue, job_ids))
+
+    def dead_letters(self) -> AsyncDeadLetters:
+        """As Producer.dead_letters."""
+        return AsyncDeadLetters(self)
 
     async def close(self) -> None:
         """Close the connections. A later use opens new ones."""

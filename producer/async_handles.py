@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from producer import flows
+from producer import dead_flows, flows
+from producer.dead_flows import Replay
+from producer.wire.dead_letters import DeadLetter, OpenedLetter
 from producer.wire.outputs import BatchCounts, BatchItem, JobStatus, Progress, Result, StreamEvent
 
 if TYPE_CHECKING:
@@ -68,3 +70,28 @@ class AsyncBatchHandle:
 
     async def cancel(self) -> int:
         return await self._producer._run(flows.cancel_batch(self._producer.queue, self.id))
+
+
+class AsyncDeadLetters:
+    """The dead letters of a queue, as DeadLetters."""
+
+    __slots__ = ("_producer",)
+
+    def __init__(self, producer: AsyncProducer) -> None:
+        self._producer = producer
+
+    def list(self, error: str | None = None) -> AsyncIterator[DeadLetter]:
+        return self._producer._iterate(dead_flows.letters(self._producer.queue, error))
+
+    async def show(self, job_id: str) -> OpenedLetter:
+        return await self._producer._run(dead_flows.show(self._producer.queue, job_id))
+
+    async def replay(self, job_ids: Sequence[str] | None = None, *, error: str | None = None) -> Replay:
+        flow = dead_flows.replay(self._producer.queue, self._producer._preparer, job_ids, error)
+        return await self._producer._run(flow)
+
+    async def purge(
+        self, job_ids: Sequence[str] | None = None, *, error: str | None = None, replayed: bool = False
+    ) -> int:
+        wanted = dead_flows.Wanted(error, replayed)
+        return await self._producer._run(dead_flows.purge(self._producer.queue, job_ids, wanted))

@@ -7,31 +7,27 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, get_args
+from typing import Any, Self, TypeVar
 
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
-from producer import flows, submitting
+from producer import flows, preparing, submitting
 from producer.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wait
-from producer.handles import BatchHandle, JobHandle
+from producer.handles import BatchHandle, DeadLetters, JobHandle
 from producer.listener import Listener
-from producer.submitting import JobLike, OnFull, OnInvalid
-from producer.wire import keys
+from producer.preparing import JobLike, OnInvalid
+from producer.producer_base import ProducerBase
+from producer.submitting import OnFull
 from producer.wire.connecting import open_client
 from producer.wire.discovery import find_redis
-from producer.wire.durability import Durability
-from producer.wire.errors import InvalidJob
 from producer.wire.outputs import JobStatus
-from producer.wire.signing import Keys
 from producer.wire.transport import Pending, SyncTransport
 
 T = TypeVar("T")
 
-HMAC_KEYS_VARIABLE = "PAGEMILL_HMAC_KEYS"
 
-
-class Producer:
+class Producer(ProducerBase):
     """Submits generation jobs to one queue and collects their results.
 
     Connects when it is first used. Threads may share it, and a forked child gets connections of its own. As a
@@ -41,43 +37,31 @@ class Producer:
             handle = producer.submit(prompt="The capital of France is", model="smollm2")
             print(handle.result(timeout=60).text)
 
-    Without `url`, PAGEMILL_REDIS_URL says where Redis is, else the embedded server of a local worker is used.
-    With `hmac_key` (without it: the first of PAGEMILL_HMAC_KEYS, if that is set) every job is signed. With
-    `durability="fsync"` a submit returns once it is in the server's append-only file on disk. Every method
-    may raise RedisUnavailable.
+    ProducerBase says what it is made with. Every method may raise RedisUnavailable.
     """
 
-    def __init__(
-        self,
-        url: str | None = None,
-        *,
-        queue: str = "default",
-        tenant: str = "default",
-        hmac_key: str | bytes | None = None,
-        durability: Durability = "server",
-    ) -> None:
-        check_options(queue, tenant, durability)
-        self.queue = queue
-        self.tenant = tenant
-        self._url = url
-        self._hmac_keys = signing_keys(hmac_key)
-        self._durability = durability
+    def _init_connection(self) -> None:
         self._lock = threading.Lock()
         self._connection: _Connection | None = None
 
-    def __repr__(self) -> str:
-        return f"Producer(queue={self.queue!r}, tenant={self.tenant!r})"
-
-    def submit(self, job: JobLike | None = None, /, *, job_id: str | None = None, **fields: Any) -> JobHandle:
+    def submit(
+        self,
+        job: JobLike | None = None,
+        /,
+        *,
+        job_id: str | None = None,
+        on_full: OnFull = "raise",
+        **fields: Any,
+    ) -> JobHandle:
         """Submit one job: a Job, a mapping, or its fields as keywords.
 
         The id is minted here, so a submit that is repeated after a lost reply adds nothing: after
-        RedisUnavailable, `submit(..., job_id=error.job_id)` is safe. Raises InvalidJob, QueueFull,
-        IdempotencyConflict.
+        RedisUnavailable, `submit(..., job_id=error.job_id)` is safe. `on_full`: "raise" raises QueueFull,
+        "block" waits for room. Raises InvalidJob, IdempotencyConflict.
         """
-        chosen = submitting.new_job_id() if job_id is None else submitting.check_id(job_id)
-        built = submitting.build_job(job, fields, self.tenant)
-        return JobHandle(self, self._run(submitting.submit(self.queue, built, chosen, self._hmac_keys)))
+        chosen = preparing.new_job_id() if job_id is None else preparing.check_id(job_id)
+        item = self._preparer.job(job, fields, chosen)
+        return JobHandle(self, self._run(submitting.submit(self.queue, item, on_full)))
 
     def submit_many(
         self,
@@ -94,30 +78,26 @@ class Producer:
         failed item of the batch, "raise" raises InvalidJob (what came before stays submitted). `on_full`:
         "block" waits for room, "raise" raises QueueFull.
         """
-        chosen = submitting.new_batch_id() if batch_id is None else submitting.check_id(batch_id)
-        items = submitting.prepare_items(
-            jobs,
-            chosen,
-            queue=self.queue,
-            tenant=self.tenant,
-            hmac_keys=self._hmac_keys,
-            on_invalid=on_invalid,
-            by_content=batch_id is not None,
-        )
-        self._run(submitting.submit_many(self.queue, chosen, items, on_full))
+        chosen = preparing.new_batch_id() if batch_id is None else preparing.check_id(batch_id)
+        items = self._preparer.items(jobs, chosen, on_invalid=on_invalid, by_content=batch_id is not None)
+        self._run(submitting.submit_many(self.queue, chosen, items, on_full, on_invalid))
         return BatchHandle(self, chosen)
 
     def job(self, job_id: str) -> JobHandle:
         """A handle to a job that was submitted elsewhere, or before. Asks the server nothing yet."""
-        return JobHandle(self, submitting.check_id(job_id))
+        return JobHandle(self, preparing.check_id(job_id))
 
     def batch(self, batch_id: str) -> BatchHandle:
         """A handle to a batch that was submitted elsewhere, or before. Asks the server nothing yet."""
-        return BatchHandle(self, submitting.check_id(batch_id))
+        return BatchHandle(self, preparing.check_id(batch_id))
 
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
         """The status of many jobs at once. Raises JobNotFound."""
         return self._run(flows.statuses(self.queue, job_ids))
+
+    def dead_letters(self) -> DeadLetters:
+        """The queue's dead letters: of all tenants, for who looks after it."""
+        return DeadLetters(self)
 
     def close(self) -> None:
         """Close the connections. A later use opens new ones."""
@@ -221,20 +201,3 @@ class _Connection:
     def close(self) -> None:
         self.listener.close()
         self.transport.close()
-
-
-def check_options(queue: str, tenant: str, durability: str) -> None:
-    """Raise InvalidJob for a producer's options that make no sense."""
-    keys.prefix(queue)
-    if not keys.TENANT_PATTERN.fullmatch(tenant):
-        raise InvalidJob("a tenant is 1 to 64 of the characters A-Z a-z 0-9 . _ @ -")
-    if durability not in get_args(Durability):
-        raise InvalidJob(f"durability is one of {', '.join(get_args(Durability))}")
-
-
-def signing_keys(given: str | bytes | None) -> Keys:
-    """The key to sign with: the one given, else the first of PAGEMILL_HMAC_KEYS. Raises InvalidJob."""
-    if given is not None:
-        return Keys([given])
-    first = os.environ.get(HMAC_KEYS_VARIABLE, "").split(",")[0].strip()
-    return Keys([first] if first else [])

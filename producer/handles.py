@@ -1,11 +1,13 @@
-"""Handles to a job and to a batch. They hold an id and a Producer, so they cost nothing to keep."""
+"""Handles to a job, a batch and the dead letters. They hold an id and a Producer, so they cost nothing to keep."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from producer import flows
+from producer import dead_flows, flows
+from producer.dead_flows import Replay
+from producer.wire.dead_letters import DeadLetter, OpenedLetter
 from producer.wire.outputs import BatchCounts, BatchItem, JobStatus, Progress, Result, StreamEvent
 
 if TYPE_CHECKING:
@@ -86,3 +88,39 @@ class BatchHandle:
     def cancel(self) -> int:
         """Stop every job that has not ended; returns how many."""
         return self._producer._run(flows.cancel_batch(self._producer.queue, self.id))
+
+
+class DeadLetters:
+    """The jobs of a queue that used up their attempts, or kept killing workers. Kept for 14 days.
+
+    Every method may raise RedisUnavailable.
+    """
+
+    __slots__ = ("_producer",)
+
+    def __init__(self, producer: Producer) -> None:
+        self._producer = producer
+
+    def list(self, error: str | None = None) -> Iterator[DeadLetter]:
+        """The letters, the latest death first; of one error code, or of one cause of used-up attempts."""
+        return self._producer._iterate(dead_flows.letters(self._producer.queue, error))
+
+    def show(self, job_id: str) -> OpenedLetter:
+        """One letter with its payload and what had been generated. Raises JobNotFound."""
+        return self._producer._run(dead_flows.show(self._producer.queue, job_id))
+
+    def replay(self, job_ids: Sequence[str] | None = None, *, error: str | None = None) -> Replay:
+        """Submit dead jobs again, as new ones: these, all of one error, or all.
+
+        A letter is replayed once, however often this is called; again only if its replay was cancelled,
+        expired or failed. The new job has no deadline or delay, a `ttl` counts anew. Raises QueueFull.
+        """
+        flow = dead_flows.replay(self._producer.queue, self._producer._preparer, job_ids, error)
+        return self._producer._run(flow)
+
+    def purge(
+        self, job_ids: Sequence[str] | None = None, *, error: str | None = None, replayed: bool = False
+    ) -> int:
+        """Forget letters: these, all of one error, or all; `replayed`: of those, the ones that run again."""
+        wanted = dead_flows.Wanted(error, replayed)
+        return self._producer._run(dead_flows.purge(self._producer.queue, job_ids, wanted))

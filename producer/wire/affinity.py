@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from producer.wire.protocol import Job
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 PREFIX_CHARS = 256
 """Of a prompt without a system message: its beginning stands for the template it was made with."""
 PREFIX_TOKENS = 64
 
 
-def prefix_hash(job: Job) -> str | None:
-    """16 hex digits, equal for jobs that begin alike; None for a job that is too short to share much."""
-    prefix = _prefix(job)
-    return None if prefix is None else hashlib.blake2b(prefix.encode(), digest_size=8).hexdigest()
+def prompt_affinity(text: str) -> str | None:
+    """16 hex digits, equal for prompts that begin alike; None for one that is too short to share much."""
+    return _digest(text[:PREFIX_CHARS]) if len(text) > PREFIX_CHARS else None
 
 
-def _prefix(job: Job) -> str | None:
-    if job.prompt is not None:
-        return _beginning(job.prompt)
-    if job.prompt_token_ids is not None:
-        first = job.prompt_token_ids[:PREFIX_TOKENS]
-        return ",".join(map(str, first)) if len(job.prompt_token_ids) > PREFIX_TOKENS else None
-    messages = job.messages or ()
+def token_affinity(token_ids: Sequence[int]) -> str | None:
+    """As `prompt_affinity`."""
+    first = token_ids[:PREFIX_TOKENS]
+    return _digest(",".join(map(str, first))) if len(token_ids) > PREFIX_TOKENS else None
+
+
+def chat_affinity(turns: Iterable[tuple[str, str]]) -> str | None:
+    """Of (role, content) pairs: the system messages they begin with, else the beginning of the first one."""
     system: list[str] = []
-    for message in messages:
-        if message.role != "system":
-            break
-        system.append(message.content)
-    return "\0".join(system) if system else _beginning(messages[0].content)
+    for role, content in turns:
+        if role != "system":
+            return _digest("\0".join(system)) if system else prompt_affinity(content)
+        system.append(content)
+    return _digest("\0".join(system))
 
 
-def _beginning(text: str) -> str | None:
-    return text[:PREFIX_CHARS] if len(text) > PREFIX_CHARS else None
+@lru_cache(maxsize=1024)
+def _digest(prefix: str) -> str:
+    return hashlib.blake2b(prefix.encode(), digest_size=8).hexdigest()

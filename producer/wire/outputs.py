@@ -109,6 +109,8 @@ class ErrorInfo(WireModel):
 
     code: str
     message: str
+    cause: str = ""
+    """The code of the last attempt's error, when `code` is attempts_exhausted."""
     retryable: bool = False
     partial: tuple[Output, ...] = ()
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, Strict, StringConstraints, ValidationError, field_validator, model_validator
 
 from producer.wire import keys
+from producer.wire.affinity import chat_affinity, prompt_affinity, token_affinity
 from producer.wire.errors import FINAL_CODES, InvalidJob
 from producer.wire.json_values import check_json
 from producer.wire.outputs import (
@@ -87,6 +88,8 @@ DEFAULT_MAX_ATTEMPTS = 3
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_METADATA_BYTES = 16 << 10
 MAX_METADATA_DEPTH = 16
+MAX_KEY = 255
+"""Characters in an idempotency key, or in an item's name in its batch."""
 MAX_MESSAGES = 1024
 MAX_SECONDS = 366 * 86400.0
 """Longest delay, ttl or timeout."""
@@ -98,6 +101,7 @@ CHAT_TOKENS_GUESS = 256
 _Seconds = Annotated[float, Strict(), Field(gt=0.0, le=MAX_SECONDS, allow_inf_nan=False)]
 _UnixTime = Annotated[float, Strict(), Field(ge=0.0, le=1e11, allow_inf_nan=False)]
 _Bool = Annotated[bool, Strict()]
+_Key = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=MAX_KEY)]
 
 
 class Message(WireModel):
@@ -134,13 +138,11 @@ class Job(SamplingFields):
     """Seconds that one execution may take."""
     max_attempts: Int = Field(default=DEFAULT_MAX_ATTEMPTS, ge=1, le=100)
     """Executions that may end in the job's own retryable error."""
-    idempotency_key: Annotated[str, StringConstraints(strict=True, min_length=1, max_length=255)] | None = (
-        None
-    )
+    idempotency_key: _Key | None = None
     dedupe: _Bool = False
     """Do not run while an equal job of the tenant waits or runs: its end is this one's too. The outcome must
     follow from the job, so it takes temperature 0 or a seed."""
-    key: Annotated[str, StringConstraints(strict=True, min_length=1, max_length=255)] | None = None
+    key: _Key | None = None
     """The item's name inside its batch."""
     metadata: dict[str, Any] | None = None
     """The caller's own JSON, handed back with status and result."""
@@ -188,9 +190,7 @@ class Job(SamplingFields):
             added += b'"seed":%d,' % seed
         payload = b'{"v":%d,%b%b' % (ENVELOPE_VERSION, added, body[1:])
         if len(payload) > MAX_PAYLOAD_BYTES:
-            raise InvalidJob(
-                f"the job has {len(payload)} bytes, the limit is {MAX_PAYLOAD_BYTES}", "payload_too_large"
-            )
+            raise too_large(len(payload))
         return payload
 
     def sampling(self) -> dict[str, Any]:
@@ -205,18 +205,42 @@ class Job(SamplingFields):
         if self.prompt_token_ids is not None:
             prompt_tokens = len(self.prompt_token_ids)
         elif self.prompt is not None:
-            prompt_tokens = _text_tokens(self.prompt)
+            prompt_tokens = text_tokens(self.prompt.encode())
         else:
-            prompt_tokens = sum(_text_tokens(message.content) + 4 for message in self.messages or ())
+            prompt_tokens = sum(turn_tokens(message.content.encode()) for message in self.messages or ())
+        return prompt_tokens + self.output_tokens()
+
+    def output_tokens(self) -> int:
+        """How many tokens it will generate at most, or a guess of that."""
         default = CHAT_TOKENS_GUESS if self.messages is not None else DEFAULT_PROMPT_MAX_TOKENS
-        return prompt_tokens + (self.max_tokens or default) * self.n
+        return (self.max_tokens or default) * self.n
+
+    def affinity(self) -> str | None:
+        """Equal for jobs whose prompts begin alike; see affinity.py."""
+        if self.prompt is not None:
+            return prompt_affinity(self.prompt)
+        if self.prompt_token_ids is not None:
+            return token_affinity(self.prompt_token_ids)
+        return chat_affinity((message.role, message.content) for message in self.messages or ())
 
     def digest(self) -> str:
         """A hash of what the job computes: prompt, model and sampling, not when, for whom or how soon."""
+        return work_digest(self.settings_work(), self.prompt_work())
+
+    def settings_work(self) -> bytes:
+        """What the job computes, but for its prompt."""
         # The seed of a greedy job is not used.
         fields = _WORK_FIELDS if self.temperature > 0.0 else _WORK_FIELDS - {"seed"}
-        work = self.model_dump_json(include=fields, exclude_defaults=True)
-        return hashlib.blake2b(work.encode(), digest_size=12).hexdigest()
+        return self.model_dump_json(include=fields, exclude_defaults=True).encode()
+
+    def prompt_work(self) -> bytes:
+        """The prompt in a form that no other prompt has."""
+        if self.prompt is not None:
+            return b"p" + self.prompt.encode()
+        if self.prompt_token_ids is not None:
+            return b"t" + ",".join(map(str, self.prompt_token_ids)).encode()
+        turns = ((turn.role.encode(), turn.content.encode()) for turn in self.messages or ())
+        return b"m" + b"".join(b"%b:%d:%b" % (role, len(content), content) for role, content in turns)
 
     @model_validator(mode="before")
     @classmethod
@@ -232,11 +256,8 @@ class Job(SamplingFields):
     @field_validator("metadata")
     @classmethod
     def _small_json(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is None:
-            return None
-        check_json(value, MAX_METADATA_DEPTH)
-        if len(json.dumps(value, ensure_ascii=False).encode()) > MAX_METADATA_BYTES:
-            raise ValueError(f"metadata has more than {MAX_METADATA_BYTES} bytes of JSON")
+        if value is not None:
+            metadata_json(value)
         return value
 
     @field_validator("webhook")
@@ -257,11 +278,35 @@ class Job(SamplingFields):
         return self
 
 
-_WORK_FIELDS = {*SAMPLING_FIELDS, "prompt", "messages", "prompt_token_ids", "model"}
+_WORK_FIELDS = {*SAMPLING_FIELDS, "model"}
 
 
-def _text_tokens(text: str) -> int:
-    return len(text.encode()) // BYTES_PER_TOKEN + 1
+def metadata_json(value: dict[str, Any]) -> str:
+    """Raises ValueError for what is not plain JSON, or too much of it."""
+    check_json(value, MAX_METADATA_DEPTH)
+    text = json.dumps(value, ensure_ascii=False)
+    if len(text.encode()) > MAX_METADATA_BYTES:
+        raise ValueError(f"metadata has more than {MAX_METADATA_BYTES} bytes of JSON")
+    return text
+
+
+def work_digest(settings: bytes, prompt: bytes) -> str:
+    """Of `Job.settings_work` and `Job.prompt_work`."""
+    return hashlib.blake2b(settings + prompt, digest_size=12).hexdigest()
+
+
+def too_large(size: int) -> InvalidJob:
+    return InvalidJob(f"the job has {size} bytes, the limit is {MAX_PAYLOAD_BYTES}", "payload_too_large")
+
+
+def text_tokens(text: bytes) -> int:
+    """A guess of the tokens in so much UTF-8."""
+    return len(text) // BYTES_PER_TOKEN + 1
+
+
+def turn_tokens(content: bytes) -> int:
+    """The same for a message, with what the chat template puts around it."""
+    return text_tokens(content) + 4
 
 
 def _structure(response_format: Any) -> dict[str, Any] | None:

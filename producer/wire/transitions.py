@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, Literal
 
 from producer.wire import keys
-from producer.wire.affinity import prefix_hash
 from producer.wire.checkpoints import merge_checkpoint
 from producer.wire.outputs import Checkpoint, Delta, EndState, ErrorInfo, Progress
 from producer.wire.protocol import ENVELOPE_VERSION, Job
@@ -144,13 +143,12 @@ def prepare(
 
     `replay_of` names the dead job that it runs again. Raises InvalidJob when the job is too large.
     """
-    lane = keys.lane(ENVELOPE_VERSION, job.priority, job.tenant, job.model)
     # Spelled out, because it is a fifth of a submit's cost otherwise; ids and lanes need no escaping.
-    header = f'"id":"{job_id}","lane":"{lane}","cost":{job.cost_tokens()}'
-    affinity = prefix_hash(job)
+    header = f'"id":"{job_id}","lane":"{lane_of(job)}","cost":{job.cost_tokens()}'
+    affinity = job.affinity()
     if affinity is not None:
         header += f',"affinity":"{affinity}"'
-    options = _header_options(job)
+    options = header_options(job)
     if job.key or key:
         options["key"] = job.key or key or ""
     if job.idempotency_key is not None or job.dedupe:
@@ -165,7 +163,11 @@ def prepare(
     return Submission(job_id, f"{{{header}}}".encode(), job.to_payload(key=key, seed=seed))
 
 
-def _header_options(job: Job) -> dict[str, str | int]:
+def lane_of(job: Job) -> str:
+    return keys.lane(ENVELOPE_VERSION, job.priority, job.tenant, job.model)
+
+
+def header_options(job: Job) -> dict[str, str | int]:
     """What the submit script must know beyond id, lane and cost; most jobs have nothing of it."""
     given = job.model_fields_set & _HEADER_FIELDS
     options: dict[str, str | int] = {}
@@ -289,6 +291,7 @@ def retry(
     """
     last = ErrorInfo(
         code="attempts_exhausted",
+        cause=error.code,
         message=f"every attempt failed, the last with {error.code}: {error.message}",
         partial=error.partial,
     )

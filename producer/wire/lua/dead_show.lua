@@ -1,0 +1,12 @@
+-- Dead letters with what they hold.
+-- KEYS[1] prefix
+-- ARGV job ids
+-- Returns per id an empty list (no dead job) or {letter, payload or '', checkpoint entries}
+-- @include letters
+local replies = {}
+for i, id in ipairs(ARGV) do
+  local found = letter(id)
+  replies[i] = found
+    and {found, redis.call('GET', P .. 'in:' .. id) or '', redis.call('LRANGE', P .. 'ckpt:' .. id, 0, -1)} or {}
+end
+return replies

@@ -1,0 +1,17 @@
+-- @include records
+-- A dead letter: {id, died_at, lane, created_at, attempts, crashes, batch, key, the job it was replayed as,
+-- metadata, error}; false for a job that is not dead
+local function letter(id)
+  local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'finished_at', 'lane', 'created_at', 'failures', 'crashes',
+    'batch', 'key', 'replayed_as')
+  if job[1] ~= 'dead' then
+    return false
+  end
+  job[1] = id
+  for i = 2, 9 do
+    job[i] = job[i] or ''
+  end
+  job[10] = redis.call('GET', P .. 'md:' .. id) or ''
+  job[11] = redis.call('GET', P .. 'out:' .. id) or ''
+  return job
+end

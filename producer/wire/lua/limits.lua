@@ -1,0 +1,29 @@
+-- What a queue takes and gives at most. Without further arguments nothing is changed.
+-- KEYS[1] prefix
+-- ARGV name and value in turn, '' for no limit of the queue's own: limit (jobs that may wait), max_payload (bytes),
+--   rate (jobs a second that may start) and burst (how many of them at once)
+-- Returns {limit, max_payload, rate, burst}, '' where there is none
+-- @include common
+local NAMES = {limit = true, max_payload = true, rate = true, burst = true}
+for i = 1, #ARGV, 2 do
+  local value = tonumber(ARGV[i + 1])
+  if not NAMES[ARGV[i]] or (ARGV[i + 1] ~= '' and not (value and value > 0 and value <= 1e12)) then
+    return redis.error_reply('PAGEMILL bad limit at ARGV ' .. i)
+  end
+end
+for i = 1, #ARGV, 2 do
+  if ARGV[i + 1] == '' then
+    redis.call('HDEL', P .. 'meta', ARGV[i])
+  else
+    redis.call('HSET', P .. 'meta', ARGV[i], ARGV[i + 1])
+  end
+end
+if #ARGV > 0 then
+  -- A bucket of another size, or that fills at another speed, begins full.
+  redis.call('HDEL', P .. 'meta', 'level', 'level_at')
+end
+local replies = redis.call('HMGET', P .. 'meta', 'limit', 'max_payload', 'rate', 'burst')
+for i = 1, 4 do
+  replies[i] = replies[i] or ''
+end
+return replies

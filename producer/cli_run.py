@@ -273,7 +273,9 @@ def _execute(dataset: DatasetRun, producer: Producer, metrics_url: str | None, q
     total = count if count is None or dataset.limit is None else min(count, dataset.limit)
     with RunBar(total, metrics_url, is_quiet=quiet) as bar:
         dataset.on_news = bar.update
-        return dataset.execute(producer)
+        summary = dataset.execute(producer)
+        summary.kv_utilization, summary.kv_waste = bar.kv_figures()
+        return summary
 
 
 def _finish(

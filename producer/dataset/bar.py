@@ -16,6 +16,7 @@ from producer.dataset.work import Tally
 LOG_INTERVAL_S = 10.0
 SCRAPE_INTERVAL_S = 1.0
 KV_METRIC = "pagemill_kv_cache_utilization_ratio"
+WASTE_METRIC = "pagemill_kv_cache_waste_ratio"
 
 
 class RunBar:
@@ -50,6 +51,10 @@ class RunBar:
         self._progress.stop()
         self._kv.stop()
 
+    def kv_figures(self) -> tuple[float | None, float | None]:
+        """Mean KV utilisation and mean waste (slots of blocks in use that hold no token) of the run."""
+        return self._kv.mean(KV_METRIC), self._kv.mean(WASTE_METRIC)
+
     def update(self, tally: Tally, done_before: int = 0) -> None:
         """Show the tally. `done_before`: rows that an earlier start had finished."""
         now = time.monotonic()
@@ -76,17 +81,18 @@ class RunBar:
 
 
 class KvGauge:
-    """The KV utilisation of one worker, scraped once a second on a thread; None where it cannot be had."""
+    """The KV utilisation and waste of one worker, scraped once a second on a thread; None where there is none."""
 
     def __init__(self, url: str | None) -> None:
         self.ratio: float | None = None
         self._url = url if url is not None and url.startswith("http://") else None
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
+        self._samples: dict[str, list[float]] = {KV_METRIC: [], WASTE_METRIC: []}
 
     def start(self) -> None:
         if self._url is not None:
-            self._thread = threading.Thread(target=self._scrape, name="kv-gauge", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="kv-gauge", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
@@ -94,14 +100,29 @@ class KvGauge:
         if self._thread is not None:
             self._thread.join(timeout=2 * SCRAPE_INTERVAL_S)
 
-    def _scrape(self) -> None:
-        assert self._url is not None
+    def mean(self, metric: str) -> float | None:
+        """The mean over the scrapes that found blocks in use."""
+        values = self._samples[metric]
+        return sum(values) / len(values) if values else None
+
+    def _watch(self) -> None:
         while not self._stopped.wait(SCRAPE_INTERVAL_S):
-            try:
-                with urllib.request.urlopen(self._url, timeout=SCRAPE_INTERVAL_S) as reply:
-                    lines = reply.read().decode().splitlines()
-            except (OSError, ValueError):
-                self.ratio = None
-                continue
-            values = [line.rpartition(" ")[2] for line in lines if line.startswith(KV_METRIC)]
-            self.ratio = float(values[0]) if values else None
+            values = self._scrape()
+            self.ratio = values.get(KV_METRIC)
+            if self.ratio:
+                for metric, value in values.items():
+                    self._samples[metric].append(value)
+
+    def _scrape(self) -> dict[str, float]:
+        assert self._url is not None
+        try:
+            with urllib.request.urlopen(self._url, timeout=SCRAPE_INTERVAL_S) as reply:
+                text = reply.read().decode()
+        except (OSError, ValueError):
+            return {}
+        found = {}
+        for line in text.splitlines():
+            name = line.partition("{")[0].partition(" ")[0]
+            if name in self._samples:
+                found[name] = float(line.rpartition(" ")[2])
+        return found

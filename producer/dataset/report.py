@@ -25,6 +25,9 @@ def figures(summary: Summary) -> list[tuple[str, str]]:
                    f"{_number(facts['completion_tokens_per_second'])} output tokens/s"),
         ("prefix-cache hits", _percent(facts["cache_hit_ratio"])),
     ]  # fmt: skip
+    if summary.kv_utilization is not None:
+        waste = f", {_percent(summary.kv_waste)} of their slots empty" if summary.kv_waste is not None else ""
+        lines.append(("KV blocks in use", f"{_percent(summary.kv_utilization)} (mean){waste}"))
     if summary.unfinished:
         lines[0] = ("rows", lines[0][1] + f" + {summary.unfinished:,} unfinished")
     if summary.merged:

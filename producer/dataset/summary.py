@@ -81,6 +81,10 @@ class Summary:
     """Rows whose output parsed as the shape that was asked for."""
     wants_schema: bool = False
     price_per_hour: float | None = None
+    kv_utilization: float | None = None
+    """Mean share of the KV blocks that were in use, as far as it was watched."""
+    kv_waste: float | None = None
+    """Mean share of the slots of blocks in use that held no token."""
     error_codes: Counter[str] = field(default_factory=Counter)
     finish_reasons: Counter[str] = field(default_factory=Counter)
     labels: LabelCounts = field(default_factory=LabelCounts)
@@ -156,6 +160,8 @@ class Summary:
             "cache_hit_ratio": self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None,
             "completion_tokens_per_second": self._per_second(self.completion_tokens),
             "cost": self.cost,
+            "kv_utilization": self.kv_utilization,
+            "kv_waste": self.kv_waste,
             "schema_valid_ratio": self.schema_valid / self.succeeded
             if self.wants_schema and self.succeeded
             else None,

@@ -276,3 +276,20 @@ def test_gold_gives_accuracy(producer: Producer, valkey_url: str, queue_name: st
     assert summary.accuracy == 0.75
     assert summary.confusion == {("a", "a"): 2, ("a", "b"): 1, ("b", "b"): 1}
     assert summary.labels.as_json() == {"a": 2, "b": 2}
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_rows(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
+    """The run's own process: its peak after 120,000 rows beside its peak after 30,000."""
+    measured = RUN + "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    peaks = []
+    for count in (30_000, 120_000):
+        source = write_rows(tmp_path / f"{count}.jsonl", [f"row {i}" for i in range(count)])
+        command = [sys.executable, "-c", measured, valkey_url, f"{queue_name}-{count}", str(source)]
+        with scripted_worker(valkey_url, f"{queue_name}-{count}"):
+            done = subprocess.run(
+                [*command, str(tmp_path / f"{count}.out.jsonl")], capture_output=True, text=True, check=False
+            )
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stdout))
+    assert peaks[1] < peaks[0] * 1.15 + 8_192, f"{peaks} KiB"

@@ -1,0 +1,75 @@
+"""The examples, run as they are against a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.worker.harness import running_worker, worker_config
+
+
+@pytest.fixture(autouse=True)
+def worker(valkey_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An echo worker on the default queue's stand-in."""
+    monkeypatch.setenv("PAGEMILL_REDIS_URL", valkey_url)
+    monkeypatch.setenv("PAGEMILL_MODEL", "echo")
+    from producer import AsyncProducer, Producer
+
+    for client in (Producer, AsyncProducer):
+        defaults = dict(client.__init__.__kwdefaults__ or {})
+        monkeypatch.setattr(client.__init__, "__kwdefaults__", defaults | {"queue": queue_name})
+    with running_worker(worker_config(valkey_url, queue_name)) as worker:
+        yield worker
+
+
+def load(name: str) -> ModuleType:
+    return importlib.reload(importlib.import_module(f"examples.{name}"))
+
+
+def test_fastapi() -> None:
+    with TestClient(load("fastapi_service").app) as client:
+        asked = client.post("/questions", json={"text": "hello"})
+        assert asked.status_code == 202
+        answered = client.get(f"/questions/{asked.json()['id']}", params={"wait": 20})
+        assert answered.json() == {"state": "succeeded", "text": "hello"}
+        assert client.get("/questions/none-such").status_code == 404
+        assert client.post("/questions", json={"text": "x", "max_tokens": 0}).status_code == 422
+        with client.stream("POST", "/stream", json={"text": "token by token"}) as stream:
+            events = [json.loads(line[6:]) for line in stream.iter_lines() if line]
+        assert "".join(event["text"] for event in events) == "token by token"
+        assert events[-1]["type"] == "end"
+
+
+def test_flask() -> None:
+    example = load("flask_service")
+    client = example.app.test_client()
+    try:
+        first = client.post("/questions", json={"text": "hello"}, headers={"Idempotency-Key": "k"})
+        again = client.post("/questions", json={"text": "hello"}, headers={"Idempotency-Key": "k"})
+        assert first.status_code == 202
+        assert first.json == again.json
+        found = client.get(f"/questions/{first.json['id']}")
+        assert found.json == {"state": "succeeded", "text": "hello"}
+        assert client.delete(f"/questions/{first.json['id']}").json == {"cancelled": False}
+        assert client.get("/questions/none-such").status_code == 404
+    finally:
+        example.queue.close()
+
+
+def test_fan_out() -> None:
+    assert asyncio.run(load("fan_out").main(700)) == 700
+
+
+def test_label_dataframe() -> None:
+    example = load("label_dataframe")
+    frame = example.REVIEWS.set_index(example.REVIEWS.index + 10)
+    labels = example.label(frame, "text", ["good", "bad"])
+    assert list(labels.index) == [10, 11, 12]
+    assert set(labels) <= {"good", "bad"}

@@ -55,7 +55,8 @@ def configure_logging(
 
 def _json_processors(fields: Mapping[str, Any]) -> list[Processor]:
     def in_order(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-        return {name: event[name] for name in ("time", "level", "logger", "message")} | {**fields} | event
+        first = {name: event[name] for name in ("time", "level", "logger", "message")}
+        return {**first, **fields, **event}
 
     return [
         structlog.processors.TimeStamper(fmt=None, key="time"),

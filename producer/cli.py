@@ -238,7 +238,7 @@ def cancel(job_id: JobId, redis_url: RedisUrl = None, queue: Queue = "default") 
 @app.command()
 def workers(redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False) -> None:
     """The workers that are alive."""
-    found = _ask(redis_url, registry.workers(queue))
+    found = ask(redis_url, registry.workers(queue))
     views.print_workers(found, as_json)
     if not found and not as_json:
         say(
@@ -249,24 +249,24 @@ def workers(redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJso
 @queue_app.command("stats")
 def queue_stats(redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False) -> None:
     """Jobs by state, and what waits. Needs no live worker."""
-    views.print_queue(queue, _ask(redis_url, registry.stats(queue)), as_json)
+    views.print_queue(queue, ask(redis_url, registry.stats(queue)), as_json)
 
 
 @queue_app.command("pause")
 def queue_pause(redis_url: RedisUrl = None, queue: Queue = "default") -> None:
     """Stop handing out jobs: running ones finish, submits are accepted."""
-    _ask(redis_url, registry.set_paused(queue, True))
+    ask(redis_url, registry.set_paused(queue, True))
     say(f"queue {queue} is paused; go on with: pagemill queue resume --queue {queue}")
 
 
 @queue_app.command("resume")
 def queue_resume(redis_url: RedisUrl = None, queue: Queue = "default") -> None:
     """Hand out jobs again."""
-    _ask(redis_url, registry.set_paused(queue, False))
+    ask(redis_url, registry.set_paused(queue, False))
     say(f"queue {queue} is running")
 
 
-def _ask(url: str | None, call: Call[T]) -> T:
+def ask(url: str | None, call: Call[T]) -> T:
     """Run one call that no Producer makes."""
     with open_client(find_redis(url), call.keys[0].partition("{")[2].partition("}")[0]) as client:
         return SyncTransport(client).run(call)
@@ -280,7 +280,7 @@ def default_model(url: str | None, queue: str) -> str:
     give_up = time.monotonic() + LOADING_PATIENCE_S
     has_told = False
     while True:
-        alive = _ask(url, registry.workers(queue))
+        alive = ask(url, registry.workers(queue))
         served = {model for worker in alive for model in worker.models}
         is_loading = any(worker.state == "loading" for worker in alive)
         if served or not is_loading or time.monotonic() > give_up:

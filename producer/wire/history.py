@@ -77,7 +77,7 @@ def _history(queue: str, job_id: str, reply: list[Any]) -> JobHistory | None:
     return JobHistory(
         id=job_id,
         queue=queue,
-        state=record["state"],  # type: ignore[arg-type]  # pydantic checks it
+        state=record["state"],
         model=model,
         tenant=tenant,
         priority=priority,

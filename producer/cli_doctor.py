@@ -1,0 +1,92 @@
+"""`pagemill doctor`: checks the server, the queue and this machine. Exit codes: 0 nothing is wrong (warnings may
+be), 1 something is, 3 Redis does not answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import redis
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from producer.cli import EXIT_NOT_SUCCEEDED, EXIT_REDIS, AsJson, Queue, RedisUrl, app, describe
+from producer.doctor.finding import Finding, worst
+from producer.doctor.machine_checks import DEFAULT_HTTP_PORT, machine_findings
+from producer.doctor.queue_checks import queue_findings
+from producer.doctor.server_checks import server_findings
+from producer.wire import registry
+from producer.wire.connecting import open_client, redacted
+from producer.wire.discovery import find_redis, state_dir
+from producer.wire.errors import RedisUnavailable
+from producer.wire.transport import SyncTransport
+
+_MARKS = {
+    "ok": ("ok", "green"),
+    "note": ("note", "dim"),
+    "warning": ("warning", "yellow"),
+    "error": ("ERROR", "bold red"),
+}
+
+
+@app.command()
+def doctor(
+    redis_url: RedisUrl = None,
+    queue: Queue = "default",
+    http_port: Annotated[
+        int,
+        typer.Option("--http-port", envvar="PAGEMILL_HTTP_PORT", min=0, max=65535, help="A worker's port."),
+    ] = DEFAULT_HTTP_PORT,
+    as_json: AsJson = False,
+) -> None:
+    """Check the server, the queue and this machine. Exit code 1: something is wrong; 3: Redis does not answer."""
+    findings, is_reachable = examine(redis_url, queue, http_port or DEFAULT_HTTP_PORT)
+    verdict = worst(findings)
+    if as_json:
+        typer.echo(json.dumps({"verdict": verdict, "findings": [asdict(finding) for finding in findings]}))
+    else:
+        print_findings(findings)
+    if not is_reachable:
+        raise typer.Exit(EXIT_REDIS)
+    if verdict == "error":
+        raise typer.Exit(EXIT_NOT_SUCCEEDED)
+
+
+def examine(redis_url: str | None, queue: str, http_port: int) -> tuple[list[Finding], bool]:
+    """Everything found, and whether Redis answers."""
+    machine = machine_findings(state_dir(), http_port)
+    try:
+        url = find_redis(redis_url)
+        with open_client(url, queue, socket_timeout=5.0, retry=None) as client:
+            server = server_findings(client, queue)
+            inside = _inside(client, queue) if server[-1].level == "ok" else []
+    except RedisUnavailable as error:
+        complaint, _, remedy = describe(error).partition("\n")
+        return [Finding("redis", "error", complaint, remedy), *machine], False
+    reached = Finding("redis", "ok", f"answers at {redacted(url)}")
+    return [reached, *server, *inside, *machine], True
+
+
+def _inside(client: redis.Redis, queue: str) -> list[Finding]:
+    transport = SyncTransport(client)
+    return queue_findings(queue, transport.run(registry.stats(queue)), transport.run(registry.workers(queue)))
+
+
+def print_findings(findings: list[Finding]) -> None:
+    """A table for a terminal; for a pipe a line per finding: level, check, message and remedy, tab-separated."""
+    if not sys.stdout.isatty():
+        for finding in findings:
+            typer.echo("\t".join((finding.level, finding.check, finding.message, finding.remedy)).rstrip())
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for finding in findings:
+        mark, style = _MARKS[finding.level]
+        told = Text(finding.message)
+        if finding.remedy:
+            told.append(f"\n-> {finding.remedy}", style="cyan" if finding.level != "note" else "dim")
+        table.add_row(Text(mark, style=style), Text(finding.check, style="bold"), told)
+    Console(highlight=False).print(table)

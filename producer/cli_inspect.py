@@ -1,0 +1,134 @@
+"""`pagemill inspect ID`: one job's way through the queue, as a timeline."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from producer.cli import AsJson, JobId, Queue, RedisUrl, app, ask
+from producer.preparing import check_id
+from producer.wire.errors import JobNotFound
+from producer.wire.history import Execution, JobHistory, history
+
+Event = tuple[float | None, str, str, str]
+"""When (unix seconds; None: still to come), what, on which worker, and why."""
+
+_COLOURS = {
+    "succeeded": "green", "running": "cyan", "retried": "yellow", "lost": "yellow", "crashed": "red",
+    "failed": "red", "dead": "red", "expired": "yellow",
+}  # fmt: skip
+
+
+@app.command()
+def inspect(
+    job_id: JobId, redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False
+) -> None:
+    """A job's timeline: submit, every execution with its worker, errors, end. Shows no prompt and no output."""
+    found = ask(redis_url, history(queue, check_id(job_id)))
+    if found is None:
+        raise JobNotFound(f"no job {job_id}: never submitted, or its record has been removed")
+    if as_json:
+        typer.echo(found.model_dump_json())
+    else:
+        print_history(found)
+
+
+def print_history(job: JobHistory) -> None:
+    """A head of facts and a line per event; for a pipe the same with tabs."""
+    facts = {
+        "id": job.id,
+        "state": job.state + (f", to be {job.stop_asked}" if job.stop_asked else ""),
+        "model": job.model + ("" if job.live_workers else " (no live worker serves it)"),
+        "queue": f"{job.queue}, tenant {job.tenant}, priority {job.priority}",
+        "batch": " ".join(filter(None, (job.batch, job.key))),
+        "failed attempts": str(job.attempts_failed or ""),
+        "crashes": str(job.crashes or ""),
+        "progress": _progress(job),
+    }
+    facts = {name: value for name, value in facts.items() if value}
+    events = list(timeline(job))
+    if not sys.stdout.isatty():
+        for name, value in facts.items():
+            typer.echo(f"{name}\t{value}")
+        for at, what, where, why in events:
+            typer.echo("\t".join((_clock(at), _since(at, job), what, where, why)))
+        return
+    console = Console(highlight=False, markup=False)
+    head = Table(box=None, show_header=False, pad_edge=False)
+    head.add_column(style="bold")
+    for name, value in facts.items():
+        head.add_row(name, value)
+    console.print(head)
+    console.print()
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column(style="dim", justify="right")
+    for at, what, where, why in events:
+        table.add_row(
+            _clock(at),
+            _since(at, job),
+            Text(what, style=_COLOURS.get(what, "")),
+            where,
+            Text(why, overflow="fold"),
+        )
+    console.print(table)
+
+
+def timeline(job: JobHistory) -> Iterator[Event]:
+    """What happened to the job, in order, and what is to come."""
+    yield job.created_at, "submitted", "", ""
+    for run in job.executions:
+        yield run.started_at, "started", run.worker or "", f"attempt {run.attempt}"
+        if run.ended_at is not None:
+            yield run.ended_at, run.outcome, run.worker or "", _reason(run)
+    ended_itself = bool(job.executions) and job.executions[-1].outcome == job.state
+    if job.finished_at is not None and not ended_itself:
+        yield job.finished_at, job.state, "", _error(job)
+    elif job.state == "delayed":
+        yield job.due_at, "due", "", ""
+    elif job.state == "queued":
+        yield None, "waiting", "", ""
+    if job.finished_at is None and job.deadline is not None:
+        yield job.deadline, "deadline", "", ""
+
+
+def _reason(run: Execution) -> str:
+    meanings = {
+        "released": "handed back",
+        "lost": "its lease lapsed",
+        "crashed": "its lease lapsed, nothing had come of it",
+    }
+    return meanings.get(run.outcome, "") or ": ".join(filter(None, (run.code, run.message)))
+
+
+def _error(job: JobHistory) -> str:
+    return f"{job.error.code}: {job.error.message}" if job.error is not None else ""
+
+
+def _progress(job: JobHistory) -> str:
+    progress = job.progress
+    if not progress.updated_at:
+        return ""
+    return (
+        f"{progress.prompt_tokens_done}/{progress.prompt_tokens} prompt tokens, "
+        f"{progress.generated_tokens}/{progress.max_tokens} generated"
+    )
+
+
+def _clock(moment: float | None) -> str:
+    """Local time, with the date unless it is today's."""
+    if moment is None:
+        return ""
+    at = time.localtime(moment)
+    day = "" if time.strftime("%F", at) == time.strftime("%F") else time.strftime("%F ", at)
+    return f"{day}{time.strftime('%T', at)}.{int(moment % 1 * 1000):03d}"
+
+
+def _since(moment: float | None, job: JobHistory) -> str:
+    return "" if moment is None else f"{moment - job.created_at:+.3f} s"

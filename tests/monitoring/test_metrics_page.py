@@ -1,0 +1,23 @@
+"""docs/metrics.md says what the catalogue says."""
+
+from __future__ import annotations
+
+from monitoring.catalogue import CATALOGUE
+from monitoring.metrics_page import PAGE, page
+from monitoring.vllm_names import ALIASES
+
+
+def test_the_committed_page_is_fresh() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m monitoring.metrics_page"
+
+
+def test_every_metric_has_its_line() -> None:
+    lines = [line for line in page().splitlines() if line.startswith("| `")]
+    assert len(lines) == len(CATALOGUE) + len(ALIASES)
+    for metric in (*CATALOGUE, *ALIASES):
+        assert sum(line.startswith(f"| `{metric.prefix}{metric.name}` | {metric.kind} |") for line in lines) == 1
+
+
+def test_label_values_are_listed() -> None:
+    (line,) = [line for line in page().splitlines() if line.startswith("| `pagemill_kv_cache_blocks`")]
+    assert "`state` (free, cached, active, reserved)" in line

@@ -70,7 +70,9 @@ def compile_schema(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> C
 def _grammar(kind: str, text: str) -> str:
     try:
         if kind == "regex":
-            return llguidance.LLMatcher.grammar_from_regex(text)
+            # \d is 0 to 9, as JSON Schema has it: a number in other digits is of no use to most readers.
+            regex = llguidance.regex_to_lark(text, use_ascii="d")
+            return llguidance.LLMatcher.grammar_from_lark(f"start: /{regex}/")
         if kind == "json":
             return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_JSON_FORMAT)
         return llguidance.LLMatcher.grammar_from_lark(any_to_lark(text))

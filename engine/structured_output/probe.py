@@ -24,9 +24,9 @@ from engine.errors import EngineError, InvalidRequest, SchemaInvalid, SchemaTooC
 from engine.structured_output.matcher import CompiledSchema, compile_schema
 from engine.structured_output.vocabulary import GrammarVocabulary
 
-TIME_LIMIT_S = 5
+TIME_LIMIT_S = 5.0
 """Seconds of real time for one schema: to compile it and to follow it for a few tokens."""
-MEMORY_LIMIT_BYTES = 1 << 30
+MEMORY_LIMIT_MIB = 1024
 """On top of what the process has before the first schema."""
 _STEPS_FOLLOWED = 16
 _NICENESS = 5
@@ -38,8 +38,16 @@ _ERRORS: dict[str, type[InvalidRequest]] = {
 class SchemaProbe:
     """The parent's side. Starts the process at the first schema, and another one after it ended. For one thread."""
 
-    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+    def __init__(
+        self,
+        vocabulary: GrammarVocabulary,
+        *,
+        time_limit_s: float = TIME_LIMIT_S,
+        memory_limit_mib: int = MEMORY_LIMIT_MIB,
+    ) -> None:
         self._vocabulary = vocabulary
+        self._time_limit_s = time_limit_s
+        self._memory_limit_mib = memory_limit_mib
         self._process: subprocess.Popen[str] | None = None
 
     def check(self, kind: str, text: str) -> None:
@@ -50,7 +58,8 @@ class SchemaProbe:
             self._process = None
             _end(process)
             raise SchemaTooComplex(
-                f"structured_outputs.{kind}: takes more than {TIME_LIMIT_S} s or {MEMORY_LIMIT_BYTES >> 20} MiB"
+                f"structured_outputs.{kind}: takes more than {self._time_limit_s:g} s or "
+                f"{self._memory_limit_mib} MiB"
             )
         code, message = json.loads(answer)
         if code is not None:
@@ -61,7 +70,7 @@ class SchemaProbe:
             return self._process
         root = str(Path(__file__).resolve().parents[2])
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-m", __name__, str(self._time_limit_s), str(self._memory_limit_mib)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -97,21 +106,21 @@ def _end(process: subprocess.Popen[str]) -> None:
             pipe.close()
 
 
-def main() -> None:
+def main(time_limit_s: float, memory_limit_mib: int) -> None:
     """The child: the vocabulary on the first line, then a schema on each."""
     os.nice(_NICENESS)
     tokenizer = GrammarVocabulary.load(sys.stdin.readline()).build()
-    _limit_memory()
+    _limit_memory(memory_limit_mib << 20)
     _answer(["ready"])
     for line in sys.stdin:
         kind, text = json.loads(line)
-        signal.alarm(TIME_LIMIT_S)
+        signal.setitimer(signal.ITIMER_REAL, time_limit_s)
         try:
             _follow(compile_schema(tokenizer, kind, text), tokenizer.vocab_size)
             verdict: list[str | None] = [None, None]
         except InvalidRequest as error:
             verdict = [error.code, str(error)]
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
         _answer(verdict)
 
 
@@ -128,9 +137,9 @@ def _follow(schema: CompiledSchema, vocab_size: int) -> None:
             return
 
 
-def _limit_memory() -> None:
+def _limit_memory(more_bytes: int) -> None:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_LIMIT_BYTES, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (size + more_bytes, resource.RLIM_INFINITY))
 
 
 def _answer(message: object) -> None:
@@ -139,4 +148,4 @@ def _answer(message: object) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(float(sys.argv[1]), int(sys.argv[2]))

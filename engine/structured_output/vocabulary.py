@@ -26,7 +26,8 @@ class GrammarVocabulary:
     ) -> GrammarVocabulary | None:
         """None: nobody can say which bytes the tokens stand for, or nothing ends a text."""
         tokenizer_json = tokenizer.to_json()
-        eos = tuple(token for token in eos_token_ids if token < vocab_size)
+        # Configurations name EOS tokens that their tokenizer does not have.
+        eos = tuple(token for token in eos_token_ids if token < min(vocab_size, tokenizer.vocab_size))
         return None if tokenizer_json is None or not eos else cls(tokenizer_json, vocab_size, eos)
 
     def dump(self) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, SecretStr, TypeAdapter
+from pydantic import Field, SecretStr, TypeAdapter, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from engine.config import EngineConfig
@@ -50,9 +50,10 @@ class WorkerConfig(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     vllm_metric_names: bool = False
     """Export what vLLM exports too, also under its names (`vllm:...`)."""
-    lease_s: float = Field(default=6.0, gt=0)
+    lease_s: float = Field(default=6.0, gt=0, le=600)
     """How long a job stays ours without a renewal."""
     renew_s: float = Field(default=2.0, gt=0)
+    """Between two renewals, and two sweeps: a killed worker's jobs are taken over within `lease_s` + `renew_s`."""
     drain_grace_s: float = Field(default=10.0, ge=0)
     """How long running jobs may go on after the first SIGTERM; then they are checkpointed and handed back."""
     shutdown_s: float = Field(default=25.0, gt=0)
@@ -82,6 +83,12 @@ class WorkerConfig(BaseSettings):
     """Certificates to trust for webhooks instead of the system's."""
     webhook_retry_s: float = Field(default=5.0, gt=0)
     """Before the second try; each pause after it is twice as long, up to an hour, 12 tries in all."""
+
+    @model_validator(mode="after")
+    def _renew_in_time(self) -> Self:
+        if self.renew_s > self.lease_s / 2:
+            raise ValueError("renew_s must be at most half of lease_s: one renewal may fail")
+        return self
 
     def live_page_names(self) -> list[str]:
         return _listed(self.live_page_hosts)

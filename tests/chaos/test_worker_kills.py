@@ -1,46 +1,25 @@
-"""Workers and servers die in the middle of jobs; every job still ends, once."""
+"""Workers die, freeze, hang and drain in the middle of jobs; every job still ends, once, with the right result."""
 
 from __future__ import annotations
 
 import random
 import re
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
+from producer.wire import transitions
 from producer.wire.reading import Outcome
+from tests.chaos import invariants
+from tests.chaos.conftest import Spawn
+from tests.chaos.nursery import ForkedWorker
 from tests.conftest import RedisServer
-from tests.worker.harness import QueueClient, WorkerProcess, eventually, process_settings
+from tests.worker.harness import QueueClient, eventually
 
-Spawn = Callable[..., WorkerProcess]
 JOBS = 100
-
-
-@pytest.fixture
-def client(own_valkey: RedisServer, queue_name: str) -> Iterator[QueueClient]:
-    client = QueueClient(own_valkey.url, queue_name)
-    yield client
-    client.redis.close()
-
-
-@pytest.fixture
-def spawn(own_valkey: RedisServer, queue_name: str, tmp_path: Path) -> Iterator[Spawn]:
-    spawned: list[WorkerProcess] = []
-
-    def start(**settings: Any) -> WorkerProcess:
-        process = WorkerProcess(
-            process_settings(own_valkey.url, queue_name, **settings), tmp_path / f"worker-{len(spawned)}.log"
-        )
-        spawned.append(process)
-        return process
-
-    yield start
-    for process in spawned:
-        process.kill()
 
 
 def prompts(jobs: int = JOBS) -> list[str]:
@@ -48,7 +27,7 @@ def prompts(jobs: int = JOBS) -> list[str]:
     return [f"{i:03d} " * random.Random(i).randint(25, 75) for i in range(jobs)]
 
 
-def submit(client: QueueClient, texts: list[str]) -> list[str]:
+def submit(client: QueueClient, texts: Sequence[str]) -> list[str]:
     jobs = ({"prompt": text, "max_tokens": len(text), "stream": i % 3 == 0} for i, text in enumerate(texts))
     return client.submit(*jobs, batch_id="all")
 
@@ -60,22 +39,13 @@ def running_and_ended(client: QueueClient) -> bool:
 
 
 def check_all_ended_once(client: QueueClient, ids: list[str], texts: list[str]) -> list[Outcome]:
-    outcomes = client.wait(ids, patience_s=120)
-    for outcome, text in zip(outcomes, texts, strict=True):
-        result = outcome.value()
-        assert result is not None
-        assert (result.text, result.token_ids) == (text, tuple(text.encode()))
-        assert result.usage.completion_tokens == len(text)
-    counts = client.counts("all")
-    assert (counts.total, counts.succeeded) == (len(ids), len(ids))
-    stats = client.stats()
-    assert stats.counts["succeeded"] == len(ids)  # an end that was committed twice would be counted twice
-    assert stats.counts.get("running", 0) == stats.counts.get("queued", 0) == stats.leases == 0
+    outcomes = invariants.check(client, ids)
+    invariants.check_echoes(outcomes, texts)
     return outcomes
 
 
-def commits(*processes: WorkerProcess) -> int:
-    return sum(len(re.findall(r"job \w+: succeeded", process.log())) for process in processes)
+def commits(*processes: ForkedWorker) -> int:
+    return sum(len(re.findall(r"job succeeded|job \w+: succeeded", process.log())) for process in processes)
 
 
 def test_sigkill_in_the_middle_of_100_jobs_and_a_restart(client: QueueClient, spawn: Spawn) -> None:
@@ -86,12 +56,10 @@ def test_sigkill_in_the_middle_of_100_jobs_and_a_restart(client: QueueClient, sp
     first.kill()
     interrupted = [job_id for job_id in ids if client.status(job_id).state == "running"]
     assert interrupted
-    second = spawn()
+    spawn()
     outcomes = check_all_ended_once(client, ids, texts)
     resumed = [o for o in outcomes if o.job_id in interrupted and o.result and o.result.resumed_tokens]
     assert resumed, "no interrupted job went on from its checkpoint"
-    # A commit whose log line the kill took is possible, two commits of a job are not.
-    assert JOBS - 16 <= commits(first, second) <= JOBS
 
 
 def test_one_of_two_workers_is_killed(client: QueueClient, spawn: Spawn) -> None:
@@ -102,6 +70,26 @@ def test_one_of_two_workers_is_killed(client: QueueClient, spawn: Spawn) -> None
     workers[0].kill()
     check_all_ended_once(client, ids, texts)
     assert commits(workers[1]) > 0
+
+
+@pytest.mark.parametrize(
+    "kills", [12, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
+def test_workers_are_killed_at_random_points(kills: int, client: QueueClient, spawn: Spawn) -> None:
+    """Whatever a worker was doing: starting, pulling, announcing, stepping, checkpointing, committing, leaving."""
+    rng = random.Random(kills)
+    texts = prompts(kills * 4)
+    ids = submit(client, texts)
+    workers = [spawn(lease_s=0.8, renew_s=0.2) for _ in range(2)]
+    for _ in range(kills):
+        time.sleep(rng.uniform(0.0, 0.6))
+        victim = rng.randrange(2)
+        if rng.random() < 0.2:  # in the middle of a drain
+            workers[victim].signal(signal.SIGTERM)
+            time.sleep(rng.uniform(0.0, 0.2))
+        workers[victim].kill()
+        workers[victim] = spawn(lease_s=0.8, renew_s=0.2)
+    check_all_ended_once(client, ids, texts)
 
 
 def test_a_frozen_worker_is_fenced_when_it_thaws(client: QueueClient, spawn: Spawn) -> None:
@@ -115,40 +103,106 @@ def test_a_frozen_worker_is_fenced_when_it_thaws(client: QueueClient, spawn: Spa
     eventually(lambda: commits(rescuer) >= 5, "the other worker to take over")
     frozen.signal(signal.SIGCONT)
     check_all_ended_once(client, ids, texts)
-    assert "lost its lease" in frozen.log()
-    assert commits(frozen, rescuer) == len(ids)
+    eventually(lambda: "lost its lease" in frozen.log() or "lease was lost" in frozen.log(), "the thaw")
 
 
-def test_the_server_is_killed_and_comes_back(
-    client: QueueClient, spawn: Spawn, own_valkey: RedisServer
-) -> None:
-    texts = prompts()
+def test_a_hung_engine_loses_its_jobs_to_a_healthy_one(client: QueueClient, spawn: Spawn) -> None:
+    """The process lives, its threads renew and answer; only its steps end no more."""
+    texts = [f"{i} \x08" if i == 0 else f"{i:03d} " * 25 for i in range(20)]
     ids = submit(client, texts)
-    worker = spawn()
-    eventually(lambda: running_and_ended(client), "the middle of the run")
-    own_valkey.kill()
-    eventually(lambda: "Redis does not answer" in worker.log(), "the worker to notice")
-    own_valkey.start()
+    hung = spawn(engine_stall_s=1.0)
+    eventually(lambda: "nowhere" in hung.log(), "the first worker to say that it hangs")
+    spawn()
     check_all_ended_once(client, ids, texts)
-    assert "Redis is back after" in worker.log()
-    assert worker.process.poll() is None
+    hung.wait()  # a supervisor starts it again
 
 
-def test_an_outage_shorter_than_a_lease_interrupts_nothing(
-    client: QueueClient, spawn: Spawn, own_valkey: RedisServer
+def test_a_job_that_kills_its_workers_is_buried_and_the_others_lose_nothing(
+    client: QueueClient, spawn: Spawn
 ) -> None:
-    texts = prompts(16)
-    worker = spawn(lease_s=30.0)
+    texts = [f"{i:03d} " * 25 for i in range(64)]
+    ids = submit(client, texts[:32])
+    poison = client.submit({"prompt": "\x07", "max_tokens": 1}, batch_id="all")
+    ids += submit(client, texts[32:])
+    workers = [spawn(lease_s=0.8, renew_s=0.2) for _ in range(2)]
+    deaths = 0
+    while client.status(poison[0]).state in ("queued", "running"):
+        for index, worker in enumerate(workers):
+            if not worker.is_alive:
+                deaths += 1
+                assert deaths <= 10
+                workers[index] = spawn(lease_s=0.8, renew_s=0.2)
+        time.sleep(0.02)
+    outcomes = invariants.check(client, [*ids, *poison])
+    invariants.check_echoes(outcomes[:-1], texts)
+    assert outcomes[-1].state == "dead"
+    assert outcomes[-1].error is not None
+    assert outcomes[-1].error.code == "crash_suspect"
+
+
+def test_jobs_are_taken_over_within_ten_seconds_by_default(client: QueueClient, spawn: Spawn) -> None:
+    (job_id,) = client.submit({"prompt": "x" * 2000, "max_tokens": 2000})
+    defaults = {"lease_s": 6.0, "renew_s": 2.0, "checkpoint_s": 1.0}
+    first = spawn(**defaults)
+    eventually(lambda: client.generated(job_id) > 0, "the first tokens")
+    second = spawn(**defaults)
+    eventually(lambda: len(client.workers()) == 2, "the other worker to be there")
+    owner = client.status(job_id).worker or ""
+    victim, rescuer = (first, second) if f"-{first.pid}-" in owner else (second, first)
+    victim.kill()
+    killed_at = client.redis.time()[0]
+    eventually(lambda: f"-{rescuer.pid}-" in (client.status(job_id).worker or ""), "the takeover")
+    started_at = client.status(job_id).started_at
+    assert started_at is not None
+    assert started_at - killed_at <= 10  # by the server's clock: a lease of 6 s, a sweep every 2 s
+    client.cancel(job_id)
+
+
+def test_a_drained_worker_hands_back_and_another_goes_on(client: QueueClient, spawn: Spawn) -> None:
+    texts = prompts(24)
     ids = submit(client, texts)
-    eventually(lambda: sum(client.generated(job_id) > 0 for job_id in ids) == 16, "all jobs to generate")
-    own_valkey.stop()
-    eventually(lambda: "Redis does not answer" in worker.log(), "the worker to notice")
-    time.sleep(1.5)  # jobs end meanwhile: their results must be held
-    own_valkey.start()
+    leaving = spawn(drain_grace_s=0.0)
+    eventually(lambda: sum(client.generated(job_id) > 0 for job_id in ids) >= 10, "tokens on record")
+    running = [job_id for job_id in ids if client.status(job_id).state == "running"]
+    leaving.signal(signal.SIGTERM)
+    leaving.wait()
+    assert client.counts("all").running == 0, "it left holding jobs"
+    for job_id in running:
+        status = client.status(job_id)
+        assert status.done or (status.state, status.crashes) == ("queued", 0)
+    spawn()
     outcomes = check_all_ended_once(client, ids, texts)
-    assert all(outcome.result and outcome.result.resumed_tokens == 0 for outcome in outcomes)
-    assert "lost its lease" not in worker.log()
-    assert commits(worker) == 16
+    assert any(o.result and o.result.resumed_tokens for o in outcomes if o.job_id in running)
+
+
+def test_two_parties_reclaim_at_once(own_valkey: RedisServer, client: QueueClient) -> None:
+    """Eight sweep and pull at the same time; every lapsed job goes to exactly one of them."""
+    client.submit(*({"prompt": "p"} for _ in range(200)), batch_id="all")
+    pull = transitions.pull(client.queue, "gone", ["echo"], 200, 10**9, 1)
+    assert len(client.run(pull).jobs) == 200
+    time.sleep(0.05)
+    barrier, taken = threading.Barrier(8), [[] for _ in range(8)]
+
+    def party(index: int) -> None:
+        own = QueueClient(own_valkey.url, client.queue)
+        barrier.wait()
+        for _ in range(20):
+            own.run(transitions.sweep(client.queue))
+            call = transitions.pull(client.queue, f"w{index}", ["echo"], 16, 10**9, 60_000)
+            taken[index] += [(job.job_id, job.token) for job in own.run(call).jobs]
+        own.redis.close()
+
+    threads = [threading.Thread(target=party, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    jobs = [job for part in taken for job in part]
+    assert len({job_id for job_id, _ in jobs}) == len(jobs) == 200
+    for job_id, token in jobs:
+        error = '{"code":"invalid_job","message":"m","retryable":false}'
+        call = transitions.commit(client.queue, job_id, token, "failed", error_json=error)
+        assert client.run(call) == "committed"
 
 
 @pytest.mark.slow

@@ -23,6 +23,17 @@ local function reclaim(id, job)
   return 'reclaimed'
 end
 
+-- No lease is longer: a clock that was set back left them, and they would hold their jobs until it had caught up.
+-- A worker that lives renews within seconds what is left of them here.
+local MAX_LEASE = 600000
+local function cut_leases(limit)
+  local far = redis.call('ZRANGEBYSCORE', P .. 'leases', int(NOW + MAX_LEASE + 1), '+inf', 'LIMIT', 0, limit)
+  for _, id in ipairs(far) do
+    redis.call('ZREM', P .. 'leases', id)
+    redis.call('ZADD', P .. 'leases', int(NOW + 10000), id)
+  end
+end
+
 local function sweep_leases(limit, done)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'leases', '-inf', int(NOW), 'LIMIT', 0, limit)) do
     local job = load(id)
@@ -112,6 +123,7 @@ end
 local function sweep(limit)
   local done = {reclaimed = 0, dead = 0, cancelled = 0, expired = 0, promoted = 0}
   sweep_leases(limit, done)
+  cut_leases(limit)
   sweep_deadlines(limit, done)
   sweep_delayed(limit, done)
   sweep_batches(limit)

@@ -1,0 +1,67 @@
+"""What holds at the end of every fault: all jobs ended once, all counts add up, nothing is left over."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from producer.wire import keys
+from producer.wire.reading import Outcome
+from tests.worker.harness import QueueClient, eventually
+
+STAYS = re.compile(
+    r"(meta|counts|synced|warm|workers|dead|bexpiry|suspects|reserved|overtaken"
+    r"|(job|out|md|in|ckpt|history|batch|bjobs|bfeed|backed|worker|serves|turns|bell|idem):.*)"
+)
+"""Records of ended jobs, of batches and of workers; every name of the living (wait, lanes, leases, delayed,
+deadlines, outbox, followers, twins) must be gone."""
+
+
+def check(client: QueueClient, ids: Sequence[str], *, patience_s: float = 120.0) -> list[Outcome]:
+    """Wait for the end of all jobs, which were submitted as batch `all`; returns how they ended, in order."""
+    outcomes = client.wait(ids, patience_s)
+    states = Counter(outcome.state for outcome in outcomes)
+    assert set(states) <= {"succeeded", "failed", "cancelled", "expired", "dead"}
+    counts = client.counts("all")
+    assert counts.total == counts.ended == len(ids)
+    for state, number in states.items():
+        assert getattr(counts, state) == number
+    assert client.redis.llen(f"{keys.prefix(client.queue)}bfeed:all") == len(ids), "an end was told twice"
+    _check_sums(client, states, len(ids))
+    _check_leftovers(client, outcomes)
+    return outcomes
+
+
+def check_echoes(outcomes: Sequence[Outcome], texts: Sequence[str]) -> None:
+    """Every job succeeded with exactly its own prompt: nothing lost, repeated or mixed up by a takeover."""
+    for outcome, text in zip(outcomes, texts, strict=True):
+        result = outcome.value()
+        assert result is not None
+        assert (result.text, result.token_ids) == (text, tuple(text.encode()))
+        assert result.usage.completion_tokens == len(text)
+
+
+def _check_sums(client: QueueClient, states: Counter[str | None], total: int) -> None:
+    stats = client.stats()
+    for state in ("queued", "delayed", "running"):
+        assert stats.counts.get(state, 0) == 0, f"{state} jobs are left in the counts"
+    ended = {state: number for state, number in stats.counts.items() if number}
+    assert ended == dict(states), "an end that was committed twice is counted twice"
+    assert sum(ended.values()) == total
+    assert (stats.leases, stats.waiting) == (0, {})
+
+
+def _check_leftovers(client: QueueClient, outcomes: Sequence[Outcome]) -> None:
+    prefix = keys.prefix(client.queue)
+
+    def leftovers() -> list[str]:
+        names = [name.decode().removeprefix(prefix) for name in client.redis.scan_iter(f"{prefix}*", 1000)]
+        return [name for name in names if not STAYS.fullmatch(name)]
+
+    eventually(lambda: not leftovers(), f"keys to go away: {leftovers()[:10]}", 15)
+    for outcome in outcomes:
+        if outcome.state == "succeeded":
+            gone = client.redis.exists(f"{prefix}in:{outcome.job_id}", f"{prefix}ckpt:{outcome.job_id}")
+            assert not gone, "a succeeded job keeps neither payload nor checkpoint"
+    assert client.redis.hlen(f"{prefix}suspects") == 0

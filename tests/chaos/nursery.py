@@ -1,0 +1,140 @@
+"""Worker processes by the hundred: forked from one that has imported everything, so each starts in milliseconds.
+
+They are processes of their own in every respect that counts here: own connections, killed by real signals. Their
+echo model has two faults more than the real one: a prompt with the byte 7 kills its worker in the step that begins
+it, and one with the byte 8 makes that step hang, once per nursery.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_NURSERY = """
+import json, os, signal, sys
+import time
+from engine.engine import Engine
+from engine.execution.echo import EchoRunner
+from worker.config import WorkerConfig
+from worker.process import run_worker
+launch = EchoRunner.launch
+def faulty_launch(self, plan):
+    for row in plan.new_rows:
+        if 7 in row.token_ids:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if 8 in row.token_ids:
+            try:
+                os.unlink(sys.argv[1])
+            except FileNotFoundError:
+                continue
+            time.sleep(3600)
+    return launch(self, plan)
+EchoRunner.launch = faulty_launch
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+for line in sys.stdin:
+    order = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0), os.dup2(log, 1), os.dup2(log, 2)
+        for name in ("stdout", "stderr"):
+            setattr(sys, name, os.fdopen({"stdout": 1, "stderr": 2}[name], "w", buffering=1))
+        code = 1
+        try:
+            code = run_worker(WorkerConfig.load(**order["settings"]))
+        finally:
+            os._exit(code)
+    print(pid, flush=True)
+"""
+
+
+class ForkedWorker:
+    """A worker process that is not our child: signals go to its id, and it is gone when that is."""
+
+    def __init__(self, pid: int, log_path: Path) -> None:
+        self.pid = pid
+        self.log_path = log_path
+
+    @property
+    def is_alive(self) -> bool:
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def signal(self, number: int) -> None:
+        if self.is_alive:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.wait()
+
+    def wait(self, patience_s: float = 60.0) -> None:
+        """Until it is gone."""
+        give_up = time.monotonic() + patience_s
+        while self.is_alive:
+            assert time.monotonic() < give_up, f"worker {self.pid} does not end"
+            time.sleep(0.005)
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+
+class Nursery:
+    """Forks workers of one queue. A context manager: at its end all of them are killed."""
+
+    def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
+        self._directory = directory
+        self._settings = settings
+        self._spawned: list[ForkedWorker] = []
+        may_hang = directory / "may-hang-once"
+        may_hang.touch()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _NURSERY, str(may_hang)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+    def spawn(self, **settings: Any) -> ForkedWorker:
+        """A worker with the nursery's settings and these on top."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        log_path = self._directory / f"worker-{len(self._spawned)}.log"
+        order = {"log": str(log_path), "settings": self._settings | settings}
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the nursery has died"
+        worker = ForkedWorker(int(answer), log_path)
+        self._spawned.append(worker)
+        return worker
+
+    def logs(self) -> str:
+        return "\n".join(worker.log() for worker in self._spawned)
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for worker in self._spawned:
+            worker.signal(signal.SIGKILL)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.kill()
+        self._process.wait(30)

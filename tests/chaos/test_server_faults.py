@@ -1,0 +1,206 @@
+"""The server is killed, slow, full, out of reach, replaced, or has another idea of the time."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from producer.wire import transitions
+from producer.wire.errors import QueueFull
+from tests.chaos import invariants
+from tests.chaos.conftest import Spawn
+from tests.chaos.nursery import Nursery
+from tests.chaos.tcp_proxy import TcpProxy
+from tests.conftest import RedisServer
+from tests.topologies import redis7_binary, sentinel_setup, until
+from tests.worker.harness import QueueClient, eventually, process_settings
+
+LIBRARY = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+
+
+def prompts(jobs: int) -> list[str]:
+    return [f"{i:03d} " * random.Random(i).randint(15, 50) for i in range(jobs)]
+
+
+def submit(client: QueueClient, texts: Sequence[str]) -> list[str]:
+    jobs = ({"prompt": text, "max_tokens": len(text), "stream": i % 3 == 0} for i, text in enumerate(texts))
+    return client.submit(*jobs, batch_id="all")
+
+
+def check(client: QueueClient, ids: list[str], texts: list[str]) -> None:
+    invariants.check_echoes(invariants.check(client, ids), texts)
+
+
+def middle(client: QueueClient) -> bool:
+    counts = client.counts("all")
+    return counts.succeeded >= 5 and counts.running >= 3
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_kill_9_of_the_server(kills: int, client: QueueClient, spawn: Spawn, own_valkey: RedisServer) -> None:
+    """appendfsync everysec: what a killed process had written, the kernel still writes out."""
+    rng = random.Random(kills)
+    texts = prompts(kills * 30)
+    ids = submit(client, texts)
+    workers = [spawn(), spawn()]
+    for _ in range(kills):
+        time.sleep(rng.uniform(0.3, 1.2))
+        own_valkey.kill()
+        time.sleep(rng.uniform(0.0, 0.5))
+        own_valkey.start()
+    check(client, ids, texts)
+    assert all(worker.is_alive for worker in workers)
+
+
+@pytest.fixture
+def proxy(own_valkey: RedisServer) -> Iterator[TcpProxy]:
+    with TcpProxy(own_valkey.port) as proxy:
+        yield proxy
+
+
+@pytest.mark.parametrize(
+    ("faults", "calm_s"),
+    [(8, 0.3), pytest.param(60, 0.5, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+)
+def test_the_network_misbehaves(
+    faults: int, calm_s: float, client: QueueClient, spawn: Spawn, proxy: TcpProxy
+) -> None:
+    """Resets, partitions that look like silence, answers that never come, refusal, slowness: in turn, at random."""
+    rng = random.Random(faults)
+    texts = prompts(faults * 12)
+    ids = submit(client, texts)
+    workers = [spawn(redis_url=proxy.url), spawn(redis_url=proxy.url)]
+    eventually(lambda: middle(client), "the middle of the run")
+    for number in range(faults):
+        match number % 5:
+            case 0:
+                proxy.reset_all()
+            case 1:
+                proxy.set_mode("silent")
+            case 2:
+                proxy.set_mode("deaf")
+            case 3:
+                proxy.set_mode("refuse")
+                proxy.reset_all()
+            case 4:
+                proxy.set_mode("pass", delay_s=0.05)
+        time.sleep(rng.uniform(0.1, 1.5))
+        proxy.set_mode("pass")
+        if rng.random() < 0.5:
+            proxy.reset_all()
+        time.sleep(calm_s)
+    check(client, ids, texts)
+    assert all(worker.is_alive for worker in workers)
+
+
+def test_one_worker_is_cut_off_and_the_other_goes_on(
+    client: QueueClient, spawn: Spawn, proxy: TcpProxy
+) -> None:
+    texts = prompts(40)
+    ids = submit(client, texts)
+    cut = spawn(redis_url=proxy.url)
+    eventually(lambda: middle(client), "the middle of the run")
+    proxy.set_mode("silent")
+    spawn()
+    check(client, ids, texts)
+    proxy.set_mode("pass")  # what it still holds is worth nothing by now
+    proxy.reset_all()
+    eventually(lambda: "is back" in cut.log(), "the other to come back")
+    check(client, ids, texts)
+    assert cut.is_alive
+
+
+@pytest.mark.slow
+def test_a_slow_server(client: QueueClient, spawn: Spawn, proxy: TcpProxy) -> None:
+    texts = prompts(60)
+    ids = submit(client, texts)
+    proxy.set_mode("pass", delay_s=0.15)
+    spawn(redis_url=proxy.url)
+    spawn(redis_url=proxy.url)
+    for _ in range(10):
+        client.redis.execute_command("DEBUG", "SLEEP", "0.4")
+        time.sleep(0.3)
+    check(client, ids, texts)
+
+
+def test_a_full_server_refuses_jobs_and_takes_every_end(client: QueueClient, spawn: Spawn) -> None:
+    client.redis.config_set("maxmemory-policy", "noeviction")
+    texts = prompts(40)
+    ids = submit(client, texts)
+    spawn()
+    eventually(lambda: middle(client), "the middle of the run")
+    running = [job_id for job_id in ids if client.status(job_id).state == "running"]
+    client.redis.config_set("maxmemory", 1)
+    with pytest.raises(QueueFull):
+        client.submit({"prompt": "refused"})
+    until(lambda: all(client.status(job_id).done for job_id in running), "running jobs to commit")
+    client.redis.config_set("maxmemory", 0)
+    check(client, ids, texts)
+
+
+def test_the_servers_clock_is_set(tmp_path: Path, queue_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour ahead: every lease has lapsed, and is fought for. An hour back: none would lapse for an hour."""
+    if not LIBRARY.exists():
+        pytest.skip("no libfaketime on this machine: apt-get install faketime")
+    clock = tmp_path / "clock"
+    clock.write_text("+0")
+    server = RedisServer(redis7_binary(), tmp_path / "redis")
+    with monkeypatch.context() as patch:
+        patch.setenv("LD_PRELOAD", str(LIBRARY))
+        patch.setenv("FAKETIME_TIMESTAMP_FILE", str(clock))
+        patch.setenv("FAKETIME_NO_CACHE", "1")
+        patch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
+        server.start()
+    client = QueueClient(server.url, queue_name)
+    try:
+        with Nursery(tmp_path, process_settings(server.url, queue_name)) as nursery:
+            texts = prompts(60)
+            ids = submit(client, texts)
+            victim = nursery.spawn()
+            nursery.spawn()
+            eventually(lambda: middle(client), "the middle of the run")
+            for step in ("+3600", "-3600", "+0"):
+                clock.write_text(step)
+                time.sleep(0.7)
+            clock.write_text("-3600")
+            victim.kill()  # its leases run for an hour yet, if the clock is to be believed
+            check(client, ids, texts)
+    finally:
+        client.redis.close()
+        server.kill()
+
+
+def test_leases_from_before_a_step_back_do_not_hold_jobs_for_ever(client: QueueClient) -> None:
+    (job_id,) = client.submit({"prompt": "p"})
+    client.run(transitions.pull(client.queue, "gone", ["echo"], 1, 10**9, 6000))
+    an_hour_ahead = {job_id: int((time.time() + 3600) * 1000)}
+    client.redis.zadd(f"pagemill:{{{client.queue}}}:leases", an_hour_ahead)
+    client.run(transitions.sweep(client.queue))
+    (_, expiry), *_ = client.redis.zrange(f"pagemill:{{{client.queue}}}:leases", 0, -1, withscores=True)
+    assert expiry < (time.time() + 700) * 1000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(3))
+def test_sentinel_fails_over_under_load(seed: int, tmp_path: Path, queue_name: str) -> None:
+    """Everything had been replicated: nothing is lost, and what was committed stays committed."""
+    texts = prompts(80)
+    with sentinel_setup(tmp_path, sentinels=3) as setup:
+        client = QueueClient(setup.master.url, queue_name)
+        with Nursery(tmp_path, process_settings(setup.url, queue_name)) as nursery:
+            ids = submit(client, texts)
+            nursery.spawn(), nursery.spawn()
+            eventually(lambda: middle(client), "the middle of the run")
+            time.sleep(random.Random(seed).uniform(0.0, 1.0))
+            assert client.redis.wait(1, 5000) == 1
+            setup.master.kill()
+            until(lambda: setup.master_port() == setup.replica.port, "the replica to be promoted")
+            after = QueueClient(setup.replica.url, queue_name)
+            check(after, ids, texts)
+            after.redis.close()
+        client.redis.close()

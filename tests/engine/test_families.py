@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine.execution import model_runner
 from engine.execution.families.registry import FAMILIES
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
@@ -39,6 +40,36 @@ def test_output_equals_the_reference(case: str, tmp_path: Path) -> None:
     assert run(llm) == expected
     assert run(llm) == expected, "with the prompts in the prefix cache"
     llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["baichuan 13b", "gemma2", "internlm2", "mistral, a window shorter than the prompt", "phi3", "smollm3"],
+)
+def test_output_equals_the_reference_in_transformers_own_modules(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on devices for which nothing is rewritten: attention alone is ours."""
+    monkeypatch.setattr(model_runner, "fuse", lambda *_, **__: None)
+    checkpoint = CASES[case]()
+    checkpoint.write(tmp_path)
+    expected = [checkpoint.complete(prompt) for prompt in PROMPTS]
+    assert run(make_llm(tmp_path, checkpoint, **SMALL_STEPS)) == expected
+
+
+@pytest.mark.parametrize(
+    "case", ["baichuan2 13b", "bloom", "falcon, as its 40b", "falcon, as its rw-1b", "gemma3", "gptj", "mpt"]
+)
+def test_half_precision_stays_close_to_the_reference(case: str, tmp_path: Path) -> None:
+    """Slopes, softmax and norms keep their precision: rounded weights move few of the first tokens."""
+    checkpoint = CASES[case]()
+    checkpoint.write(tmp_path)
+    outputs = run(make_llm(tmp_path, checkpoint, dtype="bfloat16", **SMALL_STEPS))
+    assert {len(output) for output in outputs} == {NUM_OUTPUT_TOKENS}
+    firsts = [
+        output[0] == checkpoint.complete(prompt)[0] for output, prompt in zip(outputs, PROMPTS, strict=True)
+    ]
+    assert sum(firsts) >= len(PROMPTS) - 2
 
 
 def test_every_model_type_has_a_case() -> None:

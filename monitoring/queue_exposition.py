@@ -1,0 +1,73 @@
+"""The queues' metrics alone, of any number of queues: what `pagemill exporter` answers a scrape with.
+
+The same tables as a worker's exposition, so that a board takes `max by (queue, ...)` over both and sees one figure.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from monitoring.metrics import Metric, counter, gauge
+from monitoring.queue_figures import QueueFigures
+from monitoring.queue_metrics import QUEUE_METRICS
+
+
+@dataclass(frozen=True, slots=True)
+class QueueReadings:
+    """One scrape's readings."""
+
+    queues: Sequence[QueueFigures]
+    """Those that could be read."""
+    redis_up: bool
+    errors: int
+    """Readings that failed since the start."""
+    version: str = field(default="")
+
+
+EXPORTER_METRICS: tuple[Metric[QueueReadings], ...] = (
+    gauge("redis_up", "1 while Redis answers.", lambda r: r.redis_up),
+    counter(
+        "scrape_source_errors_total",
+        "Scrapes that went on without a source's figures.",
+        lambda r: {"queue": r.errors},
+        "source",
+    ),
+    gauge("build_info", "1; the version that runs.", lambda r: {r.version: 1}, "version"),
+)
+
+
+class QueueExposition:
+    """Any thread may call `render`; `read` is called once for each."""
+
+    def __init__(self, read: Callable[[], QueueReadings]) -> None:
+        self._scraping = threading.Lock()
+        self._registry = CollectorRegistry()
+        self._registry.register(_QueueCollector(read))
+
+    def render(self) -> bytes:
+        with self._scraping:
+            return generate_latest(self._registry)
+
+
+class _QueueCollector(Collector):
+    def __init__(self, read: Callable[[], QueueReadings]) -> None:
+        self._read = read
+
+    def describe(self) -> Iterator[Family]:
+        yield from (metric.family(None) for metric in QUEUE_METRICS)
+        yield from (metric.family(None) for metric in EXPORTER_METRICS)
+
+    def collect(self) -> Iterator[Family]:
+        readings = self._read()
+        for metric in QUEUE_METRICS:
+            family = metric.family(None)
+            for figures in readings.queues:
+                family.samples += metric.family(figures).samples
+            yield family
+        yield from (metric.family(readings) for metric in EXPORTER_METRICS)

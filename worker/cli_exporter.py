@@ -1,0 +1,58 @@
+"""`pagemill exporter`: the command; what it runs is in queue_exporter.py."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from producer.cli import EXIT_USAGE, RedisUrl, app, say
+from producer.wire import keys
+from producer.wire.connecting import ServerAddress, redacted
+from producer.wire.discovery import find_redis
+
+DEFAULT_EXPORTER_PORT = 9791
+DISCOVER_EVERY_S = 60.0
+
+
+@app.command()
+def exporter(
+    queue: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--queue", help="A queue to export; may be repeated. Default: every queue on the server."
+        ),
+    ] = None,
+    redis_url: RedisUrl = None,
+    http_host: Annotated[
+        str, typer.Option("--http-host", help="0.0.0.0 to be scraped from elsewhere.")
+    ] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option("--http-port", min=0, max=65535)] = DEFAULT_EXPORTER_PORT,
+    discover_every: Annotated[
+        float, typer.Option("--discover-every", min=1.0, help="Seconds between two looks for new queues.")
+    ] = DISCOVER_EVERY_S,
+    log_format: Annotated[str, typer.Option(help="console or json.")] = "console",
+) -> None:
+    """Export queue gauges to Prometheus until SIGTERM, without a worker. Metrics at /metrics, port 9791."""
+    if log_format not in ("console", "json"):
+        raise typer.BadParameter("--log-format is console or json")
+    for name in queue or []:
+        keys.prefix(name)
+    url = find_redis(redis_url)
+    if not queue and ServerAddress.parse(url).kind == "cluster":
+        raise typer.BadParameter(
+            "on a Cluster, name the queues: each lives on a node of its own (--queue NAME)"
+        )
+    try:
+        from monitoring.logging import configure_logging
+        from worker.queue_exporter import QueueSet, run_exporter
+    except ModuleNotFoundError as error:
+        say(f"{error.name} is missing: pip install 'pagemill[exporter]'")
+        raise typer.Exit(EXIT_USAGE) from error
+    configure_logging(format="json" if log_format == "json" else "console")
+    say(f"exporting {', '.join(queue) if queue else 'every queue'} of {redacted(url)}")
+    try:
+        run_exporter(QueueSet(url, queue or (), discover_every), http_host, http_port)
+    except OSError as error:
+        say(str(error))
+        raise typer.Exit(EXIT_USAGE) from error

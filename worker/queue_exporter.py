@@ -1,0 +1,150 @@
+"""`pagemill exporter`: queue gauges for Prometheus without any worker, so that scaling from zero and the alarm for
+missing workers have something to look at. Loads no model library."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
+
+from monitoring.counters import WorkerCounters
+from monitoring.queue_exposition import QueueExposition, QueueReadings
+from monitoring.queue_figures import QueueFigures
+from producer.wire import keys
+from producer.wire.connecting import open_client
+from producer.wire.errors import RedisUnavailable
+from producer.wire.transport import wrap_errors
+from worker.http import Health, Probes, StatusServer
+from worker.job_queue import Connectivity, JobQueue, ServerClock
+from worker.queue_reader import QueueReader
+
+logger = logging.getLogger(__name__)
+
+DISCOVER_EVERY_S = 60.0
+SCAN_COUNT = 1000
+_SEEN_IN = ("counts", "workers")
+"""A queue has one of these keys as soon as a job or a worker has come to it."""
+
+
+def discover(url: str) -> list[str]:
+    """Every queue on the server. Walks the keyspace, a thousand keys at a time. Raises RedisUnavailable."""
+    with open_client(url, "default") as client, wrap_errors():
+        # One pattern for both names: one walk.
+        found = {key.decode() for key in client.scan_iter("pagemill:{*}:[cw]o*s", count=SCAN_COUNT)}
+    names = (key.removeprefix("pagemill:{").partition("}:") for key in found)
+    return sorted(
+        {name for name, _, rest in names if rest in _SEEN_IN and keys.QUEUE_PATTERN.fullmatch(name)}
+    )
+
+
+class QueueSet:
+    """The queues that are exported: those that were named, or all, looked for again now and then."""
+
+    def __init__(
+        self, url: str, names: Sequence[str] = (), discover_every_s: float = DISCOVER_EVERY_S
+    ) -> None:
+        self._url = url
+        self._finds_all = not names
+        self._discover_every_s = discover_every_s
+        self._discover_at = 0.0
+        self._connectivity = Connectivity(WorkerCounters())
+        self._readers: dict[str, tuple[JobQueue, ServerClock, QueueReader]] = {}
+        self._errors = 0
+        for name in names:
+            self._add(name)
+
+    def read(self) -> QueueReadings:
+        """Every queue as it is now. One that can't be read is left out; when Redis is away, all are."""
+        figures: list[QueueFigures] = []
+        try:
+            self._look_for_more()
+            for queue, clock, reader in self._readers.values():
+                clock.set(queue.server_time())
+                figures.append(reader.read())
+            is_up = True
+        except RedisUnavailable as error:
+            logger.warning("%s; nothing is exported until it answers", error)
+            self._errors += 1
+            figures, is_up = [], False
+        return QueueReadings(figures, is_up, self._errors, _version())
+
+    def close(self) -> None:
+        for queue, _, _ in self._readers.values():
+            queue.close()
+
+    def _look_for_more(self) -> None:
+        if not self._finds_all or time.monotonic() < self._discover_at:
+            return
+        found = discover(self._url)
+        self._discover_at = time.monotonic() + self._discover_every_s
+        for name in found:
+            if name not in self._readers:
+                logger.info("found queue %s", name)
+                self._add(name)
+        for name in self._readers.keys() - set(found):
+            self._readers.pop(name)[0].close()
+
+    def _add(self, name: str) -> None:
+        queue = JobQueue(self._url, name, "exporter", 0, self._connectivity)
+        clock = ServerClock()
+        self._readers[name] = (queue, clock, QueueReader(queue, clock))
+
+
+class QueueExporter:
+    """Serves /metrics, /healthz (always good), /readyz and /startupz (Redis answers) until closed."""
+
+    def __init__(self, queues: QueueSet, host: str, port: int) -> None:
+        """Raises `worker.http.PortTaken`, or OSError for a host that is not ours."""
+        self._queues = queues
+        self._is_up = False
+        self._reading = threading.Lock()
+        probes = Probes(
+            metrics=QueueExposition(self._read).render,
+            health=lambda: self._told(True),
+            readiness=lambda: self._told(self._read().redis_up),
+            startup=lambda: self._told(self._read().redis_up),
+        )
+        self._server = StatusServer(host, port, probes)
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    def close(self) -> None:
+        self._server.close()
+        self._queues.close()
+
+    def _read(self) -> QueueReadings:
+        with self._reading:
+            readings = self._queues.read()
+        self._is_up = readings.redis_up
+        return readings
+
+    def _told(self, is_good: bool) -> Health:
+        return Health(is_good, {"redis": "up" if self._is_up else "away"})
+
+
+def run_exporter(queues: QueueSet, host: str, port: int) -> None:
+    """Export until SIGTERM or SIGINT. Raises as `QueueExporter` does."""
+    stop = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+    exporter = QueueExporter(queues, host, port)
+    logger.info("queue metrics at %s/metrics", exporter.url)
+    stop.wait()
+    exporter.close()
+
+
+def _version() -> str:
+    try:
+        return version("pagemill")
+    except PackageNotFoundError:
+        return "0"

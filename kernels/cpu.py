@@ -130,7 +130,7 @@ def warm_up(
         cpu_fused.rms_norm(rows[:n], rows[0], 1e-5)
         cpu_fused.silu_and_mul(rows[:n])
     metadata = AttentionMetadata(
-        block_tables=torch.zeros(2, 1, dtype=torch.int32),
+        block_tables=torch.zeros(2, 2, dtype=torch.int32),  # two blocks, where a block is one token
         query_start_loc=torch.tensor([0, 1, 3], dtype=torch.int32),
         seq_lens=torch.tensor([1, 2], dtype=torch.int32),
         slot_mapping=torch.full((3,), -1),

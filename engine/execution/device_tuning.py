@@ -11,7 +11,9 @@ import time
 import torch
 
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.execution.kv_cache import KVCacheShape
+from engine.execution.packed_linear import can_pack
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,15 @@ def tune_device(config: EngineConfig) -> None:
 def uses_cpu_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the JIT-compiled CPU operators take this model: they are made for fp32."""
     return device.type == "cpu" and dtype is torch.float32 and importlib.util.find_spec("numba") is not None
+
+
+def require_batch_invariance(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises `ConfigError` where a row's numbers would depend on the rows beside it."""
+    if not uses_cpu_kernels(device, dtype) or not can_pack(torch.empty(0, dtype=dtype, device=device)):
+        raise ConfigError(
+            "batch_invariant needs device=cpu and dtype=float32, with numba and oneDNN: elsewhere the order of a "
+            "product's sums depends on the number of rows"
+        )
 
 
 def warm_up_cpu_kernels(num_heads: int, shape: KVCacheShape) -> None:

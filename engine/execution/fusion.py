@@ -14,7 +14,7 @@ from torch import nn
 
 from engine.execution.attention import attend
 from engine.execution.device_tuning import uses_cpu_kernels
-from engine.execution.packed_linear import make_linear, merged_linear
+from engine.execution.packed_linear import LinearOptions, make_linear, merged_linear
 from kernels.scoring import Scoring
 
 # q, k, v projections (Phi 3: as one), optional q and k norms per head, rotation of pairs half a head apart.
@@ -45,12 +45,12 @@ _OFFSET_RMS_NORM = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm")
 @dataclass(frozen=True, slots=True)
 class FusionOptions:
     use_cpu_kernels: bool
-    quantization: str | None
+    linear: LinearOptions
 
 
-def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype, quantization: str | None = None) -> None:
+def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype, linear: LinearOptions) -> None:
     """Rewrite the model's modules. Its weights move into the new modules; the old ones are dropped."""
-    _fuse_children(model, FusionOptions(uses_cpu_kernels(device, dtype), quantization))
+    _fuse_children(model, FusionOptions(uses_cpu_kernels(device, dtype), linear))
 
 
 def _fuse_children(parent: nn.Module, options: FusionOptions) -> None:
@@ -71,14 +71,14 @@ def _replacement(module: nn.Module, options: FusionOptions) -> nn.Module | None:
     if kind in _RMS_NORM + _OFFSET_RMS_NORM and options.use_cpu_kernels:
         return RMSNorm(module)
     if type(module) is nn.Linear or kind == "FalconLinear":
-        return make_linear(module.weight, module.bias, options.quantization)
+        return make_linear(module.weight, module.bias, options.linear)
     if kind == "Conv1D":  # GPT-2's name for a linear layer that keeps its weight transposed
-        return make_linear(module.weight.t(), module.bias, options.quantization)
+        return make_linear(module.weight.t(), module.bias, options.linear)
     return None
 
 
 def _fast_linear(layer: nn.Linear, options: FusionOptions) -> nn.Module:
-    return make_linear(layer.weight, layer.bias, options.quantization) or layer
+    return make_linear(layer.weight, layer.bias, options.linear) or layer
 
 
 def _is_silu_gated(module: nn.Module) -> bool:
@@ -119,7 +119,7 @@ class SiluGatedMLP(nn.Module):
         if hasattr(source, "gate_up_proj"):
             self.gate_up_proj = _fast_linear(source.gate_up_proj, options)
         else:
-            self.gate_up_proj = merged_linear([source.gate_proj, source.up_proj], options.quantization)
+            self.gate_up_proj = merged_linear([source.gate_proj, source.up_proj], options.linear)
         self.down_proj = source.down_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,7 @@ class RotaryAttention(nn.Module):
             self.qkv_proj = _fast_linear(source.qkv_proj, options)
         else:
             projections = [source.q_proj, source.k_proj, source.v_proj]
-            self.qkv_proj = merged_linear(projections, options.quantization)
+            self.qkv_proj = merged_linear(projections, options.linear)
         self.o_proj = source.o_proj
         self.q_norm = getattr(source, "q_norm", None)
         self.k_norm = getattr(source, "k_norm", None)

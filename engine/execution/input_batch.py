@@ -43,10 +43,14 @@ class InputBatch:
         block_size: int,
         device: torch.device,
         pad_to_bucket: bool,
+        split_decodes: bool = True,
     ) -> None:
+        """`split_decodes`: rows with one token are attended to by a kernel of their own, which is faster and adds
+        up in another order than the one for prompts."""
         self._block_size = block_size
         self._device = device
         self._pad = pad_to_bucket
+        self._split_decodes = split_decodes
         max_blocks = -(-max_model_len // block_size)
         # One column more: the last token of a full context is sampled, though never computed.
         self.token_table = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int64, device=device)
@@ -129,7 +133,7 @@ class InputBatch:
             slots = torch.nn.functional.pad(slots, (0, extra), value=-1)
             tables = torch.nn.functional.pad(tables, (0, 0, 0, padded_rows - num_rows), value=NULL_BLOCK)
         lens_host = [*query_lens.tolist(), *([0] * (padded_rows - num_rows))]
-        num_decode_rows = int((query_lens == 1).sum())
+        num_decode_rows = int((query_lens == 1).sum()) if self._split_decodes else 0
         if num_decode_rows == num_rows:
             num_decode_rows = padded_rows  # a padded row stands at a padded token of its own
         metadata = AttentionMetadata(

@@ -9,12 +9,13 @@ import torch
 
 from engine.config import EngineConfig, SchedulerConfig
 from engine.execution.attention import AttentionContext, attention_context
-from engine.execution.device_tuning import uses_cpu_kernels, warm_up_cpu_kernels
+from engine.execution.device_tuning import require_batch_invariance, uses_cpu_kernels, warm_up_cpu_kernels
 from engine.execution.fusion import fuse
 from engine.execution.input_batch import InputBatch, StepInputs
 from engine.execution.kv_cache import KVCache, KVCacheShape
 from engine.execution.loader import LoadedModel
 from engine.execution.logits_processors import SampleWork
+from engine.execution.packed_linear import LinearOptions
 from engine.execution.prompt_scorer import PromptLogprobs, PromptScorer
 from engine.execution.sampler import Sampler, SamplerOutput
 from engine.plan import StepPlan, StepResult
@@ -57,7 +58,10 @@ class ModelRunner:
         self._device = model.device
         if uses_cpu_kernels(model.device, model.dtype):
             warm_up_cpu_kernels(model.num_heads, shape)
-        fuse(model.module, model.device, model.dtype, config.quantization)
+        if config.batch_invariant:
+            require_batch_invariance(model.device, model.dtype)
+        linear = LinearOptions(config.quantization, row_invariant=config.batch_invariant)
+        fuse(model.module, model.device, model.dtype, linear)
         self.kv_cache = KVCache(shape, limits.num_kv_blocks, model.device)
         self._batch = InputBatch(
             max_num_seqs=limits.max_num_seqs,
@@ -65,6 +69,7 @@ class ModelRunner:
             block_size=limits.block_size,
             device=model.device,
             pad_to_bucket=bool(config.pad_to_bucket),
+            split_decodes=not config.batch_invariant,
         )
         self._sampler = Sampler(limits.eos_token_ids)
         self._prompt_scorer = PromptScorer(model.module)

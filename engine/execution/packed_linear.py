@@ -8,6 +8,7 @@ order whatever the number of rows, except for a lone row, which it treats as a v
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,11 +16,22 @@ from torch import nn
 from engine.execution.quantization import Int8Linear
 
 
+@dataclass(frozen=True, slots=True)
+class LinearOptions:
+    quantization: str | None = None
+    """int8, or None: as the weights are."""
+    row_invariant: bool = False
+    """A row's product is the same to the last bit whatever rows stand beside it."""
+
+
 class PackedLinear(nn.Module):
     """y = x W^T + b with W packed once, for fp32 on CPU. Takes [..., in_features]."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, row_invariant: bool = False
+    ) -> None:
         super().__init__()
+        self._fewest_rows = 2 if row_invariant else 1
         self.in_features, self.out_features = weight.shape[1], weight.shape[0]
         # An opaque tensor: it can be multiplied with, and nothing else.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
@@ -27,8 +39,11 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
+        num_rows = len(rows)
+        if num_rows < self._fewest_rows:
+            rows = rows.expand(self._fewest_rows, -1).contiguous()
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
-        return out.view(*x.shape[:-1], self.out_features)
+        return out[:num_rows].view(*x.shape[:-1], self.out_features)
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -36,16 +51,14 @@ def can_pack(weight: torch.Tensor) -> bool:
     return has_onednn and weight.device.type == "cpu" and weight.dtype is torch.float32
 
 
-def make_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None, quantization: str | None = None
-) -> nn.Module | None:
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, options: LinearOptions) -> nn.Module | None:
     """The fast layer for y = x W^T + b, weight [out_features, in_features]; None where there is none better."""
-    if quantization == "int8":
+    if options.quantization == "int8":
         return Int8Linear(weight, bias)
-    return PackedLinear(weight, bias) if can_pack(weight) else None
+    return PackedLinear(weight, bias, row_invariant=options.row_invariant) if can_pack(weight) else None
 
 
-def merged_linear(layers: Sequence[nn.Linear], quantization: str | None = None) -> nn.Module:
+def merged_linear(layers: Sequence[nn.Linear], options: LinearOptions) -> nn.Module:
     """One layer whose output is the layers' outputs side by side; packed where the device gains from it."""
     weight = torch.cat([layer.weight.detach() for layer in layers])
     biases = [layer.bias for layer in layers]
@@ -57,7 +70,7 @@ def merged_linear(layers: Sequence[nn.Linear], quantization: str | None = None) 
                 for layer, b in zip(layers, biases, strict=True)
             ]
         )
-    fast = make_linear(weight, bias, quantization)
+    fast = make_linear(weight, bias, options)
     if fast is not None:
         return fast
     merged = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")

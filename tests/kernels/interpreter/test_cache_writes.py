@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import dispatch, reference
-from kernels.layer_cache import LayerCache
+from kernels.layer_cache import FP8, LayerCache, allocate_layer, as_bytes
 from kernels.metadata import AttentionMetadata
 from kernels.scoring import Scoring
 
@@ -48,6 +48,34 @@ def test_numbers_of_tokens(num_tokens: int, block_size: int) -> None:
     reference.reshape_and_cache(key, value, LayerCache(*expected), slots)
     assert _same(out[0], expected[0])
     assert _same(out[1], expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cache_dtype", [torch.int8, FP8])
+def test_scaled_caches(cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """A scale per token and head; a token of zeros; padding. The interpreter's own cast to fp8 truncates some
+    numbers and flushes the smallest to zero; a GPU's does neither."""
+    torch.manual_seed(42)
+    key, value = ((torch.randn(19, 3, 80) * torch.rand(19, 3, 1)).to(dtype) for _ in range(2))
+    key[4] = 0.0
+    slots = torch.randperm(3 * 16)[:19]
+    slots[[0, 7, 18]] = -1
+    out, expected = (allocate_layer(3, 3, 16, 80, cache_dtype) for _ in range(2))
+    for cache in (out, expected):
+        for tensor in cache.tensors():
+            as_bytes(tensor).fill_(77)
+    with dispatch.override("triton"):
+        dispatch.reshape_and_cache(key, value, out, slots)
+    reference.reshape_and_cache(key, value, expected, slots)
+    for ours, theirs in zip(out.tensors(), expected.tensors(), strict=True):
+        if ours.dtype is torch.float32:
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
+        elif cache_dtype is FP8:
+            torch.testing.assert_close(ours.float(), theirs.float(), rtol=2.0**-3, atol=2.0**-6)
+        else:
+            steps = (ours.to(torch.int16) - theirs.to(torch.int16)).abs()
+            assert steps.max() <= 1
+            assert steps.float().mean() < 1e-3
 
 
 def test_only_padding_writes_nothing() -> None:

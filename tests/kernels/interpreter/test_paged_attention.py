@@ -10,6 +10,7 @@ import torch
 
 from kernels import dispatch, reference
 from kernels.attention_tile import INTERPRETED
+from kernels.layer_cache import FP8
 from kernels.paged_attention_decode import paged_attention_decode
 from kernels.paged_attention_prefill import build_work_list, paged_attention_prefill
 from kernels.tuning import Tile
@@ -87,6 +88,42 @@ def test_group_sizes_in_a_mixed_batch(num_heads: int, num_kv_heads: int, dtype: 
 def test_head_dims_in_a_mixed_batch(head_dim: int, dtype: torch.dtype) -> None:
     """bf16 by the upcast the interpreter needs: it shows that no product of bf16 tiles is left in a kernel."""
     _check(make_case([1, 6], [33, 40], num_heads=4, num_kv_heads=2, head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cache_dtype", [torch.float16, torch.bfloat16, torch.int8, FP8])
+def test_cache_dtypes_in_a_mixed_batch(cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """Full tiles, masked tiles and a merge; what is not stored is poison, scales included."""
+    case = make_case(
+        [1, 1, 90],
+        [33, 300, 100],
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=80,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+    )
+    _check(case)
+    tile = Tile(block_m=16, block_n=32, num_warps=4, num_stages=1)
+    out = _decode(case, tile=tile, num_splits=3, min_split_tokens=64)
+    assert (out[:2].double() - _truth(case)[:2]).abs().max() <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, FP8])
+def test_scaled_caches_under_every_option(cache_dtype: torch.dtype) -> None:
+    case = make_case(
+        [1, 20],
+        [200, 150],
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=64,
+        block_size=128,
+        cache_dtype=cache_dtype,
+        alibi=True,
+        softcap=2.0,
+        sliding_window=33,
+    )
+    _check(case)
 
 
 def test_chunks_of_one_prompt_equal_the_whole() -> None:

@@ -1,0 +1,305 @@
+"""Generation under a schema: who fails, what is told, and that nothing but the schema decides the shape."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import InvalidRequest
+from engine.llm import LLM, GenerationOutput
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams, StructuredOutputs
+from engine.tokenizer import ByteTokenizer
+from tests.engine.test_resume import Sample, check_every_cut, run
+
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "unit": {"enum": ["cm", "mm"]}},
+    "required": ["x", "unit"],
+    "additionalProperties": False,
+}
+TICKET = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 20},
+        "tags": {"type": "array", "items": {"enum": ["bug", "feature", "question"]}, "maxItems": 2},
+        "priority": {"type": "integer", "minimum": 1, "maximum": 5},
+        "assignee": {"anyOf": [{"type": "string", "maxLength": 8}, {"type": "null"}]},
+    },
+    "required": ["title", "tags", "priority"],
+    "additionalProperties": False,
+}
+RUNS_OUT = "((a{1,1000}){1,1000}){1,1000}"
+"""Compiles, and reaches the library's limits after some thirty tokens."""
+
+
+def shaped(**shape: Any) -> StructuredOutputs:
+    return StructuredOutputs(**shape)
+
+
+def params(**options: Any) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 80, "temperature": 0.0} | options))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["depth 0", "depth 1"])
+def llm(request: pytest.FixtureRequest) -> LLM:
+    """One vocabulary and one probe for all tests at this depth."""
+    return LLM("echo", async_scheduling=request.param, num_kv_blocks=200)
+
+
+def generate(llm: LLM, prompts: list[str], *sampling: SamplingParams) -> list[GenerationOutput]:
+    results = llm.generate(prompts, list(sampling), use_tqdm=False)
+    llm.engine.check_integrity()
+    assert llm.engine.stats().kv.active_blocks == 0
+    return results
+
+
+def test_one_bad_schema_fails_only_its_own_request(llm: LLM) -> None:
+    before = dict(llm.engine.stats().structured_outputs)
+    prompts = ['{"x": 1, "unit": "mm"}', "aab", "plain", "x", "x", "a" * 60, "y"]
+    results = generate(
+        llm,
+        prompts,
+        params(structured_outputs=shaped(json=json.dumps(POINT))),
+        params(structured_outputs=shaped(regex="a+b")),
+        params(),
+        params(structured_outputs=shaped(regex="(")),
+        params(structured_outputs=shaped(json='{"type":"array","uniqueItems":true}')),
+        params(structured_outputs=shaped(regex=RUNS_OUT)),
+        params(structured_outputs=shaped(choice=("yes", "no"))),
+    )
+    assert [result.error_code for result in results] == [
+        None, None, None, "schema_invalid", "unsupported_feature", "schema_too_complex", None,
+    ]  # fmt: skip
+    assert [result.outputs[0].text for result in results[:3]] == prompts[:3]
+    assert [result.outputs[0].finish_reason for result in results[3:6]] == ["error"] * 3
+    assert 20 < len(results[5].outputs[0].text) < 60, "it ran until the limit"
+    after = llm.engine.stats().structured_outputs
+    assert {kind: after[kind] - before[kind] for kind in after} == {"valid": 3, "truncated": 0, "invalid": 3}
+
+
+def test_a_known_bad_schema_is_refused_at_once(llm: LLM) -> None:
+    bad = params(structured_outputs=shaped(regex="known to be bad ("))
+    assert generate(llm, ["x"], bad)[0].error_code == "schema_invalid"
+    with pytest.raises(InvalidRequest) as refusal:
+        llm.generate(["good", "x"], [params(), bad], use_tqdm=False)
+    assert refusal.value.code == "schema_invalid"
+    assert not llm.engine.has_unfinished()
+
+
+def test_others_go_on_while_a_schema_is_compiled(llm: LLM) -> None:
+    slow = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}})
+    engine = llm.engine
+    tokens, sampling = engine.input_processor.process(
+        prompt="x", params=params(structured_outputs=shaped(json=slow))
+    )
+    engine.add_request("slow", tokens, sampling)
+    with pytest.raises(InvalidRequest, match="already running"):
+        engine.add_request("slow", tokens, sampling)
+    engine.add_request("quick", *engine.input_processor.process(prompt="quick", params=params()))
+    written: dict[str, str] = {}
+    ended: list[str] = []
+    while engine.has_unfinished():
+        for output in engine.step():
+            written[output.request_id] = written.get(output.request_id, "") + text_of(output)
+            ended += [output.request_id] * output.finished
+    assert ended == ["quick", "slow"]
+    assert written["quick"] == "quick"
+
+
+def text_of(output: RequestOutput) -> str:
+    return "".join(delta.text for delta in output.deltas)
+
+
+def test_a_request_can_be_aborted_while_its_schema_is_compiled(llm: LLM) -> None:
+    engine = llm.engine
+    shape = shaped(regex="[a-z]+ that nobody has asked for before")
+    engine.add_request(
+        "gone", *engine.input_processor.process(prompt="x", params=params(n=2, structured_outputs=shape))
+    )
+    (output,) = engine.abort("gone")
+    assert output.finished
+    assert [delta.finish_reason for delta in output.deltas] == ["abort"] * 2
+    assert not engine.has_unfinished()
+    assert engine.abort("gone") == []
+
+
+def test_one_that_never_fits_fails_once_its_schema_is_there(llm: LLM) -> None:
+    shape = shaped(regex="(never|fits)+")
+    (result,) = generate(llm, ["x" * 3000], params(n=4, max_tokens=900, structured_outputs=shape))
+    assert result.error_code == "never_fits"
+
+
+def test_samples_of_one_request_each_have_their_own_place(llm: LLM) -> None:
+    shape = shaped(json=json.dumps(POINT))
+    (result,) = generate(llm, ['{"x": 7, "unit": "cm"}'], params(n=3, structured_outputs=shape))
+    assert [output.text for output in result.outputs] == ['{"x": 7, "unit": "cm"}'] * 3
+    assert result.usage.completion_tokens == 3 * 22
+
+
+def test_forced_tokens_are_told_apart_in_the_logprobs(llm: LLM) -> None:
+    shape = shaped(json=json.dumps(POINT))
+    (result,) = generate(llm, ['{"x": 7, "unit": "cm"}'], params(logprobs=0, structured_outputs=shape))
+    entries = result.outputs[0].logprobs
+    assert entries is not None
+    assert [entry.token_id for entry in entries] == ByteTokenizer().encode('{"x": 7, "unit": "cm"}')
+    assert len(entries) == len(result.outputs[0].token_ids)
+
+
+def test_stop_strings_and_limits_cut_a_structure_short(llm: LLM) -> None:
+    before = dict(llm.engine.stats().structured_outputs)
+    shape = shaped(json=json.dumps(POINT))
+    prompt = '{"x": 7, "unit": "cm"}'
+    stopped, short, whole = generate(
+        llm,
+        [prompt] * 3,
+        params(stop=("unit",), structured_outputs=shape),
+        params(max_tokens=12, structured_outputs=shape),
+        params(max_tokens=22, structured_outputs=shape),
+    )
+    assert (stopped.outputs[0].text, stopped.outputs[0].stop_reason) == ('{"x": 7, "', "unit")
+    assert (short.outputs[0].text, short.outputs[0].finish_reason) == (prompt[:12], "length")
+    assert (whole.outputs[0].text, whole.outputs[0].finish_reason) == (prompt, "stop")
+    after = llm.engine.stats().structured_outputs
+    assert {kind: after[kind] - before[kind] for kind in after} == {"valid": 1, "truncated": 2, "invalid": 0}
+
+
+def test_min_tokens_and_ignored_eos_do_not_outlast_the_structure(llm: LLM) -> None:
+    for options in ({"min_tokens": 40}, {"ignore_eos": True}):
+        for shape in (shaped(regex="ab?"), shaped(choice=("a", "ab")), shaped(json=json.dumps(POINT))):
+            (result,) = generate(llm, ["a"], params(structured_outputs=shape, **options))
+            assert result.outputs[0].finish_reason == "stop"
+            assert len(result.outputs[0].token_ids) < 40
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "text"),
+    [
+        (
+            '{"x": 12, "unit": "mm"}',
+            {"structured_outputs": shaped(json=json.dumps(POINT))},
+            '{"x": 12, "unit": "mm"}',
+        ),
+        ("café-12!", {"structured_outputs": shaped(regex="[a-zé]+-[0-9]+!")}, "café-12!"),
+        ("x,y,", {"n": 2, "structured_outputs": shaped(grammar='start: (/[a-z]/ ",")+')}, "x,y,"),
+        ("abcabc", {"stop": ("ca",), "structured_outputs": shaped(regex="(abc)+")}, "ab"),
+    ],
+)
+def test_it_continues_from_every_cut(llm: LLM, prompt: str, options: dict[str, Any], text: str) -> None:
+    whole = check_every_cut(llm.engine, prompt, params(**options))
+    assert {sample.text for sample in whole} == {text}
+
+
+def test_a_checkpoint_that_is_not_of_this_schema_is_refused(llm: LLM) -> None:
+    engine = llm.engine
+    shape = shaped(regex="abc")
+    run(engine, "abc", params(structured_outputs=shape), [Sample()])
+    with pytest.raises(InvalidRequest, match="not what structured_outputs allows"):
+        run(engine, "abc", params(structured_outputs=shape), [Sample("x", [ord("x")])])
+
+
+def test_a_schema_is_compiled_once_for_all_requests(llm: LLM) -> None:
+    before = llm.engine.stats()
+    shape = shaped(regex="(once|for|all)+")
+    generate(llm, ["once", "for"], *[params(structured_outputs=shape)] * 2)
+    generate(llm, ["all"], params(structured_outputs=shape))
+    after = llm.engine.stats()
+    assert after.grammar_cache_misses - before.grammar_cache_misses == 1
+    assert after.grammar_cache_hits - before.grammar_cache_hits == 2
+    (seconds,) = after.histograms["grammar_compile_seconds"].values()
+    assert sum(seconds.counts) == after.grammar_cache_misses
+
+
+def test_they_survive_preemption() -> None:
+    llm = LLM("echo", num_kv_blocks=26, block_size=4, max_num_seqs=8)
+    prompts = [json.dumps({"x": number, "unit": "mm"}) for number in range(100_000, 100_006)]
+    sampling = params(max_tokens=40, structured_outputs=shaped(json=json.dumps(POINT)))
+    results = generate(llm, prompts, *[sampling] * 6)
+    assert [result.outputs[0].text for result in results] == prompts
+    assert llm.engine.stats().scheduler.preemptions > 0
+
+
+def test_a_model_without_a_tokenizer_refuses() -> None:
+    engine = Engine.from_config(EngineConfig(model="echo", skip_tokenizer_init=True))
+    for shape in (shaped(regex="a"), shaped(choice=("a",))):
+        with pytest.raises(InvalidRequest) as refusal:
+            engine.input_processor.process(prompt_token_ids=[1], params=params(structured_outputs=shape))
+        assert refusal.value.code == "unsupported_feature"
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> LLM:
+    return LLM("smollm2", num_kv_blocks=256, num_threads=1)
+
+
+def test_a_real_model_writes_what_the_schemas_say(smollm2: LLM) -> None:
+    """Sampled as wildly as it gets: what holds the shape together is the mask alone."""
+    schemas: list[dict[str, Any]] = [
+        POINT,
+        TICKET,
+        {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 4},
+        {"type": "string", "format": "date"},
+        {"$defs": {"node": {"type": "object", "properties": {"v": {"type": "boolean"},
+         "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}, "required": ["v", "next"],
+         "additionalProperties": False}}, "$ref": "#/$defs/node"},
+    ]  # fmt: skip
+    patterns = [r"[A-Z]{3}-\d{2,4}", r"(red|green|blue)(, (red|green|blue)){1,3}", r"#[0-9a-f]{6}"]
+    prompts, sampling = [], []
+    for number, shape in enumerate(
+        [shaped(json=json.dumps(one)) for one in schemas] + [shaped(regex=one) for one in patterns]
+    ):
+        for temperature in (0.0, 1.5):
+            prompts.append("Describe it:")
+            sampling.append(
+                params(temperature=temperature, seed=number, max_tokens=60, structured_outputs=shape)
+            )
+    results = generate(smollm2, prompts, *sampling)
+    complete = 0
+    for number, result in enumerate(results):
+        assert result.error is None
+        for output in result.outputs:
+            if output.finish_reason != "stop":
+                continue
+            complete += 1
+            if number // 2 < len(schemas):
+                value = json.loads(output.text)
+                jsonschema.validate(value, schemas[number // 2], format_checker=jsonschema.FormatChecker())
+                assert output.text == json.dumps(value, ensure_ascii=False) or number // 2 in (1, 2)
+            else:
+                assert re.fullmatch(patterns[number // 2 - len(schemas)], output.text)
+    assert complete >= 12, "of 16; the others ran into max_tokens inside a number or a list without end"
+    assert smollm2.engine.stats().structured_outputs == {
+        "valid": complete,
+        "truncated": 16 - complete,
+        "invalid": 0,
+    }
+
+
+def test_forced_tokens_cost_no_step_and_change_no_text(smollm2: LLM) -> None:
+    shape = shaped(json=json.dumps(POINT))
+    before = smollm2.engine.stats().steps
+    (result,) = generate(smollm2, ["A point:"], params(logprobs=0, structured_outputs=shape))
+    output = result.outputs[0]
+    entries = output.logprobs
+    assert entries is not None
+    num_forced = sum(entry.logprob is None for entry in entries)
+    assert num_forced >= 4
+    assert smollm2.engine.stats().steps - before <= len(output.token_ids) - num_forced
+    tokenizer = smollm2.engine.tokenizer
+    assert tokenizer is not None
+    assert tokenizer.decode(output.token_ids) == output.text
+
+
+def test_a_real_model_continues_a_structure(smollm2: LLM) -> None:
+    sampling = params(seed=3, temperature=1.0, structured_outputs=shaped(json=json.dumps(POINT)))
+    (whole,) = run(smollm2.engine, "A point:", sampling, [Sample()])
+    jsonschema.validate(json.loads(whole.text), POINT)
+    samples = run(smollm2.engine, "A point:", sampling, [Sample()], 5)
+    assert samples[0].finish_reason is None
+    assert run(smollm2.engine, "A point:", sampling, samples) == [whole]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -62,9 +62,9 @@ def print_status(status: JobStatus, as_json: bool) -> None:
         ("queue", status.queue),
         ("priority", status.priority),
         ("waiting before it", status.position),
-        ("submitted", _ago(status.created_at)),
-        ("started", _ago(status.started_at)),
-        ("finished", _ago(status.finished_at)),
+        ("submitted", ago(status.created_at)),
+        ("started", ago(status.started_at)),
+        ("finished", ago(status.finished_at)),
         ("worker", status.worker),
         ("attempt", status.attempt or None),
         ("crashes", status.crashes or None),
@@ -78,7 +78,7 @@ def print_status(status: JobStatus, as_json: bool) -> None:
         ),
         ("error", status.error),
     ]
-    _print_rows((), [(name, value) for name, value in rows if value is not None])
+    print_rows((), [(name, value) for name, value in rows if value is not None])
 
 
 def print_workers(workers: Sequence[WorkerInfo], as_json: bool) -> None:
@@ -86,11 +86,11 @@ def print_workers(workers: Sequence[WorkerInfo], as_json: bool) -> None:
         typer.echo(json.dumps([worker.model_dump() for worker in workers]))
         return
     rows = [
-        (w.id, w.state, ",".join(w.models), w.running, w.host, w.pid, _ago(w.started_at), w.url or "")
+        (w.id, w.state, ",".join(w.models), w.running, w.host, w.pid, ago(w.started_at), w.url or "")
         for w in workers
     ]
     if rows:
-        _print_rows(("worker", "state", "models", "jobs", "host", "pid", "started", "metrics"), rows)
+        print_rows(("worker", "state", "models", "jobs", "host", "pid", "started", "metrics"), rows)
 
 
 def print_queue(queue: str, stats: QueueStats, as_json: bool) -> None:
@@ -116,7 +116,7 @@ def print_queue(queue: str, stats: QueueStats, as_json: bool) -> None:
         }
         typer.echo(json.dumps(document))
         return
-    _print_rows(
+    print_rows(
         (),
         [
             ("queue", queue),
@@ -127,10 +127,10 @@ def print_queue(queue: str, stats: QueueStats, as_json: bool) -> None:
     )
     if waiting:
         columns = ("priority", "tenant", "model", "jobs", "oldest_s")
-        _print_rows(columns, [tuple(lane[column] for column in columns) for lane in waiting])
+        print_rows(columns, [tuple(lane[column] for column in columns) for lane in waiting])
 
 
-def _print_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+def print_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """A table for a terminal; for a pipe tab-separated lines under one line of names, nothing cut off."""
     if not sys.stdout.isatty():
         for row in ([columns] if columns else []) + list(rows):
@@ -149,6 +149,16 @@ def _print_model(model: BaseModel) -> None:
     typer.echo(model.model_dump_json())
 
 
-def _ago(moment: float | None) -> str | None:
+def ago(moment: float | None) -> str | None:
     """How long ago; the server's clock and ours may differ, so never in the future."""
     return None if moment is None else f"{max(0.0, time.time() - moment):.1f} s ago"
+
+
+def print_fields(fields: Mapping[str, Any]) -> None:
+    """A record, a field a line; what is nested as JSON."""
+    rows = [
+        (name, value if isinstance(value, str | int | float) else json.dumps(value, ensure_ascii=False))
+        for name, value in fields.items()
+        if value not in (None, "", [])
+    ]
+    print_rows((), rows)

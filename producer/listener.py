@@ -10,7 +10,7 @@ from typing import Any
 import redis
 
 from producer.waiting import POLL_CHUNK, WaitingRoom, topic_of
-from producer.wire import keys, reading
+from producer.wire import keys, reading, transitions
 from producer.wire.errors import PagemillError, RedisUnavailable
 from producer.wire.transport import SyncTransport, wrap_errors
 
@@ -100,6 +100,8 @@ class Listener:
             timeout = 0.0
 
     def _poll(self) -> None:
+        if self._room.is_sweep_due():
+            self._transport.run(transitions.sweep(self._queue))
         due = self._room.due()
         for start in range(0, len(due), POLL_CHUNK):
             chunk = due[start : start + POLL_CHUNK]

@@ -12,6 +12,8 @@ LAST_POLL_S = 1.0
 IDLE_TICK_S = 0.25
 """Longest a listener sleeps, so that a new wait is polled for soon."""
 POLL_CHUNK = 500
+SWEEP_S = 1.0
+"""While anybody waits, time is run for the queue: a deadline passes though no worker lives."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +33,7 @@ class WaitingRoom:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiters: dict[str, list[Waiter]] = {}
+        self._next_sweep = 0.0
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -75,6 +78,14 @@ class WaitingRoom:
                 if late:
                     due.append(topic)
         return due
+
+    def is_sweep_due(self) -> bool:
+        """Whether somebody waits, and lapsed leases, due jobs and deadlines should be looked at now."""
+        now = time.monotonic()
+        if not self._waiters or now < self._next_sweep:
+            return False
+        self._next_sweep = now + SWEEP_S
+        return True
 
     def tick(self) -> float:
         """How long the listener may sleep: while there is a young wait, only a moment."""

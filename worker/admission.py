@@ -181,6 +181,8 @@ class Admission:
         elif reply.jobs:
             self.blocked = None
             self._take_in(reply.jobs)
+        elif reply.queued and reply.limited_ms is not None:
+            self._blocked_for("rate", min(DOORBELL_S, reply.limited_ms / 1000))
         elif reply.queued and len(self._table):
             # They cost more than there is, or wait for a suspect to end: the doorbell would ring for nothing.
             self._blocked_for("kv", BLOCKED_POLL_S)

@@ -13,7 +13,15 @@ import typer
 from pydantic import ValidationError
 
 from engine.errors import ConfigError
-from producer import cli_batch, cli_doctor, cli_inspect, cli_run  # noqa: F401 - they register their commands
+from producer import (  # noqa: F401 - they register their commands
+    cli_batch,
+    cli_celery,
+    cli_dead,
+    cli_doctor,
+    cli_inspect,
+    cli_queue,
+    cli_run,
+)
 from producer.cli import EXIT_USAGE, app, check_url, say
 from worker import cli_exporter  # noqa: F401 - it registers its command
 from worker.config import ENV_PREFIX, SECRETS, WorkerConfig

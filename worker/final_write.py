@@ -103,7 +103,9 @@ def succeeded(queue: str, job: RunningJob, result: Result) -> FinalWrite:
     return FinalWrite(
         job.pulled,
         "succeeded",
-        transitions.commit(queue, job.job_id, job.token, "succeeded", result_json=body),
+        transitions.commit(
+            queue, job.job_id, job.token, "succeeded", result_json=body, progress=job.progress(0.0)
+        ),
         job,
         size=len(body),
         needs_checkpoint=job.job.stream,
@@ -117,7 +119,14 @@ def failed(queue: str, pulled: PulledJob, error: ErrorInfo, job: RunningJob | No
     return FinalWrite(
         pulled,
         "failed",
-        transitions.commit(queue, pulled.job_id, pulled.token, "failed", error_json=body),
+        transitions.commit(
+            queue,
+            pulled.job_id,
+            pulled.token,
+            "failed",
+            error_json=body,
+            progress=job.progress(0.0) if job is not None else None,
+        ),
         job,
         size=len(body),
         needs_checkpoint=job is not None,
@@ -134,7 +143,7 @@ def stopped(queue: str, job: RunningJob, ending: Ending) -> FinalWrite:
     return FinalWrite(
         job.pulled,
         ending.kind,
-        transitions.commit(queue, job.job_id, job.token, state, error_json=body),
+        transitions.commit(queue, job.job_id, job.token, state, error_json=body, progress=job.progress(0.0)),
         job,
         size=len(body),
         needs_checkpoint=True,

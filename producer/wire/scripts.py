@@ -31,9 +31,16 @@ class Call(Generic[T]):
 
 @cache
 def source(name: str) -> str:
-    """The script's text, with the files it includes put in their place."""
+    """The script's text, with the files it includes put in their place, each once."""
+    return _expand(name, set())
+
+
+def _expand(name: str, seen: set[str]) -> str:
+    if name in seen:
+        return ""
+    seen.add(name)
     text = (files("producer.wire") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
-    return _INCLUDE.sub(lambda match: source(match[1]), text)
+    return _INCLUDE.sub(lambda match: _expand(match[1], seen), text)
 
 
 @cache

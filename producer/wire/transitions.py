@@ -273,7 +273,7 @@ def commit(
 ) -> Call[CommitReply]:
     """End the job. `succeeded` takes a Result as JSON, every other state an ErrorInfo.
 
-    `progress` is the job's last: with it a status never lags behind the result.
+    `progress` is the job's last: with it a status never lags behind the result (it is dated by the server).
     A job whose cancel or expiry was recorded before ends so, whatever `state` says; the reply says which.
     """
     outcome = result_json if state == "succeeded" else error_json

@@ -212,6 +212,14 @@ local function finish(id, job, state, out)
   end
 end
 
+-- A deadline holds for whoever asks, also where no worker lives to sweep.
+local function expire_if_late(id)
+  local found = redis.call('HMGET', P .. 'job:' .. id, 'state', 'deadline')
+  if (found[1] == 'queued' or found[1] == 'delayed') and found[2] and tonumber(found[2]) <= NOW then
+    finish(id, load(id), 'expired', EXPIRED)
+  end
+end
+
 -- Ask for the end of a running job: its worker hears it on the channel, or with its next renewal.
 local function ask_to_end(id, state)
   redis.call('HSET', P .. 'job:' .. id, 'ending', state)

@@ -4,9 +4,10 @@
 -- Returns per id an empty list (no such job) or {state, lane, attempt, crashes, created_at, started_at, finished_at,
 --   deadline, worker, progress, progress_at, the equal job it follows or copied, the dead job it replays, position,
 --   live workers for its model, last error, metadata}
--- @include common
+-- @include states
 local replies = {}
 for i, id in ipairs(ARGV) do
+  expire_if_late(id)
   local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'lane', 'attempt', 'crashes', 'created_at',
     'started_at', 'finished_at', 'deadline', 'worker', 'progress', 'progress_at', 'leader', 'replay_of', 'affinity')
   if not job[1] then

@@ -1,0 +1,91 @@
+"""`pagemill queue limit | weights`: what a queue takes and gives at most, and whose jobs come more often."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated
+
+import typer
+
+from producer import cli_views as views
+from producer.cli import AsJson, Queue, RedisUrl, ask, queue_app, say
+from producer.wire import limits
+from producer.wire.limits import QueueLimits
+
+
+@queue_app.command("limit")
+def queue_limit(
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=0, help="Jobs that may wait; 0: no own limit.")
+    ] = None,
+    payload_bytes: Annotated[
+        int | None, typer.Option("--payload-bytes", min=0, help="Bytes of one job; 0: no own limit.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option("--rate", min=0.0, help="Jobs that may start per second; 0: as they come.")
+    ] = None,
+    burst: Annotated[
+        int | None, typer.Option("--burst", min=1, help="Of these, how many at once after a pause.")
+    ] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Take every limit away first.")] = False,
+    redis_url: RedisUrl = None,
+    queue: Queue = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Set limits of the queue, and print what they are; what is not named stays."""
+    current = ask(redis_url, limits.limits(queue))
+    wanted = QueueLimits() if clear else current
+    if jobs is not None:
+        wanted = dataclasses.replace(wanted, jobs=jobs or None)
+    if payload_bytes is not None:
+        wanted = dataclasses.replace(wanted, payload_bytes=payload_bytes or None)
+    if rate is not None:
+        wanted = dataclasses.replace(wanted, rate=rate or None, burst=None)
+    if burst is not None:
+        wanted = dataclasses.replace(wanted, burst=burst)
+    if wanted.burst is not None and wanted.rate is None and burst is not None:
+        raise typer.BadParameter("--burst goes with --rate")
+    if wanted != current:
+        current = ask(redis_url, limits.set_limits(queue, wanted))
+    if as_json:
+        typer.echo(json.dumps({"queue": queue} | dataclasses.asdict(current)))
+        return
+    views.print_rows(
+        (),
+        [
+            ("jobs that may wait", current.jobs or "default (1,000,000)"),
+            ("bytes of one job", current.payload_bytes or "default (1 MiB)"),
+            ("jobs started per second", f"{current.rate:g}" if current.rate else "unlimited"),
+            ("burst", current.burst or ""),
+        ],
+    )
+
+
+@queue_app.command("weights")
+def queue_weights(
+    pairs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TENANT=WEIGHT]...", help="1 to 1000; everybody else's is 1."),
+    ] = None,
+    redis_url: RedisUrl = None,
+    queue: Queue = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Set tenants' weights, and print them: of 3, a tenant has three turns for another's one."""
+    wanted = dict(_pair(text) for text in pairs or [])
+    call = limits.set_weights(queue, wanted) if wanted else limits.weights(queue)
+    current = ask(redis_url, call)
+    if as_json:
+        typer.echo(json.dumps(current))
+    elif current:
+        views.print_rows(("tenant", "weight"), sorted(current.items()))
+    else:
+        say(f"every tenant of queue {queue} has weight 1")
+
+
+def _pair(text: str) -> tuple[str, int]:
+    tenant, separator, weight = text.rpartition("=")
+    if not separator or not weight.isascii() or not weight.isdigit():
+        raise typer.BadParameter(f"{text!r} is not TENANT=WEIGHT, for instance acme=3")
+    return tenant, int(weight)

@@ -55,6 +55,7 @@ class EngineConfig:
     quantization: Literal["int8"] | None = None
     """int8: weights per output channel, activations per token, exact products of integers."""
     swap_space_gib: float = 0.0
+    """Host memory for the KV blocks of preempted sequences; 0: they are always computed again."""
     tensor_parallel_size: int = 1
     skip_tokenizer_init: bool = False
     """Serve token ids only."""
@@ -81,9 +82,14 @@ class EngineConfig:
         for name, known in (("kv_cache_dtype", KV_CACHE_DTYPES), ("quantization", (None, "int8"))):
             value = getattr(self, name)
             need(value in known, f"{name} must be one of {known}, got {value!r}")
-        for name, supported in (("swap_space_gib", 0.0), ("tensor_parallel_size", 1)):
-            value = getattr(self, name)
-            need(value == supported, f"{name}={value!r} is not supported yet; leave it at {supported!r}")
+        need(
+            0.0 <= self.swap_space_gib < float("inf"),
+            f"swap_space_gib must not be negative, got {self.swap_space_gib}",
+        )
+        need(
+            self.tensor_parallel_size == 1,
+            f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet; leave it at 1",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +111,11 @@ class SchedulerConfig:
     watermark_ratio: float = 0.01
     """Share of the pool that admission leaves free, so that running rows can grow."""
     eos_token_ids: tuple[int, ...] = ()
+    num_host_blocks: int = 0
+    """Blocks of swap space."""
+    kv_block_bytes: int = 0
+    swap_bytes_per_second: float = float("inf")
+    """Bandwidth of the link between device and host memory."""
 
 
 def resolve_max_model_len(config: EngineConfig, context_length: int, longest_context: int | None) -> int:

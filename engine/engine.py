@@ -9,6 +9,7 @@ from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from engine.best_of import BestOf
 from engine.block_watch import BlockWatch
 from engine.config import EngineConfig, SchedulerConfig
 from engine.engine_stats import StepRecorder
@@ -47,23 +48,21 @@ class EngineParts:
     kv_dtype: str = ""
     weight_bytes: int = 0
 
+    def memory_bytes(self) -> dict[MemoryUse, int]:
+        """The device's memory by use; nothing without a model."""
+        if not self.weight_bytes:
+            return {}
+        return {"weights": self.weight_bytes, "kv": self.kv_block_bytes * self.limits.num_kv_blocks}
+
 
 class Engine:
     """Continuous batching over a paged KV cache: requests in, deltas out, one step at a time."""
 
     def __init__(self, parts: EngineParts, *, seed: int = 0) -> None:
         limits = parts.limits
-        self.served_model = parts.served_model
-        self.fingerprint = parts.fingerprint
-        self.tier = parts.tier
-        self.tokenizer = parts.tokenizer
-        self.limits = limits
-        self._device = parts.device
-        self._kv_block = (parts.kv_block_bytes, parts.kv_dtype)
-        self._memory_bytes = _memory_bytes(parts)
+        self._parts = parts
         self._seed = seed
         self._num_added = 0
-        self._executor = parts.executor
         self._scheduler = Scheduler(limits)
         self._output_processor = OutputProcessor(
             parts.tokenizer, self._scheduler.finish_sequence, limits.eos_token_ids
@@ -78,6 +77,27 @@ class Engine:
             parts.tokenizer,
             InputLimits(parts.vocab_size, limits.max_model_len, pool_tokens, limits.max_num_seqs),
         )
+
+    @property
+    def served_model(self) -> str:
+        return self._parts.served_model
+
+    @property
+    def fingerprint(self) -> str:
+        """What computed a checkpoint: weights, dtype, quantisation and device class."""
+        return self._parts.fingerprint
+
+    @property
+    def tier(self) -> Tier:
+        return self._parts.tier
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._parts.tokenizer
+
+    @property
+    def limits(self) -> SchedulerConfig:
+        return self._parts.limits
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Engine:
@@ -95,19 +115,29 @@ class Engine:
         priority: int = 0,
         arrival: float | None = None,
         resume: SequenceType[SampleState] | None = None,
+        cache_salt: str = "",
     ) -> None:
         """Take a request that `input_processor.process` has prepared.
 
         Args:
             priority: lower runs first.
             arrival: orders requests of one priority; any clock, as long as it is one. None: now.
-            resume: one state per sample, to go on from as if never interrupted.
+            resume: one state per sample, to go on from as if never interrupted. With best_of or a beam search
+                there is nothing between the start and the end to go on from.
+            cache_salt: only requests with the same one share prefix cache blocks, so that nobody can tell by
+                timing what others have sent.
 
         Raises:
             InvalidRequest: it can't run here: see the subclasses. Nothing else is affected.
         """
         if params.max_tokens is None:
             raise InvalidRequest("max_tokens is unresolved: pass the request through input_processor.process")
+        if resume is not None and params.is_ranked:
+            raise InvalidRequest("best_of and a beam search start from the prompt: they take no resume")
+        best_of = None
+        if params.is_ranked and params.beam_width is None:
+            best_of = BestOf(params.n, with_logprobs=params.logprobs is not None)
+            params = replace(params, logprobs=params.logprobs or 0)  # what they are ranked by
         request = Request(
             request_id,
             list(prompt_token_ids),
@@ -115,11 +145,12 @@ class Engine:
             seed=self._resolve_seed(params),
             priority=priority,
             arrival=time.time() if arrival is None else arrival,
+            cache_salt=cache_salt,
             bad_word_ids=self.input_processor.bad_word_ids(params.bad_words),
         )
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(request.prompt_token_ids)
-        for index in range(params.n):
+        for index in range(params.num_sequences):
             sequence = Sequence(request, index, logprobs=None if params.logprobs is None else [])
             if resume is not None:
                 self._resume(sequence, resume[index])
@@ -128,7 +159,7 @@ class Engine:
             raise InvalidRequest(f"request {request_id!r} is already running")
         if self._grammars.attach(request):
             self._scheduler.add_request(request)
-        self._output_processor.add(request)
+        self._output_processor.add(request, best_of)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request; its blocks return within a step. An unknown id is no error: it has ended already."""
@@ -155,7 +186,7 @@ class Engine:
             self._kv_of_step = kv = self._scheduler.kv_stats()
             self._block_watch.observe()
             try:
-                self._in_flight.append(self._executor.launch(plan))
+                self._in_flight.append(self._parts.executor.launch(plan))
             except Exception as error:
                 return self._recover(plan, error)
             self._recorder.planned(plan, kv, scheduled - started)
@@ -195,7 +226,7 @@ class Engine:
             tier=self.tier,
             fingerprint=self.fingerprint,
             model=self.served_model,
-            device=self._device,
+            device=self._parts.device,
             max_model_len=self.limits.max_model_len,
             max_num_seqs=self.limits.max_num_seqs,
             steps=self._recorder.steps,
@@ -212,7 +243,7 @@ class Engine:
             grammar_cache_misses=self._grammars.cache_misses,
             blocks=self._block_watch.latest,
             busy_seconds=self._recorder.busy_seconds,
-            memory_bytes=self._memory_bytes,
+            memory_bytes=self._parts.memory_bytes(),
             histograms=self._recorder.histograms()
             | texts.histograms()
             | self._scheduler.histograms()
@@ -237,8 +268,10 @@ class Engine:
 
     def _kv(self) -> KVCacheStats:
         kv = self._kv_of_step if self._kv_of_step is not None and self.has_unfinished() else None
-        block_bytes, dtype = self._kv_block
-        return replace(kv or self._scheduler.kv_stats(), block_bytes=block_bytes, dtype=dtype)
+        parts = self._parts
+        return replace(
+            kv or self._scheduler.kv_stats(), block_bytes=parts.kv_block_bytes, dtype=parts.kv_dtype
+        )
 
     def _recover(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
         """The step raised: its requests run again, and one that raised alone a second time fails."""
@@ -280,8 +313,3 @@ class Engine:
             except EngineError as failure:
                 outputs += self._output_processor.end(request, "error", str(failure), failure.code)
         return outputs
-
-
-def _memory_bytes(parts: EngineParts) -> dict[MemoryUse, int]:
-    kv_bytes = parts.kv_block_bytes * parts.limits.num_kv_blocks
-    return {"weights": parts.weight_bytes, "kv": kv_bytes} if parts.weight_bytes else {}

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ECHO_KV_BLOCKS = 4096
+_ECHO_BLOCK_BYTES = 2**16
+"""What a block counts for in swap space; nothing is stored."""
 
 
 def build_parts(config: EngineConfig) -> EngineParts:
@@ -28,10 +30,11 @@ def _build_echo(config: EngineConfig) -> EngineParts:
     tokenizer = ByteTokenizer()
     assert tokenizer.eos_token_id is not None
     max_model_len = resolve_max_model_len(config, ECHO_MAX_MODEL_LEN, ECHO_MAX_MODEL_LEN)
+    limits = _limits(config, max_model_len, _ECHO_KV_BLOCKS, (tokenizer.eos_token_id,), is_cuda=False)
     return EngineParts(
         executor=EchoRunner(echo_step_seconds(config.model)),
         tokenizer=None if config.skip_tokenizer_init else tokenizer,
-        limits=_limits(config, max_model_len, _ECHO_KV_BLOCKS, (tokenizer.eos_token_id,), is_cuda=False),
+        limits=replace(limits, num_host_blocks=int(config.swap_space_gib * 2**30) // _ECHO_BLOCK_BYTES),
         served_model=ECHO_MODEL,
         vocab_size=tokenizer.vocab_size,
         fingerprint=ECHO_MODEL,
@@ -42,7 +45,8 @@ def _build_echo(config: EngineConfig) -> EngineParts:
 
 def _build_model(config: EngineConfig) -> EngineParts:
     from engine.execution.device_tuning import tune_device
-    from engine.execution.kv_cache import num_blocks_for, resolve_cache_dtype
+    from engine.execution.host_cache import measure_link
+    from engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
     from engine.execution.loader import load_model
     from engine.execution.model_runner import ModelRunner
 
@@ -58,6 +62,13 @@ def _build_model(config: EngineConfig) -> EngineParts:
     num_blocks = num_blocks_for(config, shape, model.device)
     max_model_len = resolve_max_model_len(config, model.context_length, model.longest_context)
     limits = _limits(config, max_model_len, num_blocks, tuple(eos), is_cuda=is_cuda)
+    if num_host_blocks := num_host_blocks_for(config, shape):
+        limits = replace(
+            limits,
+            num_host_blocks=num_host_blocks,
+            kv_block_bytes=shape.block_bytes,
+            swap_bytes_per_second=measure_link(model.device),
+        )
     logger.info(
         "%s on %s: %d KV blocks of %d tokens, %.2f GiB",
         model.served_name,

@@ -121,9 +121,10 @@ class InputProcessor:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
-        if params.n > self._limits.max_num_seqs:
+        if params.num_sequences > self._limits.max_num_seqs:
             raise InvalidRequest(
-                f"n is {params.n}; this engine runs {self._limits.max_num_seqs} sequences at once"
+                f"n, best_of or beam_width is {params.num_sequences}; this engine runs "
+                f"{self._limits.max_num_seqs} sequences at once"
             )
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         self._check_token_ids("logit_bias", list(params.logit_bias))
@@ -147,5 +148,5 @@ class InputProcessor:
             return min(params.max_tokens, context_left)
         # The last token is never written to the cache, hence one slot more than the pool has. Too little for
         # even one is the scheduler's to refuse.
-        pool_left = self._limits.pool_tokens // params.n - num_prompt_tokens + 1
+        pool_left = self._limits.pool_tokens // params.num_sequences - num_prompt_tokens + 1
         return max(1, params.min_tokens, min(context_left, pool_left))

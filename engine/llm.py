@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.outputs import CompletionDelta, FinishReason, RequestOutput, Usage
 from engine.plan import TokenLogprobs
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.tokenizer import Message
 
 Prompt = str | Sequence[int]
@@ -25,6 +25,8 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    """Sum of the log probabilities of its tokens; known for samples and beams that were ranked."""
 
     def extend(self, delta: CompletionDelta) -> None:
         self.text += delta.text
@@ -32,6 +34,7 @@ class CompletionOutput:
         if delta.logprobs is not None:
             self.logprobs = (self.logprobs or []) + delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        self.cumulative_logprob = delta.cumulative_logprob
 
 
 @dataclass(slots=True)
@@ -83,6 +86,20 @@ class LLM:
         listed: list[Any] = [prompts] if is_one else list(prompts)
         inputs = [{"prompt": p} if isinstance(p, str) else {"prompt_token_ids": p} for p in listed]
         return self._run(inputs, self._params_for(len(inputs), sampling_params, SamplingParams()), use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[GenerationOutput]:
+        """The `beam_width` best continuations of every prompt, best first.
+
+        Raises:
+            InvalidRequest: one of the prompts can't run; nothing has been generated then.
+        """
+        return self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm)
 
     def chat(
         self,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from engine.best_of import BestOf
 from engine.detokenizer import Detokenizer, StopStrings
 from engine.outputs import (
     CompletionDelta,
@@ -52,6 +53,7 @@ class _RequestRecord:
     request: Request
     added: float
     samples: list[_SampleText]
+    best_of: BestOf | None = None
     first_token_time: float | None = None
     is_admission_counted: bool = False
     num_resumed_tokens: int = 0
@@ -126,9 +128,13 @@ class OutputProcessor:
         self._records: dict[str, _RequestRecord] = {}
         self.stats = OutputStats()
 
-    def add(self, request: Request) -> None:
-        """Start a request. Resumed tokens are replayed, so that stop strings may span the cut."""
+    def add(self, request: Request, best_of: BestOf | None = None) -> None:
+        """Start a request. Resumed tokens are replayed, so that stop strings may span the cut.
+
+        With `best_of`, its samples are told of when all have ended.
+        """
         record = _RequestRecord(request, time.monotonic(), [self._new_sample(s) for s in request.sequences])
+        record.best_of = best_of
         record.num_resumed_tokens = sum(len(s.output_token_ids) for s in request.sequences)
         self._records[request.request_id] = record
         self.stats.prompt_tokens += len(request.prompt_token_ids)
@@ -207,17 +213,21 @@ class OutputProcessor:
             return
         self._record_latency(record, sample, len(update.new_token_ids), now)
         text = self._extend_text(sequence, sample, update.new_token_ids)
-        output.deltas.append(
-            CompletionDelta(
-                index=sequence.index,
-                token_ids=update.new_token_ids,
-                text=text,
-                offset=sample.num_reported,
-                logprobs=update.new_logprobs,
-                finish_reason=sequence.finish_reason,
-                stop_reason=sequence.stop_reason,
-            )
+        delta = CompletionDelta(
+            index=sequence.index,
+            token_ids=update.new_token_ids,
+            text=text,
+            offset=sample.num_reported,
+            logprobs=update.new_logprobs,
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
         )
+        if record.best_of is not None:
+            record.best_of.hold(delta)
+        else:
+            if sequence.request.beam_search is not None:
+                delta.cumulative_logprob = sequence.cumulative_logprob
+            output.deltas.append(delta)
         sample.num_reported += len(update.new_token_ids)
         sample.is_reported_finished = sequence.is_finished
         if sequence.is_finished and sequence.request.params.structured_outputs is not None:
@@ -313,9 +323,14 @@ class OutputProcessor:
         if not request.is_finished:
             return
         del self._records[request.request_id]
+        if record.best_of is not None:
+            output.deltas = record.best_of.release()
         generated = sum(len(s.output_token_ids) for s in request.sequences)
         output.finished = True
-        output.usage = Usage(len(request.prompt_token_ids), generated, request.num_cached_tokens)
+        returned = generated
+        if record.best_of is not None:
+            returned = sum(len(delta.token_ids) for delta in output.deltas)
+        output.usage = Usage(len(request.prompt_token_ids), returned, request.num_cached_tokens)
         output.error, output.error_code = record.error, record.error_code
         output.prompt_logprobs = request.prompt_logprobs or None
         if record.first_token_time is not None:

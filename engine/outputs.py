@@ -41,6 +41,8 @@ class CompletionDelta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended the sample; None for EOS and for length."""
+    cumulative_logprob: float | None = None
+    """Sum of the log probabilities of all its tokens; known where samples or beams are ranked."""
 
 
 @dataclass(slots=True)

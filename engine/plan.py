@@ -45,8 +45,8 @@ class RowWork:
     replaced_blocks: list[tuple[int, int]] = field(default_factory=list)
     """(index in the block table, new block id): the row's entries after a copy-on-write."""
     forced_token_ids: list[tuple[int, int]] = field(default_factory=list)
-    """(position, token id): tokens a grammar forced after a sampled one. Execution never sampled them, so it
-    writes them into the row's token table before the forward pass."""
+    """(position, token id): tokens that a grammar forced after a sampled one, or that a search chose in place of
+    it. Execution never sampled them, so it writes them into the row's token table before the forward pass."""
     num_prompt_logprobs: int | None = None
     """Report the prompt tokens that these tokens predict, with this many alternatives each. None = don't."""
 
@@ -73,11 +73,16 @@ class Sample:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. Applied in this order: freed rows, new rows, block copies, the forward pass, samples."""
+    """One step. Applied in this order: freed rows, new rows, swaps out, swaps in, block copies, the forward pass,
+    samples."""
 
     step_id: int
     freed_rows: list[int] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    """(device block, host block) ids, copied in every layer. The device blocks may be written from here on."""
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    """(host block, device block) ids."""
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, destination) block ids, copied in every layer before anything is written."""
     work: list[RowWork] = field(default_factory=list)

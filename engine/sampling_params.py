@@ -5,12 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from engine.errors import InvalidRequest, UnsupportedFeature
 
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+MAX_LENGTH_PENALTY = 10.0
+
+EarlyStopping = bool | Literal["never"]
+"""When a beam search ends, once it has as many finished beams as its width. True: at once. False: when no live beam
+would beat the worst of them as it stands. "never": when no live beam can beat it at any length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +50,17 @@ class SamplingParams:
     `temperature=0` is greedy. `top_k` 0 or -1, `top_p` 1.0 and `min_p` 0.0 switch their filter off.
     `seed=None` draws one seed per request, so that a replay of the same request is a replay of its noise.
     `max_tokens=None` means the rest of the context. Raises `InvalidRequest` on values that make no sense.
+
+    With `best_of`, so many samples are drawn and the n with the highest cumulative logprob returned, best first.
+    With `beam_width`, nothing is drawn: a beam search returns its n best hypotheses, ranked by cumulative logprob /
+    length ** length_penalty. Neither says anything before all of it has ended.
     """
 
     n: int = 1
     best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
     max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 1.0
@@ -80,11 +93,21 @@ class SamplingParams:
             if value is not None:
                 object.__setattr__(self, name, tuple(value))
         self._check_ranges()
-        self._check_supported()
+        self._check_beam_search()
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature == 0.0 or self.beam_width is not None
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run side by side for one request."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def is_ranked(self) -> bool:
+        """What is returned is known only at the end."""
+        return self.beam_width is not None or self.num_sequences > self.n
 
     def _check_ranges(self) -> None:
         def need(condition: bool, message: str) -> None:
@@ -101,6 +124,10 @@ class SamplingParams:
         ):
             need(math.isfinite(getattr(self, name)), f"{name} must be finite")
         need(self.n >= 1, f"n must be at least 1, got {self.n}")
+        need(
+            self.best_of is None or self.best_of >= self.n,
+            f"best_of ({self.best_of}) must not be less than n ({self.n})",
+        )
         need(
             self.max_tokens is None or self.max_tokens >= 1,
             f"max_tokens must be at least 1, got {self.max_tokens}",
@@ -139,6 +166,48 @@ class SamplingParams:
             "truncate_prompt_tokens must be at least 1",
         )
 
-    def _check_supported(self) -> None:
-        if self.best_of is not None and self.best_of != self.n:
-            raise UnsupportedFeature("best_of is not supported yet; use n")
+    def _check_beam_search(self) -> None:
+        if self.beam_width is None:
+            if self.length_penalty != 1.0 or self.early_stopping is not False:
+                raise InvalidRequest("length_penalty and early_stopping need a beam_width")
+            return
+        if self.beam_width < self.n:
+            raise InvalidRequest(f"beam_width ({self.beam_width}) must not be less than n ({self.n})")
+        if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:
+            raise InvalidRequest(
+                f"length_penalty must be in [-{MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]"
+            )
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
+            raise InvalidRequest(
+                f'early_stopping must be true, false or "never", got {self.early_stopping!r}'
+            )
+        refused = {
+            "best_of": self.best_of is not None,
+            "temperature": self.temperature not in (0.0, 1.0),
+            "top_k": self.top_k > 0,
+            "top_p": self.top_p != 1.0,
+            "min_p": self.min_p != 0.0,
+            "stop": bool(self.stop),
+            "structured_outputs": self.structured_outputs is not None,
+        }
+        if names := [name for name, is_given in refused.items() if is_given]:
+            raise UnsupportedFeature(f"a beam search takes no {', '.join(names)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """What `LLM.beam_search` takes, named as in vLLM; all `beam_width` hypotheses are returned."""
+
+    beam_width: int
+    max_tokens: int | None = 16
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        """The same as `SamplingParams`, which take the rest of the fields as well. Raises `InvalidRequest`."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        return SamplingParams(n=self.beam_width, **given)

@@ -64,8 +64,8 @@ class OutputForecast:
 
     def remaining(self, job: RunningJob) -> int:
         """Output tokens that the job is still expected to add, over all its samples; at least one each."""
-        expected = int(job.max_tokens * self._ratio) * job.params.n
-        return max(job.params.n, expected - job.generated_tokens)
+        expected = int(job.max_tokens * self._ratio) * job.params.num_sequences
+        return max(job.params.num_sequences, expected - job.generated_tokens)
 
 
 def credit(engine: EngineThread, running: list[RunningJob], forecast: OutputForecast) -> Credit:
@@ -83,7 +83,7 @@ def credit(engine: EngineThread, running: list[RunningJob], forecast: OutputFore
     if engine.stalled_for() > LONG_STEP_S:
         return Credit(0, 0, blocked="engine")
     live = [job for job in running if not job.has_left_engine]
-    rows = stats.max_num_seqs - sum(job.params.n for job in live)
+    rows = stats.max_num_seqs - sum(job.params.num_sequences for job in live)
     if rows <= 0:
         return Credit(0, 0, blocked="rows")
     growth = sum(len(job.prompt_token_ids) - job.prompt_tokens_done + forecast.remaining(job) for job in live)

@@ -56,6 +56,9 @@ class EchoRunner:
         if self._step_seconds:
             time.sleep(self._step_seconds)
         result = StepResult(plan.step_id, [[self._next(sample)] for sample in plan.samples])
+        for number, sample in enumerate(plan.samples):
+            if sample.num_candidates:
+                result.candidates[number] = self._candidates(result.token_ids[number][0], sample)
         result.forward_s = time.perf_counter() - started
         return EchoStep(plan, result)
 
@@ -73,3 +76,10 @@ class EchoRunner:
         if sample.token_mask is not None:
             allowed = [t for t in range(ByteTokenizer.vocab_size) if sample.token_mask[t >> 3] >> (t & 7) & 1]
         return wanted if allowed is None or wanted in allowed else allowed[0]
+
+    @staticmethod
+    def _candidates(wanted: int, sample: Sample) -> list[tuple[int, float]]:
+        """The wanted token, almost certain, and others that a search will hardly prefer."""
+        others = [token for token in range(sample.num_candidates) if token != wanted]
+        unlikely = [(token, -10.0 - rank) for rank, token in enumerate(others)]
+        return [(wanted, -0.01), *unlikely][: sample.num_candidates]

@@ -10,6 +10,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.execution.host_cache import HostCache
+from engine.plan import StepPlan
 from kernels import dispatch
 from kernels.layer_cache import FP8, allocate_layer, largest_number
 
@@ -39,7 +41,9 @@ class KVCacheShape:
 class KVCache:
     """The pool's tensors, layer by layer."""
 
-    def __init__(self, shape: KVCacheShape, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, shape: KVCacheShape, num_blocks: int, device: torch.device, num_host_blocks: int = 0
+    ) -> None:
         self.layers = [
             allocate_layer(
                 num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim, shape.dtype, device
@@ -52,6 +56,19 @@ class KVCache:
             for layer in self.layers:
                 for tensor in layer.tensors():
                     advise_huge_pages(tensor)
+
+        self._host = HostCache(self.layers, num_host_blocks) if num_host_blocks else None
+
+    def move_blocks(self, plan: StepPlan) -> None:
+        """Carry out a plan's swaps and copies, in its order."""
+        if plan.swap_out or plan.swap_in:
+            assert self._host is not None, "a plan swaps without swap space"
+            if plan.swap_out:
+                self._host.swap_out(plan.swap_out)
+            if plan.swap_in:
+                self._host.swap_in(plan.swap_in)
+        if plan.block_copies:
+            self.copy_blocks(plan.block_copies)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         for layer in self.layers:
@@ -91,6 +108,23 @@ def num_blocks_for(config: EngineConfig, shape: KVCacheShape, device: torch.devi
             "raise kv_cache_memory_bytes or lower block_size"
         )
     return num_blocks
+
+
+def num_host_blocks_for(config: EngineConfig, shape: KVCacheShape) -> int:
+    """Blocks of swap space. Raises `ConfigError`: the machine has less memory, or the space holds no block."""
+    num_bytes = int(config.swap_space_gib * GIB)
+    if not num_bytes:
+        return 0
+    available = psutil.virtual_memory().available
+    if num_bytes > available:
+        raise ConfigError(
+            f"swap_space_gib {config.swap_space_gib:g} is more than the {available / GIB:.1f} GiB available"
+        )
+    if num_bytes < shape.block_bytes:
+        raise ConfigError(
+            f"swap_space_gib {config.swap_space_gib:g} holds no KV block of {shape.block_bytes} bytes"
+        )
+    return num_bytes // shape.block_bytes
 
 
 def _free_bytes(config: EngineConfig, device: torch.device) -> int:

@@ -62,7 +62,7 @@ class ModelRunner:
             require_batch_invariance(model.device, model.dtype)
         linear = LinearOptions(config.quantization, row_invariant=config.batch_invariant)
         fuse(model.module, model.device, model.dtype, linear)
-        self.kv_cache = KVCache(shape, limits.num_kv_blocks, model.device)
+        self.kv_cache = KVCache(shape, limits.num_kv_blocks, model.device, limits.num_host_blocks)
         self._batch = InputBatch(
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
@@ -78,8 +78,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         started = time.perf_counter()
         inputs = self._batch.apply(plan)
-        if plan.block_copies:
-            self.kv_cache.copy_blocks(plan.block_copies)
+        self.kv_cache.move_blocks(plan)
         prepared = time.perf_counter()
         context = AttentionContext(inputs.metadata, self.kv_cache.layers)
         with attention_context(context):

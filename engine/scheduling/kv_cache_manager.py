@@ -9,6 +9,7 @@ prefixes computes the prefix once.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -16,6 +17,7 @@ from hashlib import blake2b
 from engine.outputs import KVCacheStats
 from engine.scheduling.block_pool import BlockPool, KVBlock
 from engine.scheduling.request import Sequence
+from engine.scheduling.swap_space import HostBlock, SwapSpace
 
 _HASH_BYTES = 16
 """128 bits: two different prefixes sharing a hash are less likely than a memory error."""
@@ -40,8 +42,16 @@ NO_NEW_SLOTS = AllocatedSlots()
 class KVCacheManager:
     """Block tables over a `BlockPool`. Tables live in `Sequence.block_ids`; only this class changes them."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+    ) -> None:
         self.pool = BlockPool(num_blocks)
+        self.swap_space = SwapSpace(self.pool, num_host_blocks, block_size)
         self.block_size = block_size
         self._enable_prefix_caching = enable_prefix_caching
         self._unproven: dict[int, list[tuple[KVBlock, bytes]]] = {}
@@ -97,6 +107,25 @@ class KVCacheManager:
             needed += 1
         return needed
 
+    def num_blocks_needed_together(self, work: Iterable[tuple[Sequence, int]]) -> int:
+        """Blocks that these (sequence, new tokens) need in all, swapped ones once they are back.
+
+        Of the sequences that write into one shared block, the last holder writes in place.
+        """
+        needed = 0
+        writers: Counter[KVBlock | HostBlock] = Counter()
+        for sequence, num_new_tokens in work:
+            start = sequence.num_computed_tokens
+            table: list[KVBlock | HostBlock] = [self.pool.blocks[block_id] for block_id in sequence.block_ids]
+            if sequence.swapped_blocks:
+                table = sequence.swapped_blocks
+                start = min(start, sequence.num_known_tokens - 1)  # as `swap_in` leaves it
+            needed += max(0, self.blocks_for(start + num_new_tokens) - len(table))
+            index = start // self.block_size
+            if index < len(table):
+                writers[table[index]] += 1
+        return needed + sum(min(count, block.ref_count - 1) for block, count in writers.items())
+
     def allocate_slots(self, sequence: Sequence, num_new_tokens: int, step_id: int) -> AllocatedSlots | None:
         """Make room for a sequence's next tokens in step `step_id`; None: not now, and nothing has changed.
 
@@ -116,11 +145,14 @@ class KVCacheManager:
         first = sequence.num_registered_blocks
         if sequence.num_computed_tokens // self.block_size <= first or not self._enable_prefix_caching:
             return
+        if sequence.swapped_blocks:
+            return
         num_full = min(sequence.num_computed_tokens, sequence.num_known_tokens) // self.block_size
         hashes = self._block_hashes(sequence, num_full)
         for index in range(first, num_full):
             block = self.pool.blocks[sequence.block_ids[index]]
-            registered = self.pool.register(block, hashes[index])
+            # A table that was swapped in has blocks in it that never lost their hash.
+            registered = block.block_hash is None and self.pool.register(block, hashes[index])
             if registered and sequence.last_step_id > self.pool.retired_step_id:
                 self._unproven.setdefault(sequence.last_step_id, []).append((block, hashes[index]))
         sequence.num_registered_blocks = num_full
@@ -182,6 +214,10 @@ class KVCacheManager:
             cow_copies=self._cow_copies,
             prefix_queried_tokens=self._prefix_queried_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
+            swapped_out_blocks=self.swap_space.swapped_out,
+            swapped_in_blocks=self.swap_space.swapped_in,
+            host_capacity_blocks=self.swap_space.capacity,
+            host_used_blocks=self.swap_space.num_used,
         )
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
@@ -189,10 +225,15 @@ class KVCacheManager:
         self.pool.check_integrity()
         references = [0] * self.pool.capacity
         filled = [0] * self.pool.capacity
+        sequences = list(sequences)
+        self.swap_space.check_integrity([sequence for sequence in sequences if sequence.swapped_blocks])
         for sequence in sequences:
-            assert len(sequence.block_ids) >= self.blocks_for(sequence.num_computed_tokens)
-            hashes = self._block_hashes(sequence, sequence.num_registered_blocks)
-            for index, block_id in enumerate(sequence.block_ids):
+            table = [*enumerate(sequence.block_ids), *self._kept_blocks(sequence)]
+            assert len(sequence.block_ids or sequence.swapped_blocks) >= self.blocks_for(
+                sequence.num_computed_tokens
+            )
+            hashes = self._block_hashes(sequence, sequence.num_known_tokens // self.block_size)
+            for index, block_id in table:
                 references[block_id] += 1
                 in_block = min(self.block_size, sequence.num_computed_tokens - index * self.block_size)
                 filled[block_id] = max(filled[block_id], in_block)
@@ -205,6 +246,12 @@ class KVCacheManager:
             assert block.ref_count == held, f"{block} stands in {held} tables"
             assert not held or block.num_filled == fill, f"{block} has {block.num_filled} slots, not {fill}"
         assert all(step_id > self.pool.retired_step_id for step_id in self._unproven)
+
+    @staticmethod
+    def _kept_blocks(sequence: Sequence) -> list[tuple[int, int]]:
+        """(index, id) of the device blocks that a swapped sequence still refers to."""
+        swapped = enumerate(sequence.swapped_blocks)
+        return [(index, entry.block_id) for index, entry in swapped if isinstance(entry, KVBlock)]
 
     def _take_blocks(self, sequence: Sequence, needed: int, step_id: int) -> AllocatedSlots:
         """Allocate; a shared block that the write starts in is replaced by a copy."""
@@ -231,14 +278,24 @@ class KVCacheManager:
             pool.fill(pool.blocks[table[index]], min(size, end - index * size))
 
     def _block_hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """The first `num_blocks` chained hashes of a sequence, extending those it remembers."""
+        """The first `num_blocks` chained hashes of a sequence, extending those it remembers.
+
+        The chain begins with the request's cache salt: what is equal under different salts is not found.
+        """
         hashes = sequence.block_hashes
         if len(hashes) < num_blocks:
             size = self.block_size
             start = len(hashes) * size
             tokens = sequence.known_tokens(start, num_blocks * size)
             for offset in range(0, len(tokens), size):
-                parent = hashes[-1] if hashes else b""
+                parent = hashes[-1] if hashes else _chain_root(sequence.request.cache_salt)
                 content = array("q", tokens[offset : offset + size]).tobytes()
                 hashes.append(blake2b(parent + content, digest_size=_HASH_BYTES).digest())
         return hashes[:num_blocks]
+
+
+def _chain_root(cache_salt: str) -> bytes:
+    """What a hash chain begins with. A digest, so that no salt can be made to continue somebody else's chain."""
+    if not cache_salt:
+        return b""
+    return blake2b(cache_salt.encode(), digest_size=_HASH_BYTES, person=b"cache salt").digest()

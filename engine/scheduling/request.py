@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from engine.errors import EngineError
 from engine.outputs import FinishReason
 from engine.plan import TokenLogprobs
 from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.scheduling.beam_search import BeamSearch
+    from engine.scheduling.block_pool import KVBlock
+    from engine.scheduling.swap_space import HostBlock
 
 
 class Grammar(Protocol):
@@ -59,8 +64,10 @@ class Sequence:
     stop_reason: int | str | None = None
     row: int | None = None
     block_ids: list[int] = field(default_factory=list)
+    swapped_blocks: list[KVBlock | HostBlock] = field(default_factory=list)
+    """The table of a sequence that was preempted by swapping. Empty: it has not been."""
     num_computed_tokens: int = 0
-    """Tokens whose KV is in the cache or being written by a step already planned."""
+    """Tokens whose KV is in the cache (or swapped out), or being written by a step already planned."""
     num_pending_tokens: int = 0
     """Samples planned in steps that have not retired: tokens that exist on the device only."""
     grammar: Grammar | None = None
@@ -71,7 +78,13 @@ class Sequence:
     num_registered_blocks: int = 0
     """Leading blocks of the table that the prefix cache already knows of."""
     forced_token_ids: list[tuple[int, int]] = field(default_factory=list)
-    """(position, token) of forced tokens that execution has not been told of yet."""
+    """(position, token) of tokens that were not sampled, and that execution has not been told of yet."""
+    is_row_new: bool = False
+    """It was given its row between two steps: the next plan with work for it must bring a `NewRow`."""
+    cumulative_logprob: float = 0.0
+    """Of a beam: what its tokens' log probabilities add up to."""
+    num_lost_tokens: int = 0
+    """Computed tokens that a preemption threw away, until it is admitted again."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -126,6 +139,10 @@ class Request:
     """How many requests were added before it; breaks ties of priority and arrival. Set by the scheduler."""
     max_num_tokens: int = 0
     """Prompt + max_tokens, within the model's context: where `length` ends it. Set by the scheduler."""
+    cache_salt: str = ""
+    """Only requests with the same salt share prefix cache blocks."""
+    beam_search: BeamSearch | None = None
+    """The search over this request's sequences, which are then beams. Set by the scheduler."""
     was_admitted: bool = False
     """Has entered a step at least once."""
     admitted_at: float = 0.0

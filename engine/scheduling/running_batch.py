@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
-import heapq
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceType
 
 from engine.config import SchedulerConfig
 from engine.outputs import WaitReason
-from engine.scheduling.kv_cache_manager import AllocatedSlots, KVCacheManager
-from engine.scheduling.request import Sequence, SequenceStatus
+from engine.scheduling.beam_search import Continuation
+from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.preemption import Preemption
+from engine.scheduling.request import Request, Sequence, SequenceStatus
+from engine.scheduling.rows import RowTable
 from engine.scheduling.sequence_queue import SequenceQueue
 from engine.scheduling.step_builder import StepBuilder
 
+Work = list[tuple[Sequence, int]]
+"""Sequences and how many tokens each is to compute, all of them or none."""
+
 
 class RunningBatch:
-    """Rows, and the sequences in them.
+    """Adds running and waiting sequences to a step.
 
-    A request whose n samples start out equal enters as one sequence, its leader, which prefills the prompt;
-    n - 1 rows stay claimed for the siblings, which fork off in the step that completes it. Claiming them at
-    admission keeps two half-admitted requests from waiting for each other's rows.
+    A request whose n samples start out equal enters as one sequence, its leader, which prefills the prompt; the
+    others fork off in the step that completes it. The beams of a search fork whenever one has several
+    continuations; they are scheduled and preempted together.
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self.sequences = SequenceQueue()
-        self.preemptions = 0
-        self.preempted_tokens = 0
+        self.rows = RowTable(config.max_num_seqs)
+        self.preemption = Preemption(config, kv)
         self.waiting_for: WaitReason = "budget"
         """What the sequence that was last refused lacked."""
         self._config = config
         self._kv = kv
         self._watermark_blocks = int((config.num_kv_blocks - 1) * config.watermark_ratio)
-        self._siblings: dict[Sequence, list[Sequence]] = {}
-        """Leader -> the siblings that will fork off it."""
-        self._free_rows = list(range(config.max_num_seqs))
-        self._freed_rows: set[int] = set()
-        """Rows left since the last plan."""
-
-    @property
-    def num_unclaimed_rows(self) -> int:
-        return len(self._free_rows) - sum(map(len, self._siblings.values()))
 
     @property
     def num_admissible_blocks(self) -> int:
@@ -49,104 +46,116 @@ class RunningBatch:
     def schedule(self, step: StepBuilder, candidates: Iterable[Sequence]) -> list[Sequence]:
         """Add what the budget allows of these running sequences, in order; returns those preempted."""
         preempted: list[Sequence] = []
+        search: Request | None = None
         for sequence in list(candidates):
             if not step.budget:
                 break
             if sequence.row is None:
                 continue
-            num_tokens = self._num_plannable(sequence, step.budget)
-            if not num_tokens or (step.is_short and self._kv.num_blocks_needed(sequence, num_tokens)):
-                continue
-            slots = self._kv.allocate_slots(sequence, num_tokens, step.step_id)
-            if slots is None:
-                slots = self._make_room(step, sequence, num_tokens, preempted)
-            if slots is not None:
-                self._plan(step, sequence, num_tokens, slots)
+            if sequence.request.beam_search is None:
+                self._schedule_sequence(step, sequence, preempted)
+            elif sequence.request is not search:
+                search = sequence.request
+                self._schedule_beams(step, search, preempted)
         return preempted
 
-    def admit(self, step: StepBuilder, sequence: Sequence, siblings: list[Sequence]) -> bool:
-        """Give a waiting sequence a row, its prefix hits and its first chunk. False: not now.
+    def admit(self, step: StepBuilder, members: list[Sequence], siblings: list[Sequence]) -> bool:
+        """Give a waiting sequence, or a swapped search's beams, rows, blocks and work. False: not now.
 
-        Admission asks for room for all known tokens, not just the chunk, and for one own block per sibling,
-        above the watermark. Alone, whatever is there must do.
+        Admission asks for room for all known tokens, not just the chunk, and for one own block per sibling that
+        will fork off later, above the watermark. Alone, whatever is there must do.
         """
-        if sequence.num_pending_tokens or self.num_unclaimed_rows < 1 + len(siblings):
+        is_pending = any(sequence.num_pending_tokens for sequence in members + siblings)
+        if is_pending or self.rows.num_unclaimed < len(members) + len(siblings):
             self.waiting_for = "rows"
             return False
-        hits = self._kv.match_prefix(sequence)
-        num_hit_tokens = len(hits) * self._config.block_size
-        num_tokens = self._chunk(sequence.num_known_tokens - num_hit_tokens, step.budget)
-        available = self._kv.pool.num_available
-        if self.sequences:
-            needed = self._kv.num_blocks_taken(hits, sequence.num_known_tokens) + len(siblings)
-            available -= step.promised_blocks + self._watermark_blocks
+        if members[0].swapped_blocks:
+            work = self._admit_swapped(step, members, len(siblings))
         else:
-            needed = self._kv.num_blocks_taken(hits, num_hit_tokens + num_tokens)
-        if needed > available:
-            self.waiting_for = "kv"
+            (sequence,) = members
+            work = self._admit_fresh(step, sequence, len(siblings))
+        if not work:
             return False
-        self._kv.admit(sequence, hits)
-        request = sequence.request
-        if not request.was_admitted:
-            request.was_admitted = True
-            request.admitted_at = time.monotonic()
-            request.num_cached_tokens = min(num_hit_tokens, sequence.num_prompt_tokens)
-        if siblings:
-            self._siblings[sequence] = siblings
-        self._enter(step, sequence)
-        slots = self._kv.allocate_slots(sequence, num_tokens, step.step_id)
-        assert slots is not None, "admission counted the blocks wrongly"
-        self._plan(step, sequence, num_tokens, slots)
+        self.rows.claim(members[0].request, siblings)
+        for sequence, _ in work:
+            self.rows.take(sequence)
+            self._enter(step, sequence)
+        self._plan_all(step, work)
         return True
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence's row and blocks; what it knows stays."""
-        assert sequence.row is not None
-        request = sequence.request
-        request.peak_blocks = max(request.peak_blocks, sum(len(s.block_ids) for s in request.sequences))
+        self._leave(sequence)
         self._kv.free(sequence)
-        self._siblings.pop(sequence, None)
-        self.sequences.discard(sequence)
-        heapq.heappush(self._free_rows, sequence.row)
-        self._freed_rows.add(sequence.row)
-        sequence.row = None
-        sequence.forced_token_ids = []
-        sequence.status = SequenceStatus.WAITING
+        self.rows.cancel_claims(sequence.request)
 
-    def forget_sibling(self, sequence: Sequence) -> None:
-        """A sequence ended before it could fork off its leader."""
-        for siblings in self._siblings.values():
-            if sequence in siblings:
-                siblings.remove(sequence)
+    def branch(self, request: Request, continuations: SequenceType[Continuation]) -> None:
+        """Let a search go on with these continuations, at most as many as it has beams.
 
-    def is_sibling(self, sequence: Sequence) -> bool:
-        return any(sequence in siblings for siblings in self._siblings.values())
-
-    def mark_freed(self, rows: Iterable[int]) -> None:
-        """Tell execution (again) that these rows are free, unless they are in use."""
-        self._freed_rows.update(set(rows).intersection(self._free_rows))
-
-    def take_freed_rows(self) -> list[int]:
-        freed = sorted(self._freed_rows)
-        self._freed_rows.clear()
-        return freed
+        A beam's first continuation stays in its row; the others fork off into the rows of beams that end here.
+        """
+        children: dict[Sequence, list[Continuation]] = {}
+        for continuation in continuations:
+            children.setdefault(continuation.beam, []).append(continuation)
+        for beam in request.sequences:
+            if beam.row is not None and beam not in children:
+                self._leave(beam)
+                self._kv.free(beam)
+                self.rows.claim(request, [beam])
+        for parent, (first, *others) in children.items():
+            for continuation in others:
+                child = self.rows.use_claim(request)
+                self._kv.fork(parent, child)
+                self.rows.take(child)
+                child.is_row_new = True
+                child.status = SequenceStatus.RUNNING
+                self.sequences.add(child)
+                continuation.apply(child)
+            if not parent.is_row_new:  # what was sampled need not be what was chosen
+                parent.forced_token_ids.append((parent.num_known_tokens, first.token_id))
+            first.apply(parent)
 
     def check_integrity(self) -> None:
-        rows = [sequence.row for sequence in self.sequences]
-        assert None not in rows
-        every_row = sorted([*(row for row in rows if row is not None), *self._free_rows])
-        assert every_row == list(range(self._config.max_num_seqs)), (rows, self._free_rows)
-        assert self.num_unclaimed_rows >= 0, "more rows are claimed than free"
-        for leader, siblings in self._siblings.items():
-            assert leader in self.sequences
-            assert leader.num_computed_tokens < leader.num_tokens
-            assert all(sibling.status is SequenceStatus.WAITING for sibling in siblings)
+        self.rows.check_integrity(sequence.row for sequence in self.sequences)
+        for sequence in self.sequences:
+            request = sequence.request
+            if self.rows.claimed(request) and request.beam_search is None:
+                assert sequence.num_computed_tokens < sequence.num_tokens, "a leader that has not forked"
+        for sequence in self.preemption.swapped:
+            assert sequence.swapped_blocks
+            assert sequence.status is SequenceStatus.WAITING
+
+    def _schedule_sequence(self, step: StepBuilder, sequence: Sequence, preempted: list[Sequence]) -> None:
+        num_tokens = self._num_plannable(sequence, step.budget)
+        if not num_tokens or (step.is_short and self._kv.num_blocks_needed(sequence, num_tokens)):
+            return
+        slots = self._kv.allocate_slots(sequence, num_tokens, step.step_id)
+        if slots is None and self._make_room(step, [(sequence, num_tokens)], preempted):
+            slots = self._kv.allocate_slots(sequence, num_tokens, step.step_id)
+        if slots is not None:
+            step.add_work(sequence, num_tokens, slots)
+            self._after_planning(step, sequence)
+
+    def _schedule_beams(self, step: StepBuilder, request: Request, preempted: list[Sequence]) -> None:
+        beams = [beam for beam in request.sequences if beam.row is not None]
+        work = [(beam, self._num_plannable(beam, step.budget)) for beam in beams]
+        if not all(num for _, num in work) or sum(num for _, num in work) > step.budget:
+            return
+        needed = self._kv.num_blocks_needed_together(work)
+        if step.is_short and needed:
+            return
+        if needed <= self._kv.pool.num_available or self._make_room(step, work, preempted):
+            self._plan_all(step, work)
 
     def _num_plannable(self, sequence: Sequence, budget: int) -> int:
         """Tokens that a running sequence can compute next."""
         known, pending = sequence.num_known_tokens, sequence.num_pending_tokens
-        if pending and (sequence.grammar is not None or known + pending >= sequence.request.max_num_tokens):
-            # A grammar needs the token itself; at the limit it is certain that none may follow.
+        if pending and (
+            sequence.grammar is not None
+            or sequence.request.beam_search is not None
+            or known + pending >= sequence.request.max_num_tokens
+        ):
+            # These need the token itself; at the limit it is certain that none may follow.
             return 0
         return self._chunk(known + pending - sequence.num_computed_tokens, budget)
 
@@ -154,47 +163,132 @@ class RunningBatch:
         threshold = self._config.long_prefill_token_threshold
         return min(num_tokens, budget, threshold) if threshold else min(num_tokens, budget)
 
-    def _make_room(
-        self, step: StepBuilder, sequence: Sequence, num_tokens: int, preempted: list[Sequence]
-    ) -> AllocatedSlots | None:
-        """Preempt from the end of the order until `sequence` fits. None: it was preempted itself, or it must
-        wait for blocks that steps in flight still name.
+    def _make_room(self, step: StepBuilder, work: Work, preempted: list[Sequence]) -> bool:
+        """Preempt from the end of the order until `work` fits. False: it was preempted itself, or must wait for
+        blocks that steps in flight still name.
         """
         pool = self._kv.pool
         step.is_short = True
-        slots = None
-        while slots is None:
-            short = self._kv.num_blocks_needed(sequence, num_tokens) - pool.num_available
-            if 0 < short <= pool.num_deferred:
-                return None
-            victim = self.sequences.last
-            self.preemptions += 1
-            self.preempted_tokens += victim.num_computed_tokens
-            self.remove(victim)
-            preempted.append(victim)
-            if victim is sequence:
-                return None
-            slots = self._kv.allocate_slots(sequence, num_tokens, step.step_id)
-        return slots
+        while (short := self._kv.num_blocks_needed_together(work) - pool.num_available) > 0:
+            if short <= pool.num_deferred:
+                return False
+            victims = self._together(self.sequences.last)
+            if work[0][0] not in victims:
+                self._preempt(victims, preempted)
+            elif not self.preemption.drop_last_holder():
+                self._preempt(victims, preempted)
+                return False
+        return True
 
-    def _plan(self, step: StepBuilder, sequence: Sequence, num_tokens: int, slots: AllocatedSlots) -> None:
-        """Add the work; fork the siblings if it reaches the prompt's last token."""
-        step.add_work(sequence, num_tokens, slots)
+    def _together(self, sequence: Sequence) -> list[Sequence]:
+        if sequence.request.beam_search is None:
+            return [sequence]
+        return [beam for beam in sequence.request.sequences if beam.row is not None]
+
+    def _preempt(self, victims: list[Sequence], preempted: list[Sequence]) -> None:
+        for victim in victims:
+            self._leave(victim)
+        self.preemption.take_blocks(victims)
+        self.rows.cancel_claims(victims[0].request)
+        preempted += victims
+
+    def _admit_fresh(self, step: StepBuilder, sequence: Sequence, num_siblings: int) -> Work:
+        """Give a sequence that holds nothing its prefix hits; returns its first chunk, none if it does not fit."""
+        hits = self._kv.match_prefix(sequence)
+        num_hit_tokens = len(hits) * self._config.block_size
+        num_tokens = self._chunk(sequence.num_known_tokens - num_hit_tokens, step.budget)
+        if self.sequences:
+            needed = self._kv.num_blocks_taken(hits, sequence.num_known_tokens) + num_siblings
+            fits = needed <= self._num_offered(step)
+        else:
+            fits = self._fits_alone(lambda: self._kv.num_blocks_taken(hits, num_hit_tokens + num_tokens))
+        if not fits:
+            self.waiting_for = "kv"
+            return []
+        self._kv.admit(sequence, hits)
+        self.preemption.note_admission(sequence, num_hit_tokens)
+        request = sequence.request
+        if not request.was_admitted:
+            request.was_admitted = True
+            request.admitted_at = time.monotonic()
+            request.num_cached_tokens = min(num_hit_tokens, sequence.num_prompt_tokens)
+        return [(sequence, num_tokens)]
+
+    def _admit_swapped(self, step: StepBuilder, members: list[Sequence], num_siblings: int) -> Work:
+        """Bring swapped sequences back; returns what they compute next, nothing if they do not fit."""
+        kv, space = self._kv, self._kv.swap_space
+        left = [(s, max(1, s.num_known_tokens - s.num_computed_tokens)) for s in members]
+        work = [(sequence, self._chunk(num_tokens, step.budget)) for sequence, num_tokens in left]
+        if sum(num_tokens for _, num_tokens in work) > step.budget:
+            self.waiting_for = "budget"
+            return []
+        if self.sequences:
+            needed = space.num_blocks_taken(members) + kv.num_blocks_needed_together(left) + num_siblings
+            fits = needed <= self._num_offered(step)
+        else:
+            fits = self._fits_alone(
+                lambda: space.num_blocks_taken(members) + kv.num_blocks_needed_together(work), spare=members
+            )
+        if not fits:
+            self.waiting_for = "kv"
+            return []
+        self.preemption.restore(members)
+        return work
+
+    def _num_offered(self, step: StepBuilder) -> int:
+        """Blocks that a newcomer may take while others run."""
+        return self._kv.pool.num_available - step.promised_blocks - self._watermark_blocks
+
+    def _fits_alone(self, count_needed: Callable[[], int], spare: SequenceType[Sequence] = ()) -> bool:
+        """Whether there are so many blocks; swapped sequences make way for those that are to run, `spare`."""
+        pool = self._kv.pool
+        while (needed := count_needed()) > pool.num_available + pool.num_deferred:
+            if not self.preemption.drop_last_holder(spare):
+                return False
+        return needed <= pool.num_available
+
+    def _plan_all(self, step: StepBuilder, work: Work) -> None:
+        """Add work whose blocks are there."""
+        for sequence, num_tokens in work:
+            if sequence.is_row_new:
+                self._enter(step, sequence)
+            slots = self._kv.allocate_slots(sequence, num_tokens, step.step_id)
+            assert slots is not None, "the blocks were counted wrongly"
+            step.add_work(sequence, num_tokens, slots)
+            self._after_planning(step, sequence)
+
+    def _after_planning(self, step: StepBuilder, sequence: Sequence) -> None:
+        """Let the siblings fork if the work reaches the prompt's last token."""
         self._kv.register_full_blocks(sequence)
         if sequence.num_computed_tokens < sequence.num_tokens:
             needed = self._kv.blocks_for(sequence.num_known_tokens) - len(sequence.block_ids)
             step.promised_blocks += max(0, needed)
             return
-        siblings = self._siblings.pop(sequence, None)
-        if siblings is not None:
+        if sequence.request.beam_search is not None:
+            return  # its first candidates say who forks
+        siblings = self.rows.cancel_claims(sequence.request)
+        if siblings:
             for sibling in siblings:
                 self._kv.fork(sequence, sibling)
+                self.rows.take(sibling)
                 self._enter(step, sibling)
             assert sequence.row is not None
             step.add_siblings(sequence.row, siblings)
 
     def _enter(self, step: StepBuilder, sequence: Sequence) -> None:
-        sequence.row = heapq.heappop(self._free_rows)
-        sequence.status = SequenceStatus.RUNNING
-        self.sequences.add(sequence)
+        """Tell execution what is in a sequence's row from this step on."""
+        if sequence.status is not SequenceStatus.RUNNING:
+            sequence.status = SequenceStatus.RUNNING
+            self.sequences.add(sequence)
+        sequence.is_row_new = False
         step.add_row(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Give a sequence's row back; its blocks are still its own."""
+        request = sequence.request
+        request.peak_blocks = max(request.peak_blocks, sum(len(s.block_ids) for s in request.sequences))
+        self.sequences.discard(sequence)
+        self.rows.give_back(sequence)
+        sequence.is_row_new = False
+        sequence.forced_token_ids = []
+        sequence.status = SequenceStatus.WAITING

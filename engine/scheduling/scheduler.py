@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from engine.config import SchedulerConfig
-from engine.errors import InvalidRequest, NeverFits
+from engine.errors import InvalidRequest
 from engine.outputs import (
     Capacity,
     FinishReason,
@@ -21,12 +21,15 @@ from engine.outputs import (
     SchedulerStats,
 )
 from engine.plan import StepPlan, StepResult
+from engine.scheduling.beam_search import BeamSearch, Candidates, restart_beams
+from engine.scheduling.fitting import check_fits
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
 from engine.scheduling.running_batch import RunningBatch
-from engine.scheduling.sequence_queue import SequenceQueue, scheduling_key
+from engine.scheduling.sequence_queue import scheduling_key
 from engine.scheduling.step_builder import InFlightStep, StepBuilder
 from engine.scheduling.stopping import append_sampled
+from engine.scheduling.waiting_queue import WaitingQueue, will_fork
 
 
 class Scheduler:
@@ -43,10 +46,14 @@ class Scheduler:
         self._config = config
         self._eos_token_ids = frozenset(config.eos_token_ids)
         self.kv_cache = KVCacheManager(
-            config.num_kv_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+            config.num_kv_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            num_host_blocks=config.num_host_blocks,
         )
         self._batch = RunningBatch(config, self.kv_cache)
-        self._waiting = SequenceQueue()
+        self.preemption = self._batch.preemption
+        self._waiting = WaitingQueue(self._batch.rows)
         self._requests: dict[str, Request] = {}
         self._suspects: set[Request] = set()
         """Were in a step that raised, and have not yet got past that point in a step of their own."""
@@ -70,11 +77,13 @@ class Scheduler:
         live = request.live_sequences
         if not live or any(sequence.num_known_tokens >= request.max_num_tokens for sequence in live):
             raise InvalidRequest(f"request {request.request_id!r} has nothing left to generate")
-        self._check_fits(request, len(live))
+        check_fits(request, self._config)
+        if request.params.beam_width is not None:
+            request.beam_search = BeamSearch.of(request, self._eos_token_ids)
         request.insertion = self._num_insertions
         self._num_insertions += 1
         self._requests[request.request_id] = request
-        self._enqueue(request)
+        self._waiting.enqueue(request)
 
     def abort(self, request_id: str) -> list[SequenceUpdate]:
         """End a request now; its blocks come back once no step in flight names them. Unknown id: []."""
@@ -106,7 +115,8 @@ class Scheduler:
         if step.is_empty:
             return None
         self._next_step_id += 1
-        planned = step.build(self._batch.take_freed_rows())
+        swap_space = self.kv_cache.swap_space
+        planned = step.build(self._batch.rows.take_freed(), *swap_space.take_copies(step.step_id))
         self._in_flight.append(planned)
         return planned.plan
 
@@ -132,16 +142,20 @@ class Scheduler:
             for sequence in step.computed
             if sequence not in sampled and sequence.status is SequenceStatus.RUNNING
         ]
+        beams: dict[Request, list[tuple[Sequence, Candidates]]] = {}
         for number, sequence in enumerate(step.sampled):
-            token_ids = result.token_ids[number]
             if sequence.is_finished:
-                self._discarded_tokens += len(token_ids)
+                self._discarded_tokens += len(result.token_ids[number])
                 continue
             sequence.num_pending_tokens -= 1
             if number in result.invalid:
                 updates += self._fail_invalid(sequence.request)
+            elif sequence.request.beam_search is not None:
+                beams.setdefault(sequence.request, []).append((sequence, result.candidates[number]))
             else:
                 updates += self._append(sequence, number, result)
+        for request, candidates in beams.items():
+            updates += self._advance_beams(request, candidates)
         self._clear_suspects(step)
         return updates
 
@@ -166,6 +180,10 @@ class Scheduler:
                 request.num_step_failures += 1
                 self._suspects.add(request)
         self.kv_cache.drop_unproven(plan.step_id)
+        for sequence in list(self.preemption.swapped):
+            if sequence.swapped_blocks and sequence.last_step_id >= plan.step_id:
+                self.preemption.drop(sequence)  # what lies on the host is suspect, or never got there
+                self._waiting.enqueue(sequence.request)
         self._retire_settled()
         for step in void:
             if not step.has_failed:
@@ -197,12 +215,16 @@ class Scheduler:
         return self._waiting.num_requests
 
     def stats(self) -> SchedulerStats:
+        preemption = self.preemption
         return SchedulerStats(
             running=self.num_running,
             waiting=self.num_waiting,
             waiting_for=self._batch.waiting_for,
-            preemptions=self._batch.preemptions,
-            preempted_tokens=self._batch.preempted_tokens,
+            swapped=len(preemption.swapped),
+            preemptions=preemption.num_recomputing,
+            swap_preemptions=preemption.num_swapping,
+            preempted_tokens=preemption.preempted_tokens,
+            recomputed_tokens=preemption.recomputed_tokens,
             steps_failed=self._steps_failed,
             discarded_tokens=self._discarded_tokens,
         )
@@ -220,7 +242,7 @@ class Scheduler:
 
     def capacity(self) -> Capacity:
         return Capacity(
-            free_rows=self._batch.num_unclaimed_rows,
+            free_rows=self._batch.rows.num_unclaimed,
             available_blocks=self._batch.num_admissible_blocks,
             block_size=self._config.block_size,
             waiting=self.num_waiting,
@@ -233,61 +255,30 @@ class Scheduler:
         self._batch.check_integrity()
         for sequence in sequences:
             assert (sequence in self._batch.sequences) == (sequence.status is SequenceStatus.RUNNING)
+            assert (sequence in self.preemption.swapped) == bool(sequence.swapped_blocks)
             if sequence.status is not SequenceStatus.RUNNING:
                 assert sequence.row is None
                 assert not sequence.block_ids
-                assert sequence.num_computed_tokens == 0
-            if sequence.status is SequenceStatus.WAITING:
-                request = sequence.request
-                follows = self._will_fork(request) and sequence is not request.live_sequences[0]
-                assert (sequence in self._waiting) != (follows or self._batch.is_sibling(sequence))
+                assert sequence.num_computed_tokens == 0 or sequence.swapped_blocks
+        for request in self._requests.values():
+            assert any(s in self._waiting or s in self._batch.sequences for s in request.live_sequences)
+            waiting = [s for s in request.live_sequences if s.status is SequenceStatus.WAITING]
+            claimed = self._batch.rows.claimed(request)
+            together = will_fork(request) or request.beam_search is not None
+            for sequence in waiting if not together else ():
+                assert (sequence in self._waiting) != (sequence in claimed)
         assert all(request.request_id in self._requests for request in self._suspects)
-
-    def _check_fits(self, request: Request, num_sequences: int) -> None:
-        if num_sequences > self._config.max_num_seqs:
-            raise NeverFits(
-                f"{num_sequences} samples need as many rows, there are {self._config.max_num_seqs}"
-            )
-        # The last token is never written; full prompt blocks are shared, the rest is each sample's own.
-        num_blocks = self.kv_cache.blocks_for(request.max_num_tokens - 1)
-        num_shared = len(request.prompt_token_ids) // self._config.block_size if num_sequences > 1 else 0
-        needed = num_shared + num_sequences * (num_blocks - num_shared)
-        usable = self._config.num_kv_blocks - 1
-        if needed > usable:
-            raise NeverFits(
-                f"{num_sequences} x {request.max_num_tokens} tokens need {needed} KV blocks of "
-                f"{self._config.block_size}, the pool has {usable}"
-            )
-
-    def _enqueue(self, request: Request) -> None:
-        """Queue a request's waiting sequences: the first alone if the others will fork off it."""
-        waiting = [s for s in request.sequences if s.status is SequenceStatus.WAITING]
-        for sequence in waiting:
-            self._waiting.discard(sequence)
-        for sequence in waiting[:1] if self._will_fork(request) else waiting:
-            if not self._batch.is_sibling(sequence):
-                self._waiting.add(sequence)
-
-    def _will_fork(self, request: Request) -> bool:
-        """Whether several samples start out equal: all wait, and none has a token, known or in flight."""
-        live = request.live_sequences
-        return len(live) > 1 and all(
-            s.status is SequenceStatus.WAITING and not s.output_token_ids and not s.num_pending_tokens
-            for s in live
-        )
 
     def _schedule_running(self, step: StepBuilder, candidates: Iterable[Sequence]) -> None:
         for victim in self._batch.schedule(step, candidates):
-            self._enqueue(victim.request)
+            self._waiting.enqueue(victim.request)
 
     def _admit(self, step: StepBuilder, sequence: Sequence) -> bool:
         """Move a waiting sequence into the batch. False: not now."""
         if not step.budget or step.is_short:
             self._batch.waiting_for = "kv" if step.is_short else "budget"
             return False
-        request = sequence.request
-        siblings = request.live_sequences[1:] if self._will_fork(request) else []
-        if not self._batch.admit(step, sequence, siblings):
+        if not self._batch.admit(step, *self._waiting.group(sequence)):
             return False
         self._waiting.discard(sequence)
         return True
@@ -316,6 +307,24 @@ class Scheduler:
             return self._end_request(sequence.request.request_id, "error", str(failure), failure.code)
         return [update]
 
+    def _advance_beams(
+        self, request: Request, beams: list[tuple[Sequence, Candidates]]
+    ) -> list[SequenceUpdate]:
+        """Choose how a search goes on, or end it."""
+        search = request.beam_search
+        assert search is not None
+        if any(beam.row is None for beam, _ in beams):  # preempted since; they ask again, or start again
+            self._discarded_tokens += len(beams)
+            return []
+        continuations = search.advance(beams)
+        if continuations:
+            self._batch.branch(request, continuations)
+            return [SequenceUpdate(request.sequences[0])]
+        updates = search.results(request)
+        for sequence in request.sequences:
+            self._end(sequence)
+        return updates
+
     def _fail_invalid(self, request: Request) -> list[SequenceUpdate]:
         """Logits were not finite: the request fails, and nothing it may have spoilt is found again."""
         for sequence in request.live_sequences:
@@ -328,12 +337,16 @@ class Scheduler:
         self, request_id: str, reason: FinishReason, error: str | None, error_code: str | None
     ) -> list[SequenceUpdate]:
         request = self._requests.get(request_id)
-        updates = []
-        for sequence in request.live_sequences if request is not None else ():
+        if request is None:
+            return []
+        live = request.live_sequences
+        for sequence in live:
             sequence.finish_reason = reason
             self._end(sequence)
-            updates.append(SequenceUpdate(sequence, error=error, error_code=error_code))
-        return updates
+        if request.beam_search is not None:
+            restart_beams(request)  # what it was about to choose from is no output
+            live = live[: request.params.n]
+        return [SequenceUpdate(sequence, error=error, error_code=error_code) for sequence in live]
 
     def _end(self, sequence: Sequence) -> None:
         """Give back all that an ended sequence holds."""
@@ -342,14 +355,15 @@ class Scheduler:
             self._batch.remove(sequence)
         else:
             self._waiting.discard(sequence)
-            self._batch.forget_sibling(sequence)
+            self.preemption.forget(sequence)
+            self._batch.rows.cancel_claim(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.num_pending_tokens = 0
         if request.is_finished:
             del self._requests[request.request_id]
             self._suspects.discard(request)
         elif len(request.sequences) > 1:
-            self._enqueue(request)
+            self._waiting.enqueue(request)
 
     def _retire_settled(self) -> None:
         while self._in_flight and self._in_flight[0].is_settled:
@@ -358,7 +372,7 @@ class Scheduler:
     def _undo(self, step: InFlightStep) -> None:
         """Send a void step's sequences back to waiting, without the tokens it was to sample."""
         step.has_failed = True
-        self._batch.mark_freed(step.plan.freed_rows)
+        self._batch.rows.mark_freed(step.plan.freed_rows, self._batch.sequences)
         for sequence in step.sampled:
             if not sequence.is_finished:
                 sequence.num_pending_tokens -= 1
@@ -366,7 +380,8 @@ class Scheduler:
             if sequence.status is SequenceStatus.RUNNING:
                 self._batch.remove(sequence)
         for request in step.requests():
-            self._enqueue(request)
+            restart_beams(request)
+            self._waiting.enqueue(request)
 
     def _clear_suspects(self, step: InFlightStep) -> None:
         """A suspect that sampled in a step of its own, and is caught up, has got past its failure."""
@@ -374,7 +389,9 @@ class Scheduler:
             return
         requests = step.requests()
         for request in self._suspects.intersection(requests):
-            if len(requests) == 1 and all(
-                s.num_computed_tokens >= s.num_known_tokens - 1 for s in request.live_sequences
-            ):
+            # A beam without a row has yet to fork off one that has.
+            concerned = [
+                s for s in request.live_sequences if request.beam_search is None or s.row is not None
+            ]
+            if len(requests) == 1 and all(s.num_computed_tokens >= s.num_known_tokens - 1 for s in concerned):
                 self._suspects.discard(request)

@@ -88,8 +88,14 @@ class StepBuilder:
         """The step completes the prompt in `row`: sample from its last token for these sequences too."""
         self._siblings[row] = siblings
 
-    def build(self, freed_rows: list[int]) -> InFlightStep:
-        plan = StepPlan(self.step_id, freed_rows, self._new_rows, self._block_copies)
+    def build(
+        self,
+        freed_rows: list[int],
+        swap_out: list[tuple[int, int]],
+        swap_in: list[tuple[int, int]],
+    ) -> InFlightStep:
+        """The step; see `StepPlan` for the arguments."""
+        plan = StepPlan(self.step_id, freed_rows, self._new_rows, swap_out, swap_in, self._block_copies)
         step = InFlightStep(plan)
         token_index = -1
         for work, sequence in self._decodes + self._prefills:
@@ -106,6 +112,8 @@ class StepBuilder:
     def _add_sample(step: InFlightStep, sequence: Sequence, token_index: int) -> None:
         assert sequence.row is not None
         sample = Sample(sequence.row, token_index, sequence.num_tokens)
+        if sequence.request.beam_search is not None:
+            sample.num_candidates = sequence.request.beam_search.num_candidates
         if sequence.grammar is not None:
             sample.allowed_token_ids = sequence.grammar.allowed_token_ids()
             sample.token_mask = sequence.grammar.token_mask()

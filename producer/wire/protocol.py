@@ -11,6 +11,7 @@ import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, Strict, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from producer.wire import keys
 from producer.wire.affinity import chat_affinity, prompt_affinity, token_affinity
@@ -213,7 +214,7 @@ class Job(SamplingFields):
     def output_tokens(self) -> int:
         """How many tokens it will generate at most, or a guess of that."""
         default = CHAT_TOKENS_GUESS if self.messages is not None else DEFAULT_PROMPT_MAX_TOKENS
-        return (self.max_tokens or default) * self.n
+        return (self.max_tokens or default) * self.num_sequences
 
     def affinity(self) -> str | None:
         """Equal for jobs whose prompts begin alike; see affinity.py."""
@@ -275,6 +276,11 @@ class Job(SamplingFields):
             raise ValueError("give delay or run_at, not both")
         if self.dedupe and self.temperature > 0.0 and self.seed is None:
             raise ValueError("dedupe takes temperature 0 or a seed: other jobs differ each time they run")
+        if self.stream and self.is_ranked:
+            raise PydanticCustomError(
+                "unsupported_feature",
+                "best_of and beam_width can't stream: what is returned is known at the end",
+            )
         return self
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from json import dumps, loads
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, Strict, StringConstraints, field_validator, model_validator
 from pydantic.dataclasses import dataclass
@@ -26,6 +26,7 @@ MAX_SCHEMA = 65_536
 """Characters in a regex, JSON schema or grammar."""
 MAX_SCHEMA_DEPTH = 64
 """Objects and arrays that may be nested in a JSON schema."""
+MAX_LENGTH_PENALTY = 10.0
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
@@ -119,6 +120,11 @@ class SamplingFields(WireModel):
 
     n: Int = Field(default=1, ge=1, le=MAX_N)
     best_of: Int | None = Field(default=None, ge=1, le=MAX_N)
+    """Samples drawn, of which the n likeliest are returned."""
+    beam_width: Int | None = Field(default=None, ge=1, le=MAX_N)
+    """Search instead of sampling, with so many beams, and return the n best hypotheses."""
+    length_penalty: Float = Field(default=1.0, ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)
+    early_stopping: Annotated[bool, Strict()] | Literal["never"] = False
     max_tokens: Int | None = Field(default=None, ge=1, le=MAX_TOKEN_ID)
     """None: 16 for a prompt, the rest of the context for messages."""
     min_tokens: Int = Field(default=0, ge=0, le=MAX_TOKEN_ID)
@@ -162,6 +168,26 @@ class SamplingFields(WireModel):
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError("min_tokens must not exceed max_tokens")
         return self
+
+    @model_validator(mode="after")
+    def _enough_to_choose_from(self) -> Self:
+        for name in ("best_of", "beam_width"):
+            count = getattr(self, name)
+            if count is not None and count < self.n:
+                raise ValueError(f"{name} must not be less than n")
+        if self.beam_width is None and (self.length_penalty != 1.0 or self.early_stopping is not False):
+            raise ValueError("length_penalty and early_stopping need a beam_width")
+        return self
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run side by side for one job."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def is_ranked(self) -> bool:
+        """What is returned is known only at the end."""
+        return self.beam_width is not None or self.num_sequences > self.n
 
 
 SAMPLING_FIELDS: tuple[str, ...] = tuple(SamplingFields.model_fields)

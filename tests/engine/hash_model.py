@@ -45,6 +45,20 @@ class HashOracle:
         noise = () if params.is_greedy else (seed, sample_index)
         return candidates[hash((tuple(token_ids), noise)) % len(candidates)]
 
+    def scores(
+        self, token_ids: list[int], num_output_tokens: int, params: SamplingParams
+    ) -> list[tuple[int, float]]:
+        """A made-up log probability for every token that may follow, best first."""
+        banned: set[int] = set()
+        if num_output_tokens < params.min_tokens:
+            banned = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+        scored = [
+            (token, -(hash((tuple(token_ids), token)) % 2**40 + 1) / 2**37)
+            for token in range(self.vocab_size)
+            if token not in banned
+        ]
+        return sorted(scored, key=lambda candidate: (-candidate[1], candidate[0]))
+
     def generate(
         self,
         prompt: list[int],
@@ -111,6 +125,7 @@ class HashModel:
     nan_tokens: frozenset[int] = frozenset()
     num_tokens_computed: int = 0
     num_steps: int = 0
+    _host: dict[int, list[Slot]] = field(default_factory=dict)
     _cache: list[list[Slot]] = field(init=False)
     _rows: dict[int, _Row] = field(default_factory=dict)
     _launched: deque[HashStep] = field(default_factory=deque)
@@ -146,8 +161,12 @@ class HashModel:
         self._launched.clear()
 
     def poison(self, block_ids: list[int]) -> None:
-        """These blocks belong to nobody: reading them from now on is an error."""
-        for block_id in block_ids:
+        """These blocks belong to nobody: reading them from now on is an error.
+
+        Except for a step on its way that copies them to the host: it does so before anything is written.
+        """
+        leaving = {block_id for step in self._launched for block_id, _ in step.plan.swap_out}
+        for block_id in set(block_ids) - leaving:
             self._cache[block_id] = [POISON] * self.block_size
 
     def block_tokens(self, block_id: int) -> list[Slot]:
@@ -156,21 +175,30 @@ class HashModel:
     def _run(self, plan: StepPlan) -> StepResult:
         self.num_steps += 1
         self._apply_rows(plan)
+        for block_id, host_id in plan.swap_out:
+            self._host[host_id] = list(self._cache[block_id])
+        for host_id, block_id in plan.swap_in:
+            self._cache[block_id] = self._host.pop(host_id)
         copies = [(destination, list(self._cache[source])) for source, destination in plan.block_copies]
         for destination, content in copies:
             self._cache[destination] = content
         last_tokens = self._forward(plan)
-        token_ids, logprobs, invalid = [], {}, set()
+        token_ids, logprobs, candidates, invalid = [], {}, {}, set()
         for number, sample in enumerate(plan.samples):
             row, position = last_tokens[sample.token_index]
             tokens = self._read(row, position)
             token = self._sample(sample, tokens)
             token_ids.append([token])
+            if sample.num_candidates:
+                new = self._rows[row].new
+                num_output = len(tokens) - new.num_prompt_tokens
+                scores = self.oracle.scores(tokens, num_output, new.params)
+                candidates[number] = scores[: sample.num_candidates]
             if self._rows[sample.row].new.params.logprobs is not None:
                 logprobs[number] = [TokenLogprobs(token, -1.0)]
             if self.nan_tokens.intersection(tokens):
                 invalid.add(number)
-        return StepResult(plan.step_id, token_ids, logprobs, frozenset(invalid))
+        return StepResult(plan.step_id, token_ids, logprobs, frozenset(invalid), candidates)
 
     def _apply_rows(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:

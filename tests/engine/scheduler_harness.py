@@ -43,7 +43,7 @@ def make_request(
     request = Request(request_id, list(prompt), sampling, seed, priority, arrival)
     request.sequences = [
         Sequence(request, index, grammar=None if grammar is None else grammar(index))
-        for index in range(sampling.n)
+        for index in range(sampling.num_sequences)
     ]
     return request
 
@@ -123,7 +123,7 @@ class Harness:
         running = {s.request for s in live if s.status is SequenceStatus.RUNNING}
         waiting = [s for s in live if s.request not in running]
         plan = self.scheduler.schedule()
-        self.check()
+        self.check(plan)
         if plan is not None:
             self.plans.append(plan)
             self._check_plan(plan, waiting)
@@ -162,19 +162,27 @@ class Harness:
             raise AssertionError(f"unfinished after {max_steps} steps: {self.scheduler.stats()}")
         self.check_idle()
 
-    def check(self) -> None:
-        """Integrity, the four states, and poison for whatever is free: a step in flight may not need it."""
+    def check(self, plan: StepPlan | None = None) -> None:
+        """Integrity, the four states, and poison for whatever is free: a step in flight may not need it.
+
+        `plan` is about to be launched.
+        """
         self.scheduler.check_integrity()
         stats = self.scheduler.kv_stats()
         states = stats.free_blocks, stats.cached_blocks, stats.active_blocks, stats.reserved_blocks
         assert sum(states) == stats.capacity_blocks == self.config.num_kv_blocks
         pool = self.scheduler.kv_cache.pool
-        self.model.poison([block.block_id for block in pool.free_queue() if block.block_hash is None])
+        leaving = {block_id for block_id, _ in plan.swap_out} if plan is not None else set()
+        leaving.update(self.scheduler.kv_cache.swap_space.outgoing_blocks())
+        free = {block.block_id for block in pool.free_queue() if block.block_hash is None}
+        self.model.poison(sorted(free - leaving))
 
     def check_idle(self) -> None:
         stats = self.scheduler.kv_stats()
         assert stats.active_blocks == stats.shared_blocks == stats.block_references == stats.filled_slots == 0
         assert stats.reserved_blocks == 1
+        assert stats.host_used_blocks == self.scheduler.stats().swapped == 0
+        assert self.scheduler.capacity().free_rows == self.config.max_num_seqs
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
 
     def check_outputs(self, expected: dict[str, list[tuple[list[int], FinishReason]]]) -> None:

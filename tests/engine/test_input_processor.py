@@ -79,12 +79,13 @@ def test_text_needs_a_tokenizer() -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        {"best_of": 2},
-        {"bad_words": ("a",)},
-        {"prompt_logprobs": 1},
-        {"structured_outputs": StructuredOutputs(regex="a+")},
-        {"structured_outputs": StructuredOutputs(json="{}")},
-        {"structured_outputs": StructuredOutputs(grammar="root ::= 'a'")},
+        {"beam_width": 2, "best_of": 2},
+        {"beam_width": 2, "temperature": 0.5},
+        {"beam_width": 2, "top_k": 3},
+        {"beam_width": 2, "top_p": 0.5},
+        {"beam_width": 2, "min_p": 0.5},
+        {"beam_width": 2, "stop": ("a",)},
+        {"beam_width": 2, "structured_outputs": StructuredOutputs(choice=("a",))},
     ],
     ids=repr,
 )

@@ -38,7 +38,7 @@ def test_structured_outputs_have_the_same_fields() -> None:
 
 
 def test_limits_are_the_same() -> None:
-    for name in ("MAX_STOP_STRINGS", "MAX_LOGPROBS", "MAX_SEED"):
+    for name in ("MAX_STOP_STRINGS", "MAX_LENGTH_PENALTY", "MAX_LOGPROBS", "MAX_SEED"):
         assert getattr(wire, name) == getattr(sampling_params, name)
 
 
@@ -50,7 +50,10 @@ def test_limits_are_the_same() -> None:
         {"max_tokens": 0}, {"min_tokens": -1}, {"presence_penalty": 2.1}, {"frequency_penalty": -2.0},
         {"repetition_penalty": 0.0}, {"logprobs": -1}, {"logprobs": 20}, {"logprobs": 21}, {"stop": ("",)},
         {"stop": "one"}, {"stop": ("x",) * 65}, {"allowed_token_ids": ()}, {"truncate_prompt_tokens": 0},
-        {"logit_bias": {1: float("inf")}}, {"temperature": float("nan")},
+        {"logit_bias": {1: float("inf")}}, {"temperature": float("nan")}, {"n": 2, "best_of": 1}, {"best_of": 3},
+        {"n": 3, "beam_width": 2}, {"beam_width": 2}, {"beam_width": 0}, {"length_penalty": 2.0},
+        {"beam_width": 2, "length_penalty": 10.5}, {"beam_width": 2, "length_penalty": -10.0},
+        {"early_stopping": True}, {"beam_width": 2, "early_stopping": "never"}, {"beam_width": 2, "early_stopping": 1},
     ],
     ids=repr,
 )  # fmt: skip

@@ -104,9 +104,11 @@ def test_metadata_too_deep_is_refused() -> None:
 
 
 def test_what_is_not_supported_is_refused_never_ignored() -> None:
-    with pytest.raises(InvalidJob) as caught:
-        Job.parse(BASE | {"webhook": "https://example.org"})
-    assert caught.value.code == "unsupported_feature"
+    for ranked in ({"best_of": 2}, {"beam_width": 2}):
+        with pytest.raises(InvalidJob, match="stream") as caught:
+            Job.parse(BASE | {"stream": True} | ranked)
+        assert caught.value.code == "unsupported_feature"
+        Job.parse(BASE | ranked)
 
 
 def test_an_unknown_field_is_named() -> None:

@@ -1,0 +1,44 @@
+"""Samples that compete: all are held back until the last has ended, and only the best are told."""
+
+from __future__ import annotations
+
+from engine.outputs import CompletionDelta
+
+
+class BestOf:
+    """One request's samples.
+
+    Args:
+        num_returned: how many of the samples the caller gets.
+        with_logprobs: whether the caller asked for logprobs; the samples carry them in any case, to be ranked.
+    """
+
+    def __init__(self, num_returned: int, *, with_logprobs: bool) -> None:
+        self._num_returned = num_returned
+        self._with_logprobs = with_logprobs
+        self._samples: dict[int, CompletionDelta] = {}
+
+    def hold(self, delta: CompletionDelta) -> None:
+        """Take what a sample gained."""
+        entries = delta.logprobs or []
+        gained = sum(entry.logprob for entry in entries if entry.logprob is not None)
+        delta.cumulative_logprob = gained
+        held = self._samples.setdefault(delta.index, delta)
+        if held is not delta:
+            held.token_ids = held.token_ids + delta.token_ids
+            held.text += delta.text
+            held.logprobs = (held.logprobs or []) + entries
+            held.cumulative_logprob = (held.cumulative_logprob or 0.0) + gained
+            held.finish_reason, held.stop_reason = delta.finish_reason, delta.stop_reason
+
+    def release(self) -> list[CompletionDelta]:
+        """The best samples whole, numbered by rank: highest cumulative logprob first, ties in the order drawn."""
+        ranked = sorted(
+            self._samples.values(), key=lambda held: (-(held.cumulative_logprob or 0.0), held.index)
+        )
+        returned = ranked[: self._num_returned]
+        for rank, sample in enumerate(returned):
+            sample.index, sample.offset = rank, 0
+            if not self._with_logprobs:
+                sample.logprobs = None
+        return returned

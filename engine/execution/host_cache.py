@@ -1,0 +1,67 @@
+"""KV blocks in host memory: where preempted sequences wait, and the copies there and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from kernels.layer_cache import LayerCache, as_bytes
+from kernels.transfer import to_device
+
+Pairs = list[tuple[int, int]]
+_PROBE_BYTES = 32 * 1024**2
+
+
+class HostCache:
+    """The same tensors as the device cache's, in host memory; pinned, so that CUDA copies without a detour.
+
+    Copies are issued on the current stream, like the steps that write and read the blocks, and wait for nothing.
+    """
+
+    def __init__(self, layers: list[LayerCache], num_blocks: int) -> None:
+        self._tensors = [as_bytes(tensor) for layer in layers for tensor in layer.tensors()]
+        self._hosts = [
+            torch.empty((num_blocks, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            for tensor in self._tensors
+        ]
+
+    def swap_out(self, pairs: Pairs) -> None:
+        """Copy (device block, host block) pairs to the host."""
+        for device_ids, first, last in self._runs([(host, device) for device, host in pairs]):
+            for tensor, host in zip(self._tensors, self._hosts, strict=True):
+                host[first:last].copy_(tensor.index_select(0, device_ids), non_blocking=True)
+
+    def swap_in(self, pairs: Pairs) -> None:
+        """Copy (host block, device block) pairs to the device."""
+        for device_ids, first, last in self._runs(pairs):
+            for tensor, host in zip(self._tensors, self._hosts, strict=True):
+                tensor.index_copy_(0, device_ids, host[first:last].to(tensor.device, non_blocking=True))
+
+    def _runs(self, pairs: Pairs) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """(device ids, first host id, last + 1) of (host, device) pairs whose host blocks lie in a row.
+
+        One copy per run: host ids are mostly handed out in a row, and thousands of copies of a block each would
+        cost more to issue than to carry out.
+        """
+        ordered = np.array(sorted(pairs), dtype=np.int64)
+        hosts, devices = ordered[:, 0], ordered[:, 1]
+        for run in np.split(np.arange(len(pairs)), np.flatnonzero(np.diff(hosts) != 1) + 1):
+            ids = to_device(devices[run], self._tensors[0].device)
+            yield ids, int(hosts[run[0]]), int(hosts[run[-1]]) + 1
+
+
+def measure_link(device: torch.device) -> float:
+    """Bytes per second from `device` to the host; what it costs is a few milliseconds."""
+    source = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
+    target = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    seconds = []
+    for _ in range(3):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - started)
+    return _PROBE_BYTES / max(min(seconds), 1e-9)

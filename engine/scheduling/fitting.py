@@ -1,0 +1,29 @@
+"""Whether a request could run if it were alone."""
+
+from __future__ import annotations
+
+from engine.config import SchedulerConfig
+from engine.errors import NeverFits
+from engine.scheduling.request import Request
+
+
+def check_fits(request: Request, config: SchedulerConfig) -> None:
+    """Raises NeverFits if the rows, the budget or the pool can't hold a request even alone."""
+    num_sequences = len(request.live_sequences)
+    if num_sequences > config.max_num_seqs:
+        raise NeverFits(f"{num_sequences} sequences need as many rows, there are {config.max_num_seqs}")
+    if request.params.beam_width is not None and num_sequences > config.max_num_batched_tokens:
+        raise NeverFits(
+            f"{num_sequences} beams take a token each in one step, whose budget is "
+            f"{config.max_num_batched_tokens}"
+        )
+    # The last token is never written; full prompt blocks are shared, the rest is each sequence's own.
+    num_blocks = -(-(request.max_num_tokens - 1) // config.block_size)
+    num_shared = len(request.prompt_token_ids) // config.block_size if num_sequences > 1 else 0
+    needed = num_shared + num_sequences * (num_blocks - num_shared)
+    usable = config.num_kv_blocks - 1
+    if needed > usable:
+        raise NeverFits(
+            f"{num_sequences} x {request.max_num_tokens} tokens need {needed} KV blocks of "
+            f"{config.block_size}, the pool has {usable}"
+        )

@@ -1,0 +1,43 @@
+"""What a preemption costs: copying a sequence's blocks to the host and back, or computing its tokens again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceType
+
+from engine.plan import StepPlan
+from engine.scheduling.request import Sequence
+from engine.scheduling.swap_space import SwapQuote
+
+_WEIGHT = 0.1
+"""Of the newest measurement in the moving averages."""
+
+
+class PreemptionCost:
+    """Compares bytes over the link's bandwidth with tokens times the measured seconds per token.
+
+    Blocks that others hold count on neither side: they stay, and are found again. A beam search that is not swapped
+    starts again from its prompt, so its steps count as well.
+    """
+
+    def __init__(self, block_bytes: int, bytes_per_second: float) -> None:
+        self._swap_seconds_per_block = 2 * block_bytes / bytes_per_second  # out, and in again
+        self._seconds_per_token = 0.0
+        self._seconds_per_decode_step = 0.0
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """A step took `seconds` from its launch, or from the end of the one before it, to its end."""
+        if plan.kind == "decode":
+            self._seconds_per_decode_step = _average(self._seconds_per_decode_step, seconds)
+        else:
+            self._seconds_per_token = _average(self._seconds_per_token, seconds / plan.num_tokens)
+
+    def prefers_swap(self, quote: SwapQuote, victims: SequenceType[Sequence]) -> bool:
+        """Whether swapping is no dearer. Until something was measured, computing again is taken to cost nothing."""
+        is_search = victims[0].request.beam_search is not None
+        num_steps = len(victims[0].output_token_ids) if is_search else 0
+        recompute_s = quote.num_tokens * self._seconds_per_token + num_steps * self._seconds_per_decode_step
+        return quote.num_blocks * self._swap_seconds_per_block <= recompute_s
+
+
+def _average(average: float, value: float) -> float:
+    return value if not average else average + _WEIGHT * (value - average)

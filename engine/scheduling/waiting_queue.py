@@ -1,0 +1,50 @@
+"""Requests that wait: in which order they enter the batch, and what of them enters together."""
+
+from __future__ import annotations
+
+from engine.scheduling.request import Request, Sequence, SequenceStatus
+from engine.scheduling.rows import RowTable
+from engine.scheduling.sequence_queue import SequenceQueue
+
+
+class WaitingQueue(SequenceQueue):
+    """The waiting sequences that enter by themselves; those that will fork off another are not in it."""
+
+    def __init__(self, rows: RowTable) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def enqueue(self, request: Request) -> None:
+        """Queue what waits of a request; again, whenever something of it has begun to wait, or has ended."""
+        waiting = [s for s in request.sequences if s.status is SequenceStatus.WAITING]
+        for sequence in waiting:
+            self.discard(sequence)
+        if request.beam_search is not None:
+            is_running = any(s.status is SequenceStatus.RUNNING for s in request.sequences)
+            # Beams enter together: the first of them stands for all.
+            swapped = [s for s in waiting if s.swapped_blocks]
+            waiting = [] if is_running else (swapped or waiting)[:1]
+        elif will_fork(request):
+            del waiting[1:]
+        for sequence in waiting:
+            if sequence not in self._rows.claimed(request):
+                self.add(sequence)
+
+    @staticmethod
+    def group(sequence: Sequence) -> tuple[list[Sequence], list[Sequence]]:
+        """What enters with a sequence of the queue: those with tables of their own, and those yet to fork."""
+        request = sequence.request
+        live = request.live_sequences
+        if request.beam_search is not None:
+            members = [s for s in live if s.swapped_blocks] or [sequence]
+            return members, [s for s in live if s not in members]
+        return [sequence], live[1:] if will_fork(request) else []
+
+
+def will_fork(request: Request) -> bool:
+    """Whether several samples start out equal: all wait, and none has a token, known or in flight."""
+    live = request.live_sequences
+    return len(live) > 1 and all(
+        s.status is SequenceStatus.WAITING and not s.output_token_ids and not s.num_pending_tokens
+        for s in live
+    )

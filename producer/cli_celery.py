@@ -1,0 +1,131 @@
+"""`pagemill celery-worker`: Celery's own worker, with our pool in front of the native queue."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from producer.cli import RedisUrl, app, say
+from producer.local_worker import LocalWorker, has_server, live_workers, served_name
+from producer.wire.discovery import find_redis
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+EXIT_USAGE = 2
+POOL = "producer.celery_pool:EnginePool"
+NATIVE_QUEUE = "celery"
+
+
+@app.command("celery-worker", context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
+def celery_worker(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Option("--model", envvar="PAGEMILL_MODEL", help="A Hugging Face directory, smollm2 or echo."),
+    ],
+    celery_app: Annotated[
+        str | None,
+        typer.Option("--celery-app", metavar="MODULE:APP", help="Yours, for its other tasks; else ours."),
+    ] = None,
+    broker: Annotated[str | None, typer.Option("--celery-broker", help="Default: the Redis URL.")] = None,
+    backend: Annotated[str | None, typer.Option("--celery-backend", help="Default: the Redis URL.")] = None,
+    celery_queue: Annotated[str, typer.Option("--queue", help="The Celery queue to consume.")] = "pagemill",
+    native_queue: Annotated[
+        str, typer.Option("--native-queue", help="Where generations wait; more workers may serve it.")
+    ] = NATIVE_QUEUE,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", min=1, help="Generations under way at most.")
+    ] = 256,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="For tasks that generate nothing.")] = 4,
+    worker_option: Annotated[
+        list[str] | None,
+        typer.Option("--worker-option", metavar="NAME=VALUE", help="A setting of the worker started here."),
+    ] = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Serve `pagemill.generate` to any Celery app. Arguments after -- go to Celery's worker."""
+    try:
+        application = _load(celery_app)
+    except ModuleNotFoundError as error:
+        say(
+            f"{error.name} is missing: pip install 'pagemill[celery]'"
+            if error.name == "celery"
+            else str(error)
+        )
+        raise typer.Exit(EXIT_USAGE) from None
+    except (ImportError, AttributeError, ValueError) as error:
+        say(f"--celery-app {celery_app}: {error}")
+        raise typer.Exit(EXIT_USAGE) from None
+    with contextlib.ExitStack() as stack:
+        url = _serving(stack, redis_url, native_queue, model, worker_option or [])
+        _configure(application, url, broker, backend, native_queue, served_name(model), threads, celery_queue)
+        arguments = ["worker", "-P", "custom", "-Q", celery_queue, "-c", str(concurrency), *context.args]
+        if "--loglevel" not in context.args and "-l" not in context.args:
+            arguments += ["--loglevel", "INFO"]
+        application.worker_main(arguments)
+
+
+def _load(name: str | None) -> Celery:
+    if name is None:
+        from celery import Celery
+
+        return Celery("pagemill")
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    found = getattr(import_module(module), attribute or "app")
+    return found
+
+
+def _serving(stack: contextlib.ExitStack, url: str | None, queue: str, model: str, options: list[str]) -> str:
+    """The queue's address, with a worker for the model: one that is there, or a child of ours."""
+    if has_server(url):
+        url = find_redis(url)
+        if any(served_name(model) in info.models for info in live_workers(url, queue)):
+            say(f"a live worker of queue {queue} serves {served_name(model)}; using it")
+            return url
+    settings = [word for option in options for word in ("--option", option)]
+    worker = stack.enter_context(LocalWorker(model, queue=queue, url=url, options=settings))
+    say(f"starting a worker for {model}")
+    return worker.wait_ready()[0]
+
+
+def _configure(
+    application: Celery, url: str, broker: str | None, backend: str | None, native_queue: str, model: str,
+    threads: int, celery_queue: str,
+) -> None:  # fmt: skip
+    from producer.celery_pool import EnginePool, PoolSettings
+    from producer.celery_steps import TRANSPORT_OPTIONS, PrefetchAdapter, VisibilityRefresher
+    from producer.celery_task import register
+
+    os.environ["CELERY_CUSTOM_WORKER_POOL"] = POOL
+    _name_custom_pool()
+    EnginePool.settings = PoolSettings(url, native_queue, model, threads)
+    options: dict[str, Any] = dict(application.conf.broker_transport_options or {})
+    application.conf.update(
+        broker_url=broker or application.conf.broker_url or _celery_url(url),
+        result_backend=backend or application.conf.result_backend or _celery_url(url),
+        broker_transport_options=options | TRANSPORT_OPTIONS,
+        broker_connection_retry_on_startup=True,
+        worker_prefetch_multiplier=1,
+        task_default_queue=celery_queue,
+    )
+    application.steps["consumer"].update({VisibilityRefresher, PrefetchAdapter})
+    register(application)
+
+
+def _name_custom_pool() -> None:
+    """Celery reads the variable when it is first imported, which may have been before."""
+    from celery import concurrency
+
+    concurrency.ALIASES["custom"] = POOL
+
+
+def _celery_url(url: str) -> str:
+    """Our address as kombu spells it."""
+    return url.replace("unix://", "redis+socket://", 1) if url.startswith("unix://") else url

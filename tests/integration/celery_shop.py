@@ -1,0 +1,26 @@
+"""A Celery shop's own app, which has never heard of Pagemill but for the name of a task and a queue."""
+
+from __future__ import annotations
+
+import os
+
+from celery import Celery
+
+app = Celery("shop", broker=os.environ["SHOP_BROKER"], backend=os.environ["SHOP_BROKER"])
+app.conf.task_default_queue = os.environ.get("SHOP_QUEUE", "pagemill")
+app.conf.result_extended = True
+
+
+@app.task(name="shop.make_prompt")  # type: ignore[untyped-decorator]
+def make_prompt(word: str) -> str:
+    return f"say {word}"
+
+
+@app.task(name="shop.shout")  # type: ignore[untyped-decorator]
+def shout(result: dict[str, str]) -> str:
+    return result["text"].upper()
+
+
+@app.task(name="shop.collect")  # type: ignore[untyped-decorator]
+def collect(results: list[dict[str, str]]) -> list[str]:
+    return [result["text"] for result in results]

@@ -1,0 +1,210 @@
+"""A Celery shop and `pagemill celery-worker`, both as processes, on a real server."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import chain, chord, group
+from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
+
+from tests.conftest import RedisServer, server_binary
+from tests.worker.harness import PATIENCE_S, eventually, running_worker, worker_config
+
+ROOT = Path(__file__).resolve().parents[2]
+TASK = "pagemill.generate"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A server of its own: Celery's keys have no queue in their names."""
+    server = RedisServer(server_binary("valkey-server"), tmp_path_factory.mktemp("celery"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def engine(server: RedisServer) -> Iterator[Any]:
+    """The worker behind the native queue; 5 ms a step, so that there is something to revoke and to kill."""
+    with running_worker(worker_config(server.url, "celery", model="echo:5", lease_s=6.0)) as worker:
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def shop(server: RedisServer) -> Any:
+    os.environ["SHOP_BROKER"] = server.url
+    module = importlib.import_module("tests.integration.celery_shop")
+    return module
+
+
+@contextmanager
+def celery_worker(url: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
+    environment = kept | {"PYTHONPATH": str(ROOT), "SHOP_BROKER": url, "PAGEMILL_REDIS_URL": url}
+    command = [
+        sys.executable, "-m", "worker", "celery-worker", "--model", "echo", "--concurrency", "100",
+        "--celery-app", "tests.integration.celery_shop:app", "--", "-n", f"{uuid.uuid4().hex[:8]}@test",
+    ]  # fmt: skip
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=file, cwd=ROOT, start_new_session=True
+        )
+    try:
+        eventually(lambda: process.poll() is not None or b" ready." in log.read_bytes(), "the Celery worker")
+        assert process.poll() is None, log.read_text()
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout=PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture(scope="module")
+def worker(
+    server: RedisServer, engine: Any, shop: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[subprocess.Popen[bytes]]:
+    with celery_worker(server.url, tmp_path_factory.mktemp("log") / "celery.log") as process:
+        yield process
+
+
+@pytest.fixture
+def generate(shop: Any, worker: Any) -> Callable[..., Any]:
+    """What any app can do: a name, keywords, a queue."""
+
+    def send(*args: Any, options: dict[str, Any] | None = None, **fields: Any) -> Any:
+        return shop.app.send_task(TASK, args=args, kwargs=fields, queue="pagemill", **(options or {}))
+
+    return send
+
+
+def test_a_task_and_its_result(generate: Callable[..., Any]) -> None:
+    result = generate(prompt="hello", max_tokens=20).get(timeout=PATIENCE_S)
+    assert result["text"] == "hello"
+    assert result["usage"]["prompt_tokens"] == 5
+    assert result["outputs"][0]["finish_reason"] == "stop"
+
+
+def test_hundreds_share_the_batch(generate: Callable[..., Any], engine: Any) -> None:
+    """200 tasks of 50 steps of 5 ms: one after the other would be 50 s of steps."""
+    before = engine.engine.stats.steps
+    handles = [generate(prompt=f"{i:03d} " + "x" * 46, max_tokens=60) for i in range(200)]
+    assert [handle.get(timeout=PATIENCE_S)["text"][:3] for handle in handles] == [
+        f"{i:03d}" for i in range(200)
+    ]
+    steps = engine.engine.stats.steps - before
+    assert steps < 200 * 50 / 5, steps
+
+
+def test_chains_groups_and_links(generate: Callable[..., Any], shop: Any) -> None:
+    signature = shop.app.signature(TASK, kwargs={"max_tokens": 30}, queue="pagemill")
+    made = chain(shop.make_prompt.s("this"), signature, shop.shout.s()).apply_async()
+    assert made.get(timeout=PATIENCE_S) == "SAY THIS"
+    many = group(
+        shop.app.signature(TASK, kwargs={"prompt": str(i), "max_tokens": 9}, queue="pagemill")
+        for i in range(5)
+    ).apply_async()
+    assert [result["text"] for result in many.get(timeout=PATIENCE_S)] == list("01234")
+
+
+def test_a_chord_of_200(generate: Callable[..., Any], shop: Any) -> None:
+    header = [
+        shop.app.signature(TASK, kwargs={"prompt": f"row {i}", "max_tokens": 9}, queue="pagemill")
+        for i in range(200)
+    ]
+    result = chord(header)(shop.collect.s())
+    assert result.get(timeout=PATIENCE_S) == [f"row {i}" for i in range(200)]
+
+
+def test_ordinary_tasks_run_beside(shop: Any, worker: Any) -> None:
+    assert shop.make_prompt.delay("me").get(timeout=PATIENCE_S) == "say me"
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"prompt": "x", "max_tokens": 0}, ValueError),
+        ({"no_such": 1}, ValueError),
+        ({"prompt": "x" * 9000}, ValueError),
+    ],
+)
+def test_errors_reach_a_caller_without_our_code(
+    generate: Callable[..., Any], fields: dict[str, Any], error: type[Exception]
+) -> None:
+    handle = generate(**fields)
+    with pytest.raises(error):
+        handle.get(timeout=PATIENCE_S)
+    assert handle.state == "FAILURE"
+
+
+def test_progress_then_success(generate: Callable[..., Any]) -> None:
+    handle = generate(prompt="x" * 700, max_tokens=700)
+    seen = eventually(lambda: handle.info if handle.state == "PROGRESS" else None, "PROGRESS")
+    assert 0 < seen["generated_tokens"] <= 700
+    assert len(handle.get(timeout=PATIENCE_S)["text"]) == 700
+    time.sleep(1.5)
+    assert handle.state == "SUCCESS", "PROGRESS was written over the end"
+
+
+def test_revoking_hits_the_right_one(generate: Callable[..., Any], shop: Any, engine: Any) -> None:
+    doomed, spared = (generate(prompt=letter * 1000, max_tokens=1000) for letter in "ds")
+    eventually(lambda: doomed.state == "PROGRESS", "its start")
+    shop.app.control.revoke(doomed.id, terminate=True)
+    with pytest.raises(TaskRevokedError):
+        doomed.get(timeout=PATIENCE_S)
+    assert spared.get(timeout=PATIENCE_S)["text"] == "s" * 1000
+    eventually(lambda: len(engine.table) == 0, "the engine to let go")
+
+
+def test_time_limits(generate: Callable[..., Any], engine: Any) -> None:
+    soft = generate(prompt="x" * 2000, max_tokens=2000, options={"soft_time_limit": 1})
+    hard = generate(prompt="y" * 2000, max_tokens=2000, options={"time_limit": 1})
+    with pytest.raises(SoftTimeLimitExceeded):
+        soft.get(timeout=PATIENCE_S)
+    with pytest.raises(TimeLimitExceeded):
+        hard.get(timeout=PATIENCE_S)
+    eventually(lambda: len(engine.table) == 0, "the engine to let go")
+
+
+def test_celerys_own_inspection_answers(generate: Callable[..., Any], shop: Any) -> None:
+    handle = generate(prompt="x" * 1000, max_tokens=1000)
+    inspect = shop.app.control.inspect(timeout=10)
+    active = eventually(
+        lambda: [t for tasks in (inspect.active() or {}).values() for t in tasks], "active tasks"
+    )
+    assert {task["id"] for task in active} == {handle.id}
+    stats = next(iter(inspect.stats().values()))
+    assert stats["pool"]["implementation"].endswith("EnginePool")
+    handle.get(timeout=PATIENCE_S)
+
+
+def test_killed_in_the_middle_of_a_chord(server: RedisServer, engine: Any, shop: Any, tmp_path: Path) -> None:
+    """Its messages are delivered again to another worker, and what the engine has done is not done again."""
+    header = [
+        shop.app.signature(
+            TASK, kwargs={"prompt": f"{i:02d}" + "x" * 98, "max_tokens": 110}, queue="pagemill"
+        )
+        for i in range(40)
+    ]
+    with celery_worker(server.url, tmp_path / "first.log") as first:
+        result = chord(header)(shop.collect.s())
+        eventually(lambda: len(engine.table) >= 10, "generations under way")
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+        with celery_worker(server.url, tmp_path / "second.log"):
+            texts = result.get(timeout=2 * PATIENCE_S)
+    assert [text[:2] for text in texts] == [f"{i:02d}" for i in range(40)]

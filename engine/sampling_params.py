@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from engine.errors import InvalidRequest, UnsupportedFeature
+from engine.errors import InvalidRequest, SchemaInvalid, SchemaTooComplex, UnsupportedFeature
 
 MAX_STOP_STRINGS = 64
+MAX_SCHEMA = 65_536
+"""Characters in a regex, JSON schema or grammar."""
+MAX_SCHEMA_DEPTH = 64
+"""Objects and arrays that may be nested in a JSON schema."""
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_LENGTH_PENALTY = 10.0
@@ -23,7 +28,9 @@ would beat the worst of them as it stands. "never": when no live beam can beat i
 class StructuredOutputs:
     """What shape the output must have; exactly one of the fields is set.
 
-    `choice`: the output is one of these strings. `regex`, `json` (a schema) and `grammar` as in vLLM.
+    `choice`: the output is one of these strings. `regex`: it matches as a whole. `json`: it is a value that a JSON
+    schema allows; the schema is text, or an object, which becomes text. `grammar`: it can be derived from a grammar
+    in Lark's syntax or in GBNF. What a schema means is for the engine to find out; here only its size counts.
     """
 
     choice: tuple[str, ...] | None = None
@@ -41,6 +48,52 @@ class StructuredOutputs:
             object.__setattr__(self, "choice", tuple(dict.fromkeys(self.choice)))
             if not self.choice or any(not isinstance(label, str) or not label for label in self.choice):
                 raise InvalidRequest("structured_outputs.choice needs at least one label, none of them empty")
+            return
+        schema: object = self.json  # an object is accepted, though the type says text
+        if isinstance(schema, dict | bool):
+            object.__setattr__(self, "json", _schema_text(schema))
+        (kind,) = given
+        text = getattr(self, kind)
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest(f"structured_outputs.{kind} must be a text, and not an empty one")
+        if len(text) > MAX_SCHEMA:
+            raise SchemaTooComplex(f"structured_outputs.{kind} has more than {MAX_SCHEMA} characters")
+        if kind == "json":
+            _check_schema(text)
+
+
+def _schema_text(schema: object) -> str:
+    try:
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise SchemaTooComplex("structured_outputs.json nests too deep") from None
+    except (TypeError, ValueError):
+        raise SchemaInvalid("structured_outputs.json is not JSON") from None
+
+
+def _check_schema(text: str) -> None:
+    """Raises SchemaInvalid, SchemaTooComplex."""
+    try:
+        schema = json.loads(text)
+        text.encode()
+    except RecursionError:
+        raise SchemaTooComplex("structured_outputs.json nests too deep") from None
+    except ValueError:
+        raise SchemaInvalid("structured_outputs.json is not JSON") from None
+    if not isinstance(schema, dict | bool):
+        raise SchemaInvalid("structured_outputs.json: a schema is an object, true or false")
+    level: list[object] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        level = [
+            item
+            for value in level
+            if isinstance(value, dict | list)
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
+    if any(isinstance(value, dict | list) for value in level):
+        raise SchemaTooComplex(
+            f"structured_outputs.json nests more than {MAX_SCHEMA_DEPTH} objects and arrays"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from engine.errors import InvalidRequest, UnsupportedFeature
 from engine.sampling_params import SamplingParams
 from engine.sampling_params import StructuredOutputs as EngineStructuredOutputs
 from producer.wire import sampling as wire
+from producer.wire.errors import InvalidJob
+from producer.wire.protocol import Job
 from producer.wire.sampling import SamplingFields, StructuredOutputs
 
 
@@ -38,7 +41,14 @@ def test_structured_outputs_have_the_same_fields() -> None:
 
 
 def test_limits_are_the_same() -> None:
-    for name in ("MAX_STOP_STRINGS", "MAX_LENGTH_PENALTY", "MAX_LOGPROBS", "MAX_SEED"):
+    for name in (
+        "MAX_SCHEMA",
+        "MAX_SCHEMA_DEPTH",
+        "MAX_STOP_STRINGS",
+        "MAX_LENGTH_PENALTY",
+        "MAX_LOGPROBS",
+        "MAX_SEED",
+    ):
         assert getattr(wire, name) == getattr(sampling_params, name)
 
 
@@ -68,6 +78,55 @@ def test_both_accept_or_both_refuse(fields: dict[str, Any]) -> None:
         return True
 
     assert accepts(SamplingFields) == accepts(SamplingParams)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """A schema of so many objects in one another."""
+    schema: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"choice": ("a", "b")}, None), ({"choice": ()}, "invalid_job"), ({"choice": ("",)}, "invalid_job"),
+        ({"regex": "("}, None), ({"regex": ""}, "invalid_job"), ({"regex": "a" * 65_536}, None),
+        ({"regex": "a" * 65_537}, "schema_too_complex"), ({"grammar": ""}, "invalid_job"),
+        ({"json": "{}"}, None), ({"json": "{"}, "schema_invalid"), ({"json": "[]"}, "schema_invalid"),
+        ({"json": "7"}, "schema_invalid"), ({"json": {"type": "object"}}, None), ({"json": True}, None),
+        ({"json": nested(64)}, None), ({"json": nested(65)}, "schema_too_complex"),
+        ({"json": json.dumps(nested(65))}, "schema_too_complex"), ({"json": "[" * 60_000}, "schema_too_complex"),
+        ({"json": {"enum": [float("nan")]}}, "schema_invalid"), ({"json": 7}, "invalid_job"),
+        ({"regex": "a", "choice": ("a",)}, "invalid_job"), ({}, "invalid_job"),
+    ],
+    ids=lambda value: repr(value)[:50],
+)  # fmt: skip
+def test_both_refuse_the_same_structures_with_the_same_code(fields: dict[str, Any], code: str | None) -> None:
+    def job_code() -> str | None:
+        try:
+            Job.parse({"prompt": "p", "model": "m", "structured_outputs": fields})
+        except InvalidJob as error:
+            return error.code
+        return None
+
+    def engine_code() -> str | None:
+        try:
+            EngineStructuredOutputs(**fields)
+        except InvalidRequest as error:
+            return error.code
+        return None
+
+    assert (job_code(), engine_code()) == (code, code)
+
+
+def test_a_schema_is_the_same_text_on_both_sides() -> None:
+    schema = {"type": "string", "const": "\u00e9"}
+    job = Job.parse({"prompt": "p", "model": "m", "structured_outputs": {"json": schema}})
+    assert job.structured_outputs is not None
+    assert job.structured_outputs.json == EngineStructuredOutputs(json=schema).json  # type: ignore[arg-type]
+    assert Job.from_payload(job.to_payload()) == job
 
 
 def test_a_job_s_sampling_makes_the_engine_s_parameters() -> None:

@@ -15,8 +15,8 @@ from tests.chaos import invariants
 from tests.chaos.conftest import Spawn
 from tests.chaos.nursery import Nursery
 from tests.chaos.tcp_proxy import TcpProxy
-from tests.conftest import RedisServer
-from tests.topologies import redis7_binary, sentinel_setup, until
+from tests.conftest import RedisServer, server_binary
+from tests.topologies import sentinel_setup, until
 from tests.worker.harness import QueueClient, eventually, process_settings
 
 LIBRARY = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
@@ -148,7 +148,7 @@ def test_the_servers_clock_is_set(tmp_path: Path, queue_name: str, monkeypatch: 
         pytest.skip("no libfaketime on this machine: apt-get install faketime")
     clock = tmp_path / "clock"
     clock.write_text("+0")
-    server = RedisServer(redis7_binary(), tmp_path / "redis")
+    server = RedisServer(server_binary("valkey-server"), tmp_path / "valkey")
     with monkeypatch.context() as patch:
         patch.setenv("LD_PRELOAD", str(LIBRARY))
         patch.setenv("FAKETIME_TIMESTAMP_FILE", str(clock))

@@ -1,0 +1,107 @@
+"""A job whose worker was killed or drained goes on in another worker as if nothing had happened, in fp32."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from producer.wire.outputs import Result
+from tests.chaos.nursery import Nursery
+from tests.worker.harness import (
+    QueueClient,
+    eventually,
+    process_settings,
+    running_worker,
+    worker_config,
+)
+
+TOKENS = 400
+PROMPT = [5, 17, 42, 99, 3, 64]
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.2}
+JOBS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"seed": 7, **SAMPLED},
+    "three samples": {"seed": 8, "n": 3, **SAMPLED},
+    "with logprobs": {"seed": 9, "logprobs": 2, "repetition_penalty": 1.1},
+    "streamed": {"seed": 10, "stream": True, "top_k": 20},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def settings(model: Path) -> dict[str, Any]:
+    return {
+        "model": str(model), "num_kv_blocks": 512, "max_num_seqs": 16, "num_threads": 1,
+        "checkpoint_s": 0.05, "checkpoint_tokens": 8,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(valkey_url: str, model: Path) -> dict[str, Result]:
+    client = QueueClient(valkey_url, "uninterrupted")
+    with running_worker(worker_config(valkey_url, client.queue, **settings(model))):
+        outcomes = client.wait(submit(client))
+    client.redis.close()
+    return {name: outcome.value() for name, outcome in zip(JOBS, outcomes, strict=True)}
+
+
+def submit(client: QueueClient) -> list[str]:
+    common = {"model": "tiny", "prompt_token_ids": PROMPT, "max_tokens": TOKENS, "ignore_eos": True}
+    return client.submit(*(common | options for options in JOBS.values()))
+
+
+@pytest.fixture
+def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
+    client = QueueClient(valkey_url, queue_name)
+    yield client
+    client.redis.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "drained"])
+def test_takeover(
+    number: int, client: QueueClient, model: Path, uninterrupted: dict[str, Result], tmp_path: Path
+) -> None:
+    ids = submit(client)
+    with Nursery(
+        tmp_path, process_settings(client.url, client.queue, drain_grace_s=0.0, **settings(model))
+    ) as nursery:
+        first = nursery.spawn()
+        eventually(lambda: all(client.generated(job_id) >= 16 for job_id in ids), "checkpoints")
+        first.signal(number)
+        first.wait()
+        interrupted = [job_id for job_id in ids if not client.status(job_id).done]
+        assert interrupted, "the jobs were too short for this machine"
+        with running_worker(worker_config(client.url, client.queue, **settings(model))) as second:
+            outcomes = client.wait(ids)
+            saved = second.counters.resumed_tokens.read()
+    results = {name: outcome.value() for name, outcome in zip(JOBS, outcomes, strict=True)}
+    resumed = 0
+    for name, result in results.items():
+        assert result is not None
+        expected = uninterrupted[name]
+        assert [o.token_ids for o in result.outputs] == [o.token_ids for o in expected.outputs], name
+        assert result.usage.completion_tokens == expected.usage.completion_tokens
+        assert result.tier == "token"
+        for output in result.outputs:
+            if name == "with logprobs":
+                assert output.logprobs is not None
+                assert [entry.chosen.token_id for entry in output.logprobs] == list(output.token_ids)
+        resumed += result.resumed_tokens
+    assert resumed >= 8 * len(interrupted)
+    assert saved >= resumed

@@ -1,0 +1,177 @@
+"""The live page as a browser draws it: headless Chromium against a worker with jobs."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.worker.browser import DESKTOP, PHONE, Browser, missing, open_browser
+from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
+
+MARKUP = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
+
+
+@dataclass
+class Scene:
+    browser: Browser
+    client: QueueClient
+    url: str
+
+
+@pytest.fixture(scope="module")
+def scene(valkey_url: str) -> Iterator[Scene]:
+    """A worker with three ends, one of them an error, and four jobs that run for minutes; its page is open."""
+    client = QueueClient(valkey_url, f"q-{uuid.uuid4().hex[:12]}")
+    config = worker_config(
+        valkey_url, client.queue, model="echo:100", num_kv_blocks=1000, max_num_seqs=4, show_prompts=True
+    )
+    with running_worker(config) as worker, open_browser() as browser:
+        client.wait(
+            client.submit(
+                {"prompt": "a", "max_tokens": 1}, {"prompt": "b", "max_tokens": 1}, {"prompt": "x" * 5000}
+            )
+        )
+        client.submit(*({"prompt": MARKUP * 20, "max_tokens": 1500} for _ in range(4)))
+        client.submit(*({"prompt": "c", "priority": "low"} for _ in range(7)))
+        browser.view(DESKTOP)
+        browser.open(str(worker.http_url))
+        eventually(lambda: len(browser.rows("jobs")) == 4, "the page to show the jobs")
+        eventually(lambda: browser.text("#map-note"), "the block map, a second later")
+        yield Scene(browser, client, str(worker.http_url))
+        client.cancel(*(job.job_id for job in worker.table.running()))
+    client.redis.close()
+
+
+def test_the_figures_are_there(scene: Scene) -> None:
+    browser = scene.browser
+    assert browser.text("#model") == "echo"
+    assert browser.text("#state") == "ready"
+    assert browser.text("#running") == "4"
+    eventually(lambda: browser.text("#depth") == "7", "the queue's depth")
+    eventually(lambda: browser.text("#rate").isdigit(), "tokens per second")
+    assert browser.text("#done") == "2"
+    assert "1 failed" in browser.text("#done-sub")
+
+
+def test_the_legend_counts_every_block(scene: Scene) -> None:
+    def counts() -> dict[str, int]:
+        words = scene.browser.text("#legend").split()
+        return {name: int(number) for name, number in zip(words[::2], words[1::2], strict=True)}
+
+    eventually(lambda: counts()["shared"] > 0, "blocks that the four prompts share")
+    assert set(counts()) == {"active", "shared", "cached", "free", "reserved"}
+    assert sum(counts().values()) == 1000
+    assert scene.browser.text("#map-note") == "1,000 blocks"
+
+
+def test_every_block_is_a_cell_of_its_state_s_colour(scene: Scene) -> None:
+    """The first cell is the null block; its colour is that of reserved ones, and the pool's end is free."""
+    colour, reserved = scene.browser.run(
+        "const canvas = document.getElementById('blocks'), pen = canvas.getContext('2d');"
+        "const probe = document.createElement('canvas').getContext('2d');"
+        "probe.fillStyle = getComputedStyle(document.documentElement).getPropertyValue('--reserved');"
+        "probe.fillRect(0, 0, 4, 4);"
+        "return [[...pen.getImageData(6, 6, 1, 1).data], [...probe.getImageData(1, 1, 1, 1).data]];"
+    )
+    assert colour == reserved
+    used = scene.browser.run(
+        "const canvas = document.getElementById('blocks');"
+        "const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;"
+        "const seen = new Set();"
+        "for (let i = 0; i < data.length; i += 4) if (data[i + 3] === 255) seen.add(data.slice(i, i + 3).join());"
+        "return seen.size;"
+    )
+    assert used >= 4, "reserved, shared, active and free"
+
+
+def test_jobs_move(scene: Scene) -> None:
+    def generated() -> int:
+        return int(scene.browser.rows("jobs")[0][3].split("/")[0].replace(",", ""))
+
+    eventually(lambda: scene.browser.rows("jobs")[0][1] == "decode", "the first job to decode")
+    before = generated()
+    eventually(lambda: generated() > before, "progress")
+
+
+def test_what_went_wrong_is_told_apart(scene: Scene) -> None:
+    ends = [row[1] for row in scene.browser.rows("ends")]
+    assert sorted(ends) == ["failed", "succeeded", "succeeded"]
+    (error,) = scene.browser.rows("errors")
+    assert "prompt_too_long" in error[2]
+
+
+def test_markup_in_a_prompt_is_text(scene: Scene) -> None:
+    assert MARKUP[:40] in scene.browser.rows("jobs")[0][2]
+    assert scene.browser.run("return document.querySelectorAll('td img, td script').length") == 0
+    assert "owned" not in scene.browser.run("return document.title")
+
+
+def test_the_charts_are_drawn(scene: Scene) -> None:
+    for name in ("kv", "rate", "seq", "depth"):
+        inked = scene.browser.run(
+            f"const canvas = document.getElementById('chart-{name}');"
+            "const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;"
+            "return data.some((value, index) => index % 4 === 3 && value > 0);"
+        )
+        assert inked, name
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_it_fits_desk_and_phone_in_light_and_dark(scene: Scene, size: tuple[int, int], dark: bool) -> None:
+    browser = scene.browser
+    browser.view(size, dark=dark)
+    width, visible = browser.run("return [document.documentElement.scrollWidth, innerWidth]")
+    assert width <= visible, "nothing to scroll sideways"
+    page, text = browser.run(
+        "const style = getComputedStyle(document.body);"
+        "return [style.backgroundColor, style.color].map(c => c.match(/\\d+/g).slice(0, 3)"
+        ".reduce((sum, part) => sum + Number(part), 0))"
+    )
+    assert (page < text) is dark
+    assert all(len(row) == 6 for row in browser.rows("jobs"))
+
+
+def test_the_theme_can_be_chosen_and_is_remembered(scene: Scene) -> None:
+    browser = scene.browser
+    browser.view(DESKTOP)
+    for name in ("light", "dark"):
+        browser.run("document.getElementById('theme').click()")
+        assert browser.text("#theme") == name
+    browser.open(scene.url)
+    assert browser.run("return document.documentElement.dataset.theme") == "dark"
+    browser.run("document.getElementById('theme').click()")
+
+
+def test_a_cell_tells_its_block(scene: Scene) -> None:
+    eventually(lambda: scene.browser.text("#map-note"), "the map")
+    scene.browser.run(
+        "document.getElementById('blocks').dispatchEvent("
+        "new PointerEvent('pointermove', {bubbles: true, clientX: 0, clientY: 0}));"
+        "const canvas = document.getElementById('blocks'), box = canvas.getBoundingClientRect();"
+        "canvas.dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + 4, clientY: box.top + 4}));"
+    )
+    assert scene.browser.text("#block-tip") == "block 0: reserved"
+
+
+def test_the_browser_had_nothing_to_complain_of(scene: Scene) -> None:
+    """Neither errors nor anything that the page's policy forbade."""
+    assert scene.browser.complaints() == []
+
+
+def test_a_worker_that_goes_is_noticed_and_its_return_too(valkey_url: str, queue_name: str) -> None:
+    config = worker_config(valkey_url, queue_name)
+    with open_browser() as browser:
+        with running_worker(config) as worker:
+            port = int(str(worker.http_url).rpartition(":")[2])
+            browser.view(DESKTOP)
+            browser.open(str(worker.http_url))
+            eventually(lambda: browser.text("#state") == "ready", "the page")
+        eventually(lambda: "No news" in browser.text("#notice"), "the page to say that nobody answers")
+        with running_worker(config.model_copy(update={"http_port": port})):
+            eventually(lambda: not browser.text("#notice"), "the page to come back by itself")

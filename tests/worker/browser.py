@@ -1,0 +1,89 @@
+"""A headless Chromium for the live page's tests; they are skipped, with the reason, where there is none."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PHONE = (390, 844)
+DESKTOP = (1360, 900)
+
+
+def missing() -> str | None:
+    """Why no browser can be had; None if one can."""
+    for names in (("chromium", "chromium-browser", "google-chrome"), ("chromedriver",)):
+        if not any(shutil.which(name) for name in names):
+            return f"no {names[0]} on this machine (Debian: apt-get install chromium chromium-driver)"
+    try:
+        import selenium  # noqa: F401
+    except ModuleNotFoundError:
+        return "selenium is not installed; it is in the dev extra"
+    return None
+
+
+class Browser:
+    """What the tests do with it."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def view(self, size: tuple[int, int], *, dark: bool = False, scale: float = 1.0) -> None:
+        """As a window of that size, or a phone; in the system's light or dark colours."""
+        width, height = size
+        screen = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+
+    def open(self, url: str) -> None:
+        self.driver.get(url)
+
+    def run(self, script: str) -> Any:
+        return self.driver.execute_script(script)
+
+    def text(self, css: str) -> str:
+        """The visible text of the first match; empty if there is none."""
+        found = f"document.querySelector({css!r})"
+        return str(self.run(f"const found = {found}; return found?.checkVisibility() ? found.innerText : ''"))
+
+    def rows(self, table: str) -> list[list[str]]:
+        cells = "row => [...row.cells].map(cell => cell.innerText)"
+        script = f"return [...document.querySelectorAll('#{table} tbody tr')].map({cells})"
+        rows: list[list[str]] = self.run(script)
+        return rows
+
+    def complaints(self) -> list[str]:
+        """What the browser's console says: errors, and everything the page's policy forbade."""
+        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] != "DEBUG"]
+
+    def screenshot(self, path: Path, *, whole_page: bool = False) -> None:
+        taken = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": whole_page})
+        path.write_bytes(base64.b64decode(taken["data"]))
+
+
+@contextmanager
+def open_browser() -> Iterator[Browser]:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))
+    )
+    # Root has no sandbox; the page is ours.
+    for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "hide-scrollbars"):
+        options.add_argument(f"--{argument}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(shutil.which("chromedriver"))
+    driver = webdriver.Chrome(options=options, service=service)
+    try:
+        yield Browser(driver)
+    finally:
+        driver.quit()

@@ -1,0 +1,185 @@
+"""Whose turn it is: weights, ageing, prefix affinity, and that nothing starves."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from producer.wire import limits, registry, transitions
+from producer.wire.errors import InvalidJob
+from tests.producer.driving import Queue
+
+LONG = "template " * 40
+
+
+def set_weights(queue: Queue, **weights: int) -> dict[str, int]:
+    return queue.run(limits.set_weights(queue.name, weights))
+
+
+def tenants(queue: Queue, count: int) -> list[str]:
+    """Whose jobs come, the first letter of an id being its tenant."""
+    return [job.job_id[0] for job in queue.pull(count)]
+
+
+def test_tenants_have_turns_by_weight(queue: Queue) -> None:
+    assert set_weights(queue, a=3) == {"a": 3}
+    for tenant in "ab":
+        queue.submit(*(f"{tenant}{i}" for i in range(40)), tenant=tenant)
+    assert Counter(tenants(queue, 40)) == {"a": 30, "b": 10}
+    assert set_weights(queue, a=1) == {}
+    assert Counter(tenants(queue, 20)) == {"a": 10, "b": 10}
+
+
+def test_weights_hold_across_pulls_and_for_who_submits_one_by_one(queue: Queue) -> None:
+    set_weights(queue, a=2)
+    queue.submit(*(f"a{i}" for i in range(60)), tenant="a")
+    pulled = []
+    for i in range(45):
+        # b always has exactly one job waiting: it must neither be ahead each time nor wait for all of a's.
+        if not pulled or pulled[-1] == "b":
+            queue.submit(f"b{i}", tenant="b")
+        pulled += tenants(queue, 1)
+    assert Counter(pulled) == {"a": 30, "b": 15}
+
+
+def test_a_tenant_who_comes_late_is_level_with_the_others(queue: Queue) -> None:
+    queue.submit(*(f"a{i}" for i in range(30)), tenant="a")
+    tenants(queue, 20)
+    queue.submit(*(f"b{i}" for i in range(10)), tenant="b")
+    assert Counter(tenants(queue, 10)) == {"a": 5, "b": 5}
+
+
+@pytest.mark.parametrize("weight", [0, -1, 1001])
+def test_a_weight_that_makes_no_sense_is_refused(valkey_queue: Queue, weight: int) -> None:
+    with pytest.raises(InvalidJob):
+        set_weights(valkey_queue, a=weight)
+    with pytest.raises(InvalidJob):
+        valkey_queue.run(limits.set_weights(valkey_queue.name, {"no tenant": 1}))
+
+
+def test_models_take_turns_on_a_worker_that_serves_several(queue: Queue) -> None:
+    for model in ("m", "n"):
+        queue.submit(*(f"{model}{i}" for i in range(10)), model=model)
+    pulled = [job.job_id[0] for job in queue.pull(10, models=("m", "n"))]
+    assert Counter(pulled) == {"m": 5, "n": 5}
+    assert {job.job_id[0] for job in queue.pull(10, models=("n",))} == {"n"}
+
+
+def test_nothing_starves_under_a_flood_of_urgent_jobs(queue: Queue) -> None:
+    for tenant in "xyz":
+        queue.submit(f"low-{tenant}", priority="low", tenant=tenant)
+        queue.submit(f"normal-{tenant}", priority="normal", tenant=tenant)
+        for name in (f"low-{tenant}", f"normal-{tenant}"):
+            queue.client.hset(f"{queue.prefix}job:{name}", "created_at", 1)
+    rounds, waiting = 0, 6
+    while waiting:
+        rounds += 1
+        assert rounds <= 8, "six old jobs take six turns of eight"
+        queue.submit(*(f"h{rounds}-{i}" for i in range(8)), priority="high")
+        waiting -= sum(not job.job_id.startswith("h") for job in queue.pull(8))
+
+
+def test_jobs_with_a_common_prefix_come_together(queue: Queue) -> None:
+    for i in range(6):
+        for letter in "abc":
+            queue.submit(f"{letter}{i}", prompt=f"{letter} {LONG} row {i}")
+    assert "".join(job.job_id[0] for job in queue.pull(18)) == "a" * 6 + "b" * 6 + "c" * 6
+
+
+def test_a_worker_goes_on_with_the_prefix_it_has(queue: Queue) -> None:
+    for i in range(4):
+        for letter in "ab":
+            queue.submit(
+                f"{letter}{i}",
+                prompt=None,
+                messages=[{"role": "system", "content": letter}, {"role": "user", "content": str(i)}],
+            )
+    assert [job.job_id for job in queue.pull(1, worker="w1")] == ["a0"]
+    queue.client.hset(
+        f"{queue.prefix}warm", "w2", queue.client.hget(f"{queue.prefix}job:b0", "affinity") or b""
+    )
+    assert [job.job_id for job in queue.pull(2, worker="w2")] == ["b0", "b1"]
+    assert [job.job_id for job in queue.pull(2, worker="w1")] == ["a1", "a2"]
+    assert [job.job_id for job in queue.pull(3, worker="w1")] == ["a3", "b2", "b3"]
+    assert "overtaken" not in queue.names()
+
+
+def test_the_oldest_is_overtaken_64_times_at_most(queue: Queue) -> None:
+    queue.submit("warm-up", prompt=f"a {LONG}")
+    queue.pull_one()
+    queue.submit("patient", prompt=f"b {LONG}")
+    for i in range(100):
+        queue.submit(f"a{i}", prompt=f"a {LONG} {i}")
+    # In small pulls, as a busy worker makes them: the count is kept between them.
+    pulled = [job.job_id for _ in range(17) for job in queue.pull(4)]
+    assert pulled.index("patient") == 64
+
+
+def test_affinity_looks_no_further_than_the_window(queue: Queue) -> None:
+    queue.submit("warm-up", prompt=f"a {LONG}")
+    queue.pull_one()
+    queue.submit(*(f"b{i}" for i in range(70)), prompt=f"b {LONG}")
+    queue.submit("far", prompt=f"a {LONG}")
+    assert [job.job_id for job in queue.pull(2)] == ["b0", "b1"]
+
+
+def test_the_turn_of_the_longest_waiting_is_its_own(queue: Queue) -> None:
+    """The age bound comes before affinity."""
+    queue.submit("warm-up", prompt=f"a {LONG}")
+    queue.pull_one()
+    queue.submit("old", prompt=f"b {LONG}")
+    queue.client.hset(f"{queue.prefix}job:old", "created_at", 1)
+    queue.submit(*(f"a{i}" for i in range(30)), prompt=f"a {LONG}")
+    assert [job.job_id for job in queue.pull(30)].index("old") <= 7
+
+
+def test_a_rate_lets_so_many_start(queue: Queue) -> None:
+    queue.run(limits.set_limits(queue.name, limits.QueueLimits(rate=0.001, burst=3)))
+    queue.submit(*(f"j{i}" for i in range(5)))
+    assert len(queue.pull(2)) == 2
+    assert len(queue.pull(5)) == 1
+    reply = queue.run(transitions.pull(queue.name, "w", ["m"], 5, 1000))
+    assert (reply.jobs, reply.queued) == ([], 2)
+    assert reply.limited_ms is not None
+    assert 900_000 < reply.limited_ms <= 1_000_000
+    # A thousand seconds later the next one may start, and only that one.
+    queue.client.hincrby(f"{queue.prefix}meta", "level_at", -1_000_000)
+    assert len(queue.pull(5)) == 1
+    queue.run(limits.set_limits(queue.name, limits.QueueLimits()))
+    assert len(queue.pull(5)) == 1
+
+
+def test_limits_are_read_back_and_taken_away(queue: Queue) -> None:
+    wanted = limits.QueueLimits(jobs=5, payload_bytes=2000, rate=2.5)
+    assert queue.run(limits.set_limits(queue.name, wanted)) == limits.QueueLimits(5, 2000, 2.5, burst=2)
+    assert queue.run(limits.limits(queue.name)).rate == 2.5
+    assert queue.submit(*(f"j{i}" for i in range(6)))[-1] == "full"
+    assert queue.submit("big", prompt="x" * 3000) == ["too_large"]
+    assert queue.run(limits.set_limits(queue.name, limits.QueueLimits())) == limits.QueueLimits()
+    assert queue.submit("big", prompt="x" * 3000) == ["created"]
+    with pytest.raises(InvalidJob):
+        limits.set_limits(queue.name, limits.QueueLimits(jobs=-1))
+
+
+def test_dead_workers_are_forgotten_once_they_hold_nothing(queue: Queue) -> None:
+    for name in ("idle", "busy"):
+        queue.run(registry.heartbeat(queue.name, registry.WorkerInfo(id=name, models=("m",))))
+    queue.submit("a")
+    queue.pull_one(worker="busy")
+    queue.client.zadd(f"{queue.prefix}workers", {"idle": 1, "busy": 1}, xx=True)
+    queue.run(transitions.sweep(queue.name))
+    assert queue.client.zrange(f"{queue.prefix}workers", 0, -1) == [b"busy"]
+    queue.lapse("a")
+    queue.run(transitions.sweep(queue.name))
+    assert "workers" not in queue.names()
+
+
+def test_queues_of_one_server_are_apart(queue: Queue) -> None:
+    other = Queue(f"{queue.name}-other", queue.url, queue.transport)
+    queue.submit("a")
+    other.submit("a")
+    other.run(registry.set_paused(other.name, True))
+    assert other.pull() == []
+    assert [job.job_id for job in queue.pull()] == ["a"]
+    assert other.state("a") == "queued"

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from producer.wire import batches, reading, registry, transitions
+from producer.wire import batches, dead_letters, limits, reading, registry, transitions
 from producer.wire.outputs import ACTIVE_STATES, END_STATES
+from producer.wire.protocol import Job
 from producer.wire.transitions import PulledJob
 from tests.producer.driving import Queue, delta, open_queue
 
@@ -34,6 +35,10 @@ class QueueMachine(RuleBasedStateMachine):
         self.ended: dict[str, str] = {}
         self.committed: Counter[str] = Counter()
         self.results: dict[str, str] = {}
+        self.purged: set[str] = set()
+        """Dead, and forgotten."""
+        self.forgotten: set[str] = set()
+        """Dead, and no letters any more, but still their batch's."""
 
     @rule(
         priority=st.sampled_from(["high", "normal", "low"]),
@@ -42,12 +47,23 @@ class QueueMachine(RuleBasedStateMachine):
         batch=st.booleans(),
         attempts=st.integers(1, 3),
         key=st.sampled_from([None, None, "k"]),
+        dedupe=st.booleans(),
+        prefix=st.sampled_from(["", "a" * 300, "b" * 300]),
     )
     def submit(
-        self, priority: str, tenant: str, delay: int | None, batch: bool, attempts: int, key: str | None
+        self,
+        priority: str,
+        tenant: str,
+        delay: int | None,
+        batch: bool,
+        attempts: int,
+        key: str | None,
+        dedupe: bool,
+        prefix: str,
     ) -> None:
-        job_id = f"j{len(self.jobs)}"
+        job_id = f"j{len(self.jobs) + len(self.purged)}"
         fields = {"priority": priority, "tenant": tenant, "delay": delay, "max_attempts": attempts}
+        fields |= {"temperature": 0.0, "dedupe": dedupe, "prompt": f"{prefix}hello"}
         if key is not None and not batch:
             fields["idempotency_key"] = key
         (status,) = self.queue.submit(job_id, batch_id="b" if batch else None, **fields)
@@ -56,7 +72,46 @@ class QueueMachine(RuleBasedStateMachine):
             if batch:
                 self.in_batch.add(job_id)
         else:
-            assert status == "same"
+            assert status in ("same", "conflict", "full")
+
+    @rule(index=st.integers(0, 50))
+    def replay(self, index: int) -> None:
+        """Run a job again, whether it is dead or not."""
+        if self.jobs:
+            old = self.jobs[index % len(self.jobs)]
+            was_dead = self.queue.state(old) == "dead"
+            job_id = f"j{len(self.jobs) + len(self.purged)}"
+            job = Job.parse({"prompt": "hello", "model": "m"})
+            item = transitions.prepare(job, job_id, replay_of=old)
+            reply = self.queue.run(transitions.submit(self.queue.name, [item]))[0]
+            assert (reply.status == "gone") == (not was_dead)
+            if reply.status == "created":
+                self.jobs.append(job_id)
+
+    @rule(index=st.integers(0, 50))
+    def purge(self, index: int) -> None:
+        if self.jobs:
+            job_id = self.jobs[index % len(self.jobs)]
+            was_dead = self.queue.client.zscore(f"{self.queue.prefix}dead", job_id) is not None
+            assert self.queue.run(dead_letters.purge(self.queue.name, [job_id])) == was_dead
+            if was_dead and job_id not in self.in_batch:
+                self.jobs.remove(job_id)
+                self.purged.add(job_id)
+            elif was_dead:
+                self.forgotten.add(job_id)
+
+    @rule(tenant=st.sampled_from(["a", "b"]), weight=st.integers(1, 3))
+    def weigh(self, tenant: str, weight: int) -> None:
+        self.queue.run(limits.set_weights(self.queue.name, {tenant: weight}))
+
+    @rule(rate=st.sampled_from([None, 0.01, 1000.0]), jobs=st.sampled_from([None, 3]))
+    def limit(self, rate: float | None, jobs: int | None) -> None:
+        wanted = limits.QueueLimits(rate=rate, jobs=jobs)
+        self.queue.run(limits.set_limits(self.queue.name, wanted))
+
+    @rule(paused=st.booleans())
+    def pause(self, paused: bool) -> None:
+        self.queue.run(registry.set_paused(self.queue.name, paused))
 
     @rule(index=st.integers(0, 50))
     def submit_again(self, index: int) -> None:
@@ -129,14 +184,16 @@ class QueueMachine(RuleBasedStateMachine):
         self.ended = {job_id: state for job_id, state in states.items() if state in TERMINAL}
         self._check_counts(states)
         self._check_sets(states)
-        for job_id, text in self.results.items():
+        for job_id in (job_id for job_id, state in states.items() if state == "succeeded"):
             result = self.queue.run(reading.outcome(self.queue.name, job_id)).result
             assert result is not None
-            assert (result.text, self.committed[job_id]) == (text, 1)
+            ran = result.copied_from or job_id
+            assert (result.id, result.text, self.committed[ran]) == (job_id, self.results[ran], 1)
 
     def _check_counts(self, states: dict[str, str]) -> None:
         counts = self.queue.run(registry.stats(self.queue.name)).counts
-        assert {s: n for s, n in counts.items() if n} == dict(Counter(states.values()))
+        ever = Counter(states.values()) + Counter({"dead": len(self.purged)})
+        assert {s: n for s, n in counts.items() if n} == dict(ever)
         batch = self.queue.run(batches.counts(self.queue.name, "b"))
         if batch is not None:
             by_state = batch.model_dump(exclude={"total"})
@@ -154,12 +211,24 @@ class QueueMachine(RuleBasedStateMachine):
         def having(*wanted: str) -> list[str]:
             return sorted(job_id for job_id, state in states.items() if state in wanted)
 
-        waiting = [name for name in self.queue.names() if name.startswith("wait:")]
-        assert sorted(job_id for name in waiting for job_id in members(name)) == having("queued")
+        names = self.queue.names()
+        waiting = [name for name in names if name.startswith("wait:")]
+        following = [job_id for name in names if name.startswith("followers:") for job_id in members(name)]
+        in_lanes = [entry.split(" ")[0] for name in waiting for entry in members(name)]
+        assert sorted(in_lanes + following) == having("queued")
+        assert int(client.hget(f"{prefix}meta", "followers") or 0) == len(following)
         assert {m.decode() for m in client.smembers(f"{prefix}lanes")} == {n[5:] for n in waiting}
+        for name in waiting:
+            version, letter, tenant, model = name[5:].split(":")
+            assert tenant in members(f"turns:{version}:{letter}:{model}"), "pull would not find it"
+        leaders = {client.get(f"{prefix}{name}").decode() for name in names if name.startswith("twin:")}
+        assert leaders <= set(having(*ACTIVE_STATES)) - set(following)
+        assert {name.split(":")[1] for name in names if name.startswith("followers:")} <= set(
+            having(*ACTIVE_STATES)
+        )
         assert sorted(members("leases")) == having("running")
         assert sorted(members("delayed")) == having("delayed")
-        assert sorted(members("dead")) == having("dead")
+        assert sorted(members("dead")) == sorted(set(having("dead")) - self.forgotten)
         assert set(members("deadlines")) <= set(having(*ACTIVE_STATES))
         suspects = client.hgetall(f"{prefix}suspects").values()
         assert {job_id.decode() for job_id in suspects} <= set(having("running"))
@@ -172,12 +241,15 @@ class QueueMachine(RuleBasedStateMachine):
         for _ in range(3):
             self.queue.run(transitions.sweep(self.queue.name))
         for job_id in self.jobs:
+            self.queue.cancel(job_id)  # an ended leader's follower may have come forward
+        for job_id in self.jobs:
             assert self.queue.state(job_id) in TERMINAL
         kinds = {name.split(":")[0] for name in self.queue.names()}
         assert kinds <= {
             "job", "in", "out", "ckpt", "idem", "meta", "counts", "dead", "bell",
-            "batch", "bjobs", "bfeed", "bexpiry",
+            "batch", "bjobs", "bfeed", "bexpiry", "history", "weights", "warm",
         }  # fmt: skip
+        assert "warm" not in kinds or self.queue.client.pttl(f"{self.queue.prefix}warm") > 0
         for job_id in set(self.jobs) - self.in_batch:
             assert self.queue.client.pttl(f"{self.queue.prefix}job:{job_id}") > 0
         self.queue.client.delete(*(f"{self.queue.prefix}{name}" for name in self.queue.names()), "none")

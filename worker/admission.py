@@ -290,6 +290,7 @@ class Admission:
                 priority=PRIORITIES[job.job.priority],
                 arrival=job.pulled.submitted_at,
                 resume=resume,
+                cache_salt=job.job.tenant,  # a tenant must not learn another's prompts by how soon its own begin
             )
         )
 

@@ -37,6 +37,7 @@ class AddRequest:
     priority: int = 0
     arrival: float | None = None
     resume: list[SampleState] | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +216,7 @@ class EngineThread:
                         priority=command.priority,
                         arrival=command.arrival,
                         resume=command.resume,
+                        cache_salt=command.cache_salt,
                     )
                 except InvalidRequest as error:
                     self._deliver([_refusal(command, error)])

@@ -1,0 +1,256 @@
+"""Webhooks against a real https receiver: what is sent, what is tried again, and what is never called."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import http.server
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import ConfigError
+from producer import JobFailed, Producer
+from producer.wire import keys, outbox
+from tests.topologies import Certificates
+from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
+
+SECRET = "whsec_" + base64.b64encode(b"s" * 24).decode()
+
+
+@dataclass
+class Receiver:
+    """An https server that keeps what it was sent; `answers` are statuses, the last one for ever."""
+
+    certificates: Certificates
+    answers: list[int] = field(default_factory=lambda: [204])
+    hang: threading.Event = field(default_factory=threading.Event)
+    received: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        receiver = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                receiver.received.append(({k.lower(): v for k, v in self.headers.items()}, body))
+                receiver.hang.wait(20)
+                status = receiver.answers.pop(0) if len(receiver.answers) > 1 else receiver.answers[0]
+                self.send_response(status)
+                self.send_header("location", receiver.url)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.hang.set()
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        context = self.certificates.server_context()
+        self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"https://localhost:{self.server.server_address[1]}/hook?from=pagemill"
+
+    def close(self) -> None:
+        self.hang.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+def receiver(certificates: Certificates) -> Iterator[Receiver]:
+    receiver = Receiver(certificates)
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture
+def producer(valkey_url: str, queue_name: str) -> Iterator[Producer]:
+    with Producer(valkey_url, queue=queue_name) as producer:
+        yield producer
+
+
+@pytest.fixture
+def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
+    client = QueueClient(valkey_url, queue_name)
+    yield client
+    client.redis.close()
+
+
+def config(client: QueueClient, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
+    """A worker that may call the receiver, which is on a private address."""
+    with monkeypatch.context() as patch:
+        patch.setenv("PAGEMILL_WEBHOOK_SECRETS", f"{SECRET},older-secret")
+        allowed = {"webhook_hosts": "localhost", "webhook_allow_private": True, "webhook_retry_s": 0.1}
+        ca_file = str(receiver.certificates.ca_file)
+        return worker_config(client.url, client.queue, **(allowed | {"webhook_ca_file": ca_file} | settings))
+
+
+def outbox_size(client: QueueClient) -> int:
+    return int(client.redis.zcard(f"{keys.prefix(client.queue)}outbox"))
+
+
+def check_signature(headers: dict[str, str], body: bytes) -> None:
+    signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
+    expected = [
+        "v1," + base64.b64encode(hmac.digest(secret, signed, hashlib.sha256)).decode()
+        for secret in (b"s" * 24, b"older-secret")
+    ]
+    assert headers["webhook-signature"].split(" ") == expected
+    assert abs(time.time() - int(headers["webhook-timestamp"])) < 300
+
+
+def test_every_end_is_told_once_and_signed(
+    producer: Producer, client: QueueClient, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_worker(config(client, receiver, monkeypatch)) as worker:
+        good = producer.submit(
+            prompt="told",
+            model="echo",
+            max_tokens=4,
+            webhook=receiver.url,
+            metadata={"order": 7},
+            tenant="acme",
+        )
+        late = producer.submit(prompt="p", model="echo", delay=3600.0, webhook=receiver.url)
+        bad = producer.submit(prompt_token_ids=[10**6], model="echo", webhook=receiver.url)
+        assert good.result(timeout=30).text == "told"
+        assert late.cancel()
+        with pytest.raises(JobFailed):
+            bad.result(timeout=30)
+        eventually(lambda: len(receiver.received) == 3 and not outbox_size(client), "three deliveries")
+        assert worker.counters.webhooks.read()["delivered"] == 3
+    events = {}
+    for headers, body in receiver.received:
+        check_signature(headers, body)
+        assert headers["content-type"] == "application/json"
+        events[headers["webhook-id"]] = json.loads(body)
+    assert {event["type"] for event in events.values()} == {"job.succeeded", "job.cancelled", "job.failed"}
+    told = events[good.id]["data"]
+    assert told["result"]["outputs"][0]["text"] == "told"
+    assert (told["id"], told["tenant"], told["metadata"]) == (good.id, "acme", {"order": 7})
+    assert events[bad.id]["data"]["error"]["code"] == "invalid_job"
+
+
+def test_what_fails_is_tried_again_and_a_redirect_is_a_failure(
+    producer: Producer, client: QueueClient, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver.answers[:] = [500, 302, 200]
+    with running_worker(config(client, receiver, monkeypatch)) as worker:
+        job = producer.submit(prompt="p", model="echo", max_tokens=1, webhook=receiver.url)
+        job.result(timeout=30)
+        eventually(lambda: not outbox_size(client), "the delivery")
+        assert worker.counters.webhooks.read() == {
+            "delivered": 1, "failed": 2, "given_up": 0, "refused": 0,
+        }  # fmt: skip
+    assert len(receiver.received) == 3
+    assert len({body for _, body in receiver.received}) == 1
+
+
+def test_a_receiver_that_hangs_delays_no_commit(
+    producer: Producer, client: QueueClient, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver.hang.clear()
+    with running_worker(config(client, receiver, monkeypatch)):
+        jobs = ({"prompt": "p", "model": "echo", "max_tokens": 1, "webhook": receiver.url} for _ in range(40))
+        batch = producer.submit_many(jobs)
+        assert batch.wait(timeout=30).succeeded == 40
+        assert outbox_size(client) == 40
+        receiver.hang.set()
+        eventually(lambda: not outbox_size(client), "the deliveries")
+    assert len({headers["webhook-id"] for headers, _ in receiver.received}) == 40
+
+
+def test_a_delivery_whose_worker_died_is_made_by_another(
+    producer: Producer, client: QueueClient, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_worker(config(client, receiver, monkeypatch)) as worker:
+        assert worker.webhooks is not None
+        worker.webhooks.stop(timeout=5)
+        job = producer.submit(prompt="p", model="echo", max_tokens=1, webhook=receiver.url)
+        job.result(timeout=30)
+        (first,) = client.run(outbox.claim(client.queue, 8, 1))
+        time.sleep(0.01)
+        (again,) = client.run(outbox.claim(client.queue, 8, 60_000))
+        assert (first.tries, again.tries) == (1, 2)
+        assert client.run(outbox.claim(client.queue, 8, 60_000)) == []
+        assert not client.run(outbox.settle(client.queue, job.id, first.tries, None)), "its claim had lapsed"
+        assert outbox_size(client) == 1
+        assert client.run(outbox.settle(client.queue, job.id, again.tries, 0))
+    with running_worker(config(client, receiver, monkeypatch)):
+        eventually(lambda: not outbox_size(client), "the delivery")
+    assert len(receiver.received) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "url", "reason"),
+    [
+        ({"webhook_hosts": ""}, "https://hooks.example.com/", "switched off"),
+        ({}, "https://hooks.example.com/", "webhook_hosts"),
+    ],
+)
+def test_a_job_with_a_webhook_that_may_not_be_called_is_refused(
+    producer: Producer,
+    client: QueueClient,
+    receiver: Receiver,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    url: str,
+    reason: str,
+) -> None:
+    with running_worker(config(client, receiver, monkeypatch, **settings)):
+        with pytest.raises(JobFailed, match=reason) as failed:
+            producer.submit(prompt="p", model="echo", webhook=url).result(timeout=30)
+        assert failed.value.code == "unsupported_feature"
+
+
+def test_private_addresses_are_not_called(
+    producer: Producer,
+    client: QueueClient,
+    receiver: Receiver,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    with running_worker(config(client, receiver, monkeypatch, webhook_allow_private=False)) as worker:
+        job = producer.submit(prompt="p", model="echo", max_tokens=1, webhook=receiver.url)
+        assert job.result(timeout=30).text == "p"
+        eventually(lambda: worker.counters.webhooks.read()["refused"] == 1, "the refusal")
+        assert outbox_size(client) == 0
+    assert receiver.received == []
+
+
+def test_a_certificate_that_is_not_trusted_is_not_talked_to(
+    producer: Producer,
+    client: QueueClient,
+    receiver: Receiver,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    other = Certificates(tmp_path / "other")
+    settings = {"webhook_ca_file": str(other.ca_file), "webhook_retry_s": 60.0}
+    with running_worker(config(client, receiver, monkeypatch, **settings)) as worker:
+        producer.submit(prompt="p", model="echo", max_tokens=1, webhook=receiver.url).result(timeout=30)
+        eventually(lambda: worker.counters.webhooks.read()["failed"] == 1, "the failure")
+    assert receiver.received == []
+
+
+def test_without_a_secret_no_worker_starts(client: QueueClient) -> None:
+    settings = worker_config(client.url, client.queue, webhook_hosts="localhost")
+    with pytest.raises(ConfigError, match="PAGEMILL_WEBHOOK_SECRETS"), running_worker(settings):
+        pass

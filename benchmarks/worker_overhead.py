@@ -1,0 +1,118 @@
+"""What do the queue, the worker and the producer cost? The bare engine against all of them, on the same requests.
+
+`python -m benchmarks.worker_overhead`. Each side runs in fresh processes, in turns; the share of the bare engine's
+throughput that is left is taken round by round, and both must generate the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine, throughput
+from benchmarks.__main__ import RESULTS, _model_directory
+from benchmarks.measure import Request
+from benchmarks.throughput import Contender, Measurements
+from benchmarks.workloads import WORKLOADS
+
+GOAL = 0.97
+BARE = Contender("bare", "benchmarks.engine", "the engine alone, offline")
+QUEUED = Contender("queued", "benchmarks.queued", "producer, Valkey and worker")
+
+
+def shares(measurements: Measurements, workload: str) -> list[float]:
+    """Per round, the share of the bare engine's throughput that is left."""
+    pairs = zip(measurements.rates("queued", workload), measurements.rates("bare", workload), strict=False)
+    return [queued / bare for queued, bare in pairs]
+
+
+def same_tokens(measurements: Measurements, workload: str) -> tuple[int, int]:
+    """(requests with equal output, requests), in the first round."""
+    queued, bare = (measurements.timings(name, workload)[0].outputs for name in ("queued", "bare"))
+    return sum(a == b for a, b in zip(queued, bare, strict=True)), len(bare)
+
+
+def report(measurements: Measurements, request: Request) -> dict[str, Any]:
+    return {
+        workload.name: {
+            "requests": len(workload.prompts),
+            "output_tokens": workload.num_output_tokens,
+            "tokens_per_second": {
+                name: [round(rate, 2) for rate in measurements.rates(name, workload.name)]
+                for name in measurements.results
+            },
+            "share_of_bare": [round(share, 4) for share in shares(measurements, workload.name)],
+            "same_tokens": same_tokens(measurements, workload.name),
+        }
+        for workload in request.workloads
+    }
+
+
+def table(measurements: Measurements, request: Request) -> Table:
+    view = Table(title=f"The worker beside the bare engine (goal: {GOAL:.0%} of its throughput)")
+    for column in ("workload", "bare tok/s", "queued tok/s", "share", "same tokens"):
+        view.add_column(column, justify="left" if column == "workload" else "right")
+    for workload in request.workloads:
+        bare, queued = (statistics.median(measurements.rates(n, workload.name)) for n in ("bare", "queued"))
+        equal, total = same_tokens(measurements, workload.name)
+        share = statistics.median(shares(measurements, workload.name))
+        view.add_row(workload.name, f"{bare:.1f}", f"{queued:.1f}", f"{share:.1%}", f"{equal}/{total}")
+    return view
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.worker_overhead", description=__doc__)
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", default="smollm2", help="a Hugging Face directory, or smollm2")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the requests, for a dry run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kv-cache-gib", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")
+    given = parser.parse_args(arguments)
+    if given.rounds < 1 or not 0.0 < given.share <= 1.0:
+        parser.error("--rounds must be at least 1 and --share in (0, 1]")
+    if machine.is_busy():
+        print("this machine is busy: the figures will be too low, and the shares doubtful", file=sys.stderr)
+    model = _model_directory(given.model)
+    request = throughput.build_request(
+        str(model), json.loads((model / "config.json").read_text())["vocab_size"], given.workloads,
+        seed=given.seed, share=given.share, kv_cache_gib=given.kv_cache_gib, options={},
+    )  # fmt: skip
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    started, where = datetime.now(UTC), machine.describe()
+    path = given.out or RESULTS / f"worker-overhead-{started:%Y%m%dT%H%M%SZ}.json"
+    measurements = Measurements()
+    try:
+        for _ in throughput.measure_all(measurements, (BARE, QUEUED), request, given.rounds, console):
+            pass
+    except throughput.BenchmarkError as error:
+        print(error, file=sys.stderr)
+        return 1
+    path.parent.mkdir(parents=True, exist_ok=True)
+    settings = {"rounds": given.rounds, "share": given.share, "seed": given.seed}
+    results = {
+        "question": "share of the bare engine's throughput that the whole product keeps",
+        "date": started.isoformat(timespec="seconds"),
+        "machine": where,
+        "model": given.model,
+        "settings": settings,
+        "workloads": report(measurements, request),
+    }
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    console.print(table(measurements, request))
+    console.print(f"written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.throughput import ROOT
+
+
+@pytest.mark.slow
+def test_a_dry_run_measures_both_sides_and_they_agree(tiny_llama: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    command = [
+        sys.executable, "-m", "benchmarks.worker_overhead", "--model", str(tiny_llama), "--workloads", "mixed",
+        "--rounds", "1", "--share", "0.1", "--kv-cache-gib", "1", "--out", str(report),
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    measured = json.loads(report.read_text())["workloads"]["mixed"]
+    assert measured["same_tokens"][0] == measured["same_tokens"][1] == measured["requests"]
+    assert len(measured["share_of_bare"]) == 1
+    assert "The worker beside the bare engine" in finished.stdout

@@ -17,6 +17,7 @@ from producer.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wai
 from producer.preparing import JobLike, OnInvalid
 from producer.producer_base import ProducerBase
 from producer.submitting import OnFull
+from producer.tracing import publishing
 from producer.wire.connecting import open_async_client
 from producer.wire.discovery import find_redis
 from producer.wire.outputs import JobStatus
@@ -50,8 +51,9 @@ class AsyncProducer(ProducerBase):
     ) -> AsyncJobHandle:
         """As Producer.submit."""
         chosen = preparing.new_job_id() if job_id is None else preparing.check_id(job_id)
-        item = self._preparer.job(job, fields, chosen)
-        return AsyncJobHandle(self, await self._run(submitting.submit(self.queue, item, on_full)))
+        with publishing(self.queue, job, fields) as traceparent:
+            item = self._preparer.job(job, fields, chosen, traceparent=traceparent)
+            return AsyncJobHandle(self, await self._run(submitting.submit(self.queue, item, on_full)))
 
     async def submit_many(
         self,
@@ -63,8 +65,11 @@ class AsyncProducer(ProducerBase):
     ) -> AsyncBatchHandle:
         """As Producer.submit_many."""
         chosen = preparing.new_batch_id() if batch_id is None else preparing.check_id(batch_id)
-        items = self._preparer.items(jobs, chosen, on_invalid=on_invalid, by_content=batch_id is not None)
-        await self._run(submitting.submit_many(self.queue, chosen, items, on_full, on_invalid))
+        with publishing(self.queue) as traceparent:
+            items = self._preparer.items(
+                jobs, chosen, on_invalid=on_invalid, by_content=batch_id is not None, traceparent=traceparent
+            )
+            await self._run(submitting.submit_many(self.queue, chosen, items, on_full, on_invalid))
         return AsyncBatchHandle(self, chosen)
 
     def job(self, job_id: str) -> AsyncJobHandle:

@@ -19,6 +19,7 @@ from producer.listener import Listener
 from producer.preparing import JobLike, OnInvalid
 from producer.producer_base import ProducerBase
 from producer.submitting import OnFull
+from producer.tracing import publishing
 from producer.wire.connecting import open_client
 from producer.wire.discovery import find_redis
 from producer.wire.outputs import JobStatus
@@ -60,8 +61,9 @@ class Producer(ProducerBase):
         "block" waits for room. Raises InvalidJob, IdempotencyConflict.
         """
         chosen = preparing.new_job_id() if job_id is None else preparing.check_id(job_id)
-        item = self._preparer.job(job, fields, chosen)
-        return JobHandle(self, self._run(submitting.submit(self.queue, item, on_full)))
+        with publishing(self.queue, job, fields) as traceparent:
+            item = self._preparer.job(job, fields, chosen, traceparent=traceparent)
+            return JobHandle(self, self._run(submitting.submit(self.queue, item, on_full)))
 
     def submit_many(
         self,
@@ -79,8 +81,11 @@ class Producer(ProducerBase):
         "block" waits for room, "raise" raises QueueFull.
         """
         chosen = preparing.new_batch_id() if batch_id is None else preparing.check_id(batch_id)
-        items = self._preparer.items(jobs, chosen, on_invalid=on_invalid, by_content=batch_id is not None)
-        self._run(submitting.submit_many(self.queue, chosen, items, on_full, on_invalid))
+        with publishing(self.queue) as traceparent:
+            items = self._preparer.items(
+                jobs, chosen, on_invalid=on_invalid, by_content=batch_id is not None, traceparent=traceparent
+            )
+            self._run(submitting.submit_many(self.queue, chosen, items, on_full, on_invalid))
         return BatchHandle(self, chosen)
 
     def job(self, job_id: str) -> JobHandle:

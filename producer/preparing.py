@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
+from producer.tracing import traced
 from producer.wire import keys, transitions
 from producer.wire.errors import InvalidJob
 from producer.wire.job_form import JobForm, JobForms, read_key, read_metadata, read_text
@@ -60,9 +61,21 @@ class Preparer:
         self._tenant = tenant
         self._hmac_keys = hmac_keys
 
-    def job(self, job: JobLike | None, fields: Mapping[str, Any], job_id: str) -> Submission:
-        """One job, from a Job or a mapping with `fields` on top. Raises InvalidJob."""
+    def job(
+        self,
+        job: JobLike | None,
+        fields: Mapping[str, Any],
+        job_id: str,
+        *,
+        traceparent: str | None = None,
+    ) -> Submission:
+        """One job, from a Job or a mapping with `fields` on top; `traceparent` replaces its own.
+
+        Raises InvalidJob.
+        """
         built = self._build(job, fields)
+        if traceparent is not None:
+            built = built.model_copy(update={"traceparent": traceparent})
         if built.key is not None:
             raise InvalidJob("key names an item of a batch; use submit_many, or metadata")
         return self._signed(transitions.prepare(built, job_id, seed=seed_of(job_id)), built.tenant)
@@ -76,9 +89,15 @@ class Preparer:
         return self._signed(item, again.tenant)
 
     def items(
-        self, jobs: Iterable[JobLike], batch_id: str, *, on_invalid: OnInvalid, by_content: bool
+        self,
+        jobs: Iterable[JobLike],
+        batch_id: str,
+        *,
+        on_invalid: OnInvalid,
+        by_content: bool,
+        traceparent: str | None = None,
     ) -> Iterator[Submission]:
-        """Submissions for the items of a batch, made as they are asked for.
+        """Submissions for the items of a batch, made as they are asked for; `traceparent` is for those without.
 
         An item without a key gets its position for one; or, in a batch that may be submitted again
         (`by_content`), the hash of its work and how many equal items came before it.
@@ -88,7 +107,8 @@ class Preparer:
         for position, given in enumerate(jobs):
             names.position = position
             try:
-                yield self._item(given, batch_id, names, forms)
+                row = given if traceparent is None else traced(given, traceparent)
+                yield self._item(row, batch_id, names, forms)
             except InvalidJob as error:
                 if on_invalid == "raise":
                     raise InvalidJob(f"item {position}: {error}", error.code) from None

@@ -282,6 +282,7 @@ class Admission:
 
     def _send(self, job: RunningJob) -> None:
         resume: list[SampleState] | None = sample_states(job.samples) if job.resumed_tokens else None
+        job.sent_at = self._clock.now()
         self._engine.add(
             AddRequest(
                 request_id=job.request_id,

@@ -1,4 +1,4 @@
-"""Tells of every job's transitions on this worker: one log line each, and the live page's list of ends.
+"""Tells of every job's transitions on this worker: one log line each, the live page's list of ends, and spans.
 
 Lines carry ids as fields (`job_id`, `token`, `attempt`), never a word of a prompt or an output.
 """
@@ -9,7 +9,9 @@ import logging
 from typing import Any
 
 from monitoring.job_ends import JobEnd, JobEnds
+from monitoring.tracing import Tracing
 from producer.wire.transitions import PulledJob
+from worker.execution_trace import execution_trace
 from worker.final_write import FinalWrite
 from worker.job_queue import ServerClock
 from worker.running_job import RunningJob
@@ -29,11 +31,14 @@ _MESSAGES = {
 class Journal:
     """Called by admission and by the reporter, each on its own thread."""
 
-    def __init__(self, ends: JobEnds, clock: ServerClock) -> None:
+    def __init__(self, queue: str, ends: JobEnds, clock: ServerClock, tracing: Tracing | None) -> None:
+        self._queue = queue
         self._ends = ends
         self._clock = clock
+        self._tracing = tracing
 
     def started(self, job: RunningJob) -> None:
+        """The engine has been given the job."""
         logger.info(
             "job running",
             extra=_ids(job.pulled)
@@ -54,12 +59,17 @@ class Journal:
         )
         self._ends.add(JobEnd(pulled_id, "lost", tokens, self._age(job)))
 
-    def settled(self, write: FinalWrite, outcome: str, error: Exception | None = None) -> None:
+    def settled(
+        self, write: FinalWrite, outcome: str, commit_began: float, error: Exception | None = None
+    ) -> None:
         """The server has answered to the last write of an execution.
 
         Args:
             outcome: the terminal state that was recorded, or released, retrying, fenced, already_done, error.
+            commit_began: when the write was sent, by the server's clock.
         """
+        if self._tracing is not None:
+            self._trace(self._tracing, write, outcome, commit_began)
         job = write.job
         tokens = job.generated_tokens if job is not None else 0
         took_s = self._age(job)
@@ -77,6 +87,12 @@ class Journal:
         if outcome != "already_done":
             shown = "retried" if outcome == "retrying" else outcome
             self._ends.add(JobEnd(write.job_id, shown, tokens, took_s, write.code, write.reason))
+
+    def _trace(self, tracing: Tracing, write: FinalWrite, outcome: str, commit_began: float) -> None:
+        try:
+            tracing.record(execution_trace(self._queue, write, outcome, commit_began, self._clock.now()))
+        except Exception:
+            logger.exception("an execution could not be traced")  # a trace is never worth a job
 
     def _age(self, job: RunningJob | None) -> float:
         return max(0.0, self._clock.now() - job.started_at) if job is not None else 0.0

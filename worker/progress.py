@@ -216,6 +216,8 @@ class ProgressReporter:
         else:
             write = self._refused(job, "engine_error", "the engine ended the job without a reason")
         job.has_left_engine = True
+        job.left_engine_at = self._clock.now()
+        job.ttft_s = output.ttft_s if output is not None else None
         self._ended[job.request_id] = write
         self._on_finished(job if job.is_complete else None)
 
@@ -315,7 +317,7 @@ class ProgressReporter:
                     self._begin_stop(job, Ending("cancelled", "cancelled", "the job was cancelled"))
 
     def _write_ends(self, writes: Sequence[FinalWrite]) -> None:
-        began = time.monotonic()
+        began, began_at = time.monotonic(), self._clock.now()
         replies = self._queue.run_many([write.call for write in writes])
         if self._config.durability == "fsync":
             self._queue.sync()  # until then the server may forget them, and they are held here
@@ -324,7 +326,8 @@ class ProgressReporter:
             self._ended.pop(write.key, None)
             self._table.let_go(write.job_id, write.token)
             outcome = write.settle(reply, self._counters, self._clock.now())
-            self._journal.settled(write, outcome, reply if isinstance(reply, Exception) else None)
+            error = reply if isinstance(reply, Exception) else None
+            self._journal.settled(write, outcome, began_at, error)
 
     def _hold_or_go_on(self) -> None:
         """Bound what is held in memory while Redis does not take it."""

@@ -116,6 +116,11 @@ class RunningJob:
     """The server takes no more of it (out of memory): the end is written without."""
     ending: Ending | None = None
     has_left_engine: bool = False
+    sent_at: float | None = None
+    """When the engine was given it; this and the next by the server's clock."""
+    left_engine_at: float | None = None
+    ttft_s: float | None = None
+    """From then to its first token; None if there was none."""
 
     @property
     def job_id(self) -> str:

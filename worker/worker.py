@@ -22,6 +22,7 @@ from monitoring.live_feed import LiveFeed, LiveSources, WorkerFacts
 from monitoring.live_page import is_loopback
 from monitoring.queue_figures import QueueFigures
 from monitoring.scrape_metrics import WorkerIdentity
+from monitoring.tracing import Tracing
 from producer.wire.registry import WorkerInfo
 from worker.admission import Admission
 from worker.config import WorkerConfig
@@ -63,7 +64,8 @@ class Worker:
         self._queue_reader = QueueReader(self._new_queue(), self._clock)
         self.table = JobTable()
         self._ends = JobEnds()
-        journal = Journal(self._ends, self._clock)
+        self._tracing = Tracing.from_environment(self.worker_id, _version())
+        journal = Journal(config.queue, self._ends, self._clock, self._tracing)
         hmac_keys, webhook_policy = config.signing_keys(), config.webhook_policy()
         self.reporter = ProgressReporter(
             config,
@@ -210,6 +212,8 @@ class Worker:
         self.leases.stop(timeout=2.0)
         is_engine_gone = self.engine.stop(timeout=2.0)
         self._live.close()
+        if self._tracing is not None:
+            self._tracing.close()
         if self._http is not None:
             self._http.close()
             self._http = None

@@ -59,8 +59,8 @@ class Browser:
         return rows
 
     def complaints(self) -> list[str]:
-        """What the browser's console says: errors, and everything the page's policy forbade."""
-        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] != "DEBUG"]
+        """The errors on the browser's console; what the page's policy forbade is among them."""
+        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
 
     def screenshot(self, path: Path, *, whole_page: bool = False) -> None:
         taken = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": whole_page})

@@ -12,7 +12,7 @@ PREFIX_TOKENS = 64
 
 
 def prompt_affinity(text: str) -> str | None:
-    """16 hex digits, equal for prompts that begin alike; None for one that is too short to share much."""
+    """8 hex digits, equal for prompts that begin alike; None for one that is too short to share much."""
     return _digest(text[:PREFIX_CHARS]) if len(text) > PREFIX_CHARS else None
 
 
@@ -34,4 +34,4 @@ def chat_affinity(turns: Iterable[tuple[str, str]]) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _digest(prefix: str) -> str:
-    return hashlib.blake2b(prefix.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(prefix.encode(), digest_size=4).hexdigest()

@@ -46,10 +46,13 @@ local function age(lane)
 end
 
 -- The lane of a class and model whose tenant's turn it is. One that has run empty loses its place here.
+local nobody_waits = {}
 local function next_lane(version, class, model)
-  while true do
-    local tenant = redis.call('ZRANGE', turns_key(version, class, model), 0, 0)[1]
+  local turns = turns_key(version, class, model)
+  while not nobody_waits[turns] do
+    local tenant = redis.call('ZRANGE', turns, 0, 0)[1]
     if not tenant then
+      nobody_waits[turns] = true
       return nil
     end
     local lane = lane_name(version, class, tenant, model)
@@ -57,7 +60,7 @@ local function next_lane(version, class, model)
       return lane
     end
     windows[lane] = nil
-    redis.call('ZREM', turns_key(version, class, model), tenant)
+    redis.call('ZREM', turns, tenant)
   end
 end
 
@@ -113,6 +116,19 @@ local function overtakes(lane)
   return overtaken[lane]
 end
 
+-- The places of a window's jobs by their affinity, in order.
+local function places(seen)
+  seen.places = {}
+  for i, name in ipairs(seen.members) do
+    local affinity = name and string.match(name, ' (%w+)$')
+    if affinity then
+      seen.places[affinity] = seen.places[affinity] or {next = 1}
+      table.insert(seen.places[affinity], i)
+    end
+  end
+  return seen.places
+end
+
 -- The place of the job to take from a lane: its oldest, or the first in the window with the warm prefix. The
 -- oldest is overtaken 64 times at most.
 local function candidate(lane, in_order)
@@ -120,11 +136,14 @@ local function candidate(lane, in_order)
   if not warm or in_order then
     return at
   end
-  local members, suffix = window(lane).members, ' ' .. warm
-  for i = at, #members do
-    if members[i] and string.sub(members[i], -#suffix) == suffix then
-      return (i == at or overtakes(lane) < WINDOW) and i or at
+  local seen = window(lane)
+  local same = (seen.places or places(seen))[warm]
+  while same and same[same.next] do
+    local place = same[same.next]
+    if seen.members[place] then
+      return (place == at or overtakes(lane) < WINDOW) and place or at
     end
+    same.next = same.next + 1
   end
   return at
 end

@@ -122,8 +122,8 @@ def test_a_slow_server(client: QueueClient, spawn: Spawn, proxy: TcpProxy) -> No
     spawn(redis_url=proxy.url)
     spawn(redis_url=proxy.url)
     for _ in range(10):
-        client.redis.execute_command("DEBUG", "SLEEP", "0.4")
-        time.sleep(0.3)
+        client.redis.client_pause(400, all=True)
+        time.sleep(0.7)
     check(client, ids, texts)
 
 

@@ -62,7 +62,7 @@ def _fuse_children(parent: nn.Module, options: FusionOptions) -> None:
         _fuse_children(child, options)
 
 
-def _replacement(module: nn.Module, options: FusionOptions) -> nn.Module | None:
+def _replacement(module: Any, options: FusionOptions) -> nn.Module | None:
     kind = type(module).__name__
     if kind in _ROTARY_ATTENTION and options.use_cpu_kernels:
         return RotaryAttention(module, options)

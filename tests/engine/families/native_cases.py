@@ -120,7 +120,7 @@ MPT_ATTENTION: Config = {
 GEMMA: Config = LLAMA | {
     "model_type": "gemma",
     "architectures": ["GemmaForCausalLM"],
-    "head_dim": 32,
+    "head_dim": 256,
     "num_key_value_heads": 1,
     "hidden_act": "gelu",
     "tie_word_embeddings": True,
@@ -128,6 +128,7 @@ GEMMA: Config = LLAMA | {
 GEMMA2: Config = GEMMA | {
     "model_type": "gemma2",
     "architectures": ["Gemma2ForCausalLM"],
+    "head_dim": 32,
     "num_key_value_heads": 2,
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 24,
@@ -150,7 +151,7 @@ PHI: Config = LLAMA | {
     "model_type": "phi",
     "architectures": ["PhiForCausalLM"],
     "partial_rotary_factor": 0.4,
-    "hidden_size": 80,
+    "hidden_size": 320,
     "num_key_value_heads": None,
     "hidden_act": "gelu_new",
 }
@@ -193,15 +194,13 @@ def mpt(attention: Config | None = None, **fields: Any) -> TinyCheckpoint:
     return native_checkpoint(MPT | fields | {"attn_config": settings}, prepare=honour_bias_max)
 
 
-def first_release_falcon() -> TinyCheckpoint:
-    """Falcon-40B as it was before transformers had the family."""
-    current = native_checkpoint(
-        FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}, implementation="sdpa"
-    )
-    renamed = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
-    dropped = ("num_kv_heads", "new_decoder_architecture", "multi_query")
-    config = {renamed.get(k, k): v for k, v in current.config.items() if k not in dropped}
-    config |= {"model_type": "RefinedWeb", "architectures": ["RWForCausalLM"], "n_head_kv": 2}
+def first_release_falcon(model_type: str, **fields: Any) -> TinyCheckpoint:
+    """Falcon as it was before transformers had the family."""
+    current = native_checkpoint(FALCON | fields, implementation="sdpa")
+    renamed = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_kv_heads": "n_head_kv"}
+    dropped = ("new_decoder_architecture", "auto_map")
+    config = {renamed.get(name, name): value for name, value in current.config.items() if name not in dropped}
+    config |= {"model_type": model_type, "architectures": ["RWForCausalLM"]}
     return TinyCheckpoint(config, current.tensors, current.logits)
 
 
@@ -277,7 +276,10 @@ NATIVE_CASES: dict[str, Callable[[], TinyCheckpoint]] = {
     "bloom, six heads": lambda: native_checkpoint(
         BLOOM | {"n_head": 6, "hidden_size": 96, "apply_residual_connection_post_layernorm": True}
     ),
-    "falcon, as its 7b": lambda: native_checkpoint(FALCON, implementation="sdpa"),
+    "falcon, as its 7b": lambda: native_checkpoint(
+        FALCON | {"num_attention_heads": 71, "hidden_size": 71 * 8, "ffn_hidden_size": 96},
+        implementation="sdpa",
+    ),
     "falcon, as its 40b": lambda: native_checkpoint(
         FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}, implementation="sdpa"
     ),
@@ -292,7 +294,10 @@ NATIVE_CASES: dict[str, Callable[[], TinyCheckpoint]] = {
         implementation="sdpa",
     ),
     "falcon, as its rw-1b": lambda: native_checkpoint(FALCON_RW, implementation="sdpa"),
-    "falcon, before transformers had it": first_release_falcon,
+    "falcon, its first 7b": lambda: first_release_falcon("RefinedWebModel"),
+    "falcon, its first 40b": lambda: first_release_falcon(
+        "RefinedWeb", new_decoder_architecture=True, num_kv_heads=2
+    ),
     "mpt": mpt,
     "mpt, as its storywriter, six heads": lambda: mpt(
         {"alibi_bias_max": 16, "clip_qkv": 1.5, "softmax_scale": 0.2}, n_heads=6, d_model=96

@@ -31,17 +31,17 @@ local function window(lane)
   return seen
 end
 
--- The oldest job of a lane with one; its place in the window, and its id.
+-- The place in its window of the oldest job of a lane that has one.
 local function oldest(lane)
   local seen = window(lane)
   while not seen.members[seen.first] do
     seen.first = seen.first + 1
   end
-  return seen.first, string.match(seen.members[seen.first], '^%S+')
+  return seen.first
 end
 
 local function age(lane)
-  local _, id = oldest(lane)
+  local id = string.match(window(lane).members[oldest(lane)], '^%S+')
   return NOW - tonumber(redis.call('HGET', P .. 'job:' .. id, 'created_at') or NOW)
 end
 
@@ -137,11 +137,14 @@ local function candidate(lane, in_order)
     return at
   end
   local seen = window(lane)
+  if string.sub(seen.members[at], -#warm) == warm then
+    return at
+  end
   local same = (seen.places or places(seen))[warm]
   while same and same[same.next] do
     local place = same[same.next]
     if seen.members[place] then
-      return (place == at or overtakes(lane) < WINDOW) and place or at
+      return overtakes(lane) < WINDOW and place or at
     end
     same.next = same.next + 1
   end
@@ -160,11 +163,16 @@ local function note_taken(lane, at, affinity)
 end
 
 -- The tenant of a lane has had a turn: one of weight 3 has three while one of weight 1 has one.
-local weights = {}
+local strides = {}
 local function note_turn(lane)
-  local version, class, tenant, model = split_lane(lane)
-  weights[tenant] = weights[tenant] or tonumber(redis.call('HGET', P .. 'weights', tenant) or 1)
-  redis.call('ZINCRBY', turns_key(version, class, model), 1 / weights[tenant], tenant)
+  local stride = strides[lane]
+  if not stride then
+    local version, class, tenant, model = split_lane(lane)
+    local weight = tonumber(redis.call('HGET', P .. 'weights', tenant) or 1)
+    stride = {turns = turns_key(version, class, model), tenant = tenant, by = 1 / weight}
+    strides[lane] = stride
+  end
+  redis.call('ZINCRBY', stride.turns, stride.by, stride.tenant)
   turn = turn + 1
 end
 

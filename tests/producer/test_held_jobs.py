@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from producer.wire import reading, transitions
+from producer.wire.outputs import Progress
 from tests.producer.driving import Queue, delta, result_json
 
 
@@ -108,6 +109,23 @@ def test_commit_ends_the_job_once(queue: Queue) -> None:
     assert outcome.result is not None
     assert outcome.result.text == "ok"
     assert queue.client.zcard(f"{queue.prefix}leases") == 0
+
+
+def test_a_commit_brings_the_progress_up_to_the_result(queue: Queue) -> None:
+    queue.submit("a", "b")
+    a, b = queue.pull()
+    queue.checkpoint(a)
+    last = Progress(phase="decode", prompt_tokens_done=4, prompt_tokens=4, generated_tokens=16, max_tokens=16)
+    body = result_json("a")
+    assert (
+        queue.run(transitions.commit(queue.name, "a", a.token, "succeeded", body, progress=last))
+        == "committed"
+    )
+    status = queue.status("a")
+    assert (status.progress.generated_tokens, status.progress.updated_at) == (16, status.finished_at)
+    queue.checkpoint(b)
+    queue.fail(b)
+    assert queue.status("b").progress.generated_tokens == 2, "without one the last that was written stays"
 
 
 def test_a_stale_commit_is_fenced(queue: Queue) -> None:

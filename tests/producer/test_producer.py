@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from producer import (
     ResultExpired,
     ResultTimeout,
 )
+from producer.wire import limits, transitions
+from producer.wire.outputs import BatchCounts
 from producer.wire.transitions import PulledJob
 from tests.producer.driving import Queue, delta
 from tests.producer.scripted_worker import scripted_worker
@@ -115,6 +118,49 @@ def test_a_full_queue(queue: Queue, producer: Producer) -> None:
         producer.submit(prompt="p", model="m")
     with pytest.raises(QueueFull):
         producer.submit_many([{"prompt": "p", "model": "m"}], on_full="raise")
+
+
+def test_one_submit_waits_for_room_when_asked_to(queue: Queue, producer: Producer) -> None:
+    queue.client.hset(f"{queue.prefix}meta", "limit", 1)
+    producer.submit(prompt="p", model="m")
+    with scripted_worker(queue.url, queue.name):
+        assert producer.submit(prompt="q", model="m", on_full="block").result(timeout=30).text == "q"
+
+
+def test_a_payload_that_is_too_large_for_the_queue_fails_alone(queue: Queue, producer: Producer) -> None:
+    queue.run(limits.set_limits(queue.name, limits.QueueLimits(payload_bytes=1000)))
+    large, small = {"prompt": "x" * 2000, "model": "m", "metadata": {"row": 1}}, {"prompt": "p", "model": "m"}
+    with pytest.raises(InvalidJob) as caught:
+        producer.submit(large)
+    assert caught.value.code == "payload_too_large"
+    batch = producer.submit_many([small, large | {"key": "large"}, small])
+    assert batch.counts() == BatchCounts(total=3, queued=2, failed=1)
+    (item,) = (item for item in itertools.islice(batch.results(), 1))
+    assert item.error is not None
+    assert (item.key, item.metadata, item.error.code) == ("large", {"row": 1}, "payload_too_large")
+    with pytest.raises(InvalidJob):
+        producer.submit_many([small, large], on_invalid="raise")
+
+
+def test_a_deadline_passes_though_no_worker_lives(queue: Queue, producer: Producer) -> None:
+    handle = producer.submit(prompt="p", model="m", ttl=0.2)
+    batch = producer.submit_many([{"prompt": "p", "model": "m", "ttl": 0.2}])
+    with pytest.raises(JobExpired):
+        handle.result(timeout=30)
+    assert batch.wait(timeout=30).expired == 1
+
+
+def test_what_an_expired_batch_had_finished_is_delivered(queue: Queue, producer: Producer) -> None:
+    batch = producer.submit_many({"prompt": f"p{i}", "model": "m", "ttl": 3600.0} for i in range(4))
+    done, running, *_ = queue.pull(2)
+    queue.commit(done, "in time")
+    waiting = queue.client.zrange(f"{queue.prefix}deadlines", 0, -1)
+    queue.client.zadd(f"{queue.prefix}deadlines", dict.fromkeys(waiting, 1))
+    queue.run(transitions.sweep(queue.name))
+    assert queue.commit(running) == "expired"
+    items = list(batch.results())
+    assert sorted(item.state for item in items) == ["expired", "expired", "expired", "succeeded"]
+    assert [item.result.text for item in items if item.result] == ["in time"]
 
 
 def test_submit_many_waits_for_room(queue: Queue, producer: Producer) -> None:

@@ -61,6 +61,16 @@ def test_a_limit_of_the_queue_wins_over_the_producers(queue: Queue) -> None:
         b'{"id":"a","lane":"1:1:t:m","cost":1,"delay":"soon"}',
         b'{"id":"a","lane":"1:1:t:m","cost":1,"colour":"red"}',
         b'{"id":"a","lane":"1:1:t:m","cost":1,"invalid":"{}"}',
+        b'{"id":"a","lane":"1:1:t:m","cost":NaN}',
+        b'{"id":"a","lane":"1:1:t:m","cost":Infinity}',
+        b'{"id":"a","lane":"1:1:t:m","cost":-1}',
+        b'{"id":"a","lane":"1:1:t:m","cost":1,"n":1000000000}',
+        b'{"id":"a","lane":"1:1:t:m","cost":1,"key":true}',
+        b'{"id":"a","lane":"1:1:t:m","cost":1,"affinity":"a b"}',
+        b'{"id":"%b","lane":"1:1:t:m","cost":1}' % (b"a" * 65),
+        b'{"id":"a","lane":"1:1:t:%b","cost":1}' % (b"m" * 300),
+        b'{"id":"a","lane":"1:1:t:m","cost":1,"metadata":"%b"}' % (b"m" * 20_000),
+        b"[" * 5000,
     ],
 )
 def test_a_bad_header_stores_nothing_of_the_call(queue: Queue, header: bytes) -> None:

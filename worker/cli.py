@@ -23,7 +23,7 @@ from producer import (  # noqa: F401 - they register their commands
     cli_run,
 )
 from producer.cli import EXIT_USAGE, app, check_url, say
-from worker import cli_exporter  # noqa: F401 - it registers its command
+from worker import cli_exporter, cli_top  # noqa: F401 - they register their commands
 from worker.config import ENV_PREFIX, SECRETS, WorkerConfig
 
 

@@ -1,0 +1,102 @@
+"""`pagemill top`: the live page in a terminal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from monitoring.queue_figures import QueueFigures
+from monitoring.top import screen
+from producer.cli import EXIT_REDIS, AsJson, Queue, RedisUrl, app, say
+from producer.wire.discovery import find_redis
+from producer.wire.errors import RedisUnavailable
+from worker.top_source import TopSource
+
+FIRST_MAP_S = 0.5
+ONCE_ROWS = 50
+
+
+@app.command()
+def top(
+    url: Annotated[
+        str | None, typer.Option("--url", help="A worker's address, for instance http://127.0.0.1:9790.")
+    ] = None,
+    worker: Annotated[str | None, typer.Option("--worker", help="Show this worker of the queue.")] = None,
+    every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
+    redis_url: RedisUrl = None,
+    queue: Queue = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Watch a worker and its queue until Ctrl-C: KV blocks, throughput, running jobs, ends. Needs no torch."""
+    logging.getLogger().addHandler(logging.NullHandler())  # what can't be had is on the screen
+    source = TopSource(_redis(redis_url, url), queue, url=url, worker_id=worker)
+    try:
+        if as_json or once:
+            _print_once(source, as_json)
+        else:
+            _watch(source, every)
+    except KeyboardInterrupt:
+        return
+    finally:
+        source.close()
+
+
+def _redis(redis_url: str | None, url: str | None) -> str | None:
+    """Where the queue is. A worker that is named can be watched without it."""
+    try:
+        return find_redis(redis_url)
+    except RedisUnavailable:
+        if url is None:
+            raise
+        return None
+
+
+def _watch(source: TopSource, every_s: float) -> None:
+    console = Console(highlight=False, markup=False)
+    colours = console.color_system is not None
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(screen(source.read(), console.width, console.height, colours=colours), refresh=True)
+            time.sleep(every_s)
+
+
+def _print_once(source: TopSource, as_json: bool) -> None:
+    """One look; the first only asks the worker for its block map, so there are two."""
+    view = source.read()
+    if view.live is not None and view.live["engine"] is not None:
+        time.sleep(FIRST_MAP_S)
+        view = source.read()
+    if as_json:
+        queue = None if view.queue is None else _plain(view.queue)
+        workers = [asdict(line) for line in view.workers]
+        typer.echo(
+            json.dumps({"queue": queue, "workers": workers, "live": view.live, "notes": list(view.notes)})
+        )
+    else:
+        console = Console(highlight=False, markup=False)
+        colours = console.color_system is not None
+        console.print(screen(view, console.width, max(console.height, ONCE_ROWS), colours=colours))
+    if view.queue is None and view.live is None:
+        for note in view.notes if as_json else ():
+            say(note)
+        raise typer.Exit(EXIT_REDIS)
+
+
+def _plain(queue: QueueFigures) -> dict[str, Any]:
+    return {
+        "queue": queue.queue,
+        "waiting": sum(queue.waiting.values()),
+        "oldest_s": max(queue.oldest_age_seconds.values(), default=0.0),
+        "delayed": queue.delayed,
+        "running": queue.running,
+        "dead": queue.dead,
+        "paused": queue.paused,
+    }

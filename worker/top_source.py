@@ -1,0 +1,90 @@
+"""Where `pagemill top` gets its figures: the queue's registry in Redis, and a worker's `/live.json`."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+from monitoring.counters import WorkerCounters
+from monitoring.queue_figures import QueueFigures
+from monitoring.top import TopView, WorkerLine
+from producer.wire import registry
+from producer.wire.errors import RedisUnavailable
+from producer.wire.registry import WorkerInfo
+from worker.job_queue import Connectivity, JobQueue
+from worker.queue_reader import queue_figures
+
+HTTP_TIMEOUT_S = 5.0
+
+
+class TopSource:
+    """Reads one moment after the other. With `url` that worker is shown, else one that the registry knows."""
+
+    def __init__(
+        self, redis_url: str | None, queue: str, *, url: str | None = None, worker_id: str | None = None
+    ) -> None:
+        """`redis_url` None: only the worker at `url` is asked."""
+        self._url = url
+        self._worker_id = worker_id
+        self._queue = (
+            None
+            if redis_url is None
+            else JobQueue(redis_url, queue, "top", 0, Connectivity(WorkerCounters()))
+        )
+
+    def read(self) -> TopView:
+        """The figures of this moment. What can't be had is noted in the view."""
+        notes: list[str] = []
+        figures, workers = self._read_queue(notes)
+        live = self._read_live(workers, notes)
+        lines = [
+            WorkerLine(worker.id, worker.state, worker.models, worker.running, worker.url)
+            for worker in workers
+        ]
+        return TopView(figures, lines, live, notes)
+
+    def close(self) -> None:
+        if self._queue is not None:
+            self._queue.close()
+
+    def _read_queue(self, notes: list[str]) -> tuple[QueueFigures | None, list[WorkerInfo]]:
+        if self._queue is None:
+            return None, []
+        try:
+            name = self._queue.queue
+            stats = self._queue.run(registry.stats(name))
+            workers = self._queue.run(registry.workers(name))
+            return queue_figures(name, stats, workers, None, self._queue.server_time()), workers
+        except RedisUnavailable as error:
+            notes.append(str(error))
+            return None, []
+
+    def _read_live(self, workers: Sequence[WorkerInfo], notes: list[str]) -> dict[str, Any] | None:
+        if self._url is not None:
+            return _fetch(self._url, notes)
+        known = [worker for worker in workers if worker.url and self._worker_id in (None, worker.id)]
+        if self._worker_id is not None and not known and self._queue is not None:
+            notes.append(f"no live worker {self._worker_id}; pagemill workers lists them")
+        for worker in known:
+            if worker.url and (found := _fetch(worker.url, notes)) is not None:
+                return found
+        return None
+
+
+def _fetch(url: str, notes: list[str]) -> dict[str, Any] | None:
+    """A worker's document; None, and a note, if it can't be had."""
+    address = f"{url.rstrip('/')}/live.json"
+    try:
+        with urllib.request.urlopen(address, timeout=HTTP_TIMEOUT_S) as answer:
+            document: dict[str, Any] = json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            notes.append(f"{url}: {error.read(300).decode('utf-8', 'replace').strip() or error}")
+        return None
+    except (OSError, ValueError) as error:
+        notes.append(f"{url}: {error}")
+        return None
+    return document

@@ -29,6 +29,7 @@ from engine.tokenizer import generation_eos_token_ids
 logger = logging.getLogger(__name__)
 
 _CONTEXT_FIELDS = ("max_position_embeddings", "max_seq_len")
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         vocab_size=int(model_config.vocab_size),
         context_length=context_length,
         longest_context=longest,
-        eos_token_ids=tuple(generation_eos_token_ids(directory)),
+        eos_token_ids=_eos_token_ids(directory),
         fingerprint=_fingerprint(directory, config, dtype, device, fixed_length),
     )
 
@@ -118,11 +119,28 @@ def _resolve_dtype(name: str, model_config: Any, device: torch.device) -> torch.
 
 def _build_config(family: Family, raw: dict[str, Any], directory: Path) -> Any:
     try:
-        return family.build_config(raw)
+        model_config: Any = family.build_config(raw)
     except ModelLoadError:
         raise
     except Exception as error:  # whatever the file made transformers' validation raise
         raise ModelLoadError(f"can't read {directory / 'config.json'}: {error}") from error
+    for name in _SIZES:
+        size = getattr(model_config, name, None)
+        if not isinstance(size, int) or size < 1:
+            raise ModelLoadError(f"can't read {directory / 'config.json'}: {name} is {size!r}")
+    num_heads, num_kv_heads = model_config.num_attention_heads, family.num_kv_heads(model_config)
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ModelLoadError(
+            f"can't read {directory / 'config.json'}: {num_heads} heads don't share {num_kv_heads} KV heads evenly"
+        )
+    return model_config
+
+
+def _eos_token_ids(directory: Path) -> tuple[int, ...]:
+    try:
+        return tuple(generation_eos_token_ids(directory))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"can't read eos_token_id in {directory}: {error}") from error
 
 
 def _load_module(
@@ -134,17 +152,16 @@ def _load_module(
         # A family without the interface knows no other name for attention than its own.
         "attn_implementation": PAGED_ATTENTION if family.has_attention_interface else "eager",
     }
-    if config.load_format == "dummy":
-        torch.manual_seed(config.seed)
-        module = module_class._from_config(model_config, **options)
-    else:
-        tensors = read_tensors(weight_files(directory))
-        try:
+    is_dummy = config.load_format == "dummy"
+    tensors = {} if is_dummy else read_tensors(weight_files(directory))
+    try:
+        if is_dummy:
+            torch.manual_seed(config.seed)
+            module = module_class._from_config(model_config, **options)
+        else:
             module = _fill_module(module_class, family, model_config, tensors, options)
-        except ModelLoadError as error:
-            raise ModelLoadError(f"can't load the weights in {directory}: {error}") from error
-        except Exception as error:  # shapes that do not fit together: all of them end the start
-            raise ModelLoadError(f"can't load the weights in {directory}: {error}") from error
+    except Exception as error:  # sizes and shapes that do not fit together: all of them end the start
+        raise ModelLoadError(f"can't load the weights in {directory}: {error}") from error
     # Now for the masks: transformers makes none for an implementation that it does not know.
     module.config._attn_implementation = PAGED_ATTENTION
     family.adapt(module)

@@ -64,6 +64,31 @@ class TestDirectory:
         with pytest.raises(ModelLoadError, match=r"can't read .*config\.json.*hidden_size"):
             load(tmp_path)
 
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"num_attention_heads": 0}, r"can't read .*config\.json"),
+            ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+            ({"num_key_value_heads": 3}, "4 heads don't share 3 KV heads evenly"),
+        ],
+        ids=str,
+    )
+    def test_sizes_that_make_no_model(self, fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"head_dim": 16} | fields))
+        with pytest.raises(ModelLoadError, match=message):
+            load(tmp_path, load_format="dummy")
+
+    @pytest.mark.parametrize("content", ["{", '{"eos_token_id": "end"}', '{"eos_token_id": [1, null]}', "[]"])
+    def test_broken_generation_config(self, content: str, tmp_path: Path) -> None:
+        (write_llama(tmp_path) / "generation_config.json").write_text(content)
+        with pytest.raises(ModelLoadError, match="can't read eos_token_id"):
+            load(tmp_path)
+
+    def test_broken_tokenizer(self, tmp_path: Path) -> None:
+        (write_llama(tmp_path) / "tokenizer.json").write_text('{"version": "1.0"')
+        with pytest.raises(ModelLoadError, match="can't load the tokenizer"):
+            load(tmp_path)
+
     def test_dummy_weights_need_only_a_config(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(LLAMA))
         first, again, other = (generate(load(tmp_path, load_format="dummy", seed=seed)) for seed in (0, 0, 1))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from engine.errors import UnsupportedFeature
 from engine.outputs import CompletionDelta, RequestOutput
 from engine.plan import TokenLogprobs
 from engine.sampling_params import SamplingParams
@@ -14,11 +13,11 @@ from producer.wire.transitions import PulledJob
 from worker.running_job import RunningJob, engine_params, sample_records, sample_states
 
 
-def running_job(n: int = 1, checkpoint: Checkpoint | None = None) -> RunningJob:
+def running_job(n: int = 1, checkpoint: Checkpoint | None = None, **fields: Any) -> RunningJob:
     pulled = PulledJob("job", 7, b"", "", (), 1, 0, False, 100.0, None)
     return RunningJob(
         pulled=pulled,
-        job=Job.parse({"prompt": "p", "model": "echo", "n": n}),
+        job=Job.parse({"prompt": "p", "model": "echo", "n": n} | fields),
         prompt_token_ids=[1, 2],
         params=SamplingParams(n=n, max_tokens=8, seed=3),
         started_at=101.0,
@@ -121,7 +120,28 @@ def test_a_job_without_a_seed_gets_the_same_one_wherever_it_runs() -> None:
     assert engine_params(Job.parse({"prompt": "p", "model": "echo", "seed": 5}), "one").seed == 5
 
 
-def test_a_feature_that_the_engine_lacks_keeps_its_code() -> None:
+def test_the_shape_of_the_output_reaches_the_engine() -> None:
     job = Job.parse({"prompt": "p", "model": "echo", "structured_outputs": {"regex": "a+"}})
-    with pytest.raises(UnsupportedFeature):
-        engine_params(job, "one")
+    structure = engine_params(job, "one").structured_outputs
+    assert structure is not None
+    assert structure.regex == "a+"
+
+
+def test_only_whole_json_is_parsed() -> None:
+    job = running_job(n=2, structured_outputs={"json": {"type": "object"}})
+    job.apply(news(CompletionDelta(0, [5], '{"a": 1}', 0, finish_reason="stop")))
+    job.apply(news(CompletionDelta(1, [6], '{"a": 1}', 0, finish_reason="length")))
+    assert [output.parsed for output in job.outputs()] == [{"a": 1}, None]
+
+
+def test_prompt_logprobs_are_told_with_the_end() -> None:
+    job = running_job()
+    last = news(CompletionDelta(0, [5], "a", 0, finish_reason="stop"), finished=True)
+    last.prompt_logprobs = [None, TokenLogprobs(2, -0.5, [(3, -0.25)])]
+    job.apply(last)
+    result = job.result(last, tier="token", fingerprint="f", now=102.0)
+    assert result.prompt_logprobs is not None
+    first, second = result.prompt_logprobs
+    assert first is None
+    assert second is not None
+    assert (second.chosen.token_id, second.chosen.logprob, second.top[0].token_id) == (2, -0.5, 3)

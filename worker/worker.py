@@ -59,6 +59,7 @@ class Worker:
         self._queues: list[JobQueue] = []
         self._clock = ServerClock()
         self._is_draining = False
+        self._is_drained = False
         self._is_serving = False
         self._http: StatusServer | None = None
         self._queue_reader = QueueReader(self._new_queue(), self._clock)
@@ -175,7 +176,7 @@ class Worker:
             return f"the engine has got nowhere for {self.engine.stalled_for():.0f} s"
         if not self.leases.is_alive:
             return "the thread that renews leases died"
-        if self._is_serving and not self.reporter.is_alive:
+        if self._is_serving and not self._is_drained and not self.reporter.is_alive:
             return "the thread that writes results died"
         if self._is_serving and not self._is_draining and not self.admission.is_alive:
             return "the thread that pulls jobs died"
@@ -196,6 +197,7 @@ class Worker:
             if len(self.table):
                 logger.info("handing back %d jobs", len(self.table))
             self.reporter.hand_back_all()
+            self._is_drained = True
             if not self.reporter.stop(max(0.0, min(WRITE_OUT_S, give_up_at - time.monotonic()))):
                 logger.warning("%d jobs could not be handed back; their leases will lapse", len(self.table))
 

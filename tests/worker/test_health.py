@@ -1,0 +1,141 @@
+"""What the probes say, and what becomes of a worker that hangs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.engine import Engine
+from tests.conftest import RedisServer
+from tests.worker.harness import (
+    PATIENCE_S,
+    QueueClient,
+    eventually,
+    get_json,
+    running_worker,
+    worker_config,
+)
+from worker.worker import Worker
+
+_HOLDS_THE_LOCK = """
+import ctypes, sys
+from engine.execution.echo import EchoRunner
+from worker.config import WorkerConfig
+from worker.process import run_worker
+
+def launch(self, plan):
+    ctypes.PyDLL(None).sleep(600)  # native code that keeps the interpreter lock
+
+EchoRunner.launch = launch
+url, queue = sys.argv[1:]
+settings = dict(lease_s=1.5, renew_s=0.3, http_port=0, engine_stall_s=1.0)
+sys.exit(run_worker(WorkerConfig.load(redis_url=url, queue=queue, model="echo", **settings)))
+"""
+
+_NO_SUCH_MODEL = """
+import sys
+from worker.config import WorkerConfig
+from worker.process import run_worker
+code = run_worker(WorkerConfig.load(model="/no/such/model", state_dir=sys.argv[1]))
+print(code, "torch" in sys.modules)
+"""
+
+
+def probe(worker: Worker, name: str) -> tuple[int, dict[str, Any]]:
+    return get_json(f"{worker.http_url}/{name}")
+
+
+def test_a_worker_that_loads_is_alive_but_neither_started_nor_ready(
+    client: QueueClient, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_load = threading.Event()
+    load: Callable[..., Engine] = Engine.from_config
+
+    def slowly(config: Any) -> Engine:
+        may_load.wait(PATIENCE_S)
+        return load(config)
+
+    monkeypatch.setattr(Engine, "from_config", slowly)
+    worker = Worker(worker_config(valkey_url, client.queue, engine_stall_s=0.2), valkey_url)
+    try:
+        worker.start()
+        assert not worker.wait_ready(timeout=0.5), "it takes longer than a step may"
+        status, started = probe(worker, "startupz")
+        assert (status, started["state"]) == (503, "loading")
+        assert probe(worker, "readyz")[0] == 503
+        assert probe(worker, "healthz")[0] == 200, "a long load is no hang"
+        may_load.set()
+        assert worker.wait_ready(PATIENCE_S)
+        assert [probe(worker, name)[0] for name in ("startupz", "readyz", "healthz")] == [200] * 3
+    finally:
+        may_load.set()
+        worker.drain(0.0, threading.Event(), time.monotonic() + 20)
+        assert worker.close()
+
+
+def test_a_step_that_takes_too_long_fails_the_probe_until_it_ends(
+    client: QueueClient, valkey_url: str
+) -> None:
+    config = worker_config(valkey_url, client.queue, model="echo:2500", engine_stall_s=0.5, lease_s=30.0)
+    with running_worker(config) as worker:
+        assert probe(worker, "healthz")[0] == 200, "nothing to do is no hang"
+        client.submit({"prompt": "a", "max_tokens": 1})
+        eventually(lambda: probe(worker, "healthz")[0] == 503, "the probe to fail")
+        _, told = probe(worker, "healthz")
+        assert (told["running"], told["stall_limit_s"]) == (1, 0.5)
+        assert "got nowhere" in told["reason"]
+        assert probe(worker, "readyz")[0] == 503
+        assert probe(worker, "startupz")[0] == 200, "it did start"
+        eventually(lambda: probe(worker, "healthz")[0] == 200, "the step to end")
+
+
+def test_a_worker_that_drains_is_not_ready(client: QueueClient, valkey_url: str) -> None:
+    with running_worker(worker_config(valkey_url, client.queue, model="echo:50")) as worker:
+        (job_id,) = client.submit({"prompt": "x" * 500, "max_tokens": 500})
+        eventually(lambda: client.generated(job_id), "the job to run")
+        hurry = threading.Event()
+        draining = threading.Thread(target=worker.drain, args=(30.0, hurry, time.monotonic() + 40))
+        draining.start()
+        eventually(lambda: probe(worker, "readyz")[0] == 503, "the drain")
+        status, told = probe(worker, "readyz")
+        assert (status, told["state"], probe(worker, "healthz")[0]) == (503, "draining", 200)
+        hurry.set()
+        draining.join()
+
+
+def test_redis_away_is_not_ready_and_alive(own_valkey: RedisServer, queue_name: str) -> None:
+    with running_worker(worker_config(own_valkey.url, queue_name)) as worker:
+        own_valkey.kill()
+        eventually(lambda: probe(worker, "readyz")[0] == 503, "the outage to be noticed")
+        assert (probe(worker, "readyz")[1]["redis"], probe(worker, "healthz")[0]) == ("away", 200)
+        own_valkey.start()
+        eventually(lambda: probe(worker, "readyz")[0] == 200, "the server's return")
+
+
+def test_native_code_that_stops_every_thread_ends_the_process(client: QueueClient, valkey_url: str) -> None:
+    """Nobody is left in it to notice: the exit must not need the interpreter."""
+    (job_id,) = client.submit({"prompt": "a", "max_tokens": 4})
+    command = [sys.executable, "-c", _HOLDS_THE_LOCK, valkey_url, client.queue]
+    hung = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert hung.returncode == 1, hung.stderr
+    assert "Timeout" in hung.stderr
+    assert "in launch" in hung.stderr, "it prints where every thread stands"
+    with running_worker(worker_config(valkey_url, client.queue)):
+        (outcome,) = client.wait([job_id])
+    assert outcome.state == "succeeded"
+
+
+def test_a_wrong_model_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    command = [sys.executable, "-c", _NO_SUCH_MODEL, str(state)]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    assert refused.stdout.split() == ["2", "False"], refused.stderr
+    assert "no model at '/no/such/model'" in refused.stderr
+    assert not state.exists(), "no server was started for it"

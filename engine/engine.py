@@ -132,6 +132,10 @@ class Engine:
         """
         if params.max_tokens is None:
             raise InvalidRequest("max_tokens is unresolved: pass the request through input_processor.process")
+        # `process` has looked at them, but a caller may come without it, and a checkpoint comes from elsewhere.
+        self.input_processor.check_token_ids("prompt_token_ids", prompt_token_ids)
+        for state in resume or ():
+            self.input_processor.check_token_ids("resume", state.token_ids)
         if resume is not None and params.is_ranked:
             raise InvalidRequest("best_of and a beam search start from the prompt: they take no resume")
         best_of = None

@@ -113,7 +113,7 @@ class InputProcessor:
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise InvalidRequest("the prompt has no tokens")
-        self._check_token_ids("prompt_token_ids", token_ids)
+        self.check_token_ids("prompt_token_ids", token_ids)
         if len(token_ids) >= self._limits.max_model_len:
             raise PromptTooLong(
                 f"the prompt has {len(token_ids)} tokens; with room for one output token the model takes "
@@ -126,16 +126,17 @@ class InputProcessor:
                 f"n, best_of or beam_width is {params.num_sequences}; this engine runs "
                 f"{self._limits.max_num_seqs} sequences at once"
             )
-        self._check_token_ids("stop_token_ids", params.stop_token_ids)
-        self._check_token_ids("logit_bias", list(params.logit_bias))
-        self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self.check_token_ids("stop_token_ids", params.stop_token_ids)
+        self.check_token_ids("logit_bias", list(params.logit_bias))
+        self.check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
         if self._tokenizer is None:
             if params.stop:
                 raise UnsupportedFeature("stop strings need a tokenizer, and this model has none")
             if params.structured_outputs is not None:
                 raise UnsupportedFeature("structured_outputs need a tokenizer, and this model has none")
 
-    def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
+    def check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
+        """Raises InvalidRequest for ids that the vocabulary does not have; `name` is for the message."""
         # On a GPU one id outside the embedding would end the process for every other request.
         if any(type(token) is not int for token in token_ids):
             raise InvalidRequest(f"{name} must be integers")

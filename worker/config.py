@@ -29,7 +29,9 @@ _engine_config = TypeAdapter(EngineConfig)
 class WorkerConfig(BaseSettings):
     """Everything one worker process needs to know. `WorkerConfig.load` is the way in."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True
+    )
 
     engine: EngineConfig
     redis_url: str | None = Field(default=None, repr=False)

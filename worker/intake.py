@@ -69,6 +69,14 @@ class Intake:
             params=engine_params(job, pulled.job_id),
         )
         point = self._resume_point(pulled)
+        samples = sample_records(point.checkpoint, params.n)
+        if params.is_ranked and not all(sample.finish_reason for sample in samples):
+            # Candidates are ranked at the end: a checkpoint has what was chosen, or nothing to go on from.
+            samples = sample_records(None, params.n)
+            point = ResumePoint(unusable="broken" if point.checkpoint is not None else point.unusable)
+        if params.prompt_logprobs is not None and all(sample.finish_reason for sample in samples):
+            # Everything was generated, but what the prompt's tokens were like only another run can tell.
+            samples, point = sample_records(None, params.n), ResumePoint(unusable="broken")
         running = RunningJob(
             pulled=pulled,
             job=job,
@@ -76,7 +84,7 @@ class Intake:
             params=params,
             started_at=started_at,
             expires_at=_expires_at(pulled, job, started_at),
-            samples=sample_records(point.checkpoint, params.n),
+            samples=samples,
             restart_checkpoint=point.unusable is not None,
             saved_at=time.monotonic(),
         )

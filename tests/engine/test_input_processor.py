@@ -10,6 +10,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest
 from engine.input_processor import InputLimits, InputProcessor
+from engine.outputs import SampleState
 from engine.sampling_params import SamplingParams, StructuredOutputs
 from engine.tokenizer import ByteTokenizer
 
@@ -131,3 +132,15 @@ def test_unresolved_max_tokens_is_refused() -> None:
     engine = Engine.from_config(EngineConfig(model="echo"))
     with pytest.raises(InvalidRequest, match="max_tokens is unresolved"):
         engine.add_request("r", [1], SamplingParams(max_tokens=None))
+
+
+@pytest.mark.parametrize("token_ids", [[ByteTokenizer().vocab_size], [-1], [2**40], [1.5], ["a"]])
+def test_the_engine_itself_refuses_tokens_that_do_not_exist(token_ids: list[Any]) -> None:
+    """On a GPU one such id would end the process for every other request."""
+    engine = Engine.from_config(EngineConfig(model="echo"))
+    params = SamplingParams(max_tokens=4)
+    with pytest.raises(InvalidRequest, match="prompt_token_ids"):
+        engine.add_request("a", token_ids, params)
+    with pytest.raises(InvalidRequest, match="resume"):
+        engine.add_request("b", [1], params, resume=[SampleState(0, token_ids, None, None)])
+    assert not engine.has_unfinished()

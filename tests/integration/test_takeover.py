@@ -55,7 +55,8 @@ def settings(model: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def uninterrupted(valkey_url: str, model: Path) -> dict[str, Result]:
     client = QueueClient(valkey_url, "uninterrupted")
-    with running_worker(worker_config(valkey_url, client.queue, **settings(model))):
+    config = worker_config(valkey_url, client.queue, **settings(model))
+    with running_worker(config, load_patience_s=280):  # kernels may have to be compiled first
         outcomes = client.wait(submit(client))
     client.redis.close()
     return {name: outcome.value() for name, outcome in zip(JOBS, outcomes, strict=True)}

@@ -137,13 +137,13 @@ def worker_config(url: str, queue: str, **settings: Any) -> WorkerConfig:
 
 
 @contextmanager
-def running_worker(config: WorkerConfig) -> Iterator[Worker]:
+def running_worker(config: WorkerConfig, load_patience_s: float = PATIENCE_S) -> Iterator[Worker]:
     """A worker on threads of this process; handed back and gone at the end."""
     assert config.redis_url is not None
     worker = Worker(config, config.redis_url)
     try:
         worker.start()
-        assert worker.wait_ready(timeout=PATIENCE_S)
+        assert worker.wait_ready(timeout=load_patience_s)
         yield worker
         assert worker.failure() is None
     finally:

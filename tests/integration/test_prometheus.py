@@ -1,0 +1,427 @@
+"""A real Prometheus scrapes a worker under load: every query of every board and alert runs on what it finds.
+
+What a query cannot find here stands in a table with the reason, and the table is checked both ways.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.outputs import HistogramSnapshot
+from engine.sampling_params import SamplingParams
+from monitoring.engine_metrics import ENGINE_METRICS
+from monitoring.kv_cache_metrics import KV_CACHE_METRICS
+from producer.wire import keys, transitions
+from tests.conftest import RedisServer, server_binary
+from tests.integration.test_worker_faults import fail_in_the_engine
+from tests.monitoring.prometheus_server import (
+    SERIES,
+    PrometheusServer,
+    alerts,
+    panel_queries,
+    program,
+    substituted,
+)
+from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
+from worker.engine_thread import AddRequest
+from worker.worker import Worker
+
+JOB = "pagemill-workers"
+PREFIX = "One shared beginning of every prompt, long enough to fill a few blocks of the KV cache. "
+LABELS = ["positive", "negative", "neutral"]
+
+EMPTY_PANELS = {
+    "Pagemill: engine / GPU busy / A": "needs the DCGM exporter",
+    "Pagemill: engine / Memory by use / A": "echo has no weights and no device cache",
+    "Pagemill: reliability / Memory / B": "the server has no memory limit",
+}
+"""Panel queries that find nothing here, and why."""
+
+EMPTY_ALERT_SERIES = {
+    "DCGM_FI_DEV_THERMAL_VIOLATION": "needs the DCGM exporter",
+    "DCGM_FI_DEV_POWER_VIOLATION": "needs the DCGM exporter",
+}
+"""Series of alerts that are not there, and why."""
+
+NOT_PROVOKED = {
+    "PagemillGpuThrottled": "needs a GPU and the DCGM exporter",
+    "PagemillPrefixHitRateDropped": "compares with a day ago",
+    "PagemillQueueOldestJobTooOld": "a job would have to wait for a minute",
+    "PagemillQueueGrowing": "the queue would have to take an hour",
+    "PagemillQueueDrainTooLong": "the queue would have to take a day",
+    "PagemillSlowJobsBudgetBurn": "jobs would have to take ten minutes",
+    "PagemillSlowFirstTokensBudgetBurn": "a question of the machine that runs the test",
+    "PagemillKvCacheWasteHigh": "a question of lengths; its inputs are compared with the engine's own",
+    "PagemillInvalidLogits": "echo has no logits",
+    "PagemillStructuredOutputInvalid": "echo's grammars are always satisfied",
+    "PagemillDiscardedTokensHigh": "a question of shares; its inputs are compared with the worker's own",
+    "PagemillRedisAofFsyncDelayed": "needs a slow disk",
+}
+"""Alerts that no fault below makes fire, and why. promtool tests all of them."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    program("prometheus")  # before anything is started for nothing
+    server = RedisServer(server_binary("valkey-server"), tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server: RedisServer) -> Iterator[QueueClient]:
+    client = QueueClient(server.url, "watched")
+    yield client
+    client.redis.close()
+
+
+@pytest.fixture(scope="module")
+def worker(client: QueueClient) -> Iterator[Worker]:
+    """A small pool, so that blocks are evicted; the blocks 1, 65 and 129 are those whose lives are timed."""
+    config = worker_config(
+        client.url,
+        client.queue,
+        model="echo:1",
+        num_kv_blocks=130,
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+        vllm_metric_names=True,
+    )
+    with running_worker(config) as worker:
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def prometheus(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusServer]:
+    assert worker.http_url is not None
+    server = PrometheusServer(
+        tmp_path_factory.mktemp("prometheus"), {JOB: [worker.http_url.removeprefix("http://")]}
+    )
+    server.start()
+    yield server
+    server.stop()
+
+
+class Load:
+    """Jobs of every kind, a few at a time, until it is stopped."""
+
+    def __init__(self, client: QueueClient) -> None:
+        self._client = QueueClient(client.url, client.queue)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._count = 0
+        self._job_ids: list[str] = []
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._client.wait(self._job_ids)
+        self._client.redis.close()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            started = self._client.submit(*self._jobs())
+            self._job_ids += started
+            self._job_ids.append(self._client.submit_raw(b"no json"))
+            if self._count % 3 == 0:
+                self._client.cancel(started[0])
+            self._stop.wait(0.2)
+
+    def _jobs(self) -> list[dict[str, Any]]:
+        self._count += 1
+        row = f"{PREFIX}Row {self._count}."
+        return [
+            {"prompt": row * 2, "max_tokens": 150, "stream": True},
+            {"prompt": row, "max_tokens": 30, "priority": "high"},
+            {"prompt": row, "max_tokens": 20, "n": 2, "temperature": 1.0, "seed": self._count},
+            {"prompt": row, "structured_outputs": {"choice": LABELS}},
+            {"prompt": row, "structured_outputs": {"regex": f"row {self._count}[ab]"}},
+            {
+                "prompt": f"{self._count} is quite another beginning. " * 6,
+                "max_tokens": 10,
+                "priority": "low",
+            },
+        ]
+
+
+def test_every_panel_shows_something_under_load(
+    client: QueueClient, worker: Worker, prometheus: PrometheusServer
+) -> None:
+    def empty() -> set[str]:
+        queries = ((place, substituted(expr, window="30s")) for place, expr in panel_queries())
+        return {place for place, expr in queries if not prometheus.numbers(expr)}
+
+    with Load(client):
+        missing: set[str] = set()
+
+        def only_what_the_table_says() -> bool:
+            missing.clear()
+            missing.update(empty())
+            return missing <= set(EMPTY_PANELS)
+
+        try:
+            eventually(only_what_the_table_says, "data in every panel")
+        except AssertionError:
+            pytest.fail(f"without data: {sorted(missing - set(EMPTY_PANELS))}")
+        assert missing == set(EMPTY_PANELS), "the table lists what is there after all"
+
+
+def test_prometheus_has_the_engines_own_numbers(
+    client: QueueClient, worker: Worker, prometheus: PrometheusServer
+) -> None:
+    """Every sample of every engine metric, once the worker is idle."""
+    stats = worker.engine.stats
+    assert stats is not None
+    assert stats.generated_tokens > 0
+    assert not stats.scheduler.running
+    expected = {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for metric in (*KV_CACHE_METRICS, *ENGINE_METRICS)
+        for sample in metric.family(stats).samples
+    }
+
+    def found() -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        series = prometheus.query('{__name__=~"pagemill_.+"}')
+        samples = {}
+        for one in series:
+            labels = {k: v for k, v in one["metric"].items() if k not in ("__name__", "instance", "job")}
+            samples[one["metric"]["__name__"], frozenset(labels.items())] = float(one["value"][1])
+        return {key: samples[key] for key in expected if key in samples}
+
+    eventually(lambda: found() == expected, "the engine's numbers in Prometheus")
+    assert isinstance(stats.histograms["step_seconds"]["forward", "decode"], HistogramSnapshot)
+    ended = client.stats().counts
+    assert prometheus.numbers('pagemill_queue_ended_jobs_total{outcome="succeeded"}') == [ended["succeeded"]]
+    assert prometheus.numbers('pagemill_jobs_finished_total{outcome="succeeded"}') == [ended["succeeded"]]
+    assert prometheus.numbers("vllm:generation_tokens_total") == [stats.generated_tokens]
+
+
+def test_the_block_states_summed_to_the_capacity_at_every_scrape(
+    worker: Worker, prometheus: PrometheusServer
+) -> None:
+    difference = (
+        "(sum without (state) (pagemill_kv_cache_blocks) - pagemill_kv_cache_capacity_blocks)[10m:1s]"
+    )
+    assert prometheus.numbers(f"max_over_time({difference})") == [0]
+    assert prometheus.numbers(f"min_over_time({difference})") == [0]
+    assert prometheus.numbers(f"count_over_time({difference})")[0] > 1
+    assert prometheus.numbers("max_over_time(pagemill_kv_cache_utilization_ratio[10m])")[0] > 0
+    assert prometheus.numbers("pagemill_kv_cache_accounting_errors_total") == [0]
+
+
+def test_every_alert_is_about_series_that_are_there(worker: Worker, prometheus: PrometheusServer) -> None:
+    missing = set()
+    for alert in alerts():
+        prometheus.query(alert.expr)  # raises when it does not run
+        for name, matchers in SERIES.findall(alert.expr):
+            if not prometheus.query(f"last_over_time({name}{matchers}[10m])"):
+                missing.add(name)
+    assert missing == set(EMPTY_ALERT_SERIES)
+
+
+def test_a_healthy_worker_raises_no_critical_alert(worker: Worker, prometheus: PrometheusServer) -> None:
+    critical = {alert.name for alert in alerts() if alert.severity == "critical"}
+    assert prometheus.firing() & critical == set()
+
+
+# From here on the worker suffers. Each fault names the alerts that it must raise; a few raise others too.
+
+
+def overfill(client: QueueClient, worker: Worker) -> None:
+    """More requests than admission would ever let in, growing past the pool together, until much is redone."""
+
+    def is_thrashing() -> bool:
+        stats = worker.engine.stats
+        assert stats is not None
+        return stats.scheduler.recomputed_tokens > 0.15 * stats.generated_tokens
+
+    floods = 0
+    while not is_thrashing():
+        floods += 1
+        assert floods < 20, "the pool is never short"
+        for i in range(200):
+            prompt = [32 + (i * 7 + j * floods) % 90 for j in range(150)]
+            params = SamplingParams(max_tokens=140)
+            worker.engine.add(
+                AddRequest(request_id=f"flood-{floods}-{i}", prompt_token_ids=prompt, params=params)
+            )
+        eventually(lambda: is_thrashing() or not worker.engine.engine.has_unfinished(), "the flood's end")
+
+
+def submit_rubbish(client: QueueClient, worker: Worker) -> None:
+    ended = client.stats().counts["succeeded"]
+    for _ in range(ended // 5 + 10):
+        client.submit_raw(b"no json")
+
+
+def fail_steps(client: QueueClient, worker: Worker) -> None:
+    """Jobs die of the engine's errors, and steps raise."""
+    executor = worker.engine.engine._parts.executor
+    launch = executor.launch
+    raised = threading.Event()
+
+    def failing(plan: Any) -> Any:
+        if not raised.is_set():
+            raised.set()
+            raise RuntimeError("the device is gone for a moment")
+        return launch(plan)
+
+    executor.launch = failing  # type: ignore[method-assign]
+    client.wait(client.submit({"prompt": "a", "max_tokens": 3}))
+    assert raised.is_set()
+    # As many as it takes to be a fifth of what is pulled; one of each round may not be tried again.
+    received = sum(worker.counters.jobs_received.read().values())
+    while sum(worker.counters.job_retries.read().values()) < 0.25 * received:
+        job = {"prompt": "0123456789", "max_tokens": 100, "ignore_eos": True}
+        for job_id in client.submit(job | {"max_attempts": 1}, *[job] * 15):
+            eventually(
+                lambda job_id=job_id: worker.table.by_job(job_id) or client.status(job_id).done,
+                "the job's start",
+            )
+            if worker.table.by_job(job_id) is not None:
+                fail_in_the_engine(worker, job_id, "engine_error")
+        received = sum(worker.counters.jobs_received.read().values())
+
+
+def steal_jobs(client: QueueClient, worker: Worker) -> None:
+    """Another worker takes running jobs over, as if the leases had lapsed: sometimes the worker learns of it when
+    it renews, sometimes when it commits."""
+    counters = worker.counters
+    prompt = "0123456789" * 15
+
+    def steal() -> bool:
+        job_ids = client.submit(*({"prompt": prompt, "max_tokens": 140} for _ in range(4)))
+        eventually(lambda: client.generated(job_ids[0]) or client.status(job_ids[0]).done, "a checkpoint")
+        client.redis.zadd(keys.prefix(client.queue) + "leases", dict.fromkeys(job_ids, 1), xx=True)
+        reply = client.run(transitions.pull(client.queue, "thief", ["echo"], 4, 10_000))
+        for job in reply.jobs:
+            client.run(transitions.release(client.queue, job.job_id, job.token))
+        client.wait(job_ids)
+        return counters.commits.read()["fenced"] > 0 and counters.leases_lost.read() > 0
+
+    eventually(steal, "a lost lease and a fenced commit")
+
+
+def stop_the_world(client: QueueClient, worker: Worker) -> None:
+    """A snapshot as a hung engine with broken accounts would leave it; idle engines publish no new one."""
+    stats = worker.engine.stats
+    assert stats is not None
+    worker.engine._stats = replace(
+        stats,
+        kv=replace(stats.kv, free_blocks=stats.kv.free_blocks + 1),
+        scheduler=replace(stats.scheduler, running=3),
+        last_step_time=stats.last_step_time - 100,
+    )
+
+
+def starve_the_server(client: QueueClient, worker: Worker) -> None:
+    used = client.redis.info("memory")["used_memory"]
+    client.redis.config_set("appendonly", "no")
+    for i in range(2000):
+        client.redis.set(f"junk-{i}", "x" * 500, ex=60)
+    client.redis.config_set("maxmemory-policy", "volatile-ttl")
+    client.redis.config_set("maxmemory", int(used * 1.05))
+    client.redis.set("one more", "x" * 1000)
+
+
+def pause_with_jobs_waiting(client: QueueClient, worker: Worker) -> None:
+    client.pause()
+    client.submit({"prompt": "later"}, {"prompt": "never", "model": "nobody-serves-it"})
+
+
+FAULTS: list[tuple[Callable[[QueueClient, Worker], None], set[str]]] = [
+    (overfill, {"PagemillKvCacheSaturated", "PagemillKvCacheAllocationFailures", "PagemillPreemptionThrash"}),
+    (submit_rubbish, {"PagemillJobErrorRateHigh"}),
+    (fail_steps, {"PagemillEngineStepsFailing", "PagemillDeadLettersGrowing", "PagemillRetryStorm"}),
+    (steal_jobs, {"PagemillLeasesLost", "PagemillFencedCommits", "PagemillRedeliveryRateHigh"}),
+    (stop_the_world, {"PagemillEngineStalled", "PagemillKvCacheAccountingBroken"}),
+    (pause_with_jobs_waiting, {"PagemillQueuePaused", "PagemillWorkerDown"}),
+    (starve_the_server, {"PagemillRedisMemoryHigh", "PagemillRedisEvictedKeys", "PagemillRedisAofOff"}),
+]
+AT_THE_END = {
+    "PagemillRedisDown",
+    "PagemillResultBufferGrowing",
+    "PagemillWorkerDegraded",
+    "PagemillScrapeIncomplete",
+    "PagemillNoMetrics",
+    "PagemillTargetDown",
+}
+
+
+@pytest.mark.parametrize(("fault", "expected"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+def test_a_fault_raises_its_alerts(
+    fault: Callable[[QueueClient, Worker], None],
+    expected: set[str],
+    client: QueueClient,
+    worker: Worker,
+    prometheus: PrometheusServer,
+) -> None:
+    fault(client, worker)
+    seen: set[str] = set()
+
+    def all_seen() -> bool:
+        seen.update(prometheus.firing())
+        return expected <= seen
+
+    try:
+        eventually(all_seen, "the alerts")
+    except AssertionError:
+        pytest.fail(f"{fault.__name__} did not raise {sorted(expected - seen)}")
+    for alert in prometheus.alerts():
+        for text in alert["annotations"].values():
+            assert "error expanding" not in text, f"the template of {alert['labels']['alertname']}: {text}"
+
+
+def test_every_alert_is_provoked_or_listed() -> None:
+    provoked = AT_THE_END.union(*(expected for _, expected in FAULTS))
+    assert provoked.isdisjoint(NOT_PROVOKED)
+    assert provoked | set(NOT_PROVOKED) == {alert.name for alert in alerts()}
+
+
+def test_without_its_server_the_worker_says_so_and_recovers(
+    server: RedisServer, client: QueueClient, worker: Worker, prometheus: PrometheusServer
+) -> None:
+    client.redis.config_set("maxmemory", 0)
+    client.pause(False)
+    (job_id,) = client.submit({"prompt": "0123456789" * 40, "max_tokens": 400})
+    eventually(lambda: client.generated(job_id) >= 1, "a job that runs")
+    server.kill()
+    seen: set[str] = set()
+    at_redis = AT_THE_END - {"PagemillTargetDown", "PagemillScrapeIncomplete"}
+
+    def all_seen() -> bool:
+        seen.update(prometheus.firing())
+        return at_redis <= seen
+
+    try:
+        eventually(all_seen, "the alerts")
+    except AssertionError:
+        pytest.fail(f"did not fire: {sorted(at_redis - seen)}")
+    server.start()
+    eventually(lambda: "PagemillRedisDown" not in prometheus.firing(), "the end of the alert")
+    eventually(lambda: "PagemillNoMetrics" not in prometheus.firing(), "the end of the alert")
+
+
+def test_scrapes_that_lack_a_source_are_told_of(
+    worker: Worker, prometheus: PrometheusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable() -> None:
+        raise TimeoutError("the queue cannot be read")
+
+    monkeypatch.setattr(worker._queue_reader, "read", unreadable)
+    eventually(lambda: "PagemillScrapeIncomplete" in prometheus.firing(), "the alert")
+
+
+def test_a_worker_that_is_gone_is_missed(worker: Worker, prometheus: PrometheusServer) -> None:
+    prometheus.retarget({JOB: ["127.0.0.1:1"]})
+    eventually(lambda: "PagemillTargetDown" in prometheus.firing(), "the alert")

@@ -5,17 +5,15 @@ Made for fp32 models, with a cache of any dtype: half-precision models take the 
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-
 import numpy as np
 import torch
 
-from kernels import cpu_cache, cpu_fused, reference
+from kernels import cpu_cache, cpu_fused, cpu_matmul, reference
 from kernels.cpu_attention_decode import decode
 from kernels.cpu_attention_prefill import prefill
 from kernels.cpu_element import ELEMENTS
 from kernels.cpu_jit import NUMBERS_PER_THREAD, run_rows, use_torch_threads
+from kernels.cpu_memory import advise_huge_pages
 from kernels.layer_cache import LayerCache, allocate_layer, largest_number
 from kernels.metadata import AttentionMetadata
 from kernels.reference import copy_blocks
@@ -129,6 +127,8 @@ def warm_up(
         cpu_fused.rotary_embedding(query[:n], key[:n], angles[:n], angles[:n])
         cpu_fused.rms_norm(rows[:n], rows[0], 1e-5)
         cpu_fused.silu_and_mul(rows[:n])
+    if cpu_matmul.is_supported():
+        cpu_matmul.multiply(rows[:1], cpu_matmul.pack(rows[:1]), torch.zeros(cpu_matmul.PANEL), 1)
     metadata = AttentionMetadata(
         block_tables=torch.zeros(2, 2, dtype=torch.int32),  # two blocks, where a block is one token
         query_start_loc=torch.tensor([0, 1, 3], dtype=torch.int32),
@@ -141,20 +141,3 @@ def warm_up(
         max_seq_len=2,
     )
     paged_attention(query[:3], cache, metadata, Scoring(scale=1.0))
-
-
-def advise_huge_pages(tensor: torch.Tensor) -> bool:
-    """Ask the kernel to back a fresh, large tensor with huge pages; tell whether it took the advice.
-
-    Walking scattered blocks misses the TLB at every tile otherwise: a sixth of decode attention's time. Call it
-    before the memory is first written.
-    """
-    madvise_huge_page = getattr(mmap, "MADV_HUGEPAGE", None)
-    if madvise_huge_page is None:
-        return False
-    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if end <= begin:
-        return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    return libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), madvise_huge_page) == 0

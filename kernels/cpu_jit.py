@@ -117,15 +117,20 @@ def prefetch(typing_context: Any, address: Any) -> Any:
     """Ask for the cache line at `address` (int64); never faults, so it may point anywhere."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        byte_pointer = cgutils.voidptr_t
-        flag = cgutils.int32_t
-        function = cgutils.get_or_insert_function(
-            builder.module,
-            cgutils.ir.FunctionType(cgutils.ir.VoidType(), [byte_pointer, flag, flag, flag]),
-            "llvm.prefetch.p0",
-        )
-        read, keep, data = flag(0), flag(2), flag(1)
-        builder.call(function, [builder.inttoptr(arguments[0], byte_pointer), read, keep, data])
+        prefetch_line(builder, arguments[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+def prefetch_line(builder: Any, address: Any) -> None:
+    """Emit `prefetch`, for intrinsics that are made of several instructions."""
+    byte_pointer = cgutils.voidptr_t
+    flag = cgutils.int32_t
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        cgutils.ir.FunctionType(cgutils.ir.VoidType(), [byte_pointer, flag, flag, flag]),
+        "llvm.prefetch.p0",
+    )
+    read, keep, data = flag(0), flag(2), flag(1)
+    builder.call(function, [builder.inttoptr(address, byte_pointer), read, keep, data])

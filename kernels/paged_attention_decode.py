@@ -239,7 +239,7 @@ def paged_attention_decode(
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = cache.num_kv_heads, cache.block_size
     group_size = num_heads // num_kv_heads
-    tile = tile or decode_tile(head_dim, group_size, query.element_size())
+    tile = tile or decode_tile(head_dim, group_size, query.element_size(), is_scaled=cache.is_scaled)
     assert min_split_tokens % tile.block_n == 0
     assert out.is_contiguous()
     kv_programs = num_kv_heads * triton.cdiv(group_size, tile.block_m)

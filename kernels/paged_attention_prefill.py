@@ -218,7 +218,9 @@ def paged_attention_prefill(
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = cache.num_kv_heads, cache.block_size
     group_size = num_heads // num_kv_heads
-    tile = tile or prefill_tile(head_dim, query.element_size(), compute_capability(query.device))
+    tile = tile or prefill_tile(
+        head_dim, query.element_size(), compute_capability(query.device), is_scaled=cache.is_scaled
+    )
     assert out.is_contiguous()
     work_list = _work_list(metadata, group_size, tile.block_m, query.device)
     if len(work_list) == 0:

@@ -59,11 +59,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def decode_tile(head_dim: int, group_size: int, element_size: int) -> Tile:
+def decode_tile(head_dim: int, group_size: int, element_size: int, *, is_scaled: bool = False) -> Tile:
     """The decode kernel's tile for one KV head's `group_size` query heads.
 
     Rows are the query heads of a group, padded to the 16 that a tensor-core product takes. A group larger than
     `block_m` is cut into several programs; each of them reads the keys again, from the L2 cache if all is well.
+    `element_size` is the queries'; the tiles of an `is_scaled` cache pass through registers on their way.
     """
     padded = next_power_of_2(head_dim)
     rows = max(16, next_power_of_2(group_size))
@@ -73,17 +74,21 @@ def decode_tile(head_dim: int, group_size: int, element_size: int) -> Tile:
         if rows >= 64:
             # Because 128 rows of 256 dims spill, and so do 64 at four warps.
             return Tile(block_m=64, block_n=32, num_warps=8, num_stages=2)
-        return Tile(block_m=rows, block_n=32, num_warps=4, num_stages=3)
+        # Because converting fp8 spills at three stages.
+        return Tile(block_m=rows, block_n=32, num_warps=4, num_stages=2 if is_scaled else 3)
     if rows >= 128:
         return Tile(block_m=128, block_n=64, num_warps=8, num_stages=2)
     if rows == 64:
         return Tile(block_m=64, block_n=64, num_warps=4, num_stages=2)
     # Because 16 rows over 64 keys of 128 dims take 96 registers and 39 KB on sm_90: five programs to a
     # multiprocessor, enough bytes in flight to cover the memory's latency.
-    return Tile(block_m=rows, block_n=64, num_warps=4, num_stages=3)
+    # Of a scaled cache, two stages: three spill where a head's dims must be masked.
+    return Tile(block_m=rows, block_n=64, num_warps=4, num_stages=2 if is_scaled else 3)
 
 
-def prefill_tile(head_dim: int, element_size: int, capability: tuple[int, int]) -> Tile:
+def prefill_tile(
+    head_dim: int, element_size: int, capability: tuple[int, int], *, is_scaled: bool = False
+) -> Tile:
     """The prefill kernel's tile. `block_m` counts (token, head of the group) pairs.
 
     At least 64 rows of half precision, so that sm_90 compiles to wgmma; 16 or 32 would fall back to the older
@@ -94,12 +99,15 @@ def prefill_tile(head_dim: int, element_size: int, capability: tuple[int, int]) 
         return _FP32_TILE
     if capability >= (9, 0):
         if padded >= 256:
-            # Because 128 rows spill at any number of warps, and so do 64 rows at four.
-            return Tile(block_m=64, block_n=64, num_warps=8, num_stages=2)
+            # Because 128 rows spill at any number of warps, and so do 64 rows at four; and 64 keys of fp8.
+            return Tile(block_m=64, block_n=32 if is_scaled else 64, num_warps=8, num_stages=2)
         # Because 128 keys a step take 253 registers, and spill once ALiBi is added.
         return Tile(block_m=128, block_n=64, num_warps=8, num_stages=3)
     if padded >= 256:
         return Tile(block_m=64, block_n=32, num_warps=8, num_stages=2)
+    if padded >= 128 and is_scaled:
+        # Because 128 rows spill, with all that a conversion needs.
+        return Tile(block_m=64, block_n=64, num_warps=8, num_stages=2)
     if padded >= 128:
         # Because 64 keys a step spill: without wgmma, scores and output share the registers.
         return Tile(block_m=128, block_n=32, num_warps=8, num_stages=2)

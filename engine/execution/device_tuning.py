@@ -13,7 +13,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.kv_cache import KVCacheShape
-from engine.execution.packed_linear import can_pack
+from engine.execution.packed_linear import has_packed_products
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def uses_cpu_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 def require_batch_invariance(device: torch.device, dtype: torch.dtype) -> None:
     """Raises `ConfigError` where a row's numbers would depend on the rows beside it."""
-    if not uses_cpu_kernels(device, dtype) or not can_pack(torch.empty(0, dtype=dtype, device=device)):
+    if not uses_cpu_kernels(device, dtype) or not has_packed_products(device, dtype):
         raise ConfigError(
             "batch_invariant needs device=cpu and dtype=float32, with numba and oneDNN: elsewhere the order of a "
             "product's sums depends on the number of rows"

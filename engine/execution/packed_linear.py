@@ -1,14 +1,14 @@
 """Linear layers with their weights in the order that the CPU's matrix product reads them.
 
 `F.linear` reorders the weights in every call; for the few rows of a decode step that costs more than the product.
-oneDNN's prepacked product is 1.3 to 2.5 times faster at 8 to 64 rows in fp32. Its sums run over the inputs in one
-order whatever the number of rows, except for a lone row, which it treats as a vector.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import nn
@@ -25,7 +25,32 @@ class LinearOptions:
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b with W packed once, for fp32 on CPU. Takes [..., in_features]."""
+    """y = x W^T + b with W packed once by our own kernel, for fp32 on CPU. Takes [..., in_features]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        from kernels import cpu_matmul
+
+        self._multiply = cpu_matmul.multiply
+        self.in_features, self.out_features = weight.shape[1], weight.shape[0]
+        self._packed = cpu_matmul.pack(weight.detach())
+        self._bias = torch.zeros(len(self._packed) * cpu_matmul.PANEL)
+        if bias is not None:
+            self._bias[: self.out_features] = bias.detach()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features)
+        return self._multiply(rows, self._packed, self._bias, self.out_features).view(
+            *x.shape[:-1], self.out_features
+        )
+
+
+class OneDNNLinear(nn.Module):
+    """The same with oneDNN's packing, for CPUs that our kernel is not made for.
+
+    Its sums run over the inputs in one order whatever the number of rows, but for a lone row, which it treats as a
+    vector.
+    """
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, row_invariant: bool = False
@@ -46,16 +71,30 @@ class PackedLinear(nn.Module):
         return out[:num_rows].view(*x.shape[:-1], self.out_features)
 
 
-def can_pack(weight: torch.Tensor) -> bool:
+def has_packed_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether layers are packed here; every product is then the same whatever the number of rows."""
     has_onednn: bool = torch._C._has_mkldnn
-    return has_onednn and weight.device.type == "cpu" and weight.dtype is torch.float32
+    return has_onednn and device.type == "cpu" and dtype is torch.float32
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, options: LinearOptions) -> nn.Module | None:
     """The fast layer for y = x W^T + b, weight [out_features, in_features]; None where there is none better."""
     if options.quantization == "int8":
         return Int8Linear(weight, bias)
-    return PackedLinear(weight, bias, row_invariant=options.row_invariant) if can_pack(weight) else None
+    if not has_packed_products(weight.device, weight.dtype):
+        return None
+    if _has_own_kernel():
+        return PackedLinear(weight, bias)
+    return OneDNNLinear(weight, bias, row_invariant=options.row_invariant)
+
+
+@cache
+def _has_own_kernel() -> bool:
+    if importlib.util.find_spec("numba") is None:
+        return False
+    from kernels import cpu_matmul
+
+    return cpu_matmul.is_supported()
 
 
 def merged_linear(layers: Sequence[nn.Linear], options: LinearOptions) -> nn.Module:

@@ -27,7 +27,12 @@ def _check_resources(compiled: Compiled, capability: int) -> None:
 def _prefill(
     element: str, head_dim: int, capability: int, *, group_size: int = 4, **options: object
 ) -> Compiled:
-    tile = prefill_tile(head_dim, 4 if element == "fp32" else 2, (capability // 10, capability % 10))
+    tile = prefill_tile(
+        head_dim,
+        4 if element == "fp32" else 2,
+        (capability // 10, capability % 10),
+        is_scaled=options.get("cache") in SCALED,
+    )
     arguments = prefill_arguments(element, head_dim, group_size, tile, **options)  # type: ignore[arg-type]
     compiled = compile_kernel(paged_attention_prefill_kernel, arguments, capability, tile)
     _check_resources(compiled, capability)
@@ -35,7 +40,8 @@ def _prefill(
 
 
 def _decode(element: str, head_dim: int, group_size: int, capability: int, **options: object) -> Compiled:
-    tile = decode_tile(head_dim, group_size, 4 if element == "fp32" else 2)
+    is_scaled = options.get("cache") in SCALED
+    tile = decode_tile(head_dim, group_size, 4 if element == "fp32" else 2, is_scaled=is_scaled)
     arguments = decode_arguments(element, head_dim, group_size, tile, **options)  # type: ignore[arg-type]
     compiled = compile_kernel(paged_attention_decode_kernel, arguments, capability, tile)
     _check_resources(compiled, capability)

@@ -1,0 +1,72 @@
+"""Products with packed weights against fp64, and what a row's bits depend on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels import cpu_matmul
+
+pytestmark = pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX-512")
+
+ROWS = [*range(1, 31), 56, 57, 141]
+
+
+@pytest.fixture(autouse=True)
+def _two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def make(in_features: int, out_features: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(weight, packed, bias), the bias with NaN where no channel is."""
+    torch.manual_seed(42)
+    weight = torch.randn(out_features, in_features) * in_features**-0.5
+    packed = cpu_matmul.pack(weight)
+    bias = torch.full((len(packed) * cpu_matmul.PANEL,), torch.nan)
+    bias[:out_features] = torch.randn(out_features)
+    return weight, packed, bias
+
+
+@pytest.mark.parametrize(
+    ("in_features", "out_features"), [(576, 96), (7, 33), (64, 1), (1, 65), (1000, 31), (1600, 40)]
+)
+def test_equals_fp64(in_features, out_features):
+    weight, packed, bias = make(in_features, out_features)
+    for num_rows in ROWS:
+        x = torch.randn(num_rows, in_features + 3)[:, 1:-2]  # rows with a stride of their own
+        out = cpu_matmul.multiply(x, packed, bias, out_features)
+        assert out.shape == (num_rows, out_features)
+        expected = x.double() @ weight.double().t() + bias[:out_features].double()
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=2e-5)
+
+
+def test_no_rows():
+    _, packed, bias = make(8, 40)
+    assert cpu_matmul.multiply(torch.empty(0, 8), packed, bias, 40).shape == (0, 40)
+
+
+def test_a_row_depends_neither_on_its_neighbours_nor_on_the_threads():
+    _, packed, bias = make(800, 200)
+    x = torch.randn(300, 800)
+    whole = cpu_matmul.multiply(x, packed, bias, 200)
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for num_rows in ROWS:
+            first = (37 * num_rows) % (301 - num_rows)
+            part = cpu_matmul.multiply(x[first : first + num_rows], packed, bias, 200)
+            assert torch.equal(part, whole[first : first + num_rows])
+
+
+def test_nan_and_infinity_stay_in_their_row():
+    _, packed, bias = make(64, 40)
+    x = torch.randn(20, 64)
+    clean = cpu_matmul.multiply(x, packed, bias, 40)
+    x[3, 5], x[17, 9] = torch.nan, torch.inf
+    out = cpu_matmul.multiply(x, packed, bias, 40)
+    assert out[3].isnan().all()
+    assert not out[17].isfinite().any()
+    others = [row for row in range(20) if row not in (3, 17)]
+    assert torch.equal(out[others], clean[others])

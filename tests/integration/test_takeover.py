@@ -74,7 +74,13 @@ def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
     client.redis.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "drained"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGTERM, id="drained", marks=pytest.mark.slow),
+    ],
+)
 def test_takeover(
     number: int, client: QueueClient, model: Path, uninterrupted: dict[str, Result], tmp_path: Path
 ) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from engine.sampling_params import SamplingParams
 
-_HEAD_TOKENS = 1024
-"""Top-p looks at this many of the best tokens before it sorts the whole vocabulary."""
+_HEADS = (256, 4096)
+"""Top-p looks at so many of the best tokens before it sorts the whole vocabulary."""
 
 
 def filter_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> None:
@@ -50,24 +50,21 @@ def _cut(logits: torch.Tensor, rows: torch.Tensor, thresholds: torch.Tensor) -> 
 
 def _top_p_thresholds(logits: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     """The least likely logit of each row's smallest set with at least this mass, [num_rows, 1]."""
-    probabilities = logits.softmax(dim=-1, dtype=torch.float64)
+    probabilities = logits.softmax(dim=-1)
     size = logits.shape[-1]
-    if logits.device.type != "cpu" or size <= _HEAD_TOKENS:  # elsewhere a sort is cheap, and asking waits
-        return _threshold_in(logits, probabilities, mass, size)
-    thresholds = _threshold_in(logits, probabilities, mass, _HEAD_TOKENS)
-    head = probabilities.topk(_HEAD_TOKENS).values.cumsum(dim=-1)[:, -1:]
-    for row in (head < mass).flatten().nonzero().flatten().tolist():
-        one = slice(row, row + 1)
-        thresholds[one] = _threshold_in(logits[one], probabilities[one], mass[one], size)
+    thresholds = torch.empty_like(logits[:, :1])
+    rows = torch.arange(len(logits), device=logits.device)
+    # Elsewhere a sort is cheap, and asking which rows are done would wait for the device.
+    for num_best in [n for n in _HEADS if n < size and logits.device.type == "cpu"] + [size]:
+        ordered, ids = (
+            logits[rows].sort(dim=-1, descending=True) if num_best == size else logits[rows].topk(num_best)
+        )
+        reached = probabilities[rows].gather(1, ids).cumsum(dim=-1, dtype=torch.float64)
+        # The first token whose predecessors reach the mass is out: those that do not reach it stay, and one more.
+        num_kept = (reached < mass[rows]).sum(dim=-1, keepdim=True).clamp_(max=num_best - 1)
+        thresholds[rows] = ordered.gather(1, num_kept)
+        if num_best < size:
+            rows = rows[reached[:, -1] < mass[rows, 0]]
+            if not len(rows):
+                break
     return thresholds
-
-
-def _threshold_in(
-    logits: torch.Tensor, probabilities: torch.Tensor, mass: torch.Tensor, num_best: int
-) -> torch.Tensor:
-    whole = num_best == logits.shape[-1]
-    ordered, ids = logits.sort(dim=-1, descending=True) if whole else logits.topk(num_best)
-    reached = probabilities.gather(1, ids).cumsum(dim=-1)
-    # The first token whose predecessors reach the mass is out: as many stay as do not reach it, and one more.
-    num_kept = (reached < mass).sum(dim=-1, keepdim=True).clamp_(max=num_best - 1)
-    return ordered.gather(1, num_kept)

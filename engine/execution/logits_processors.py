@@ -143,57 +143,66 @@ class LogitsProcessors:
 def _penalise(
     logits: torch.Tensor, numbers: list[int], work: list[SampleWork], token_table: torch.Tensor
 ) -> None:
-    """Repetition penalty over prompt and output, presence and frequency over output, in place."""
+    """Repetition penalty over prompt and output, presence and frequency over output, in place.
+
+    Only tokens that have come are touched. One that came several times is computed several times, to the same
+    value.
+    """
     device = logits.device
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, device=device)[:, None]
 
-    index = torch.tensor(numbers, device=device)
+    index = torch.tensor(numbers, device=device)[:, None]
     rows = torch.tensor([item.sample.row for item in work], device=device)
     seen = token_table[rows, : max(item.sample.position for item in work)]
     at = torch.arange(seen.shape[1], device=device)
     is_known = at < column([item.sample.position for item in work])
-    is_output = is_known & (at >= column([item.row.num_prompt_tokens for item in work]))
-    scores = logits[index]
+    seen = torch.where(is_known, seen, seen[:, :1])  # what a longer row left behind counts for nothing
+    scores = logits[index, seen]
     if any(item.params.repetition_penalty != 1.0 for item in work):
-        has_come = _count(seen, is_known, scores) > 0
         factor = column([item.params.repetition_penalty for item in work])
-        scores = torch.where(has_come, torch.where(scores > 0, scores / factor, scores * factor), scores)
+        scores = torch.where(scores > 0, scores / factor, scores * factor)
     if any(item.params.presence_penalty or item.params.frequency_penalty for item in work):
-        counts = _count(seen, is_output, scores)
-        scores = scores - column([item.params.presence_penalty for item in work]) * (counts > 0)
+        is_output = is_known & (at >= column([item.row.num_prompt_tokens for item in work]))
+        table = torch.zeros(len(work), logits.shape[1], dtype=torch.int32, device=device)
+        counts = table.scatter_add_(1, seen, is_output.to(torch.int32)).gather(1, seen)
+        scores -= column([item.params.presence_penalty for item in work]) * (counts > 0)
         scores -= column([item.params.frequency_penalty for item in work]) * counts
-    logits[index] = scores
-
-
-def _count(tokens: torch.Tensor, counts: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[rows, vocab_size] int32: how often each token stands where `counts` is True."""
-    table = torch.zeros(like.shape, dtype=torch.int32, device=like.device)
-    return table.scatter_add_(1, tokens, counts.to(torch.int32))
+    logits[index, seen] = scores
 
 
 def _bar(row: torch.Tensor, work: SampleWork, own: RowConstraints, token_table: torch.Tensor) -> None:
     """Set what may not come to minus infinity, in place."""
-    is_possible = row > -torch.inf
     allowed = _grammar_mask(work.sample, row)
     if own.allowed is not None:
-        allowed = (
-            own.allowed if allowed is None else _unless_empty(allowed & own.allowed, allowed, is_possible)
-        )
-    barred = torch.zeros_like(is_possible)
-    if own.ends is not None and work.output_position < work.params.min_tokens:
+        both = own.allowed if allowed is None else allowed & own.allowed
+        allowed = both if allowed is None else _unless_empty(both, allowed, row)
+    barred = _barred(work, own, token_table, row)
+    if barred is not None:
+        allowed = torch.ones_like(barred) if allowed is None else allowed
+        allowed = _unless_empty(allowed & ~barred, allowed, row)
+    assert allowed is not None, "a row without any bars"
+    row.masked_fill_(~allowed, -torch.inf)
+
+
+def _barred(
+    work: SampleWork, own: RowConstraints, token_table: torch.Tensor, like: torch.Tensor
+) -> torch.Tensor | None:
+    """Tokens ruled out one by one, [vocab_size] bool; None: no rule applies now."""
+    is_early = own.ends is not None and work.output_position < work.params.min_tokens
+    if own.bad_words is None:
+        return own.ends if is_early else None
+    barred = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
+    if own.ends is not None and is_early:
         barred |= own.ends
-    if own.bad_words is not None:
-        tokens = token_table[work.sample.row]
-        own.bad_words.bar(barred, tokens, work.row.num_prompt_tokens, work.sample.position)
-    if allowed is None:
-        allowed = torch.ones_like(is_possible)
-    row.masked_fill_(~_unless_empty(allowed & ~barred, allowed, is_possible), -torch.inf)
+    tokens = token_table[work.sample.row]
+    own.bad_words.bar(barred, tokens, work.row.num_prompt_tokens, work.sample.position)
+    return barred
 
 
-def _unless_empty(mask: torch.Tensor, otherwise: torch.Tensor, is_possible: torch.Tensor) -> torch.Tensor:
-    return torch.where((mask & is_possible).any(), mask, otherwise)
+def _unless_empty(mask: torch.Tensor, otherwise: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    return torch.where((mask & (row > -torch.inf)).any(), mask, otherwise)
 
 
 def _grammar_mask(sample: Sample, like: torch.Tensor) -> torch.Tensor | None:

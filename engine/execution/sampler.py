@@ -17,6 +17,8 @@ from engine.execution.logprobs import TopLogprobs
 from engine.plan import StepResult, TokenLogprobs
 from kernels.noise import gumbel_noise, noise_keys
 
+_MAX_LEFT = 1024
+
 
 @dataclass(slots=True)
 class SamplerOutput:
@@ -104,8 +106,22 @@ class Sampler:
             torch.tensor([item.row.sample_index for item in work], device=device),
             torch.tensor([item.output_position for item in work], device=device),
         )
-        token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=device)
-        return (logits + gumbel_noise(keys, token_ids)).argmax(dim=-1)
+        return _argmax_with_noise(logits, keys)
+
+
+def _argmax_with_noise(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The token with the highest sum of logit and noise per row, the lowest id of several; [num_rows] int64."""
+    if logits.device.type == "cpu":
+        # Noise costs more than all the rest: where filters have left few tokens, only these draw it.
+        num_left = int((logits > -torch.inf).sum(dim=-1).amax())
+        if num_left <= _MAX_LEFT:
+            best, ids = logits.topk(max(1, num_left))
+            sums = best + gumbel_noise(keys, ids)
+            is_highest = sums == sums.amax(dim=-1, keepdim=True)
+            lowest = torch.where(is_highest, ids, logits.shape[-1]).amin(dim=-1)
+            return lowest.clamp_(max=logits.shape[-1] - 1)  # NaN equals nothing: any token, its request fails
+    token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    return (logits + gumbel_noise(keys, token_ids)).argmax(dim=-1)
 
 
 def _best(row: torch.Tensor, work: SampleWork) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as SequenceType
 
 from engine.plan import StepPlan
@@ -23,9 +24,23 @@ class PreemptionCost:
         self._swap_seconds_per_block = 2 * block_bytes / bytes_per_second  # out, and in again
         self._seconds_per_token = 0.0
         self._seconds_per_decode_step = 0.0
+        self._planned: dict[int, float] = {}
+        """Step in flight -> when it was planned."""
+        self._last_end = 0.0
+
+    def step_planned(self, plan: StepPlan) -> None:
+        self._planned[plan.step_id] = time.perf_counter()
+
+    def step_ended(self, plan: StepPlan, *, is_valid: bool) -> None:
+        """A step has retired: it had the device since it was launched, or since the one before it ended."""
+        now = time.perf_counter()
+        began = max(self._planned.pop(plan.step_id, now), self._last_end)
+        self._last_end = now
+        if is_valid:
+            self.observe(plan, now - began)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """A step took `seconds` from its launch, or from the end of the one before it, to its end."""
+        """A step took so long."""
         if plan.kind == "decode":
             self._seconds_per_decode_step = _average(self._seconds_per_decode_step, seconds)
         else:

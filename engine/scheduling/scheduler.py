@@ -118,6 +118,8 @@ class Scheduler:
         swap_space = self.kv_cache.swap_space
         planned = step.build(self._batch.rows.take_freed(), *swap_space.take_copies(step.step_id))
         self._in_flight.append(planned)
+        if swap_space.capacity:
+            self.preemption.cost.step_planned(planned.plan)
         return planned.plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
@@ -367,7 +369,10 @@ class Scheduler:
 
     def _retire_settled(self) -> None:
         while self._in_flight and self._in_flight[0].is_settled:
-            self.kv_cache.retire(self._in_flight.popleft().plan.step_id)
+            step = self._in_flight.popleft()
+            self.kv_cache.retire(step.plan.step_id)
+            if self.kv_cache.swap_space.capacity:
+                self.preemption.cost.step_ended(step.plan, is_valid=not step.has_failed)
 
     def _undo(self, step: InFlightStep) -> None:
         """Send a void step's sequences back to waiting, without the tokens it was to sample."""

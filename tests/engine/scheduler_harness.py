@@ -127,6 +127,7 @@ class Harness:
         if plan is not None:
             self.plans.append(plan)
             self._check_plan(plan, waiting)
+            self._check_searches(plan)
         return plan
 
     def retire(self) -> list[SequenceUpdate]:
@@ -205,3 +206,11 @@ class Harness:
             running = [s for r in self.requests.values() for s in r.sequences if s.row is not None]
             oldest = min(running, key=scheduling_key)
             assert oldest.row in {work.row for work in plan.work}, "the oldest sequence was passed over"
+
+    def _check_searches(self, plan: StepPlan) -> None:
+        """The beams of a search are in a step all together or not at all."""
+        in_step = {work.row for work in plan.work}
+        for request in self.requests.values():
+            if request.beam_search is not None:
+                rows = {beam.row for beam in request.sequences if beam.row is not None}
+                assert rows <= in_step or not rows & in_step, (rows, in_step)

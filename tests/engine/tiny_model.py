@@ -1,0 +1,52 @@
+"""A tiny random fp32 model on disk, and transformers' own object for it, to compare whole searches with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+VOCAB_SIZE = 61
+EOS = (3, 7)
+
+
+def save_tiny_llama(directory: Path, *, max_position_embeddings: int = 256, std: float = 0.6) -> Any:
+    """Two layers, grouped heads. Wide weights, so that candidates are rarely close."""
+    return _save(
+        directory,
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCAB_SIZE,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=max_position_embeddings,
+                eos_token_id=list(EOS),
+            )
+        ),
+        std,
+    )
+
+
+def save_tiny_gpt2(directory: Path, *, std: float = 0.6) -> Any:
+    config = GPT2Config(
+        vocab_size=VOCAB_SIZE, n_positions=128, n_embd=32, n_layer=2, n_head=4, eos_token_id=list(EOS)
+    )
+    return _save(directory, GPT2LMHeadModel(config), std)
+
+
+def _save(directory: Path, model: Any, std: float) -> Any:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = "norm" in name or "ln_" in name
+            if not is_norm:
+                parameter.normal_(std=std if parameter.ndim > 1 else 0.1)
+    model.generation_config.eos_token_id = list(EOS)
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(directory)
+    return model.eval()

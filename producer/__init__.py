@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from producer.async_client import AsyncProducer
-    from producer.async_handles import AsyncBatchHandle, AsyncJobHandle
+    from producer.async_handles import AsyncBatchHandle, AsyncDeadLetters, AsyncJobHandle
     from producer.client import Producer
-    from producer.handles import BatchHandle, JobHandle
+    from producer.dead_flows import Replay
+    from producer.handles import BatchHandle, DeadLetters, JobHandle
+    from producer.wire.dead_letters import DeadLetter, OpenedLetter
     from producer.wire.errors import (
         IdempotencyConflict,
         InvalidJob,
@@ -49,6 +51,11 @@ __all__ = [
     "BatchHandle",
     "AsyncJobHandle",
     "AsyncBatchHandle",
+    "DeadLetters",
+    "AsyncDeadLetters",
+    "DeadLetter",
+    "OpenedLetter",
+    "Replay",
     "Job",
     "Message",
     "StructuredOutputs",
@@ -78,10 +85,12 @@ __all__ = [
 _HOMES = {
     "producer.client": ("Producer",),
     "producer.async_client": ("AsyncProducer",),
-    "producer.handles": ("JobHandle", "BatchHandle"),
-    "producer.async_handles": ("AsyncJobHandle", "AsyncBatchHandle"),
-    "producer.wire.protocol": tuple(__all__[6:17]),
-    "producer.wire.errors": tuple(__all__[17:]),
+    "producer.handles": ("JobHandle", "BatchHandle", "DeadLetters"),
+    "producer.async_handles": ("AsyncJobHandle", "AsyncBatchHandle", "AsyncDeadLetters"),
+    "producer.dead_flows": ("Replay",),
+    "producer.wire.dead_letters": ("DeadLetter", "OpenedLetter"),
+    "producer.wire.protocol": tuple(__all__[__all__.index("Job") : __all__.index("PagemillError")]),
+    "producer.wire.errors": tuple(__all__[__all__.index("PagemillError") :]),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

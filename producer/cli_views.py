@@ -112,6 +112,7 @@ def print_queue(queue: str, stats: QueueStats, as_json: bool) -> None:
             "counts": stats.counts,
             "leases": stats.leases,
             "dead": stats.dead,
+            "followers": stats.followers,
             "waiting": waiting,
         }
         typer.echo(json.dumps(document))
@@ -123,6 +124,8 @@ def print_queue(queue: str, stats: QueueStats, as_json: bool) -> None:
             ("paused", "yes" if stats.paused else "no"),
             *((state, stats.counts[state]) for state in _STATES if state in stats.counts),
             ("leases", stats.leases),
+            ("dead letters", stats.dead),
+            ("waiting for an equal job", stats.followers),
         ],
     )
     if waiting:

@@ -38,6 +38,11 @@ class Recipe:
     def _system(self) -> PromptTemplate | None:
         return None if self.system is None else PromptTemplate(self.system)
 
+    @cached_property
+    def _is_repeatable(self) -> bool:
+        """Equal jobs, perhaps of another run that goes on, come out the same."""
+        return self.fields.get("temperature") == 0 or self.fields.get("seed") is not None
+
     def check(self, first: Row | None) -> None:
         """Raise DatasetError for a recipe that no row can succeed with, before anything is submitted."""
         probe = {"prompt": "x", "model": self.model, **self.fields}
@@ -63,7 +68,8 @@ class Recipe:
             return row.error
         assert row.fields is not None
         try:
-            return Job.parse({"model": self.model, **self.fields, **self._prompt(row.fields)})
+            fields = {"dedupe": self._is_repeatable, "model": self.model, **self.fields}
+            return Job.parse(fields | self._prompt(row.fields))
         except TemplateFailed as error:
             return RowError("template_error", str(error), raw_text(row.fields))
         except InvalidJob as error:

@@ -47,6 +47,8 @@ def print_history(job: JobHistory) -> None:
         "model": job.model + ("" if job.live_workers else " (no live worker serves it)"),
         "queue": f"{job.queue}, tenant {job.tenant}, priority {job.priority}",
         "batch": " ".join(filter(None, (job.batch, job.key))),
+        "shares the end of": job.leader or "",
+        "replay of": job.replay_of or "",
         "failed attempts": str(job.attempts_failed or ""),
         "crashes": str(job.crashes or ""),
         "progress": _progress(job),

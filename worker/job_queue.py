@@ -73,6 +73,19 @@ class Connectivity:
                 )
 
 
+class ReaderConnectivity(Connectivity):
+    """For who only reads the queue: it holds no jobs and no results, and says itself what an outage means."""
+
+    def __init__(self) -> None:
+        super().__init__(WorkerCounters())
+
+    def succeeded(self) -> None:
+        pass
+
+    def failed(self, error: RedisUnavailable) -> None:
+        pass
+
+
 class Backoff:
     """Growing pauses between tries, with jitter so that workers do not return in step."""
 

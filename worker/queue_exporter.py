@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 
-from monitoring.counters import WorkerCounters
 from monitoring.queue_exposition import QueueExposition, QueueReadings
 from monitoring.queue_figures import QueueFigures
 from producer.wire import keys
@@ -19,7 +18,7 @@ from producer.wire.connecting import open_client
 from producer.wire.errors import RedisUnavailable
 from producer.wire.transport import wrap_errors
 from worker.http import Health, Probes, StatusServer
-from worker.job_queue import Connectivity, JobQueue, ServerClock
+from worker.job_queue import JobQueue, ReaderConnectivity, ServerClock
 from worker.queue_reader import QueueReader
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ class QueueSet:
         self._finds_all = not names
         self._discover_every_s = discover_every_s
         self._discover_at = 0.0
-        self._connectivity = Connectivity(WorkerCounters())
+        self._connectivity = ReaderConnectivity()
         self._readers: dict[str, tuple[JobQueue, ServerClock, QueueReader]] = {}
         self._errors = 0
         for name in names:

@@ -8,13 +8,12 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from monitoring.counters import WorkerCounters
 from monitoring.queue_figures import QueueFigures
 from monitoring.top import TopView, WorkerLine
 from producer.wire import registry
 from producer.wire.errors import RedisUnavailable
 from producer.wire.registry import WorkerInfo
-from worker.job_queue import Connectivity, JobQueue
+from worker.job_queue import JobQueue, ReaderConnectivity
 from worker.queue_reader import queue_figures
 
 HTTP_TIMEOUT_S = 5.0
@@ -30,9 +29,7 @@ class TopSource:
         self._url = url
         self._worker_id = worker_id
         self._queue = (
-            None
-            if redis_url is None
-            else JobQueue(redis_url, queue, "top", 0, Connectivity(WorkerCounters()))
+            None if redis_url is None else JobQueue(redis_url, queue, "top", 0, ReaderConnectivity())
         )
 
     def read(self) -> TopView:

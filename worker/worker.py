@@ -265,7 +265,7 @@ class Worker:
         """None where strangers could see it and nobody asked for it."""
         if not (self.config.live_page or is_loopback(self.config.http_host)):
             return None
-        return LivePage(self._live, self.config.live_page_names())
+        return LivePage(self._live, [self.config.http_host, *self.config.live_page_names()])
 
     def _live_sources(self) -> LiveSources:
         view = LiveView(self.table, self._clock, show_prompts=self.config.show_prompts)

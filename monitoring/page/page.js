@@ -116,7 +116,7 @@ function showTables({ jobs, ends, errors }) {
 }
 
 function append(point) {
-  if (!history || point.time <= history.time[history.time.length - 1]) return;
+  if (!history || !point || point.time <= history.time[history.time.length - 1]) return;
   for (const [name, values] of Object.entries(history)) {
     values.push(point[name]);
     if (values.length > 600) values.shift();

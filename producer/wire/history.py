@@ -44,6 +44,10 @@ class JobHistory(WireModel):
     priority: str
     batch: str | None
     key: str | None
+    leader: str | None
+    """The equal job whose end it shares; it does not run itself."""
+    replay_of: str | None
+    """The dead job that it runs again."""
     created_at: float
     finished_at: float | None
     deadline: float | None
@@ -83,6 +87,8 @@ def _history(queue: str, job_id: str, reply: list[Any]) -> JobHistory | None:
         priority=priority,
         batch=record.get("batch"),
         key=record.get("key"),
+        leader=record.get("leader"),
+        replay_of=record.get("replay_of"),
         created_at=int(record["created_at"]) / 1000,
         finished_at=_seconds(record.get("finished_at")),
         deadline=_seconds(record.get("deadline")),

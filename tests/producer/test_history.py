@@ -120,6 +120,15 @@ def test_it_goes_with_the_record(queue: Queue) -> None:
     assert queue.client.pttl(f"{queue.prefix}history:a") > 0
 
 
+def test_a_follower_names_its_leader(queue: Queue) -> None:
+    queue.submit("a", "b", dedupe=True, temperature=0.0)
+    leader = queue.pull_one()
+    follower = "b" if leader.job_id == "a" else "a"
+    assert (read(queue, follower).leader, read(queue, follower).executions) == (leader.job_id, ())
+    queue.commit(leader)
+    assert (read(queue, follower).state, outcomes(queue, follower)) == ("succeeded", [])
+
+
 def test_it_says_how_many_workers_serve_the_model(queue: Queue) -> None:
     queue.submit("a")
     assert read(queue, "a").live_workers == 0

@@ -16,7 +16,7 @@ from engine.execution.echo import EchoRunner, EchoStep
 from engine.llm import LLM
 from engine.outputs import RequestOutput
 from engine.plan import StepPlan, StepResult
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, StructuredOutputs
 
 
 @pytest.fixture(params=[False, True], ids=["depth 0", "depth 1"])
@@ -124,6 +124,16 @@ def test_nothing_stops_a_sample_before_min_tokens(llm: LLM) -> None:
     assert stopped(llm, "aXbXc", stop=("X",), min_tokens=2)[0] == "a"
     assert stopped(llm, "aXbXc", stop_token_ids=(ord("X"),), min_tokens=3)[:3] == ("aXb", "stop", ord("X"))
     assert stopped(llm, "ab", min_tokens=5) == ("ababa", "stop", None, 6)
+
+
+def test_forced_tokens_stop_nothing_before_min_tokens(llm: LLM) -> None:
+    """A label arrives as one token and many forced ones: each counts as if it had come alone."""
+    shape = StructuredOutputs(choice=("aXbXc", "d"))
+
+    def text(min_tokens: int) -> str:
+        return stopped(llm, "aXbXc", stop=("X",), min_tokens=min_tokens, structured_outputs=shape)[0]
+
+    assert [text(min_tokens) for min_tokens in (0, 2, 3, 4, 5)] == ["a", "a", "aXb", "aXb", "aXbXc"]
 
 
 def test_a_stop_token_is_a_token_but_no_text(llm: LLM) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.execution import sampler
 from engine.execution.sampler import Sampler, SamplerOutput, SampleWork
 from engine.llm import LLM
 from engine.plan import NewRow, Sample
@@ -51,7 +52,12 @@ def greedy(logits: torch.Tensor, tokens: tuple[int, ...] = (0,), prompt: int = 1
 
 def exact_probabilities(params: SamplingParams) -> list[float]:
     """By the definitions, one token at a time, in double precision."""
-    scaled = (LOGITS.double() / params.temperature).softmax(0).tolist()
+    logits = LOGITS.double()
+    for token, bias in params.logit_bias.items():
+        logits[token] += bias
+    if params.allowed_token_ids is not None:
+        logits[[token for token in range(len(logits)) if token not in params.allowed_token_ids]] = -torch.inf
+    scaled = (logits / params.temperature).softmax(0).tolist()
     ordered = sorted(range(len(scaled)), key=lambda token: -scaled[token])
     if params.top_k > 0:
         ordered = ordered[: params.top_k]
@@ -81,6 +87,12 @@ def exact_probabilities(params: SamplingParams) -> list[float]:
         {"min_p": 0.3},
         {"top_k": 4, "top_p": 0.8},
         {"temperature": 1.5, "top_k": 6, "top_p": 0.9, "min_p": 0.2},
+        {"top_p": 0.95, "min_p": 0.1},
+        {"top_k": 3, "min_p": 0.2},
+        {"temperature": 0.7, "top_k": 5, "top_p": 0.7, "min_p": 0.05},
+        {"temperature": 3.0, "top_p": 0.99},
+        {"temperature": 0.8, "logit_bias": {6: 4.0, 1: -1.0}},
+        {"allowed_token_ids": (0, 4, 6, 7), "top_p": 0.9, "temperature": 2.0},
     ],
     ids=str,
 )
@@ -207,6 +219,15 @@ def test_logprobs_zero_gives_the_chosen_token_alone() -> None:
     assert output.logprobs[0][0].top == []
 
 
+def test_a_draw_is_the_same_among_few_tokens_and_among_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(32, 3000)
+    work = [make_work(SamplingParams(top_k=1 + 13 * row), row=row, seed=row) for row in range(32)]
+    among_few = sample(logits, work).token_ids
+    monkeypatch.setattr(sampler, "_MAX_LEFT", 0)
+    assert torch.equal(sample(logits, work).token_ids, among_few)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(tmp_path_factory.mktemp("tiny"))
@@ -223,7 +244,14 @@ def params_of(number: int) -> SamplingParams:
         max_tokens=12,
         temperature=1.0 + 0.2 * number,
         top_p=0.9,
+        top_k=(0, 40)[number % 2],
+        min_p=0.01 * number,
         repetition_penalty=1.1,
+        frequency_penalty=0.1 * number,
+        presence_penalty=(0.3, 0.0, -0.2)[number % 3],
+        logit_bias={7: 2.0} if number == 4 else {},
+        allowed_token_ids=tuple(range(60)) if number == 5 else None,
+        logprobs=number % 3,
         ignore_eos=True,
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.config import SchedulerConfig
 from engine.outputs import FinishReason
-from engine.plan import StepPlan
+from engine.plan import StepPlan, StepResult
 from engine.sampling_params import SamplingParams
 from engine.scheduling.request import Grammar, Request, Sequence, SequenceStatus, SequenceUpdate
 from engine.scheduling.scheduler import Scheduler
@@ -46,6 +46,31 @@ def make_request(
         for index in range(sampling.num_sequences)
     ]
     return request
+
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+"""Two blocks of four, the second not full."""
+
+
+def result(plan: StepPlan, *token_ids: int, invalid: frozenset[int] = frozenset()) -> StepResult:
+    """What a step sampled, dictated by the test."""
+    return StepResult(plan.step_id, [[token] for token in token_ids], invalid=invalid)
+
+
+def tokens_by_row(plan: StepPlan) -> dict[int, int]:
+    return {work.row: work.num_tokens for work in plan.work}
+
+
+def expected(harness: Harness, request: Request, index: int = 0) -> tuple[list[int], str]:
+    """The oracle's output and finish reason for one sample."""
+    limit = len(request.prompt_token_ids) + request.max_tokens
+    return harness.oracle.generate(request.prompt_token_ids, request.params, request.seed, index, limit)
+
+
+def schedule(harness: Harness) -> StepPlan:
+    plan = harness.schedule()
+    assert plan is not None
+    return plan
 
 
 class ScriptGrammar:

@@ -16,13 +16,11 @@ from engine.llm import LLM
 from engine.plan import RowWork, StepPlan
 from engine.sampling_params import SamplingParams
 from engine.scheduling.preemption_cost import PreemptionCost
-from engine.scheduling.request import Request, Sequence, SequenceStatus
+from engine.scheduling.request import Sequence, SequenceStatus
 from engine.scheduling.swap_space import HostBlock, SwapQuote
 from kernels.layer_cache import allocate_layer
-from tests.engine.scheduler_harness import Harness, make_config, make_request
+from tests.engine.scheduler_harness import PROMPT, Harness, expected, make_config, make_request
 from tests.engine.tiny_model import VOCAB_SIZE, save_tiny_llama
-
-PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
 
 def always(quote: SwapQuote, victims: Any) -> bool:
@@ -35,11 +33,6 @@ def swapping(**changes: object) -> Harness:
     harness = Harness(make_config(**(settings | changes)))
     harness.scheduler.preemption.cost.prefers_swap = always  # type: ignore[method-assign]
     return harness
-
-
-def expected(harness: Harness, request: Request, index: int = 0) -> list[int]:
-    limit = len(request.prompt_token_ids) + request.max_tokens
-    return harness.oracle.generate(request.prompt_token_ids, request.params, request.seed, index, limit)[0]
 
 
 def run_until(harness: Harness, condition: Callable[[], object]) -> None:
@@ -78,7 +71,7 @@ class TestScheduling:
         assert [work.start for work in plan.work if work.row == new.row] == [num_computed]
         harness.run()
         for request in (old, young.request):
-            assert request.sequences[0].output_token_ids == expected(harness, request)
+            assert request.sequences[0].output_token_ids == expected(harness, request)[0]
         stats = harness.scheduler.stats()
         assert (stats.recomputed_tokens, stats.preempted_tokens) == (0, 0)
         kv = harness.scheduler.kv_stats()
@@ -106,7 +99,7 @@ class TestScheduling:
         pool = harness.scheduler.kv_cache.pool
         assert [pool.blocks[block_id].ref_count for block_id in first.block_ids[:2]] == [2, 2]
         harness.run()
-        assert [s.output_token_ids for s in pair.sequences] == [expected(harness, pair, i) for i in (0, 1)]
+        assert [s.output_token_ids for s in pair.sequences] == [expected(harness, pair, i)[0] for i in (0, 1)]
 
     def test_blocks_that_the_prefix_cache_still_holds_are_not_copied_back(self) -> None:
         harness = swapping(enable_prefix_caching=True)
@@ -116,7 +109,7 @@ class TestScheduling:
         kv = harness.scheduler.kv_stats()
         assert harness.scheduler.stats().swap_preemptions > 0
         assert kv.swapped_in_blocks < kv.swapped_out_blocks
-        assert young.sequences[0].output_token_ids == expected(harness, young)
+        assert young.sequences[0].output_token_ids == expected(harness, young)[0]
 
     def test_a_full_host_pool_means_computing_again(self) -> None:
         harness = swapping(num_host_blocks=1)
@@ -127,7 +120,7 @@ class TestScheduling:
         assert stats.preemptions > 0
         assert stats.recomputed_tokens == stats.preempted_tokens > 0
         for request in requests:
-            assert request.sequences[0].output_token_ids == expected(harness, request)
+            assert request.sequences[0].output_token_ids == expected(harness, request)[0]
 
     def test_an_aborted_swapped_request_leaves_nothing_on_the_host(self) -> None:
         harness = swapping()
@@ -145,7 +138,7 @@ class TestScheduling:
             requests = [harness.add(make_request(name, PROMPT, max_tokens=10)) for name in "ab"]
             harness.run()
             for request in requests:
-                assert request.sequences[0].output_token_ids == expected(harness, request)
+                assert request.sequences[0].output_token_ids == expected(harness, request)[0]
 
     def test_beams_go_together_and_come_back_together(self) -> None:
         harness = swapping(num_kv_blocks=14, num_host_blocks=20)

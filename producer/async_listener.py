@@ -11,7 +11,7 @@ from typing import Any
 import redis
 
 from producer.listener import IDLE_EXIT_S, RECONNECT_PAUSE_S
-from producer.waiting import POLL_CHUNK, WaitingRoom, topic_of
+from producer.waiting import LEASE_PATIENCE_MS, POLL_CHUNK, WaitingRoom, topic_of
 from producer.wire import keys, reading, transitions
 from producer.wire.errors import PagemillError, RedisUnavailable
 from producer.wire.transport import AsyncTransport, wrap_errors
@@ -84,7 +84,7 @@ class AsyncListener:
 
     async def _poll(self) -> None:
         if self._room.is_sweep_due():
-            await self._transport.run(transitions.sweep(self._queue))
+            await self._transport.run(transitions.sweep(self._queue, patience_ms=LEASE_PATIENCE_MS))
         due = self._room.due()
         for start in range(0, len(due), POLL_CHUNK):
             chunk = due[start : start + POLL_CHUNK]

@@ -9,7 +9,7 @@ from typing import Any
 
 import redis
 
-from producer.waiting import POLL_CHUNK, WaitingRoom, topic_of
+from producer.waiting import LEASE_PATIENCE_MS, POLL_CHUNK, WaitingRoom, topic_of
 from producer.wire import keys, reading, transitions
 from producer.wire.errors import PagemillError, RedisUnavailable
 from producer.wire.transport import SyncTransport, wrap_errors
@@ -101,7 +101,7 @@ class Listener:
 
     def _poll(self) -> None:
         if self._room.is_sweep_due():
-            self._transport.run(transitions.sweep(self._queue))
+            self._transport.run(transitions.sweep(self._queue, patience_ms=LEASE_PATIENCE_MS))
         due = self._room.due()
         for start in range(0, len(due), POLL_CHUNK):
             chunk = due[start : start + POLL_CHUNK]

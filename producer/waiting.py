@@ -14,6 +14,8 @@ IDLE_TICK_S = 0.25
 POLL_CHUNK = 500
 SWEEP_S = 1.0
 """While anybody waits, time is run for the queue: a deadline passes though no worker lives."""
+LEASE_PATIENCE_MS = 10_000
+"""Lost leases are for workers to find. After an outage theirs have all lapsed, and they renew them first."""
 
 
 @dataclass(slots=True, eq=False)

@@ -310,9 +310,9 @@ def cancel(queue: str, job_ids: Sequence[str]) -> Call[list[CancelReply]]:
     return Call("cancel", (keys.prefix(queue),), tuple(job_ids), _words)
 
 
-def sweep(queue: str, limit: int = SWEEP_LIMIT) -> Call[SweepReply]:
+def sweep(queue: str, limit: int = SWEEP_LIMIT, patience_ms: int = 0) -> Call[SweepReply]:
     """Reclaim lapsed leases, promote due jobs, end what is past its deadline, purge what is past its time."""
-    return Call("sweep", (keys.prefix(queue),), (limit,), _sweep_reply)
+    return Call("sweep", (keys.prefix(queue),), (limit, patience_ms), _sweep_reply)
 
 
 def retry_delay(attempt: int) -> float:

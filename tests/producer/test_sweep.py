@@ -175,3 +175,13 @@ def test_the_worker_may_end_a_job_at_its_deadline(queue: Queue) -> None:
     assert queue.fail(queue.pull_one(), "expired") == "committed"
     assert queue.state("a") == "expired"
     assert "deadlines" not in queue.names()
+
+
+def test_a_patient_sweep_leaves_fresh_losses_to_workers(queue: Queue) -> None:
+    queue.submit("a")
+    queue.pull_one()
+    seconds, _ = queue.client.time()
+    queue.client.zadd(f"{queue.prefix}leases", {"a": (seconds - 5) * 1000})
+    assert queue.run(transitions.sweep(queue.name, patience_ms=10_000)).reclaimed == 0
+    queue.client.zadd(f"{queue.prefix}leases", {"a": (seconds - 15) * 1000})
+    assert queue.run(transitions.sweep(queue.name, patience_ms=10_000)).reclaimed == 1

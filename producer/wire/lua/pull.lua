@@ -130,7 +130,7 @@ local function settle()
   end
 end
 
-local swept = sweep(64)
+local swept = sweep(64, 0)
 local paused = meta[2] == '1'
 local limited = -1
 if rate then

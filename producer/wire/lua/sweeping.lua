@@ -34,8 +34,9 @@ local function cut_leases(limit)
   end
 end
 
-local function sweep_leases(limit, done)
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'leases', '-inf', int(NOW), 'LIMIT', 0, limit)) do
+local function sweep_leases(limit, patience, done)
+  local lapsed = redis.call('ZRANGEBYSCORE', P .. 'leases', '-inf', int(NOW - patience), 'LIMIT', 0, limit)
+  for _, id in ipairs(lapsed) do
     local job = load(id)
     local ending = job and (job.ending or (tonumber(job.deadline or math.huge) <= NOW and 'expired'))
     if not job or job.state ~= 'running' then
@@ -120,9 +121,9 @@ local function sweep_workers(limit)
 end
 
 -- Returns reclaimed, dead, cancelled, expired, promoted, and ms until the next delayed job is due (or -1).
-local function sweep(limit)
+local function sweep(limit, patience)
   local done = {reclaimed = 0, dead = 0, cancelled = 0, expired = 0, promoted = 0}
-  sweep_leases(limit, done)
+  sweep_leases(limit, patience, done)
   cut_leases(limit)
   sweep_deadlines(limit, done)
   sweep_delayed(limit, done)

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from engine.errors import PromptTooLong
 from engine.execution import model_runner
 from engine.execution.families.registry import FAMILIES
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
-from tests.engine.families.native_cases import NATIVE_CASES
+from tests.engine.families.native_cases import NATIVE_CASES, mpt
 from tests.engine.families.remote_cases import REMOTE_CASES
-from tests.engine.families.tiny import NUM_OUTPUT_TOKENS, PROMPTS, TinyCheckpoint
+from tests.engine.families.tiny import NUM_OUTPUT_TOKENS, PROMPTS, VOCAB_SIZE, TinyCheckpoint
 
 CASES = NATIVE_CASES | REMOTE_CASES
 # Prompts in chunks, blocks half full, rows that come and go.
@@ -72,6 +73,22 @@ def test_half_precision_stays_close_to_the_reference(case: str, tmp_path: Path) 
     assert sum(firsts) >= len(PROMPTS) - 2
 
 
+@pytest.mark.parametrize("case", ["bloom", "mpt", "baichuan 13b"])
+def test_alibi_reaches_past_the_trained_context(case: str, tmp_path: Path) -> None:
+    checkpoint = CASES[case]()
+    directory = checkpoint.write(tmp_path)
+    prompt = [(7 * i + 3) % VOCAB_SIZE for i in range(140)]
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
+    with pytest.raises(PromptTooLong):
+        make_llm(directory, checkpoint, num_kv_blocks=64).generate([prompt], params, use_tqdm=False)
+    if case == "mpt":  # transformers builds its biases for this many positions
+        checkpoint = mpt(max_seq_len=160)
+    llm = make_llm(directory, checkpoint, num_kv_blocks=64, max_model_len=160)
+    assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == checkpoint.complete(
+        prompt
+    )
+
+
 def test_every_model_type_has_a_case() -> None:
     tested = {CASES[case]().config["model_type"] for case in CASES}
     assert tested == {kind for family in FAMILIES for kind in family.model_types}
@@ -125,3 +142,21 @@ def test_batch_invariance_is_bitwise(case: str, tmp_path: Path) -> None:
     alone = make_llm(tmp_path, checkpoint, **options)
     crowd = make_llm(tmp_path, checkpoint, **(options | {"max_num_batched_tokens": 256}))
     assert [score(alone, [prompt])[0] for prompt in PROMPTS] == score(crowd, PROMPTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}], ids=str
+)
+@pytest.mark.parametrize("case", CASES)
+def test_quantised_numbers_stay_close_to_the_reference(
+    case: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Every family's layers and caches can be quantised; tiny random models feel it more than real ones."""
+    checkpoint = CASES[case]()
+    checkpoint.write(tmp_path)
+    outputs = run(make_llm(tmp_path, checkpoint, num_kv_blocks=128, block_size=8, **options))
+    firsts = [
+        output[0] == checkpoint.complete(prompt)[0] for output, prompt in zip(outputs, PROMPTS, strict=True)
+    ]
+    assert sum(firsts) >= len(PROMPTS) - 3

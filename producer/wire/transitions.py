@@ -311,7 +311,10 @@ def cancel(queue: str, job_ids: Sequence[str]) -> Call[list[CancelReply]]:
 
 
 def sweep(queue: str, limit: int = SWEEP_LIMIT, patience_ms: int = 0) -> Call[SweepReply]:
-    """Reclaim lapsed leases, promote due jobs, end what is past its deadline, purge what is past its time."""
+    """Reclaim lapsed leases, promote due jobs, end what is past its deadline, purge what is past its time.
+
+    `patience_ms`: leases that lapsed later than that are left alone.
+    """
     return Call("sweep", (keys.prefix(queue),), (limit, patience_ms), _sweep_reply)
 
 

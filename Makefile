@@ -65,6 +65,8 @@ check-all:
 
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks
+	@$(BIN)/python -m benchmarks.queue
+	@$(BIN)/python -m benchmarks.affinity
 
 format: $(STAMP)
 	@$(BIN)/ruff format .

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from typing import Any, cast
 
@@ -18,11 +17,8 @@ from monitoring.queue_figures import (
     WorkerStage,
 )
 from producer.wire import registry
-from producer.wire.errors import RedisUnavailable
 from producer.wire.registry import QueueStats, WorkerInfo
 from worker.job_queue import JobQueue, ServerClock
-
-logger = logging.getLogger(__name__)
 
 
 class QueueReader:
@@ -32,27 +28,15 @@ class QueueReader:
         self._queue = queue
         self._clock = clock
         self._drain = DrainEstimate()
-        self._may_ask_server = True
 
     def read(self) -> QueueFigures:
         """The figures of this moment. Raises RedisUnavailable."""
         name = self._queue.queue
         stats = self._queue.run(registry.stats(name))
         workers = self._queue.run(registry.workers(name))
-        figures = queue_figures(name, stats, workers, self._server(), self._clock.now())
+        server = server_figures(self._queue.server_info())
+        figures = queue_figures(name, stats, workers, server, self._clock.now())
         return figures.with_drain(self._drain.update(figures))
-
-    def _server(self) -> ServerFigures | None:
-        if not self._may_ask_server:
-            return None
-        try:
-            return server_figures(self._queue.server_info())
-        except RedisUnavailable:
-            raise
-        except Exception:
-            self._may_ask_server = False
-            logger.info("the server does not say how it is (INFO is refused); its figures are not exported")
-            return None
 
 
 def queue_figures(

@@ -1,0 +1,99 @@
+"""What a scrape learns of a queue, from a real server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from monitoring.counters import WorkerCounters
+from producer.wire import transitions
+from producer.wire.registry import WorkerInfo, heartbeat
+from tests.worker.harness import QueueClient
+from worker.job_queue import Connectivity, JobQueue, ServerClock
+from worker.queue_reader import QueueReader, server_figures
+
+
+@pytest.fixture
+def reader(client: QueueClient) -> Iterator[QueueReader]:
+    queue = JobQueue(client.url, client.queue, "w", 1000, Connectivity(WorkerCounters()))
+    yield QueueReader(queue, ServerClock())
+    queue.close()
+
+
+def test_an_empty_queue_has_figures_too(reader: QueueReader) -> None:
+    figures = reader.read()
+    assert (figures.submitted, figures.running, figures.dead, figures.paused) == (0, 0, 0, False)
+    assert figures.models == ()
+    assert figures.drain_seconds == 0.0
+
+
+def test_jobs_are_counted_by_model_and_priority_and_over_tenants(
+    client: QueueClient, reader: QueueReader
+) -> None:
+    client.submit(
+        {"prompt": "a", "tenant": "one", "priority": "high"},
+        {"prompt": "b", "tenant": "two", "priority": "high"},
+        {"prompt": "c", "model": "other-model", "priority": "low"},
+        {"prompt": "d", "delay": 1000},
+    )
+    client.cancel(*client.submit({"prompt": "e"}))
+    client.pause()
+    figures = reader.read()
+    assert figures.queue == client.queue
+    assert figures.waiting == {("echo", "high"): 2, ("other-model", "low"): 1}
+    assert set(figures.oldest_age_seconds) == set(figures.waiting)
+    assert min(figures.oldest_age_seconds.values()) >= 0
+    assert (figures.delayed, figures.running, figures.leases) == (1, 0, 0)
+    assert figures.submitted == 5
+    assert figures.ended["cancelled"] == 1
+    assert sum(figures.ended.values()) == 1
+    assert figures.paused
+
+
+def test_what_is_pulled_is_running_and_leased(client: QueueClient, reader: QueueReader) -> None:
+    client.submit({"prompt": "a"}, {"prompt": "b"})
+    client.run(transitions.pull(client.queue, "w", ["echo"], 1, 1000))
+    figures = reader.read()
+    assert (figures.running, figures.leases) == (1, 1)
+    assert figures.waiting == {("echo", "normal"): 1}
+
+
+def test_workers_are_counted_by_stage_and_only_ready_ones_serve(
+    client: QueueClient, reader: QueueReader
+) -> None:
+    for number, state in enumerate(("ready", "ready", "loading", "draining", "a state of next year")):
+        info = WorkerInfo(id=f"w{number}", models=("echo",), state=state)
+        client.run(heartbeat(client.queue, info))
+    figures = reader.read()
+    assert figures.workers == {"ready": 2, "loading": 1, "draining": 1, "unwell": 0}
+    assert figures.serving == {"echo": 2}
+
+
+def test_the_drain_estimate_needs_ends(client: QueueClient, reader: QueueReader) -> None:
+    job_ids = client.submit(*({"prompt": "a"} for _ in range(10)))
+    assert reader.read().drain_seconds is None
+    client.cancel(*job_ids[:5])
+    time.sleep(1.1)
+    estimate = reader.read().drain_seconds
+    assert estimate is not None
+    assert estimate > 1.0
+
+
+def test_the_server_tells_how_it_is(reader: QueueReader) -> None:
+    server = reader.read().server
+    assert server is not None
+    assert server.memory_used_bytes is not None
+    assert server.memory_used_bytes > 100_000
+    assert server.aof_enabled is True
+    assert server.evicted_keys == 0
+    assert server.connected_clients is not None
+    assert server.connected_clients >= 1
+
+
+def test_what_the_server_hides_is_unknown() -> None:
+    hidden = server_figures({"redis_version": "7.0.15", "used_memory": 5, "maxmemory": "no number"})
+    assert hidden.memory_used_bytes == 5
+    assert hidden.memory_max_bytes is None
+    assert hidden.aof_enabled is None

@@ -45,7 +45,7 @@ def check_all_ended_once(client: QueueClient, ids: list[str], texts: list[str]) 
 
 
 def commits(*processes: ForkedWorker) -> int:
-    return sum(len(re.findall(r"job succeeded|job \w+: succeeded", process.log())) for process in processes)
+    return sum(len(re.findall("job succeeded", process.log())) for process in processes)
 
 
 def test_sigkill_in_the_middle_of_100_jobs_and_a_restart(client: QueueClient, spawn: Spawn) -> None:
@@ -92,17 +92,16 @@ def test_workers_are_killed_at_random_points(kills: int, client: QueueClient, sp
 
 
 def test_a_frozen_worker_is_fenced_when_it_thaws(client: QueueClient, spawn: Spawn) -> None:
-    texts = prompts(32)
+    texts = prompts()
     ids = submit(client, texts)
     frozen = spawn()
-    eventually(lambda: client.counts("all").running >= 10, "the first worker to be busy")
-    eventually(lambda: sum(client.generated(job_id) > 0 for job_id in ids) >= 5, "tokens on record")
+    eventually(lambda: running_and_ended(client), "the middle of the run")
     frozen.signal(signal.SIGSTOP)
     rescuer = spawn()
     eventually(lambda: commits(rescuer) >= 5, "the other worker to take over")
     frozen.signal(signal.SIGCONT)
     check_all_ended_once(client, ids, texts)
-    eventually(lambda: "lost its lease" in frozen.log() or "lease was lost" in frozen.log(), "the thaw")
+    eventually(lambda: "lost its lease" in frozen.log(), "the thawed worker to notice")
 
 
 def test_a_hung_engine_loses_its_jobs_to_a_healthy_one(client: QueueClient, spawn: Spawn) -> None:

@@ -170,6 +170,17 @@ def test_a_group_is_limited(valkey_queue: Queue) -> None:
     assert queue.run(registry.stats(queue.name)).counts["succeeded"] == 300
 
 
+def test_a_whole_batch_is_cancelled(queue: Queue) -> None:
+    with Producer(queue.url, queue=queue.name) as producer:
+        batch = producer.submit_many({"prompt": "p", "model": "m"} | GREEDY for _ in range(600))
+        (first, *_) = queue.pull(1)
+        assert batch.cancel() == 600
+        assert batch.counts().cancelled == 599
+        assert queue.commit(first) == "cancelled"
+        assert batch.counts().cancelled == 600
+    assert left_behind(queue) == set()
+
+
 def test_through_a_producer(queue: Queue) -> None:
     fields = {"prompt": "p", "model": "m"} | GREEDY
     with Producer(queue.url, queue=queue.name) as producer:

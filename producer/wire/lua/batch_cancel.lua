@@ -5,8 +5,9 @@
 -- @include cancelling
 local ids = redis.call('LRANGE', P .. 'bjobs:' .. ARGV[1], ARGV[2], ARGV[2] + ARGV[3] - 1)
 local stopped = 0
-for _, id in ipairs(ids) do
-  local became = cancel(id)
+-- The last first: followers before their leader, so that none is made to lead only to be cancelled next.
+for i = #ids, 1, -1 do
+  local became = cancel(ids[i])
   if became == 'cancelled' or became == 'requested' then
     stopped = stopped + 1
   end

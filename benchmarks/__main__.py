@@ -100,7 +100,7 @@ def _parse() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")
     parser.add_argument(
-        "--install-peers", action="store_true", help="make vLLM's environment (some 2 GB), and stop"
+        "--install-peers", action="store_true", help="make the peers' environments (some 4 GB), and stop"
     )
     arguments = parser.parse_args()
     if arguments.rounds < 1 or not 0.0 < arguments.share <= 1.0:
@@ -117,15 +117,15 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def _install_peers(console: Console) -> int:
-    console.print(
-        f"installing {peers.VLLM_REQUIREMENT} into {peers.environment_directory()}, several minutes"
-    )
-    try:
-        peers.install()
-    except (subprocess.CalledProcessError, RuntimeError) as error:
-        print(f"vLLM could not be installed: {error}", file=sys.stderr)
-        return 1
-    return 0
+    failed = 0
+    for peer in peers.PEERS:
+        console.print(f"installing {' '.join(peer.requirements)} into {peer.directory()}, several minutes")
+        try:
+            peer.install()
+        except (subprocess.CalledProcessError, RuntimeError) as error:
+            print(f"{peer.name} could not be installed: {error}", file=sys.stderr)
+            failed = 1
+    return failed
 
 
 def _model_directory(model: str) -> Path:

@@ -1,4 +1,4 @@
-"""How many output tokens per second, beside static batches and vLLM, from the same requests and weights?
+"""How many output tokens per second, beside static batches, vLLM and OpenVINO, from the same requests and weights?
 
 Every engine runs in a fresh process of its own, one at a time; the rounds are interleaved (A, B, C, then A, B,
 C again), so that a slow minute of the machine does not fall on one engine alone. Ratios are taken in a round.
@@ -34,11 +34,22 @@ class Contender:
     name: str
     module: str
     description: str
+    peer: peers.Peer | None = None
+    """Whose environment it runs in; None: ours."""
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 CONTENDERS = (
     Contender(SUBJECT, "benchmarks.engine", "this engine, offline"),
-    Contender("vllm", "benchmarks.peers", "vLLM's CPU build, offline"),
+    Contender("vllm", "benchmarks.vllm_peer", "vLLM's CPU build, offline", peers.VLLM),
+    Contender("openvino", "benchmarks.openvino_peer", "OpenVINO GenAI, fp32", peers.OPENVINO),
+    Contender(
+        "openvino-int8",
+        "benchmarks.openvino_peer",
+        "OpenVINO GenAI, int8 weights",
+        peers.OPENVINO,
+        (("PAGEMILL_BENCH_OPENVINO_WEIGHTS", "int8"),),
+    ),
     Contender(REFERENCE, "benchmarks.baselines", "generate(), static FIFO batches of 16"),
 )
 
@@ -78,12 +89,13 @@ class Measurements:
 def available_contenders(names: Sequence[str]) -> list[Contender]:
     """The contenders asked for that can run here; says on stderr which one is missing and how to get it."""
     chosen = [contender for contender in CONTENDERS if contender.name in names]
-    if any(contender.name == "vllm" for contender in chosen) and peers.python() is None:
-        print(
-            "vllm: no environment for it; make one with: python -m benchmarks --install-peers",
-            file=sys.stderr,
-        )
-        chosen = [contender for contender in chosen if contender.name != "vllm"]
+    for peer in {contender.peer for contender in chosen if contender.peer is not None}:
+        if peer.python() is None:
+            print(
+                f"{peer.name}: no environment for it; make one with: python -m benchmarks --install-peers",
+                file=sys.stderr,
+            )
+            chosen = [contender for contender in chosen if contender.peer is not peer]
     return chosen
 
 
@@ -172,10 +184,13 @@ def summary(measurements: Measurements, workloads: Sequence[Workload]) -> dict[s
 
 def _measure(contender: Contender, request: Request) -> dict[str, Any]:
     interpreter, environment = Path(sys.executable), None
-    if contender.name == "vllm":
-        found = peers.python()
-        assert found is not None, "available_contenders() lets vLLM through only when its environment works"
-        interpreter, environment = found, peers.process_environment(request.kv_cache_memory_bytes)
+    if contender.peer is not None:
+        found = contender.peer.python()
+        assert found is not None, (
+            "available_contenders() lets peers through only when their environment works"
+        )
+        interpreter = found
+        environment = peers.process_environment(request.kv_cache_memory_bytes) | dict(contender.environment)
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as directory:
         request_path, result_path = Path(directory, "request.json"), Path(directory, "result.json")
         request.write(request_path)

@@ -53,8 +53,7 @@ def print_status(status: JobStatus, as_json: bool) -> None:
         _print_model(status)
         return
     progress = status.progress
-    # The last progress written before the end may lack the last tokens: the result has the true counts.
-    is_current = progress.updated_at > 0 and not status.done
+    is_known = progress.updated_at > 0
     rows: list[tuple[str, Any]] = [
         ("id", status.id),
         ("state", status.state),
@@ -70,12 +69,14 @@ def print_status(status: JobStatus, as_json: bool) -> None:
         ("crashes", status.crashes or None),
         (
             "prompt",
-            f"{progress.prompt_tokens_done}/{progress.prompt_tokens} tokens" if is_current else None,
+            f"{progress.prompt_tokens_done}/{progress.prompt_tokens} tokens" if is_known else None,
         ),
         (
             "generated",
-            f"{progress.generated_tokens}/{progress.max_tokens} tokens" if is_current else None,
+            f"{progress.generated_tokens}/{progress.max_tokens} tokens" if is_known else None,
         ),
+        ("follows the equal job", status.leader),
+        ("replays", status.replay_of),
         ("error", status.error),
     ]
     print_rows((), [(name, value) for name, value in rows if value is not None])

@@ -89,16 +89,27 @@ class ChoiceGrammar:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledChoice:
+    """A trie, shared and read-only, as the beginning of any number of outputs."""
+
+    root: TrieNode
+
+    def start(self) -> ChoiceGrammar:
+        return ChoiceGrammar(self.root)
+
+
 class ChoiceCompiler:
-    """Tokenises labels and caches their tries; the trie is shared, read-only, between requests."""
+    """Tokenises labels and caches their tries. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, eos_token_id: int | None) -> None:
         self._tokenizer = tokenizer
         self._eos_token_id = eos_token_id
         self._trie = lru_cache(maxsize=256)(self._build)
 
-    def compile(self, labels: tuple[str, ...], prompt_token_ids: Sequence[int]) -> ChoiceGrammar:
-        return ChoiceGrammar(self._trie(labels, prompt_token_ids[-1] if prompt_token_ids else None))
+    def compile(self, labels: tuple[str, ...], prompt_token_ids: Sequence[int]) -> CompiledChoice:
+        """Raises `InvalidRequest`: see `build_choice_trie`."""
+        return CompiledChoice(self._trie(labels, prompt_token_ids[-1] if prompt_token_ids else None))
 
     def _build(self, labels: tuple[str, ...], last_token_id: int | None) -> TrieNode:
         return build_choice_trie([self._encode(label, last_token_id) for label in labels], self._eos_token_id)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceType
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.errors import EngineError, InvalidRequest, UnsupportedFeature
 from engine.outputs import Histogram, HistogramSnapshot, LabelValues
 from engine.sampling_params import StructuredOutputs
 from engine.scheduling.request import Grammar, Request
-from engine.structured_output.choice import ChoiceCompiler
+from engine.structured_output.choice import ChoiceCompiler, CompiledChoice
 from engine.structured_output.compiler import COMPILE_BUCKETS, SchemaCompiler
 from engine.structured_output.matcher import CompiledSchema
 from engine.structured_output.vocabulary import GrammarVocabulary
 from engine.tokenizer import Tokenizer
+
+_FEW_CHARACTERS = 2048
+"""Labels up to this size are tokenised at once, in about a millisecond."""
 
 
 class ReplayableGrammar(Grammar, Protocol):
@@ -25,10 +27,16 @@ class ReplayableGrammar(Grammar, Protocol):
         ...
 
 
+class Compiled(Protocol):
+    """What `structured_outputs` came to: the beginning of any number of outputs."""
+
+    def start(self) -> ReplayableGrammar: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     request: Request
-    schema: Future[CompiledSchema]
+    compiled: Future[CompiledSchema] | Future[CompiledChoice]
 
 
 class Grammars:
@@ -42,6 +50,7 @@ class Grammars:
         self._choices: ChoiceCompiler | None = None
         self._schemas: SchemaCompiler | None = None
         self._waiting: dict[str, _Waiting] = {}
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="pagemill-choices")
         if tokenizer is None:
             return
         self._choices = ChoiceCompiler(tokenizer, eos_token_ids[0] if eos_token_ids else None)
@@ -82,17 +91,14 @@ class Grammars:
         shape = request.params.structured_outputs
         if shape is None:
             return True
-        if shape.choice is not None:
-            if self._choices is None:
-                raise UnsupportedFeature("structured_outputs need a tokenizer, and this model has none")
-            labels, compiler, prompt = shape.choice, self._choices, request.prompt_token_ids
-            _start(request, lambda: compiler.compile(labels, prompt))
+        if shape.choice is not None and sum(map(len, shape.choice)) <= _FEW_CHARACTERS:
+            _start(request, self._compile_choice(shape.choice, request))
             return True
-        schema = self._compile(shape)
-        if not schema.done() or _failed_otherwise(schema):
-            self._waiting[request.request_id] = _Waiting(request, schema)
+        compiled = self._compile(shape, request)
+        if not compiled.done() or _failed_otherwise(compiled):
+            self._waiting[request.request_id] = _Waiting(request, compiled)
             return False
-        _start(request, schema.result().start)
+        _start(request, compiled.result())
         return True
 
     def compiled(self, timeout_s: float) -> list[tuple[Request, EngineError | None]]:
@@ -100,8 +106,9 @@ class Grammars:
         if not self._waiting:
             return []
         if timeout_s > 0:
-            wait((one.schema for one in self._waiting.values()), timeout_s, FIRST_COMPLETED)
-        ready = [one for one in self._waiting.values() if one.schema.done()]
+            pending: list[Future[Any]] = [one.compiled for one in self._waiting.values()]
+            wait(pending, timeout_s, FIRST_COMPLETED)
+        ready = [one for one in self._waiting.values() if one.compiled.done()]
         for one in ready:
             del self._waiting[one.request.request_id]
         return [(one.request, _start_or_error(one)) for one in ready]
@@ -111,7 +118,16 @@ class Grammars:
         waiting = self._waiting.pop(request_id, None)
         return None if waiting is None else waiting.request
 
-    def _compile(self, shape: StructuredOutputs) -> Future[CompiledSchema]:
+    def _compile_choice(self, labels: tuple[str, ...], request: Request) -> CompiledChoice:
+        if self._choices is None:
+            raise UnsupportedFeature("structured_outputs need a tokenizer, and this model has none")
+        return self._choices.compile(labels, request.prompt_token_ids)
+
+    def _compile(
+        self, shape: StructuredOutputs, request: Request
+    ) -> Future[CompiledSchema] | Future[CompiledChoice]:
+        if shape.choice is not None:
+            return self._threads.submit(self._compile_choice, shape.choice, request)
         if self._schemas is None:
             raise UnsupportedFeature(
                 "structured_outputs other than choice need a tokenizer that says which bytes its tokens stand "
@@ -124,22 +140,22 @@ class Grammars:
         raise AssertionError("StructuredOutputs checks that one of its fields is set")
 
 
-def _failed_otherwise(schema: Future[CompiledSchema]) -> bool:
+def _failed_otherwise(compiled: Future[CompiledSchema] | Future[CompiledChoice]) -> bool:
     """Not the schema is wrong, but something here: an end of that request, and no refusal."""
-    error = schema.exception()
+    error = compiled.exception()
     return error is not None and not isinstance(error, InvalidRequest)
 
 
-def _start(request: Request, start: Callable[[], ReplayableGrammar]) -> None:
+def _start(request: Request, compiled: Compiled) -> None:
     for sequence in request.live_sequences:
-        grammar = start()
+        grammar = compiled.start()
         grammar.replay(sequence.output_token_ids)
         sequence.grammar = grammar
 
 
 def _start_or_error(waiting: _Waiting) -> EngineError | None:
     try:
-        _start(waiting.request, waiting.schema.result().start)
+        _start(waiting.request, waiting.compiled.result())
     except InvalidRequest as error:
         return error
     except Exception as error:  # the process that tries schemas out can't run here: nobody else is harmed

@@ -113,6 +113,19 @@ def test_others_go_on_while_a_schema_is_compiled(llm: LLM) -> None:
     assert written["quick"] == "quick"
 
 
+def test_many_labels_are_tokenised_beside_the_steps(llm: LLM) -> None:
+    labels = tuple(f"label number {number:04}" for number in range(400))
+    engine = llm.engine
+    shape = shaped(choice=labels)
+    prompt = "label number 0123"
+    engine.add_request(
+        "many", *engine.input_processor.process(prompt=prompt, params=params(structured_outputs=shape))
+    )
+    written = "".join(text_of(output) for _ in iter(engine.has_unfinished, False) for output in engine.step())
+    assert written == prompt
+    assert not engine.has_unfinished()
+
+
 def text_of(output: RequestOutput) -> str:
     return "".join(delta.text for delta in output.deltas)
 

@@ -83,7 +83,7 @@ def test_labels_are_tokenised_as_they_stand_after_the_prompt() -> None:
     compiler = ChoiceCompiler(tokenizer, tokenizer.eos_token_id)
     prompt = tokenizer.encode("The answer is:")
     for label in (" yes", "yes", " Überraschung", "42"):
-        choice = compiler.compile((label, "#"), prompt)
+        choice = compiler.compile((label, "#"), prompt).start()
         canonical = tokenizer.encode("The answer is:" + label)[len(prompt) :]
         assert [canonical[0], *choice.advance(canonical[0])] == canonical
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from producer.handles import BatchHandle, DeadLetters, JobHandle
     from producer.wire.dead_letters import DeadLetter, OpenedLetter
     from producer.wire.errors import (
+        AccessDenied,
         IdempotencyConflict,
         InvalidJob,
         JobCancelled,
@@ -72,6 +73,7 @@ __all__ = [
     "QueueFull",
     "IdempotencyConflict",
     "RedisUnavailable",
+    "AccessDenied",
     "ResultTimeout",
     "JobNotFound",
     "ResultExpired",

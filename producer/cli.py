@@ -26,6 +26,7 @@ from producer.wire import registry
 from producer.wire.connecting import ServerAddress, has_password, open_client, redacted
 from producer.wire.discovery import PASSWORD_VARIABLE, URL_VARIABLE, find_redis
 from producer.wire.errors import (
+    AccessDenied,
     InvalidJob,
     JobError,
     JobNotFound,
@@ -68,7 +69,7 @@ def reported_errors() -> Iterator[None]:
 
 def exit_code(error: PagemillError) -> int:
     match error:
-        case RedisUnavailable():
+        case RedisUnavailable() | AccessDenied():
             return EXIT_REDIS
         case QueueFull():
             return EXIT_QUEUE_FULL

@@ -19,7 +19,7 @@ from monitoring.counters import RedisErrorKind, WorkerCounters
 from producer.wire import keys, registry, transitions
 from producer.wire.connecting import open_client
 from producer.wire.durability import sync
-from producer.wire.errors import RedisUnavailable
+from producer.wire.errors import AccessDenied, RedisUnavailable
 from producer.wire.scripts import Call
 from producer.wire.transitions import PullReply, RenewReply
 from producer.wire.transport import SyncTransport, wrap_errors
@@ -141,7 +141,11 @@ class JobQueue:
         return float(seconds) + float(microseconds) / 1e6
 
     def server_info(self) -> dict[str, Any]:
-        info: dict[str, Any] = self._guard(self._client.info)
+        """What INFO says; nothing if the server does not let us ask."""
+        try:
+            info: dict[str, Any] = self._guard(self._client.info)
+        except AccessDenied:
+            return {}
         return info
 
     def run(self, call: Call[T]) -> T:
@@ -218,6 +222,12 @@ class ServerClock:
 
 def warn_about_server(info: dict[str, Any]) -> None:
     """Say loudly what about this server endangers jobs. Reads INFO only: managed servers hide CONFIG."""
+    if not info:
+        logger.warning(
+            "this Redis does not say how it is (INFO is refused): see to it that its maxmemory-policy is "
+            "noeviction and that it keeps an append-only file"
+        )
+        return
     policy = str(info.get("maxmemory_policy", "noeviction"))
     if policy != "noeviction":
         logger.warning(

@@ -5,6 +5,7 @@ PagemillError
 ├── QueueFull              the queue's limit or the server's memory is reached
 ├── IdempotencyConflict    the idempotency key belongs to a job with another payload
 ├── RedisUnavailable       no server, or the call's outcome is unknown: retry with the same id
+├── AccessDenied           the server's user may not do this: nothing has happened
 ├── ResultTimeout          the wait ended, the job goes on (also a TimeoutError)
 ├── JobNotFound            no such job, or its record has been removed
 ├── ResultExpired          the job ended, its result has been removed
@@ -104,6 +105,10 @@ class RedisUnavailable(PagemillError):
     def __init__(self, message: str, job_id: str | None = None) -> None:
         super().__init__(message)
         self.job_id = job_id
+
+
+class AccessDenied(PagemillError):
+    """The user that the server knows us as may not do this. docs/security.md lists the rights that are needed."""
 
 
 class ResultTimeout(PagemillError, TimeoutError):

@@ -16,7 +16,7 @@ import redis.asyncio
 from redis import exceptions
 
 from producer.wire import durability, scripts
-from producer.wire.errors import QueueFull, RedisUnavailable
+from producer.wire.errors import AccessDenied, QueueFull, RedisUnavailable
 from producer.wire.scripts import Call
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ def _response_error(error: Exception) -> Exception:
     if isinstance(error, exceptions.OutOfMemoryError) or "OOM command not allowed" in message:
         return QueueFull("the Redis server has reached its maxmemory")
     if isinstance(error, exceptions.NoPermissionError) or any(word in message for word in _NO_PERMISSION):
-        return RedisUnavailable(f"Redis refuses this user (docs/security.md lists what it needs): {message}")
+        return AccessDenied(f"Redis refuses this user (docs/security.md lists what it needs): {message}")
     unavailable = (
         "READONLY",
         "LOADING",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from producer import AsyncProducer, Producer, RedisUnavailable
+from producer import AccessDenied, AsyncProducer, Producer, RedisUnavailable
 from producer.wire.connecting import open_client
 from tests.conftest import RedisServer, _free_port
 from tests.topologies import (
@@ -23,7 +23,7 @@ from tests.topologies import (
     sentinel_setup,
     until,
 )
-from tests.worker.harness import running_worker, worker_config
+from tests.worker.harness import get, running_worker, worker_config
 
 LUA = Path(__file__).parents[2] / "producer" / "wire" / "lua"
 ASKED_DIRECTLY = {"EVALSHA", "SCRIPT|LOAD", "PING", "SUBSCRIBE", "UNSUBSCRIBE", "INFO", "BLPOP", "TIME"}
@@ -123,7 +123,7 @@ def test_users_with_the_documented_rights_can_work_and_do_no_more(
         assert worker.connectivity.is_up
         with (
             Producer(producer_url, queue="another") as stranger,
-            pytest.raises(RedisUnavailable, match="refuses this user"),
+            pytest.raises(AccessDenied, match="refuses this user"),
         ):
             stranger.submit(prompt="p", model="echo")
     for user_url in (producer_url, worker_url):
@@ -153,6 +153,26 @@ def test_a_wrong_password_is_said_and_never_shown(valkey_url: str) -> None:
         producer.submit(prompt="p", model="echo")
     assert "hunter2" not in str(refused.value)
     assert "hunter2" not in repr(worker_config(url, "q"))
+
+
+def test_a_server_that_does_not_say_how_it_is_still_serves(
+    valkey_url: str, queue_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Managed servers hide INFO."""
+    with redis.Redis.from_url(valkey_url) as admin:
+        rules = [rule for rule in documented_users(queue_name)["worker"] if rule != "+info"]
+        admin.execute_command("ACL", "SETUSER", "managed", *rules, ">word")
+    url = valkey_url.replace("redis://", "redis://managed:word@")
+    with (
+        running_worker(worker_config(url, queue_name)) as worker,
+        Producer(url, queue=queue_name) as producer,
+    ):
+        assert producer.submit(prompt="p", model="echo", max_tokens=1).result(timeout=30).text == "p"
+        assert "INFO is refused" in caplog.text
+        status, metrics = get(f"{worker.http_url}/metrics")
+        assert status == 200
+        assert b"pagemill_redis_up 1.0" in metrics or b"pagemill_redis_up{" in metrics
+        assert worker.connectivity.is_up
 
 
 # Sentinel

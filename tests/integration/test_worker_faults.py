@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -62,16 +63,17 @@ def test_a_job_whose_attempts_are_used_up_is_dead(client: QueueClient) -> None:
     assert len(dead.value.partial[0].token_ids) >= 10
 
 
+@pytest.mark.parametrize("limit", [{"max_held_results": 4}, {"max_held_bytes": 3000}], ids=str)
 def test_without_redis_results_are_held_up_to_a_limit_and_written_on_its_return(
-    client: QueueClient, own_valkey: RedisServer
+    client: QueueClient, own_valkey: RedisServer, limit: dict[str, int]
 ) -> None:
-    config = worker_config(client.url, client.queue, model=SLOW, max_held_results=4, lease_s=60.0)
+    config = worker_config(client.url, client.queue, model=SLOW, lease_s=60.0, **limit)
     with running_worker(config) as worker:
         jobs = [{"prompt": "h" * length, "max_tokens": length} for length in range(60, 120, 6)]
         ids = client.submit(*jobs)
         eventually(lambda: sum(client.generated(job_id) > 0 for job_id in ids) == 10, "all to generate")
         own_valkey.kill()
-        eventually(lambda: worker.counters.results_buffered >= 4, "results to be held")
+        eventually(lambda: worker.counters.results_buffered >= 2, "results to be held")
         eventually(lambda: worker.engine.state is EngineState.HELD, "the engine to stop stepping")
         assert worker.counters.results_buffered < 10
         assert get(f"{worker.http_url}/healthz")[0] == 200
@@ -115,3 +117,31 @@ def test_a_paused_server_is_away_and_comes_back(client: QueueClient) -> None:
         outcomes = client.wait(ids)
         assert [outcome.state for outcome in outcomes] == ["succeeded"] * 4
         assert worker.counters.leases_lost.read() == 0
+
+
+def test_a_step_that_hangs_renews_no_lease(client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's threads live and could renew: they must not, or its jobs would be nobody else's for ever."""
+    config = worker_config(client.url, client.queue, engine_stall_s=0.6)
+    end = threading.Event()
+    hung = Worker(config, client.url)
+    try:
+        hung.start()
+        assert hung.wait_ready(timeout=60)
+        executor = hung.engine.engine._parts.executor
+        launch = executor.launch
+        monkeypatch.setattr(executor, "launch", lambda plan: (end.wait(60), launch(plan))[1])
+        (job_id,) = client.submit({"prompt": "taken over", "max_tokens": 10})
+        eventually(lambda: (client.status(job_id).worker or "") == hung.worker_id, "the first worker to hang")
+        with running_worker(worker_config(client.url, client.queue)) as rescuer:
+            (outcome,) = client.wait([job_id])
+            assert outcome.value().text == "taken over"  # type: ignore[union-attr]
+            assert client.status(job_id).worker == rescuer.worker_id
+        assert hung.leases.is_alive, "it is the engine that hangs"
+        assert "got nowhere" in (hung.failure() or "")
+        end.set()
+        eventually(lambda: len(hung.table) == 0, "the hung worker to let go")
+        assert hung.counters.jobs_finished.read()["succeeded"] == 0
+    finally:
+        end.set()
+        hung.abandon()
+        hung.close()

@@ -126,6 +126,17 @@ class KVCacheManager:
                 writers[table[index]] += 1
         return needed + sum(min(count, block.ref_count - 1) for block, count in writers.items())
 
+    def append_slot(self, sequence: Sequence) -> bool:
+        """Make room for one token in the sequence's last block, as for most decodes. False: ask `allocate_slots`."""
+        offset = sequence.num_computed_tokens % self.block_size
+        if not offset:
+            return False
+        block = self.pool.blocks[sequence.block_ids[-1]]
+        if block.ref_count > 1:
+            return False
+        self.pool.fill(block, offset + 1)
+        return True
+
     def allocate_slots(self, sequence: Sequence, num_new_tokens: int, step_id: int) -> AllocatedSlots | None:
         """Make room for a sequence's next tokens in step `step_id`; None: not now, and nothing has changed.
 

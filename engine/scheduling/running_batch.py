@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceType
 from engine.config import SchedulerConfig
 from engine.outputs import WaitReason
 from engine.scheduling.beam_search import Continuation
-from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.kv_cache_manager import NO_NEW_SLOTS, AllocatedSlots, KVCacheManager
 from engine.scheduling.preemption import Preemption
 from engine.scheduling.request import Request, Sequence, SequenceStatus
 from engine.scheduling.rows import RowTable
@@ -127,14 +127,16 @@ class RunningBatch:
 
     def _schedule_sequence(self, step: StepBuilder, sequence: Sequence, preempted: list[Sequence]) -> None:
         num_tokens = self._num_plannable(sequence, step.budget)
+        if num_tokens == 1 and self._kv.append_slot(sequence):
+            self._plan(step, sequence, 1, NO_NEW_SLOTS)
+            return
         if not num_tokens or (step.is_short and self._kv.num_blocks_needed(sequence, num_tokens)):
             return
         slots = self._kv.allocate_slots(sequence, num_tokens, step.step_id)
         if slots is None and self._make_room(step, [(sequence, num_tokens)], preempted):
             slots = self._kv.allocate_slots(sequence, num_tokens, step.step_id)
         if slots is not None:
-            step.add_work(sequence, num_tokens, slots)
-            self._after_planning(step, sequence)
+            self._plan(step, sequence, num_tokens, slots)
 
     def _schedule_beams(self, step: StepBuilder, request: Request, preempted: list[Sequence]) -> None:
         beams = [beam for beam in request.sequences if beam.row is not None]
@@ -149,11 +151,13 @@ class RunningBatch:
 
     def _num_plannable(self, sequence: Sequence, budget: int) -> int:
         """Tokens that a running sequence can compute next."""
-        known, pending = sequence.num_known_tokens, sequence.num_pending_tokens
+        request = sequence.request
+        known = len(request.prompt_token_ids) + len(sequence.output_token_ids)
+        pending = sequence.num_pending_tokens
         if pending and (
             sequence.grammar is not None
-            or sequence.request.beam_search is not None
-            or known + pending >= sequence.request.max_num_tokens
+            or request.beam_search is not None
+            or known + pending >= request.max_num_tokens
         ):
             # These need the token itself; at the limit it is certain that none may follow.
             return 0
@@ -254,26 +258,27 @@ class RunningBatch:
                 self._enter(step, sequence)
             slots = self._kv.allocate_slots(sequence, num_tokens, step.step_id)
             assert slots is not None, "the blocks were counted wrongly"
-            step.add_work(sequence, num_tokens, slots)
-            self._after_planning(step, sequence)
+            self._plan(step, sequence, num_tokens, slots)
 
-    def _after_planning(self, step: StepBuilder, sequence: Sequence) -> None:
-        """Let the siblings fork if the work reaches the prompt's last token."""
+    def _plan(self, step: StepBuilder, sequence: Sequence, num_tokens: int, slots: AllocatedSlots) -> None:
+        """Add work whose blocks are allocated; let the siblings fork if it reaches the prompt's last token."""
+        is_caught_up = step.add_work(sequence, num_tokens, slots)
         self._kv.register_full_blocks(sequence)
-        if sequence.num_computed_tokens < sequence.num_tokens:
+        if not is_caught_up:
             needed = self._kv.blocks_for(sequence.num_known_tokens) - len(sequence.block_ids)
             step.promised_blocks += max(0, needed)
             return
-        if sequence.request.beam_search is not None:
-            return  # its first candidates say who forks
-        siblings = self.rows.cancel_claims(sequence.request)
-        if siblings:
+        request = sequence.request
+        # The first candidates of a search say which of its beams fork.
+        if len(request.sequences) > 1 and request.beam_search is None:
+            siblings = self.rows.cancel_claims(request)
             for sibling in siblings:
                 self._kv.fork(sequence, sibling)
                 self.rows.take(sibling)
                 self._enter(step, sibling)
             assert sequence.row is not None
-            step.add_siblings(sequence.row, siblings)
+            if siblings:
+                step.add_siblings(sequence.row, siblings)
 
     def _enter(self, step: StepBuilder, sequence: Sequence) -> None:
         """Tell execution what is in a sequence's row from this step on."""

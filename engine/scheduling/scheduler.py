@@ -138,12 +138,7 @@ class Scheduler:
             return []
         for number, entries in result.prompt_logprobs.items():
             step.computed[number].request.record_prompt_logprobs(plan.work[number].start + 1, entries)
-        sampled = set(step.sampled)
-        updates = [
-            SequenceUpdate(sequence)
-            for sequence in step.computed
-            if sequence not in sampled and sequence.status is SequenceStatus.RUNNING
-        ]
+        updates = [SequenceUpdate(s) for s in step.prefilling if s.status is SequenceStatus.RUNNING]
         beams: dict[Request, list[tuple[Sequence, Candidates]]] = {}
         for number, sequence in enumerate(step.sampled):
             if sequence.is_finished:

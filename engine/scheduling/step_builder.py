@@ -18,6 +18,8 @@ class InFlightStep:
     """Parallel to `plan.work`."""
     sampled: list[Sequence] = field(default_factory=list)
     """Parallel to `plan.samples`."""
+    prefilling: list[Sequence] = field(default_factory=list)
+    """Those of `computed` that have more of their prompt to compute."""
     has_failed: bool = False
     """It raised, or a step before it did: its result is worth nothing."""
     is_settled: bool = False
@@ -40,8 +42,9 @@ class StepBuilder:
     """Blocks that rows whose prefill is cut short by the budget will need before they can sample."""
     _new_rows: list[NewRow] = field(default_factory=list)
     _block_copies: list[tuple[int, int]] = field(default_factory=list)
-    _decodes: list[tuple[RowWork, Sequence]] = field(default_factory=list)
-    _prefills: list[tuple[RowWork, Sequence]] = field(default_factory=list)
+    _decodes: list[tuple[RowWork, Sequence, bool]] = field(default_factory=list)
+    """Work, whose it is, and whether it reaches the last token that is known or in flight."""
+    _prefills: list[tuple[RowWork, Sequence, bool]] = field(default_factory=list)
     _siblings: dict[int, list[Sequence]] = field(default_factory=dict)
     """Row -> the sequences that fork off it in this step, and sample from its last token as well."""
 
@@ -67,22 +70,25 @@ class StepBuilder:
             )
         )
 
-    def add_work(self, sequence: Sequence, num_tokens: int, slots: AllocatedSlots) -> None:
-        """Compute a sequence's next tokens. Advances the sequence."""
+    def add_work(self, sequence: Sequence, num_tokens: int, slots: AllocatedSlots) -> bool:
+        """Compute a sequence's next tokens. Advances the sequence; True if that brings it up to date."""
         assert sequence.row is not None
         assert 0 < num_tokens <= self.budget
         work = RowWork(sequence.row, sequence.num_computed_tokens, num_tokens)
         if slots is not NO_NEW_SLOTS:
             work.new_block_ids, work.replaced_blocks = slots.new_block_ids, slots.replaced_blocks
             self._block_copies += slots.block_copies
-        if sequence.request.lacks_prompt_logprobs(work.start, work.start + num_tokens):
-            work.num_prompt_logprobs = sequence.request.params.prompt_logprobs
+        request = sequence.request
+        if request.prompt_logprobs and request.lacks_prompt_logprobs(work.start, work.start + num_tokens):
+            work.num_prompt_logprobs = request.params.prompt_logprobs
         if sequence.forced_token_ids:
             work.forced_token_ids, sequence.forced_token_ids = sequence.forced_token_ids, []
-        (self._decodes if num_tokens == 1 else self._prefills).append((work, sequence))
         self.budget -= num_tokens
         sequence.num_computed_tokens += num_tokens
         sequence.last_step_id = self.step_id
+        is_caught_up = sequence.num_computed_tokens == sequence.num_tokens
+        (self._decodes if num_tokens == 1 else self._prefills).append((work, sequence, is_caught_up))
+        return is_caught_up
 
     def add_siblings(self, row: int, siblings: list[Sequence]) -> None:
         """The step completes the prompt in `row`: sample from its last token for these sequences too."""
@@ -98,20 +104,22 @@ class StepBuilder:
         plan = StepPlan(self.step_id, freed_rows, self._new_rows, swap_out, swap_in, self._block_copies)
         step = InFlightStep(plan)
         token_index = -1
-        for work, sequence in self._decodes + self._prefills:
+        for work, sequence, is_caught_up in self._decodes + self._prefills:
             token_index += work.num_tokens
             plan.work.append(work)
             step.computed.append(sequence)
-            if sequence.num_computed_tokens == sequence.num_tokens:
+            if is_caught_up:
                 self._add_sample(step, sequence, token_index)
                 for sibling in self._siblings.get(work.row, ()):
                     self._add_sample(step, sibling, token_index)
+            else:
+                step.prefilling.append(sequence)
         return step
 
     @staticmethod
     def _add_sample(step: InFlightStep, sequence: Sequence, token_index: int) -> None:
         assert sequence.row is not None
-        sample = Sample(sequence.row, token_index, sequence.num_tokens)
+        sample = Sample(sequence.row, token_index, sequence.num_computed_tokens)
         if sequence.request.beam_search is not None:
             sample.num_candidates = sequence.request.beam_search.num_candidates
         if sequence.grammar is not None:

@@ -61,3 +61,44 @@ class TestForks:
         harness.run()
         assert [s.output_token_ids for s in request.sequences] == whole
         assert {new.sample_index for plan in harness.plans for new in plan.new_rows} == {1, 2}
+
+
+def test_the_paged_attention_article_s_story_block_by_block() -> None:
+    """ "The future of artificial intelligence is", sampled twice, in blocks of four words."""
+    words = ["The", "future", "of", "artificial", "intelligence", "is"]
+    harness = Harness(make_config(enable_prefix_caching=False))
+    request = harness.add(make_request("story", range(len(words)), n=2, temperature=1.0, max_tokens=4))
+    a, b = request.sequences
+    blocks = harness.scheduler.kv_cache.pool.blocks
+
+    # One prefill writes the prompt: block 1 is full, block 2 holds "intelligence is". Both samples refer to both.
+    plan = schedule(harness)
+    assert (plan.num_tokens, len(plan.samples), plan.block_copies) == (6, 2, [])
+    assert a.block_ids == b.block_ids == [1, 2]
+    assert [blocks[block_id].ref_count for block_id in (1, 2)] == [2, 2]
+    assert [blocks[block_id].num_filled for block_id in (1, 2)] == [4, 2]
+    stats = harness.scheduler.kv_stats()
+    assert (stats.active_blocks, stats.shared_blocks, stats.filled_slots) == (2, 2, 6)
+    harness.scheduler.update(plan, result(plan, 50, 60))
+
+    # A writes its word into block 2, which B shares: it is copied to block 3, and the count falls from 2 to 1.
+    # B is then alone in block 2 and writes in place.
+    plan = schedule(harness)
+    assert plan.block_copies == [(2, 3)]
+    assert [work.replaced_blocks for work in plan.work] == [[(1, 3)], []]
+    assert (a.block_ids, b.block_ids) == ([1, 3], [1, 2])
+    assert [blocks[block_id].ref_count for block_id in (1, 2, 3)] == [2, 1, 1]
+    assert [blocks[block_id].num_filled for block_id in (1, 2, 3)] == [4, 3, 3]
+    stats = harness.scheduler.kv_stats()
+    assert (stats.active_blocks, stats.shared_blocks, stats.filled_slots, stats.cow_copies) == (3, 1, 10, 1)
+    harness.scheduler.update(plan, result(plan, 51, 61))
+
+    # No more copies: each goes on in its own block, and the prompt's first block stays shared to the end.
+    plan = schedule(harness)
+    assert (plan.block_copies, [work.replaced_blocks for work in plan.work]) == ([], [[], []])
+    harness.scheduler.update(plan, result(plan, 52, 62))
+    plan = schedule(harness)
+    assert blocks[1].ref_count == 2
+    harness.scheduler.update(plan, result(plan, 53, 63))
+    assert (a.output_token_ids, b.output_token_ids) == ([50, 51, 52, 53], [60, 61, 62, 63])
+    harness.check_idle()

@@ -280,5 +280,6 @@ def test_the_invariants_hold(redis_url: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_invariants_hold_for_long(valkey_url: str) -> None:
     run_machine(valkey_url, examples=150, steps=60)

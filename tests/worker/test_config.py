@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
+from worker.cli import app
 from worker.config import WorkerConfig
 
 
@@ -34,3 +38,41 @@ def test_a_flag_beats_the_environment_and_the_environment_the_default(
 def test_settings_that_make_no_sense_are_refused(flags: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
         WorkerConfig.load(**flags)
+
+
+@pytest.mark.parametrize("name", ["hmac_keys", "webhook-secrets", "HMAC_KEYS"])
+def test_secrets_are_kept_off_the_command_line(name: str) -> None:
+    command = ["worker", "--model", "echo", "--option", f"{name}=my-secret-key-material"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "PAGEMILL_" in result.output
+    assert "my-secret" not in result.output
+
+
+def test_a_password_on_the_command_line_is_warned_about_and_not_repeated() -> None:
+    command = ["workers", "--redis-url", "redis://:hunter2@127.0.0.1:1/0"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 3
+    assert "every user of this machine can read a password" in result.output
+    assert "hunter2" not in result.output
+    broken = CliRunner().invoke(app, ["workers", "--redis-url", "http://:hunter2@host"])
+    assert broken.exit_code == 2
+    assert "hunter2" not in broken.output
+
+
+def test_settings_do_not_show_their_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEMILL_HMAC_KEYS", "k" * 32)
+    monkeypatch.setenv("PAGEMILL_WEBHOOK_SECRETS", "hunter2")
+    config = WorkerConfig.load(
+        model="echo", redis_url="redis://:hunter2@host", webhook_hosts="a.example, b.example"
+    )
+    assert "kkk" not in repr(config)
+    assert "hunter2" not in repr(config)
+    assert config.webhook_policy().hosts == ["a.example", "b.example"]
+    assert bool(config.signing_keys())
+
+
+@pytest.mark.parametrize("settings", [{"renew_s": 4.0}, {"lease_s": 700.0}, {"durability": "maybe"}])
+def test_leases_that_could_not_be_kept_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        WorkerConfig.load(model="echo", **settings)

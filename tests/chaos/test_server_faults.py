@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
+from producer import Producer
 from producer.wire import transitions
-from producer.wire.errors import QueueFull
+from producer.wire.errors import QueueFull, RedisUnavailable
 from tests.chaos import invariants
 from tests.chaos.conftest import Spawn
 from tests.chaos.nursery import Nursery
@@ -18,6 +21,8 @@ from tests.chaos.tcp_proxy import TcpProxy
 from tests.conftest import RedisServer, server_binary
 from tests.topologies import sentinel_setup, until
 from tests.worker.harness import QueueClient, eventually, process_settings
+
+T = TypeVar("T")
 
 LIBRARY = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 
@@ -113,6 +118,46 @@ def test_one_worker_is_cut_off_and_the_other_goes_on(
     eventually(lambda: "is back" in cut.log(), "the other to come back")
     check(client, ids, texts)
     assert cut.is_alive
+
+
+def test_a_producer_behind_a_bad_network(client: QueueClient, spawn: Spawn, proxy: TcpProxy) -> None:
+    """Its connections are reset all the time: each job arrives once, each end is read once."""
+    jobs = 1000
+    calm = threading.Event()
+
+    def disturb() -> None:
+        while not calm.wait(0.15):
+            proxy.reset_all()
+
+    disturber = threading.Thread(target=disturb)
+    disturber.start()
+    spawn(model="echo", max_num_seqs=64)
+    rows = [{"prompt": f"{i:04d}", "model": "echo", "max_tokens": 4, "key": str(i)} for i in range(jobs)]
+    try:
+        with Producer(proxy.url, queue=client.queue) as producer:
+            batch = stubbornly(lambda: producer.submit_many(rows, batch_id="all"))
+            read: dict[str, str] = {}
+            for item in batch.results():
+                assert item.result is not None
+                assert item.key not in read, "an end was told twice"
+                read[item.key] = item.result.text
+            single = stubbornly(lambda: producer.submit(prompt="single", model="echo", job_id="single"))
+            assert single.result(timeout=60).text == "single"
+    finally:
+        calm.set()
+        disturber.join()
+    assert read == {str(i): f"{i:04d}" for i in range(jobs)}
+    assert client.stats().counts["succeeded"] == jobs + 1
+
+
+def stubbornly(submit: Callable[[], T]) -> T:
+    """Submit until it is answered; the same ids make that harmless."""
+    for _ in range(100):
+        try:
+            return submit()
+        except RedisUnavailable:
+            time.sleep(0.05)
+    raise AssertionError("a hundred tries, and no answer")
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from producer.wire import reading, transitions
+from producer.wire import reading, registry, transitions
 from producer.wire.outputs import Progress
 from tests.producer.driving import Queue, delta
 
@@ -185,3 +185,19 @@ def test_a_patient_sweep_leaves_fresh_losses_to_workers(queue: Queue) -> None:
     assert queue.run(transitions.sweep(queue.name, patience_ms=10_000)).reclaimed == 0
     queue.client.zadd(f"{queue.prefix}leases", {"a": (seconds - 15) * 1000})
     assert queue.run(transitions.sweep(queue.name, patience_ms=10_000)).reclaimed == 1
+
+
+def test_no_late_job_is_handed_out_and_none_stops_the_server(queue: Queue) -> None:
+    """More are late than one sweep ends: pull ends some more, and says that there may be others."""
+    queue.submit(*(f"late{i}" for i in range(300)), ttl=3600.0)
+    queue.submit("live")
+    for i in range(300):
+        queue.client.hset(f"{queue.prefix}job:late{i}", "deadline", 1)
+    (bell,) = registry.doorbells(queue.name, ["m"])
+    pulls = 0
+    while not (jobs := queue.pull(1)):
+        pulls += 1
+        assert queue.client.llen(bell) > 0
+    assert [job.job_id for job in jobs] == ["live"]
+    assert 3 <= pulls <= 5
+    assert queue.run(registry.stats(queue.name)).counts["expired"] == 300

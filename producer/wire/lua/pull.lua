@@ -7,6 +7,8 @@
 --   {id, token, payload, attempt, crashes, alone (0 or 1), created_at, deadline or '', fingerprint, checkpoint list}
 -- @include choosing
 local RESERVED_FOR = 10000
+-- Jobs that turn out to be past their deadline, or broken, in one call: a server must not stop for all of them.
+local MAX_ENDED = 64
 local lease, max_jobs, credit = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local holding = tonumber(ARGV[5])
 local jobs, leases, moved = {}, {}, {}
@@ -99,8 +101,10 @@ local function take_all()
     take(suspect, true, true)
   end
   local waits = #jobs > 0 or (suspect and holding > 0 and reserve(suspect))
-  while not waits and #jobs < max_jobs do
+  local looked = 0
+  while not waits and #jobs < max_jobs and looked < max_jobs + MAX_ENDED do
     local lane, in_order = choose()
+    looked = looked + 1
     if not lane then
       for _, pair in ipairs(served) do
         redis.call('UNLINK', P .. 'bell:' .. pair[2])
@@ -109,6 +113,7 @@ local function take_all()
     end
     waits = not take(lane, in_order, false)
   end
+  return not waits
 end
 
 -- What holds for all jobs of this call together.
@@ -123,6 +128,10 @@ local function settle()
   if rate then
     redis.call('HSET', P .. 'meta', 'level', level() - #jobs, 'level_at', int(NOW))
   end
+end
+
+-- Wake another worker for what is left, or this one if it got nothing for all that it looked at.
+local function ring_for_the_rest()
   local left = choose()
   if left then
     local _, _, _, model = split_lane(left)
@@ -138,9 +147,12 @@ if rate then
   limited = level() < 1 and math.ceil((1 - level()) * 1000 / rate) or -1
 end
 if not paused and max_jobs > 0 and not runs_suspect() then
-  take_all()
+  local may_be_more = take_all()
   if #jobs > 0 then
     settle()
+  end
+  if #jobs > 0 or may_be_more then
+    ring_for_the_rest()
   end
   save_choices()
 end

@@ -107,7 +107,7 @@ class JobForms:
         shape = {name: value for name, value in row.items() if name not in _VARYING}
         try:
             # Unlike equality it tells 1 from 1.0 and True, and it knows plain types only.
-            name = ("messages" in row).to_bytes() + marshal.dumps(shape, 2)
+            name = (row.get("messages") is not None).to_bytes() + marshal.dumps(shape, 2)
         except ValueError:
             return b"", None
         return name, self._forms.get(name)

@@ -45,6 +45,7 @@ ROWS = st.one_of(
     st.fixed_dictionaries({"prompt": TEXT, "key": KEY, "metadata": METADATA}),
     st.fixed_dictionaries({"prompt": TEXT}),
     st.fixed_dictionaries({"messages": MESSAGES, "metadata": METADATA}),
+    st.fixed_dictionaries({"prompt": st.none() | TEXT, "messages": st.none() | MESSAGES}),
     st.fixed_dictionaries({"prompt_token_ids": st.lists(st.integers(-1, 9), max_size=3)}),
 )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from engine.config import EngineConfig, SchedulerConfig, resolve_max_model_len
 from engine.engine import EngineParts, Tier
 from engine.execution.echo import ECHO_MAX_MODEL_LEN, ECHO_MODEL, EchoRunner, echo_step_seconds, is_echo
+from engine.execution.model_directory import check_model
 from engine.tokenizer import ByteTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ _ECHO_BLOCK_BYTES = 2**16
 
 def build_parts(config: EngineConfig) -> EngineParts:
     """Load what the configuration names. Raises `ConfigError`, mostly `ModelLoadError`."""
+    check_model(config.model)  # before torch is loaded for nothing
     return _build_echo(config) if is_echo(config.model) else _build_model(config)
 
 

@@ -159,6 +159,22 @@ def test_a_cell_tells_its_block(scene: Scene) -> None:
     assert scene.browser.text("#block-tip") == "block 0: reserved"
 
 
+def test_a_pool_of_any_size_is_laid_out_whole(scene: Scene) -> None:
+    """Smaller cells first; a cell stands for several blocks only where there are more blocks than room."""
+    sizes = [2, 600, 20_000, 100_000, 300_000, 3_000_000]
+    plans = scene.browser.driver.execute_async_script(
+        "const [sizes, done] = arguments;"
+        "import('/live/blocks.js').then(map => done(sizes.map(size => map.layout(size, 1300))));",
+        sizes,
+    )
+    for blocks, plan in zip(sizes, plans, strict=True):
+        assert plan["columns"] * plan["rows"] * plan["group"] >= blocks
+        assert plan["columns"] * plan["size"] <= 1300
+        assert plan["rows"] * plan["size"] <= 900
+    assert [plan["group"] for plan in plans[:4]] == [1] * 4
+    assert plans[-1]["group"] > 1
+
+
 def test_the_browser_had_nothing_to_complain_of(scene: Scene) -> None:
     """Neither errors nor anything that the page's policy forbade."""
     assert scene.browser.complaints() == []

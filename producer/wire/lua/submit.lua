@@ -5,7 +5,7 @@
 -- ARGV[3], ARGV[4] and so on: header and payload of each job. The payload is the envelope, stored byte for byte.
 --   The header is JSON: id, lane `<version>:<class>:<tenant>:<model>` (class 0 high, 1 normal, 2 low), cost (tokens);
 --   where they apply also delay, ttl (ms from now), run_at, deadline (unix ms), max_attempts, n, stream (1),
---   webhook (URL), affinity (a hash of the prompt's prefix: equal ones are pulled together), twin `<tenant>:<digest>`
+--   webhook (URL), relay (a lower-case word: whose outbox the end goes into), affinity (a hash of the prompt's prefix: equal ones are pulled together), twin `<tenant>:<digest>`
 --   (equal ones in flight run once), key (the name inside the batch), idem `<tenant>:<idempotency key>`, digest (of
 --   the work), metadata (JSON text), replay_of (a dead job's id), invalid (an error as JSON text: the row is no job,
 --   and is recorded in its batch as failed).
@@ -17,14 +17,19 @@
 -- Strings by their longest, numbers by their largest; no number is below 0, and NaN fails every comparison.
 local LONGEST = {
   id = 64, lane = 256, affinity = 32, twin = 128, key = 1024, idem = 1100, digest = 64, replay_of = 64,
-  webhook = 2048, metadata = 16384, invalid = 16384
+  webhook = 2048, relay = 32, metadata = 16384, invalid = 16384
 }
 local LARGEST = {
   cost = 1e15, delay = 1e12, ttl = 1e12, run_at = 1e15, deadline = 1e15, max_attempts = 100, n = 128, stream = 1
 }
 local MAX_PAYLOAD = 1049600
 local MAX_FOLLOWERS = 256
-local lanes = {}
+local lanes, tenants = {}, {}
+
+-- A key of a tenant's own: nobody reaches another's jobs by it.
+local function is_own(name, tenant)
+  return not name or string.sub(name, 1, #tenant + 1) == tenant .. ':'
+end
 
 -- Check everything before the first write: Lua has no rollback.
 local function is_sound(job)
@@ -42,12 +47,16 @@ local function is_sound(job)
     return false
   end
   if not lanes[job.lane] then
-    if not string.match(job.lane, '^%d+:[012]:[%w._@-]+:.+$') then
+    local tenant = string.match(job.lane, '^%d+:[012]:([%w._@-]+):.+$')
+    if not tenant then
       return false
     end
-    lanes[job.lane] = {}
+    lanes[job.lane], tenants[job.lane] = {}, tenant
   end
-  return (ARGV[1] ~= '' or not job.invalid) and (not job.affinity or string.match(job.affinity, '^%w+$'))
+  local tenant = tenants[job.lane]
+  return is_own(job.idem, tenant) and is_own(job.twin, tenant) and (ARGV[1] ~= '' or not job.invalid)
+    and (not job.affinity or string.match(job.affinity, '^%w+$'))
+    and (not job.relay or string.match(job.relay, '^%l+$'))
 end
 
 local jobs, names = {}, {}
@@ -167,7 +176,7 @@ local function wait(job, rank)
 end
 
 local OPTIONAL = {
-  'max_attempts', 'n', 'stream', 'webhook', 'affinity', 'twin', 'leader', 'key', 'idem', 'digest', 'replay_of'
+  'max_attempts', 'n', 'stream', 'webhook', 'relay', 'affinity', 'twin', 'leader', 'key', 'idem', 'digest', 'replay_of'
 }
 
 local function store(job, name)

@@ -249,6 +249,15 @@ class KVCacheMachine(RuleBasedStateMachine):
                 self.naive.prefixes[prefix] = block
                 self.registered.append((self.step, block, prefix))
 
+    @precondition(lambda self: len(self.sequences) < 6 and any(s.block_ids for s in self.sequences))
+    @rule(index=st.integers(0, 5))
+    def swap_out_and_in(self, index: int) -> None:
+        """What follows on each other by chance is rare."""
+        self.swap_out(index)
+        self.launch()
+        if self.swapped:
+            self.swap_in(len(self.swapped) - 1)
+
     @precondition(lambda self: self.swapped)
     @rule(index=st.integers(0, 5))
     def drop_swapped(self, index: int) -> None:

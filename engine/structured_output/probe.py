@@ -138,7 +138,10 @@ def _follow(schema: CompiledSchema, vocab_size: int) -> None:
 
 
 def _limit_memory(more_bytes: int) -> None:
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    statm = Path("/proc/self/statm")
+    if not statm.exists():  # macOS does not keep to RLIMIT_AS anyway: there the alarm alone has to do
+        return
+    size = int(statm.read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + more_bytes, resource.RLIM_INFINITY))
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from engine.config import EngineConfig
+from engine.engine import Engine
 from monitoring.catalogue import CATALOGUE
 from monitoring.metrics import PREFIX
 from tests.monitoring.prometheus_server import (
@@ -22,6 +24,7 @@ from tests.monitoring.prometheus_server import (
     promtool,
     recorded_names,
 )
+from tests.monitoring.snapshots import metrics
 
 ALERTS = alerts()
 RULE_TESTS = sorted((RULES / "tests").glob("*.yml"))
@@ -128,6 +131,17 @@ def test_recording_rules_are_about_metrics_that_exist_and_are_used() -> None:
     queries += [expr for _, expr in panel_queries()]
     used = {name for expr in queries for name, _ in SERIES.findall(expr)}
     assert {rule["record"] for rule in rules} - used - for_people == set()
+
+
+def test_bucket_bounds_in_rules_are_bounds_of_those_histograms() -> None:
+    """A bound that no bucket has would silently find nothing."""
+    stats = Engine.from_config(EngineConfig(model="echo")).stats()
+    exposition = metrics(stats).render().decode()
+    text = "".join(path.read_text() for path in RULE_FILES)
+    selected = re.findall(r'(pagemill_\w+_bucket)\{le="([^"]+)"\}', text)
+    assert len(selected) >= 4
+    for name, bound in selected:
+        assert f'{name}{{le="{bound}"}}' in exposition
 
 
 def test_the_prefix_is_ours() -> None:

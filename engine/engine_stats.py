@@ -33,10 +33,10 @@ class StepRecorder:
 
     def planned(self, plan: StepPlan, kv: KVCacheStats, schedule_s: float) -> None:
         """A step was launched; the pool is as full as this step makes it."""
-        kind = plan.kind
+        kind, num_tokens = plan.kind, plan.num_tokens
         self._seconds["schedule", kind].observe(schedule_s)
-        self._tokens[kind,].observe(plan.num_tokens)
-        self._budget_use.observe(plan.num_tokens / self._budget)
+        self._tokens[kind,].observe(num_tokens)
+        self._budget_use.observe(num_tokens / self._budget)
         self._batch_size.observe(len(plan.work))
         self._utilization.observe(kv.utilization)
         self.peak_utilization = max(self.peak_utilization, kv.utilization)

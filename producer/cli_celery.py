@@ -1,16 +1,19 @@
-"""`pagemill celery-worker`: Celery's own worker, with our pool in front of the native queue."""
+"""`pagemill celery-worker`: Celery's own worker, with our pool in front of the native queue. `pagemill celery-relay`:
+Celery's results and links for jobs that `producer.celery` submitted.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from producer.cli import RedisUrl, app, say
+from producer.cli import Queue, RedisUrl, app, say
 from producer.local_worker import LocalWorker, has_server, live_workers, served_name
 from producer.wire.discovery import find_redis
 
@@ -50,18 +53,7 @@ def celery_worker(
     redis_url: RedisUrl = None,
 ) -> None:
     """Serve `pagemill.generate` to any Celery app. Arguments after -- go to Celery's worker."""
-    try:
-        application = _load(celery_app)
-    except ModuleNotFoundError as error:
-        say(
-            f"{error.name} is missing: pip install 'pagemill[celery]'"
-            if error.name == "celery"
-            else str(error)
-        )
-        raise typer.Exit(EXIT_USAGE) from None
-    except (ImportError, AttributeError, ValueError) as error:
-        say(f"--celery-app {celery_app}: {error}")
-        raise typer.Exit(EXIT_USAGE) from None
+    application = _loaded(celery_app)
     with contextlib.ExitStack() as stack:
         url = _serving(stack, redis_url, native_queue, model, worker_option or [])
         _configure(application, url, broker, backend, native_queue, served_name(model), threads, celery_queue)
@@ -69,6 +61,40 @@ def celery_worker(
         if "--loglevel" not in context.args and "-l" not in context.args:
             arguments += ["--loglevel", "INFO"]
         application.worker_main(arguments)
+
+
+@app.command("celery-relay")
+def celery_relay(
+    celery_app: Annotated[
+        str, typer.Option("--celery-app", metavar="MODULE:APP", help="The app whose tasks they are.")
+    ],
+    redis_url: RedisUrl = None,
+    queue: Queue = "default",
+) -> None:
+    """Hand the ends of jobs that Celery tasks submitted (producer.celery) to Celery, until SIGTERM."""
+    application = _loaded(celery_app)
+    from producer.celery_relay import Relay
+
+    relay = Relay(application, find_redis(redis_url), queue)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: relay.stop())
+    say(f"relaying queue {queue} for {celery_app}")
+    relay.run()
+
+
+def _loaded(name: str | None) -> Celery:
+    """The app, or a line on stderr and exit code 2."""
+    try:
+        return _load(name)
+    except ModuleNotFoundError as error:
+        say(
+            f"{error.name} is missing: pip install 'pagemill[celery]'"
+            if error.name == "celery"
+            else str(error)
+        )
+    except (ImportError, AttributeError, ValueError) as error:
+        say(f"--celery-app {name}: {error}")
+    raise typer.Exit(EXIT_USAGE)
 
 
 def _load(name: str | None) -> Celery:

@@ -68,8 +68,11 @@ class Preparer:
         job_id: str,
         *,
         traceparent: str | None = None,
+        relay: str | None = None,
     ) -> Submission:
         """One job, from a Job or a mapping with `fields` on top; `traceparent` replaces its own.
+
+        `relay`: who is told of its end through an outbox.
 
         Raises InvalidJob.
         """
@@ -78,7 +81,9 @@ class Preparer:
             built = built.model_copy(update={"traceparent": traceparent})
         if built.key is not None:
             raise InvalidJob("key names an item of a batch; use submit_many, or metadata")
-        return self._signed(transitions.prepare(built, job_id, seed=seed_of(job_id)), built.tenant)
+        return self._signed(
+            transitions.prepare(built, job_id, seed=seed_of(job_id), relay=relay), built.tenant
+        )
 
     def replay(self, payload: bytes, dead_id: str) -> Submission:
         """A dead job once more, from its payload: a new job that may start at once. Raises InvalidJob."""

@@ -1,4 +1,4 @@
-"""The outbox: ended jobs whose webhook has yet to be told. The end itself writes the entry, atomically."""
+"""The outboxes: ended jobs whose webhook, or whose relay, has yet to be told. The end writes the entry, atomically."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ class Notice:
     """One delivery to make. Nobody else is given it until the claim lapses."""
 
     url: str
+    """The webhook's; a relay's name in a relay's box."""
     tries: int
     """This one included."""
     tenant: str
@@ -22,14 +23,17 @@ class Notice:
     outcome: Outcome
 
 
-def claim(queue: str, limit: int, claim_ms: int) -> Call[list[Notice]]:
-    """Take up to `limit` deliveries that are due; they come again after `claim_ms` unless settled."""
-    return Call("outbox_claim", (keys.prefix(queue),), (limit, claim_ms), _notices)
+def claim(queue: str, limit: int, claim_ms: int, *, relay: str = "") -> Call[list[Notice]]:
+    """Take up to `limit` deliveries that are due; they come again after `claim_ms` unless settled.
+
+    Of the webhooks; or of the jobs that were submitted for this relay.
+    """
+    return Call("outbox_claim", (keys.prefix(queue),), (limit, claim_ms, relay), _notices)
 
 
-def settle(queue: str, job_id: str, tries: int, again_ms: int | None) -> Call[bool]:
+def settle(queue: str, job_id: str, tries: int, again_ms: int | None, *, relay: str = "") -> Call[bool]:
     """Delivered or given up (None), or try again in `again_ms`. False: another worker has claimed it since."""
-    args = (job_id, tries, -1 if again_ms is None else again_ms)
+    args = (job_id, tries, -1 if again_ms is None else again_ms, relay)
     return Call("outbox_settle", (keys.prefix(queue),), args, bool)
 
 

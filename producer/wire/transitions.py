@@ -138,10 +138,12 @@ def prepare(
     seed: int | None = None,
     digest: str | None = None,
     replay_of: str | None = None,
+    relay: str | None = None,
 ) -> Submission:
     """A job as `submit` takes it; `key`, `seed` and `digest` stand in where the job has none of its own.
 
-    `replay_of` names the dead job that it runs again. Raises InvalidJob when the job is too large.
+    `replay_of` names the dead job that it runs again, `relay` who is told of its end through an outbox.
+    Raises InvalidJob when the job is too large.
     """
     # Spelled out, because it is a fifth of a submit's cost otherwise; ids and lanes need no escaping.
     header = f'"id":"{job_id}","lane":"{lane_of(job)}","cost":{job.cost_tokens()}'
@@ -158,6 +160,8 @@ def prepare(
         options["twin"] = f"{job.tenant}:{digest}"
     if replay_of is not None:
         options["replay_of"] = replay_of
+    if relay is not None:
+        options["relay"] = relay
     if options:
         header += "," + json.dumps(options)[1:-1]
     return Submission(job_id, f"{{{header}}}".encode(), job.to_payload(key=key, seed=seed))

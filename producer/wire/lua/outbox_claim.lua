@@ -1,15 +1,20 @@
--- Take webhook deliveries that are due. One that is not settled comes again when its claim lapses.
+-- Take deliveries that are due: webhooks to call, or ends for a relay. What is not settled comes again when its
+-- claim lapses.
 -- KEYS[1] prefix
--- ARGV[1] how many at most  [2] claim in ms
--- Returns {url, tries so far with this one, lane, finished_at, end record} each
+-- ARGV[1] how many at most  [2] claim in ms  [3] the relay's name, or '' for webhooks
+-- Returns {URL or the relay's name, tries so far with this one, lane, finished_at, end record} each
 -- @include records
+local box, field = P .. 'outbox', 'webhook'
+if ARGV[3] ~= '' then
+  box, field = box .. ':' .. ARGV[3], 'relay'
+end
 local notices = {}
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'outbox', '-inf', int(NOW), 'LIMIT', 0, ARGV[1])) do
-  local job = redis.call('HMGET', P .. 'job:' .. id, 'webhook', 'lane', 'finished_at')
-  redis.call('ZREM', P .. 'outbox', id)
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', box, '-inf', int(NOW), 'LIMIT', 0, ARGV[1])) do
+  local job = redis.call('HMGET', P .. 'job:' .. id, field, 'lane', 'finished_at')
+  redis.call('ZREM', box, id)
   if job[1] and job[3] then
-    redis.call('ZADD', P .. 'outbox', int(NOW + ARGV[2]), id)
-    local tries = redis.call('HINCRBY', P .. 'job:' .. id, 'notified', 1)
+    redis.call('ZADD', box, int(NOW + ARGV[2]), id)
+    local tries = redis.call('HINCRBY', P .. 'job:' .. id, field == 'relay' and 'relayed' or 'notified', 1)
     notices[#notices + 1] = {job[1], tries, job[2], job[3], end_record(id)}
   end
 end

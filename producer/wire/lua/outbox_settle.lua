@@ -1,15 +1,20 @@
--- A webhook delivery was made, given up, or is to be tried again.
+-- A delivery was made, given up, or is to be tried again.
 -- KEYS[1] prefix
 -- ARGV[1] id  [2] the try that this is about  [3] ms until the next one, or -1: there is none
+-- ARGV[4] the relay's name, or '' for webhooks
 -- Returns 1, or 0 if somebody else has claimed it since (nothing changed)
 -- @include common
 local id = ARGV[1]
-local tries = redis.call('HGET', P .. 'job:' .. id, 'notified')
+local box, count = P .. 'outbox', 'notified'
+if ARGV[4] ~= '' then
+  box, count = box .. ':' .. ARGV[4], 'relayed'
+end
+local tries = redis.call('HGET', P .. 'job:' .. id, count)
 if tries and tries ~= ARGV[2] then
   return 0
 end
-redis.call('ZREM', P .. 'outbox', id)
+redis.call('ZREM', box, id)
 if tries and tonumber(ARGV[3]) >= 0 then
-  redis.call('ZADD', P .. 'outbox', int(NOW + ARGV[3]), id)
+  redis.call('ZADD', box, int(NOW + ARGV[3]), id)
 end
 return 1

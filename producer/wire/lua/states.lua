@@ -144,6 +144,9 @@ local function record_end(id, job, state, out)
   if job.webhook then
     redis.call('ZADD', P .. 'outbox', int(NOW), id)
   end
+  if job.relay then
+    redis.call('ZADD', P .. 'outbox:' .. job.relay, int(NOW), id)
+  end
   if job.idem then
     settle_idempotency(id, job, state)
   end

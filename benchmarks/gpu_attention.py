@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import dispatch, reference
-from kernels.layer_cache import LayerCache
+from kernels.layer_cache import FP8, LayerCache
 from kernels.metadata import AttentionMetadata
 from kernels.paged_attention_decode import paged_attention_decode
 from kernels.paged_attention_prefill import paged_attention_prefill
@@ -109,6 +109,11 @@ _EVERY_CASE: list[tuple[tuple[list[int], list[int]], Shape, dict[str, Any]]] = [
     *((_MIXED, LLAMA_8B, {"block_size": size}) for size in (8, 32, 64, 128)),
     (_LONG, LLAMA_8B, {}),
     (_MIXED, LLAMA_8B, {"padded_decode_rows": 3, "padded_tokens": 5}),
+    *(
+        (_MIXED, shape, {"cache_dtype": dtype})
+        for shape in (LLAMA_8B, GEMMA_2B)
+        for dtype in (torch.int8, FP8)
+    ),
     (_MIXED, LLAMA_8B, {"alibi": True}),
     (_MIXED, LLAMA_8B, {"softcap": 2.0}),
     (_MIXED, LLAMA_8B, {"sliding_window": 100, "free_outside_window": True}),

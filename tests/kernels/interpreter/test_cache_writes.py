@@ -53,8 +53,7 @@ def test_numbers_of_tokens(num_tokens: int, block_size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("cache_dtype", [torch.int8, FP8])
 def test_scaled_caches(cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """A scale per token and head; a token of zeros; padding. The interpreter's own cast to fp8 truncates some
-    numbers and flushes the smallest to zero; a GPU's does neither."""
+    """A scale per token and head; a token of zeros; padding. A quotient may round differently: by one step."""
     torch.manual_seed(42)
     key, value = ((torch.randn(19, 3, 80) * torch.rand(19, 3, 1)).to(dtype) for _ in range(2))
     key[4] = 0.0
@@ -70,10 +69,8 @@ def test_scaled_caches(cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
     for ours, theirs in zip(out.tensors(), expected.tensors(), strict=True):
         if ours.dtype is torch.float32:
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
-        elif cache_dtype is FP8:
-            torch.testing.assert_close(ours.float(), theirs.float(), rtol=2.0**-3, atol=2.0**-6)
         else:
-            steps = (ours.to(torch.int16) - theirs.to(torch.int16)).abs()
+            steps = (as_bytes(ours).to(torch.int16) - as_bytes(theirs).to(torch.int16)).abs()
             assert steps.max() <= 1
             assert steps.float().mean() < 1e-3
 

@@ -14,8 +14,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PARTS = ("producer", "engine", "kernels", "worker", "monitoring")
-NOT_SHIPPED = {"monitoring.dashboards"}
-"""Writes the committed boards; needs the development extra."""
 
 
 def test_every_package_is_named() -> None:
@@ -24,7 +22,7 @@ def test_every_package_is_named() -> None:
         for part in PARTS
         for path in (ROOT / part).rglob("__init__.py")
     }
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found - NOT_SHIPPED
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found
 
 
 def test_extras_name_each_other_rightly() -> None:
@@ -52,7 +50,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_file_of_its_packages(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     listed = subprocess.run(["git", "ls-files", *PARTS], cwd=ROOT, capture_output=True, text=True, check=True)
-    apart = ("monitoring/dashboards/", "monitoring/grafana/", "monitoring/prometheus/")
+    apart = ("monitoring/grafana/", "monitoring/prometheus/")
     assert {name for name in listed.stdout.split() if not name.startswith(apart)} <= names
 
 

@@ -72,18 +72,13 @@ class VisibilityRefresher(_Periodic):
 
     interval_s = REFRESH_S
 
-    def __init__(self, parent: Any, **options: Any) -> None:
-        super().__init__(parent, **options)
-        self._client: redis.Redis | None = None
-
     def tick(self, consumer: Any) -> None:
         channel = consumer.task_consumer.channel
         tags = list(channel.qos._delivered)
         if tags:
-            if self._client is None:
-                self._client = redis.Redis.from_url(consumer.app.conf.broker_url)
             now = time.time()
-            self._client.zadd(channel.unacked_index_key, dict.fromkeys(tags, now), xx=True)
+            with channel.conn_or_acquire() as client:
+                client.zadd(channel.unacked_index_key, dict.fromkeys(tags, now), xx=True)
 
 
 class PrefetchAdapter(_Periodic):

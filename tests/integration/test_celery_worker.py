@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from celery import chain, chord, group
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 
@@ -208,3 +209,19 @@ def test_killed_in_the_middle_of_a_chord(server: RedisServer, engine: Any, shop:
         with celery_worker(server.url, tmp_path / "second.log"):
             texts = result.get(timeout=2 * PATIENCE_S)
     assert [text[:2] for text in texts] == [f"{i:02d}" for i in range(40)]
+
+
+def test_messages_in_hand_are_kept_from_coming_again(
+    generate: Callable[..., Any], server: RedisServer, shop: Any
+) -> None:
+    """The index of unacknowledged messages is ours, and its times move while a task runs."""
+    handle = generate(prompt="x" * 3000, max_tokens=3000)
+    eventually(lambda: handle.state == "PROGRESS", "its start")
+    with redis.Redis.from_url(server.url) as client:
+        index = "pagemill:celery:unacked_index"
+        (first,) = client.zrange(index, 0, -1, withscores=True)
+        eventually(lambda: client.zscore(index, first[0]) > first[1], "a refresh")
+        assert not client.exists("unacked_index")
+    shop.app.control.revoke(handle.id, terminate=True)
+    with pytest.raises(TaskRevokedError):
+        handle.get(timeout=PATIENCE_S)

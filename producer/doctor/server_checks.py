@@ -12,7 +12,7 @@ from redis import exceptions
 
 from producer.doctor.finding import Finding
 from producer.wire import registry
-from producer.wire.errors import RedisUnavailable
+from producer.wire.errors import AccessDenied, RedisUnavailable
 from producer.wire.transport import SyncTransport, wrap_errors
 
 OLDEST = {"redis": (6, 2), "valkey": (7, 2)}
@@ -197,7 +197,7 @@ def clock_skew(client: redis.Redis) -> Finding:
 def scripts_run(client: redis.Redis, queue: str) -> Finding:
     try:
         SyncTransport(client).run(registry.stats(queue))
-    except (exceptions.ResponseError, RedisUnavailable) as error:
+    except (exceptions.ResponseError, AccessDenied, RedisUnavailable) as error:
         client.ping()  # a server that has gone meanwhile refuses nothing
         return Finding(
             "scripts", "error", f"the server refuses our scripts: {error}",

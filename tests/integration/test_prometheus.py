@@ -30,7 +30,7 @@ from tests.monitoring.prometheus_server import (
     substituted,
 )
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, worker_config
-from worker.engine_thread import AddRequest
+from worker.engine_thread import STATS_INTERVAL_S, AddRequest
 from worker.queue_exporter import QueueExporter, QueueSet
 from worker.worker import Worker
 
@@ -343,6 +343,8 @@ def steal_jobs(client: QueueClient, worker: Worker) -> None:
 
 def stop_the_world(client: QueueClient, worker: Worker) -> None:
     """A snapshot as a hung engine with broken accounts would leave it; idle engines publish no new one."""
+    eventually(lambda: len(worker.table) == 0, "an idle engine")
+    time.sleep(3 * STATS_INTERVAL_S)
     stats = worker.engine.stats
     assert stats is not None
     worker.engine._stats = replace(

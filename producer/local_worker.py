@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -39,14 +39,24 @@ class LocalWorker:
     """
 
     def __init__(
-        self, model: str, *, queue: str, url: str | None = None, options: Sequence[str] = ()
+        self,
+        model: str,
+        *,
+        queue: str,
+        url: str | None = None,
+        state_dir: Path | None = None,
+        options: Sequence[str] = (),
     ) -> None:
+        """`state_dir`: where the embedded server keeps its data, where there is no `url`."""
         if importlib.util.find_spec("worker") is None or importlib.util.find_spec("torch") is None:
             raise WorkerFailed("a worker needs more than a producer: pip install 'pagemill[worker]'")
         self._queue = queue
         self._url = url
+        self._state_dir = state_dir
         self._log = tempfile.NamedTemporaryFile(prefix="pagemill-worker-", suffix=".log")  # noqa: SIM115
         command = [sys.executable, "-m", "worker", "worker", "--model", model, "--queue", queue]
+        if state_dir is not None:
+            command += ["--state-dir", str(state_dir)]
         environment = dict(os.environ)
         if url is not None:
             # Not as an argument: a URL may hold a password, and arguments are everybody's to see.
@@ -61,17 +71,16 @@ class LocalWorker:
             env=environment,
         )
 
-    def wait_ready(self, on_wait: Callable[[], None] = lambda: None) -> tuple[str, WorkerInfo]:
+    def wait_ready(self) -> tuple[str, WorkerInfo]:
         """The server's URL, and what the worker says of itself once it serves. Raises WorkerFailed."""
         give_up = time.monotonic() + START_LIMIT_S
         while time.monotonic() < give_up:
             self.check()
             with contextlib.suppress(RedisUnavailable):
-                url = find_redis(self._url)
+                url = find_redis(self._url, self._state_dir)
                 for info in live_workers(url, self._queue):
                     if info.pid == self._process.pid and info.state == "ready":
                         return url, info
-            on_wait()
             time.sleep(POLL_S)
         raise self._failed(f"the worker is not ready after {START_LIMIT_S:.0f} s")
 

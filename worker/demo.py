@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,21 +21,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from producer import Producer
-from producer.wire import registry
-from producer.wire.connecting import open_client
-from producer.wire.discovery import find_redis
-from producer.wire.errors import PagemillError, RedisUnavailable
-from producer.wire.registry import WorkerInfo
-from producer.wire.transport import SyncTransport
+from producer.local_worker import LocalWorker
+from producer.wire.errors import PagemillError
 from worker.demo_metrics import MetricsSampler, Usage
 from worker.demo_rows import LABELS, MODEL, Row, job_fields, load_rows
 
 QUEUE = "demo"
 KV_BLOCKS = 512
 """Small, so that the figures move: thirty rows would fill it if they shared no prefix."""
-START_LIMIT_S = 300.0
-"""Covers the packaged model's one-time conversion on a slow machine."""
-STOP_LIMIT_S = 30.0
 POLL_S = 0.1
 SETTLE_S = 0.3
 """The engine publishes its figures ten times a second: the last step's are there after this."""
@@ -44,10 +36,6 @@ SAMPLE_ROWS = 12
 KEPT_VARIABLE = "PAGEMILL_CACHE_DIR"
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-
-
-class DemoFailed(Exception):
-    """The demo can't go on; the message ends with what the worker last wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,59 +55,10 @@ class Labelling:
         return sum(self.labels.get(row.id) == row.expected for row in self.rows)
 
 
-class WorkerProcess:
-    """A worker in a process and session of its own, with an embedded server under `state_dir`."""
-
-    def __init__(self, state_dir: Path) -> None:
-        self.state_dir = state_dir
-        self._log_path = state_dir / "worker.log"
-        command = [
-            sys.executable, "-m", "worker", "worker", "--model", MODEL, "--queue", QUEUE,
-            "--state-dir", str(state_dir), "--num-kv-blocks", str(KV_BLOCKS), "--drain-grace", "0",
-        ]  # fmt: skip
-        with self._log_path.open("wb") as log:
-            # A session of its own: Ctrl-C is handled here, and the worker gets one SIGTERM.
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
-
-    def wait_ready(self) -> tuple[str, WorkerInfo]:
-        """The server's URL and what the worker says of itself, once it serves. Raises DemoFailed."""
-        give_up = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < give_up:
-            if self._process.poll() is not None:
-                raise self.failed(f"the worker ended with exit code {self._process.returncode}")
-            with contextlib.suppress(RedisUnavailable):
-                url = find_redis(None, self.state_dir)
-                for info in _live_workers(url):
-                    if info.state == "ready" and info.url:
-                        return url, info
-            time.sleep(0.1)
-        raise self.failed(f"the worker is not ready after {START_LIMIT_S:.0f} s")
-
-    def check(self) -> None:
-        """Raise DemoFailed if the worker is gone."""
-        if self._process.poll() is not None:
-            raise self.failed(f"the worker ended with exit code {self._process.returncode}")
-
-    def stop(self) -> int:
-        """End it as an operator would, with SIGTERM. Returns its exit code."""
-        self._process.terminate()
-        try:
-            return self._process.wait(timeout=STOP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-
-    def failed(self, reason: str) -> DemoFailed:
-        tail = self._log_path.read_text(errors="replace").splitlines()[-15:]
-        return DemoFailed("\n".join([reason, *tail]))
-
-
 def label_rows(
-    url: str, metrics_url: str, rows: list[Row], worker: WorkerProcess, console: Console
+    url: str, metrics_url: str, rows: list[Row], worker: LocalWorker, console: Console
 ) -> Labelling:
-    """Submit the rows as one batch and collect the labels, with a progress bar. Raises DemoFailed."""
+    """Submit the rows as one batch and collect the labels, with a progress bar. Raises WorkerFailed."""
     with Producer(url, queue=QUEUE) as producer, MetricsSampler(metrics_url) as sampler, _bar(console) as bar:
         task = bar.add_task("labelling", total=len(rows), rate=0.0, kv=0.0)
         started = time.monotonic()
@@ -183,7 +122,8 @@ def summary_table(labelling: Labelling, metrics_url: str) -> Table:
 def run(state_dir: Path, num_rows: int | None, keep: bool, console: Console) -> int:
     """The whole demo. Returns the exit code."""
     rows = load_rows(num_rows)
-    worker = WorkerProcess(state_dir)
+    options = ("--num-kv-blocks", str(KV_BLOCKS), "--drain-grace", "0")
+    worker = LocalWorker(MODEL, queue=QUEUE, state_dir=state_dir, options=options)
     try:
         with console.status(f"starting Valkey and a worker, loading {MODEL} (the first time converts it)"):
             url, info = worker.wait_ready()
@@ -222,17 +162,12 @@ def main(arguments: list[str] | None = None) -> int:
         state_dir.mkdir(parents=True, exist_ok=True)
         try:
             return run(state_dir, options.rows, options.keep, console)
-        except (DemoFailed, PagemillError, OSError) as error:
+        except (PagemillError, OSError) as error:
             errors.print(str(error), style="red", markup=False)
             return EXIT_FAILED
         except KeyboardInterrupt:
             errors.print("interrupted; the worker and its server are stopped")
             return EXIT_INTERRUPTED
-
-
-def _live_workers(url: str) -> list[WorkerInfo]:
-    with open_client(url, QUEUE) as client:
-        return SyncTransport(client).run(registry.workers(QUEUE))
 
 
 def _bar(console: Console) -> Progress:
@@ -246,7 +181,7 @@ def _bar(console: Console) -> Progress:
     )
 
 
-def _stay(worker: WorkerProcess, url: str, console: Console) -> None:
+def _stay(worker: LocalWorker, url: str, console: Console) -> None:
     console.print(
         f"the worker stays up; try: pagemill workers --redis-url {url} --queue {QUEUE}. Ctrl-C ends it."
     )

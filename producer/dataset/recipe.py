@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from producer.dataset.rows import DatasetError, Row, RowError
+from producer.dataset.rows import DatasetError, Row, RowError, shorten
 from producer.dataset.template import PromptTemplate, TemplateFailed
 from producer.wire.errors import InvalidJob
 from producer.wire.protocol import Job
@@ -110,5 +110,4 @@ def is_deterministic(job: Job) -> bool:
 
 def raw_text(fields: Mapping[str, Any]) -> str:
     """A row as the errors file shows it."""
-    text = json.dumps(fields, ensure_ascii=False)
-    return text if len(text) <= 2_000 else text[:2_000] + " ..."
+    return shorten(json.dumps(fields, ensure_ascii=False))

@@ -168,7 +168,7 @@ class CsvSource:
         return header
 
     def _row(self, number: int, header: list[str], values: list[str]) -> Row:
-        raw = _shorten(self._delimiter.join(values))
+        raw = shorten(self._delimiter.join(values))
         if len(values) != len(header):
             message = f"the row has {len(values)} fields, the header {len(header)}"
             return Row(number, error=RowError("invalid_csv", message, raw))
@@ -238,11 +238,11 @@ def checked_row(number: int, fields: Any) -> Row:
     """A row from a mapping, its values made JSON: dates as ISO text, bytes as base64, NaN as null."""
     if not isinstance(fields, Mapping):
         message = f"a row must be an object with named fields, not {type(fields).__name__}"
-        return Row(number, error=RowError("invalid_row", message, _shorten(repr(fields))))
+        return Row(number, error=RowError("invalid_row", message, shorten(repr(fields))))
     try:
         return Row(number, {_name(name): _plain(value, MAX_DEPTH) for name, value in fields.items()})
     except ValueError as error:
-        return Row(number, error=RowError("invalid_row", str(error), _shorten(repr(fields))))
+        return Row(number, error=RowError("invalid_row", str(error), shorten(repr(fields))))
 
 
 def _lines(path: Path) -> Iterator[bytes | None]:
@@ -266,17 +266,17 @@ def _parse_line(line: bytes | None, encoding: str) -> tuple[dict[str, Any] | Non
     try:
         text = line.decode(encoding)
     except UnicodeDecodeError as error:
-        raw = _shorten(line.decode(encoding, errors="replace").strip())
+        raw = shorten(line.decode(encoding, errors="replace").strip())
         message = f"not {encoding} text (byte {error.start}); name the file's --encoding"
         return None, RowError("invalid_encoding", message, raw)
     try:
         fields = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error) or "nested too deep"
-        return None, RowError("invalid_json", reason, _shorten(text.strip()))
+        return None, RowError("invalid_json", reason, shorten(text.strip()))
     row = checked_row(0, fields)
     if row.error is not None:
-        return None, RowError(row.error.code, row.error.message, _shorten(text.strip()))
+        return None, RowError(row.error.code, row.error.message, shorten(text.strip()))
     return row.fields, None
 
 
@@ -327,7 +327,8 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _shorten(text: str) -> str:
+def shorten(text: str) -> str:
+    """`text` as the errors file repeats it."""
     clean = text.encode("utf-8", errors="replace").decode()
     return clean if len(clean) <= MAX_RAW_CHARACTERS else clean[:MAX_RAW_CHARACTERS] + " ..."
 

@@ -4,8 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
+PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 10 install -qq
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
+# Most of the tests wait more than they compute, so more processes than two cores pay. A file stays in one process:
+# its tests share servers and workers. One thread each: several per process would fight over the cores.
+WORKERS ?= 3
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 
 .DEFAULT_GOAL := help
@@ -27,7 +31,8 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "pagemill needs Python 3.11 or newer; try make PYTHON=python3.11"; exit 1; }
-	@test -x $(BIN)/python || { echo "==> creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@# pip comes last: an environment without it was never finished.
+	@test -x $(BIN)/pip || { echo "==> creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 ifeq ($(HAS_GPU),yes)
 	@echo "==> installing torch $(TORCH_VERSION) for the GPU"
 	@grep -v -E '^(torch|triton)==' constraints.txt > $(VENV)/constraints.txt
@@ -51,14 +56,14 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@echo "==> tests"
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(PYTEST) -m "not slow"
 
 check: $(STAMP)
 	@echo "==> format" && $(BIN)/ruff format --check .
 	@echo "==> lint" && $(BIN)/ruff check --no-cache .
 	@echo "==> types" && $(BIN)/mypy
 	@echo "==> import rules" && $(BIN)/lint-imports
-	@echo "==> tests" && $(BIN)/python -m pytest -m "$(or $(MARKS),not slow)"
+	@echo "==> tests" && $(PYTEST) -m "$(or $(MARKS),not slow)"
 
 check-all:
 	@$(MAKE) --no-print-directory check MARKS="slow or not slow"

@@ -19,6 +19,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
+from producer import cli_options as options
 from producer import cli_views as views
 from producer.client import Producer
 from producer.handles import JobHandle
@@ -105,7 +106,6 @@ def say(message: str) -> None:
 app = typer.Typer(
     cls=ReportingGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Generation jobs through Redis, into a continuously batched engine with a paged KV cache.",
@@ -158,18 +158,15 @@ def submit(
         bool, typer.Option("--chat", help="Send the prompt as a user's message, through the chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option("--system", help="System message; implies --chat.")] = None,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1)] = None,
+    max_tokens: options.MaxTokens = None,
     temperature: Annotated[float | None, typer.Option("--temperature", min=0.0)] = None,
-    seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop string; may be repeated.")] = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
     choice: Annotated[
         list[str] | None, typer.Option("--choice", help="The output is one of these; repeat it.")
     ] = None,
     priority: Annotated[str | None, typer.Option("--priority", help="high, normal or low.")] = None,
-    field: Annotated[
-        list[str] | None,
-        typer.Option("--field", metavar="NAME=JSON", help="Any other field of a job; may be repeated."),
-    ] = None,
+    field: options.Field = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the end and print the text.")] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is generated.")] = False,
     timeout: Timeout = None,

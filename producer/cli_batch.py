@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from producer import cli_options as options
 from producer import cli_run
 from producer.cli import AsJson, Queue, RedisUrl, app, default_model, say
 from producer.client import Producer
@@ -33,23 +34,13 @@ def batch_run(
     out: Annotated[
         Path | None, typer.Option("--out", help="Default: REQUESTS.output.jsonl; errors go beside it.")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", help="Use this model, whatever the lines say; served here if no worker does."
-        ),
-    ] = None,
+    model: options.ServedModel = None,
     within: Annotated[
         float | None, typer.Option("--within", min=0.0, help="Hours; what has not ended by then is expired.")
     ] = None,
-    cancel: Annotated[
-        bool, typer.Option("--cancel", help="Cancel what an earlier start has under way.")
-    ] = False,
-    worker_option: Annotated[
-        list[str] | None,
-        typer.Option("--worker-option", metavar="NAME=VALUE", help="A setting of the worker started here."),
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    cancel: options.CancelRun = False,
+    worker_option: options.WorkerOption = None,
+    quiet: options.Quiet = False,
     redis_url: RedisUrl = None,
     queue: Queue = "default",
     as_json: AsJson = False,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from producer import cli_options as options
 from producer.cli import Queue, RedisUrl, app, say
 from producer.local_worker import LocalWorker, has_server, live_workers, served_name
 from producer.wire.discovery import find_redis
@@ -46,10 +47,7 @@ def celery_worker(
         int, typer.Option("--concurrency", min=1, help="Generations under way at most.")
     ] = 256,
     threads: Annotated[int, typer.Option("--threads", min=1, help="For tasks that generate nothing.")] = 4,
-    worker_option: Annotated[
-        list[str] | None,
-        typer.Option("--worker-option", metavar="NAME=VALUE", help="A setting of the worker started here."),
-    ] = None,
+    worker_option: options.WorkerOption = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Serve `pagemill.generate` to any Celery app. Arguments after -- go to Celery's worker."""

@@ -11,13 +11,14 @@ import json
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from producer import cli
+from producer import cli_options as options
 from producer.cli import AsJson, Queue, RedisUrl, app, say
 from producer.client import Producer
 from producer.dataset import report
@@ -28,6 +29,7 @@ from producer.dataset.run import DatasetRun
 from producer.dataset.summary import Summary
 from producer.dataset.tokens import TokenCounter
 from producer.dataset.work import WINDOW, TooManyErrors
+from producer.dataset.writers import OUTPUT
 from producer.local_worker import LocalWorker, WorkerFailed, has_server, live_workers, served_name
 from producer.wire.discovery import find_redis
 from producer.wire.errors import PagemillError
@@ -42,92 +44,45 @@ SAMPLED_ROWS = 1_000
 
 @app.command("run")
 def run(
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="IN", help="JSONL, CSV, TSV, Parquet, or a Hugging Face dataset directory."),
-    ],
-    out: Annotated[
-        Path, typer.Option("--out", help="OUT.jsonl, .csv, .tsv or .parquet; written at the end.")
-    ],
-    template: Annotated[
-        str | None, typer.Option("--template", help="The prompt, in Jinja2: 'Summarize: {{ text }}'.")
-    ] = None,
-    template_file: Annotated[
-        Path | None, typer.Option("--template-file", exists=True, dir_okay=False)
-    ] = None,
-    system: Annotated[str | None, typer.Option("--system", help="System message; a template too.")] = None,
-    no_chat: Annotated[bool, typer.Option("--no-chat", help="Send the bare text, no chat template.")] = False,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", help="A served name; or smollm2 or a directory, served here if no worker does."
-        ),
-    ] = None,
-    choices: Annotated[
-        str | None, typer.Option("--choices", help="The output is one of these, comma-separated.")
-    ] = None,
-    json_schema: Annotated[
-        str | None,
-        typer.Option("--json-schema", help="The output is JSON of this schema: a file, or the text."),
-    ] = None,
-    regex: Annotated[str | None, typer.Option("--regex", help="The output matches this.")] = None,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1)] = None,
-    temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0: equal prompts run once and share the output.")
-    ] = 0.0,
-    seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop string; may be repeated.")] = None,
-    field: Annotated[
-        list[str] | None,
-        typer.Option("--field", metavar="NAME=JSON", help="Any other field of a job; may be repeated."),
-    ] = None,
-    gold: Annotated[
-        str | None, typer.Option("--gold", help="A column to compare with: accuracy, and a confusion table.")
-    ] = None,
-    output_column: Annotated[str, typer.Option("--output-column")] = "output",
-    limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Only the first rows, for a trial.")
-    ] = None,
-    max_errors: Annotated[
-        int | None, typer.Option("--max-errors", min=0, help="Stop when more rows than this have failed.")
-    ] = None,
-    price_per_hour: Annotated[
-        float | None, typer.Option("--price-per-hour", min=0.0, help="Of the machine, for the cost.")
-    ] = None,
-    estimate: Annotated[
-        bool,
-        typer.Option("--estimate", help=f"Do {TRIAL_ROWS} rows (they stay done), say what all will take."),
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show prompts and token counts; submit nothing.")
-    ] = False,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Submit and leave; run it again to collect.")
-    ] = False,
-    cancel: Annotated[
-        bool, typer.Option("--cancel", help="Cancel what an earlier start has under way.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Don't take OUT for work that is done.")
-    ] = False,
-    report_file: Annotated[
-        Path | None, typer.Option("--report", help="Where the HTML report goes. Default: OUT.report.html.")
-    ] = None,
-    kind: Annotated[str | None, typer.Option("--format", help="jsonl, csv, tsv, parquet or arrow.")] = None,
-    encoding: Annotated[str, typer.Option("--encoding", help="Of text files.")] = "utf-8",
-    window: Annotated[int, typer.Option("--window", min=1, help="Jobs in flight at most.")] = WINDOW,
-    worker_option: Annotated[
-        list[str] | None,
-        typer.Option("--worker-option", metavar="NAME=VALUE", help="A setting of the worker started here."),
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    source: options.Rows,
+    out: options.Output,
+    template: options.Template = None,
+    template_file: options.TemplateFile = None,
+    system: options.System = None,
+    no_chat: options.NoChat = False,
+    model: options.ServedModel = None,
+    choices: options.Choices = None,
+    json_schema: options.JsonSchema = None,
+    regex: options.Regex = None,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.RunTemperature = 0.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    field: options.Field = None,
+    gold: options.Gold = None,
+    output_column: options.OutputColumn = OUTPUT,
+    limit: options.Limit = None,
+    max_errors: options.MaxErrors = None,
+    price_per_hour: options.PricePerHour = None,
+    estimate: options.Estimate = False,
+    dry_run: options.DryRun = False,
+    detach: options.Detach = False,
+    cancel: options.CancelRun = False,
+    overwrite: options.Overwrite = False,
+    report_file: options.ReportFile = None,
+    kind: options.FormatName = None,
+    encoding: options.Encoding = "utf-8",
+    window: options.Window = WINDOW,
+    worker_option: options.WorkerOption = None,
+    quiet: options.Quiet = False,
     redis_url: RedisUrl = None,
     queue: Queue = "default",
     as_json: AsJson = False,
 ) -> None:
     """Send every row of a dataset through the model; run the same command again after any interruption."""
     fields = _job_fields(choices, json_schema, regex, max_tokens, temperature, seed, stop, field)
-    text = template_file.read_text() if template_file is not None else template
+    text = _template_text(template, template_file)
+    page = report_file or out.with_name(out.name + ".report.html")
     with reported(out):
         dataset = DatasetRun(
             source=open_source(source, _format(kind), encoding),
@@ -149,19 +104,31 @@ def run(
             name = served_name(model) if model else cli.default_model(url, queue)
             dataset.recipe = replace(dataset.recipe, model=name)
             producer = stack.enter_context(Producer(url, queue=queue))
-            if cancel:
-                say(
-                    f"{dataset.cancel(producer):,} jobs cancelled; what was done is kept in {dataset.journal_path}"
-                )
-                return
-            if detach:
-                tally = dataset.detach(producer)
-                say(
-                    f"{tally.submitted:,} jobs submitted; run the same command without --detach to collect them"
-                )
+            if cancel or detach:
+                _leave(dataset, producer, cancel=cancel, as_json=as_json)
                 return
             summary = _execute(dataset, producer, metrics_url, quiet)
-    _finish(dataset, summary, source, report_file, estimate=estimate, as_json=as_json)
+        _report(dataset, summary, source, page, as_json=as_json)
+    _finish(dataset, summary, estimate=estimate)
+
+
+def _leave(dataset: DatasetRun, producer: Producer, *, cancel: bool, as_json: bool) -> None:
+    """What ends without an output: cancelling, and submitting for another day."""
+    count = dataset.cancel(producer) if cancel else dataset.detach(producer).submitted
+    if as_json:
+        typer.echo(json.dumps({"cancelled" if cancel else "submitted": count}))
+    elif cancel:
+        say(f"{count:,} jobs cancelled; what was done is kept in {dataset.journal_path}")
+    else:
+        say(f"{count:,} jobs submitted; run the same command without --detach to collect them")
+
+
+def _template_text(template: str | None, file: Path | None) -> str | None:
+    if file is None:
+        return template
+    if template is not None:
+        raise typer.BadParameter("give --template or --template-file, not both")
+    return _read(file, "--template-file")
 
 
 def _job_fields(
@@ -191,7 +158,7 @@ def _job_fields(
 
 
 def _schema_text(given: str) -> str:
-    text = given if given.lstrip().startswith("{") else _read(Path(given))
+    text = given if given.lstrip().startswith("{") else _read(Path(given), "--json-schema")
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
@@ -199,11 +166,11 @@ def _schema_text(given: str) -> str:
     return text
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, option: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"--json-schema: {error}") from None
+        raise typer.BadParameter(f"{option}: {error}") from None
 
 
 def _format(kind: str | None) -> Format | None:
@@ -278,26 +245,27 @@ def _execute(dataset: DatasetRun, producer: Producer, metrics_url: str | None, q
         return summary
 
 
-def _finish(
-    dataset: DatasetRun,
-    summary: Summary,
-    source: Path,
-    report_file: Path | None,
-    *,
-    estimate: bool,
-    as_json: bool,
-) -> None:
+def _report(dataset: DatasetRun, summary: Summary, source: Path, page: Path, *, as_json: bool) -> None:
+    """The report's files, and its figures on standard output; the output itself is complete by now."""
     about = {"input": str(source), "output": str(dataset.out), "model": dataset.recipe.model}
-    page = report_file or dataset.out.with_name(dataset.out.name + ".report.html")
-    report.write_html(summary, page, about)
-    report.write_json(summary, page.with_suffix(".json"), about)
     if as_json:
         typer.echo(json.dumps({**about, **summary.as_json()}))
     else:
         _print(dataset, summary, page)
+    try:
+        report.write_html(summary, page, about)
+        report.write_json(summary, page.with_suffix(".json"), about)
+    except OSError as error:
+        reason = f"{error.strerror or error}: {error.filename or page}"
+        say(f"the report's files could not be written ({reason}); {dataset.out} is complete")
+
+
+def _finish(dataset: DatasetRun, summary: Summary, *, estimate: bool) -> None:
+    """What remains to be said, and the exit code."""
     if estimate:
         _print_estimate(dataset, summary)
     if summary.unfinished:
+        say(f"{summary.unfinished:,} rows are unfinished; run the same command again")
         raise typer.Exit(EXIT_INCOMPLETE)
     if summary.failed:
         say(f"{summary.failed:,} rows failed; the reasons are in {dataset.errors_path}")

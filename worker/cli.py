@@ -29,6 +29,7 @@ from worker.config import ENV_PREFIX, SECRETS, WorkerConfig
 
 @app.command()
 def worker(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Option(envvar="PAGEMILL_MODEL", help="A Hugging Face directory, smollm2 or echo (no model)."),
@@ -74,29 +75,9 @@ def worker(
     ] = None,
 ) -> None:
     """Serve jobs until SIGTERM or Ctrl-C. Every setting is also read from PAGEMILL_<NAME>."""
-    flags: dict[str, Any] = _pairs(option or []) | {
-        "model": model,
-        "redis_url": redis_url,
-        "queue": queue,
-        "state_dir": state_dir,
-        "http_host": http_host,
-        "http_port": http_port,
-        "drain_grace_s": drain_grace,
-        "device": device,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "num_kv_blocks": num_kv_blocks,
-        "kv_cache_memory_bytes": kv_cache_memory_bytes,
-        "num_threads": num_threads,
-        "vllm_metric_names": vllm_metric_names,
-        "live_page": live_page,
-        "live_page_hosts": live_page_hosts,
-        "show_prompts": show_prompts,
-        "log_format": log_format,
-        "log_level": log_level,
-    }
+    named = {name: value for name, value in context.params.items() if name != "option"}
+    named["drain_grace_s"] = named.pop("drain_grace")
+    flags: dict[str, Any] = _pairs(option or []) | named
     if not flags["model"]:
         _refuse("no model; for the packaged one: pagemill worker --model smollm2")
     raise typer.Exit(_run(_load(flags)))

@@ -1,0 +1,76 @@
+"""Options that several commands have, and the many of `pagemill run`: one name each, for their signatures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Texts = list[str] | None
+
+ServedModel = Annotated[
+    str | None,
+    typer.Option("--model", help="A served name; or smollm2 or a directory, served here if no worker does."),
+]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", min=1, help="Of output, per sample.")]
+Seed = Annotated[int | None, typer.Option("--seed", min=0, help="The same seed, the same samples.")]
+Stop = Annotated[Texts, typer.Option("--stop", help="Stop string; may be repeated.")]
+Field = Annotated[
+    Texts, typer.Option("--field", metavar="NAME=JSON", help="Any other field of a job; may be repeated.")
+]
+WorkerOption = Annotated[
+    Texts,
+    typer.Option("--worker-option", metavar="NAME=VALUE", help="A setting of the worker started here."),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+CancelRun = Annotated[bool, typer.Option("--cancel", help="Cancel what an earlier start has under way.")]
+
+# `pagemill run` alone
+Rows = Annotated[
+    Path, typer.Argument(metavar="IN", help="JSONL, CSV, TSV, Parquet, or a Hugging Face dataset directory.")
+]
+Output = Annotated[Path, typer.Option("--out", help="OUT.jsonl, .csv, .tsv or .parquet; written at the end.")]
+Template = Annotated[
+    str | None, typer.Option("--template", help="The prompt, in Jinja2: 'Summarize: {{ text }}'.")
+]
+TemplateFile = Annotated[
+    Path | None,
+    typer.Option("--template-file", exists=True, dir_okay=False, help="The prompt's template, from a file."),
+]
+System = Annotated[str | None, typer.Option("--system", help="System message; a template too.")]
+NoChat = Annotated[bool, typer.Option("--no-chat", help="Send the bare text, no chat template.")]
+Choices = Annotated[
+    str | None, typer.Option("--choices", help="The output is one of these, comma-separated.")
+]
+JsonSchema = Annotated[
+    str | None,
+    typer.Option("--json-schema", help="The output is JSON of this schema: a file, or the text."),
+]
+Regex = Annotated[str | None, typer.Option("--regex", help="The output matches this.")]
+RunTemperature = Annotated[
+    float, typer.Option("--temperature", min=0.0, help="0: equal prompts run once and share the output.")
+]
+Gold = Annotated[
+    str | None, typer.Option("--gold", help="A column to compare with: accuracy, and a confusion table.")
+]
+OutputColumn = Annotated[str, typer.Option("--output-column", help="What the new column is called.")]
+Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Only the first rows, for a trial.")]
+MaxErrors = Annotated[
+    int | None, typer.Option("--max-errors", min=0, help="Stop when more rows than this have failed.")
+]
+PricePerHour = Annotated[
+    float | None, typer.Option("--price-per-hour", min=0.0, help="Of the machine, for the cost.")
+]
+Estimate = Annotated[
+    bool, typer.Option("--estimate", help="Do 100 rows (they stay done), say what all will take.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show prompts and token counts; submit nothing.")]
+Detach = Annotated[bool, typer.Option("--detach", help="Submit and leave; run it again to collect.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Don't take OUT for work that is done.")]
+ReportFile = Annotated[
+    Path | None, typer.Option("--report", help="Where the HTML report goes. Default: OUT.report.html.")
+]
+FormatName = Annotated[str | None, typer.Option("--format", help="jsonl, csv, tsv, parquet or arrow.")]
+Encoding = Annotated[str, typer.Option("--encoding", help="Of text files.")]
+Window = Annotated[int, typer.Option("--window", min=1, help="Jobs in flight at most.")]

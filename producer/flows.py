@@ -207,61 +207,64 @@ class _FeedReader:
         self.position = 0
         self._fresh = True
         """Nothing read of this epoch yet: what is there already comes as snapshots."""
-        self._text: dict[int, str] = {}
-        self._token_ids: dict[int, tuple[int, ...]] = {}
+        self._seen: dict[int, Output] = {}
 
     def read(self, feed: Feed) -> list[StreamEvent]:
         if feed.epoch != self.epoch:
             self.epoch, self.position, self._fresh = feed.epoch, 0, True
-            self._text, self._token_ids = {}, {}
+            self._seen = {}
         events = []
         for delta in feed.deltas:
-            text, token_ids = self._text.get(delta.index, ""), self._token_ids.get(delta.index, ())
-            self._text[delta.index] = text + delta.text
-            self._token_ids[delta.index] = token_ids + delta.token_ids
+            seen = self._seen.get(delta.index) or Output(index=delta.index)
+            grown = Output.model_construct(
+                index=delta.index,
+                text=seen.text + delta.text,
+                token_ids=seen.token_ids + delta.token_ids,
+                logprobs=None if delta.logprobs is None else (seen.logprobs or ()) + delta.logprobs,
+            )
+            self._seen[delta.index] = grown
             if not self._fresh:
-                events.append(
-                    StreamEvent(
-                        type="token",
-                        attempt=feed.attempt,
-                        index=delta.index,
-                        offset=len(token_ids),
-                        token_ids=delta.token_ids,
-                        text=delta.text,
-                    )
-                )
+                events.append(_gain(feed.attempt, seen, grown))
         if self._fresh:
-            events += [self._snapshot(feed.attempt, index) for index in sorted(self._text)]
+            events += [_snapshot(feed.attempt, self._seen[index]) for index in sorted(self._seen)]
         self._fresh = False
         self.position += len(feed.deltas)
         for output in feed.result.outputs if feed.result else ():
             events += self._rest(feed.attempt, output)
         return events
 
-    def _snapshot(self, attempt: int, index: int) -> StreamEvent:
-        return StreamEvent(
-            type="snapshot",
-            attempt=attempt,
-            index=index,
-            token_ids=self._token_ids[index],
-            text=self._text[index],
-        )
-
     def _rest(self, attempt: int, output: Output) -> list[StreamEvent]:
         """What the result has beyond the feed. The feed is gone once the result is there."""
-        text, token_ids = self._text.get(output.index, ""), self._token_ids.get(output.index, ())
-        self._text[output.index], self._token_ids[output.index] = output.text, output.token_ids
-        if output.text == text and output.token_ids == token_ids:
+        seen = self._seen.get(output.index) or Output(index=output.index)
+        self._seen[output.index] = output
+        if output.text == seen.text and output.token_ids == seen.token_ids:
             return []
-        if not (output.text.startswith(text) and output.token_ids[: len(token_ids)] == token_ids):
-            return [self._snapshot(attempt, output.index)]
-        return [
-            StreamEvent(
-                type="token",
-                attempt=attempt,
-                index=output.index,
-                offset=len(token_ids),
-                token_ids=output.token_ids[len(token_ids) :],
-                text=output.text[len(text) :],
-            )
-        ]
+        is_longer = output.token_ids[: len(seen.token_ids)] == seen.token_ids
+        if not (is_longer and output.text.startswith(seen.text)):
+            return [_snapshot(attempt, output)]
+        return [_gain(attempt, seen, output)]
+
+
+def _snapshot(attempt: int, seen: Output) -> StreamEvent:
+    return StreamEvent(
+        type="snapshot",
+        attempt=attempt,
+        index=seen.index,
+        token_ids=seen.token_ids,
+        text=seen.text,
+        logprobs=seen.logprobs,
+    )
+
+
+def _gain(attempt: int, seen: Output, grown: Output) -> StreamEvent:
+    """What `grown` has beyond `seen`."""
+    offset = len(seen.token_ids)
+    return StreamEvent(
+        type="token",
+        attempt=attempt,
+        index=grown.index,
+        offset=offset,
+        token_ids=grown.token_ids[offset:],
+        text=grown.text[len(seen.text) :],
+        logprobs=None if grown.logprobs is None else grown.logprobs[offset:],
+    )

@@ -76,11 +76,15 @@ class PagemillError(Exception):
 
 
 class InvalidJob(PagemillError, ValueError):
-    """The job was refused. `code` is one of `FINAL_CODES`. The message never quotes the prompt."""
+    """The job was refused. `code` is one of `FINAL_CODES`. The message never quotes the prompt.
 
-    def __init__(self, message: str, code: str = "invalid_job") -> None:
+    `param` names the field that is to blame, where it is one.
+    """
+
+    def __init__(self, message: str, code: str = "invalid_job", param: str | None = None) -> None:
         super().__init__(message)
         self.code = code
+        self.param = param
 
 
 class QueueFull(PagemillError):

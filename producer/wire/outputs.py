@@ -173,6 +173,8 @@ class StreamEvent(WireModel):
     offset: int = 0
     token_ids: tuple[int, ...] = ()
     text: str = ""
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+    """One entry per token, where the job asked for them."""
     state: EndState | None = None
 
 

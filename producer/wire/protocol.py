@@ -162,7 +162,7 @@ class Job(SamplingFields):
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            raise InvalidJob(_reasons(error), _code(error)) from None
+            raise InvalidJob(_reasons(error), _code(error), _param(error)) from None
 
     @classmethod
     def from_payload(cls, payload: bytes) -> Job:
@@ -339,6 +339,12 @@ def _code(error: ValidationError) -> str:
         item["type"] for item in error.errors(include_input=False, include_url=False, include_context=False)
     )
     return next((kind for kind in types if kind in FINAL_CODES), "invalid_job")
+
+
+def _param(error: ValidationError) -> str | None:
+    """The place of the first complaint that has one."""
+    complaints = error.errors(include_input=False, include_url=False, include_context=False)
+    return next((".".join(map(str, item["loc"])) for item in complaints if item["loc"]), None)
 
 
 def _reasons(error: ValidationError) -> str:

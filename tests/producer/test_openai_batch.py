@@ -14,7 +14,9 @@ from openai.types.chat import ChatCompletion
 
 from producer import Producer
 from producer.dataset.rows import DatasetError
-from producer.openai_batch import CHAT_URL, COMPLETIONS_URL, BatchFile, job_of, success_line
+from producer.openai_batch import BatchFile
+from producer.openai_format import CHAT_URL, COMPLETIONS_URL
+from producer.openai_lines import job_of, success_line
 from producer.wire.errors import InvalidJob
 from tests.producer.scripted_worker import scripted_worker
 
@@ -73,7 +75,7 @@ def test_a_chat_answer_with_logprobs_is_what_the_openai_package_expects() -> Non
     line = request("r", url=CHAT_URL, logprobs=True, top_logprobs=1, max_completion_tokens=4)
     job = job_of(line)
     assert (job.logprobs, job.max_tokens) == (1, 4)
-    body = ChatCompletion.model_validate(success_line("r", CHAT_URL, "k", job, kept)["response"]["body"])
+    body = ChatCompletion.model_validate(success_line("r", CHAT_URL, "k", kept)["response"]["body"])
     assert body.choices[0].message.content == "hé"
     assert body.choices[0].logprobs is not None
     assert body.choices[0].logprobs.content is not None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,10 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import machine, peers, throughput
+from benchmarks.contenders import CONTENDERS, available_contenders
 from benchmarks.measure import Request
-from benchmarks.workloads import WORKLOADS
-
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.report import model_directory, result_path, write
+from benchmarks.workloads import WORKLOADS, Workload
 
 
 def main() -> int:
@@ -26,43 +29,49 @@ def main() -> int:
         return _install_peers(console)
     if machine.is_busy():
         print("this machine is busy: the figures will be too low, and the ratios doubtful", file=sys.stderr)
-    contenders = throughput.available_contenders(arguments.engines)
+    contenders = available_contenders(arguments.engines)
     if not contenders:
         print(f"none of {', '.join(arguments.engines)} can run here", file=sys.stderr)
         return 2
-    model = _model_directory(arguments.model)
+    directory = model_directory(arguments.model)
+    vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
+    workloads = [WORKLOADS[name](vocab_size, arguments.seed, arguments.share) for name in arguments.workloads]
     request = throughput.build_request(
-        str(model),
-        json.loads((model / "config.json").read_text())["vocab_size"],
-        arguments.workloads,
-        seed=arguments.seed,
-        share=arguments.share,
-        kv_cache_gib=arguments.kv_cache_gib,
-        options=dict(arguments.engine_option),
-    )
+        str(directory), vocab_size, workloads, seed=arguments.seed, share=arguments.share,
+        kv_cache_gib=arguments.kv_cache_gib, options=dict(arguments.engine_option),
+    )  # fmt: skip
     started, where = datetime.now(UTC), machine.describe()
-    path = arguments.out or RESULTS / f"throughput-{started:%Y%m%dT%H%M%SZ}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = arguments.out or result_path("throughput", started)
     measurements = throughput.Measurements()
+    # `kill` ends the engines as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupted = False
+    passes = throughput.measure_all(
+        measurements, contenders, request, workloads, vocab_size=vocab_size, rounds=arguments.rounds,
+        console=console,
+    )  # fmt: skip
     try:
-        # Written after every engine: a run that is cut short keeps what it has measured.
-        for _ in throughput.measure_all(measurements, contenders, request, arguments.rounds, console):
-            report = _report(arguments, request, measurements, started, where)
-            path.write_text(json.dumps(report, indent=2) + "\n")
-    except throughput.BenchmarkError as error:
-        print(error, file=sys.stderr)
-        return 1
-    console.print(throughput.table(measurements, request.workloads))
+        with contextlib.closing(passes):
+            # Written after every pass: a run that is cut short keeps what it has measured.
+            for _ in passes:
+                report = _report(arguments, request, workloads, measurements, started, where)
+                write(path, report)
+    except KeyboardInterrupt:
+        interrupted = True
+        print("interrupted: what was measured until now follows", file=sys.stderr)
+    if not measurements.passes:
+        return 130 if interrupted else 1
+    console.print(throughput.table(measurements, workloads))
     console.print(f"written to {path}")
-    return 0
+    return 130 if interrupted else 1 if measurements.failures else 0
 
 
 def _report(
-    arguments: argparse.Namespace, request: Request, measurements: throughput.Measurements,
-    started: datetime, where: dict[str, Any],
+    arguments: argparse.Namespace, request: Request, workloads: Sequence[Workload],
+    measurements: throughput.Measurements, started: datetime, where: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     return {
-        "question": "output tokens per second, offline, greedy, fp32",
+        "question": "output tokens per second, offline, greedy",
         "date": started.isoformat(timespec="seconds"),
         "machine": where,
         "model": arguments.model,
@@ -73,21 +82,21 @@ def _report(
             "kv_cache_gib": arguments.kv_cache_gib,
             "engine_options": request.options,
         },
-        "versions": {name: results[0]["versions"] for name, results in measurements.results.items()},
-        "load_seconds": {
-            name: [round(result["load_seconds"], 1) for result in results]
-            for name, results in measurements.results.items()
-        },
-        "workloads": throughput.summary(measurements, request.workloads),
+        "versions": {name: ready.versions for name, ready in measurements.ready.items()},
+        "load_seconds": {name: round(ready.load_seconds, 1) for name, ready in measurements.ready.items()},
+        "peak_memory_bytes": measurements.peak_memory_bytes,
+        "failures": measurements.failures,
+        "workloads": throughput.summary(measurements, workloads),
+        "passes": throughput.passes_as_json(measurements),
     }
 
 
 def _parse() -> argparse.Namespace:
-    names = [contender.name for contender in throughput.CONTENDERS]
+    names = [contender.name for contender in CONTENDERS]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=throughput.__doc__)
     parser.add_argument("--engines", nargs="+", choices=names, default=names)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=3, help="repeats of every engine, interleaved")
+    parser.add_argument("--rounds", type=int, default=5, help="passes of every engine, taking turns")
     parser.add_argument("--model", default="smollm2", help="a Hugging Face directory, or smollm2")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -126,16 +135,6 @@ def _install_peers(console: Console) -> int:
             print(f"{peer.name} could not be installed: {error}", file=sys.stderr)
             failed = 1
     return failed
-
-
-def _model_directory(model: str) -> Path:
-    if Path(model).is_dir():
-        return Path(model)
-    from engine.execution.packaged_model import PACKAGED_MODEL, packaged_model_directory
-
-    if model != PACKAGED_MODEL:
-        raise SystemExit(f"--model {model}: no such directory, and not {PACKAGED_MODEL}")
-    return packaged_model_directory()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What happens inside an engine's own process: run the workloads it is handed, time them, write the result.
+"""What happens inside an engine's own process: get ready, then make one pass over a workload whenever told to.
 
 Standard library only: a peer's environment imports this file too, and has nothing of ours installed.
 """
@@ -6,7 +6,7 @@ Standard library only: a peer's environment imports this file too, and has nothi
 from __future__ import annotations
 
 import json
-import resource
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -22,14 +22,15 @@ Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
 
 @dataclass(slots=True)
 class Request:
-    """One engine process's orders. Warm-up runs first, untimed, and shares no tokens with what is timed."""
+    """What an engine is to get ready for. Warm-up runs untimed, and shares no tokens with what is timed."""
 
     model: str
-    workloads: list[Workload]
     warmup: list[Workload]
+    longest: int
+    """Tokens of the longest request that will come, prompt and output."""
     kv_cache_memory_bytes: int
     options: dict[str, Any] = field(default_factory=dict)
-    """Engine options given on the command line; only Pagemill's engine takes any."""
+    """Engine options; only Pagemill's engine takes any."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -37,12 +38,19 @@ class Request:
     @classmethod
     def read(cls, path: Path) -> Request:
         data = json.loads(path.read_text())
-        for name in ("workloads", "warmup"):
-            data[name] = [Workload.from_json(item) for item in data[name]]
+        data["warmup"] = [Workload.from_json(item) for item in data["warmup"]]
         return cls(**data)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """An engine's first message."""
+
+    versions: dict[str, str]
+    load_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Timing:
     """One timed pass over a workload."""
 
@@ -57,32 +65,33 @@ class Timing:
 
 
 def run(load: Callable[[Request], tuple[Generate, dict[str, str]]]) -> None:
-    """The body of an engine process: `python -m benchmarks.<engine> REQUEST RESULT`.
+    """The body of an engine process: `python -m benchmarks.<engine> REQUEST DESCRIPTOR`.
 
-    `load` makes the engine ready and names the versions it is made of. An engine that returns fewer or more
-    tokens than it was asked for has done other work than its rivals: that is an error, not a result.
+    `load` makes the engine ready and names the versions it is made of. Orders come on stdin, a workload a line;
+    answers go to the file descriptor, a line each, because stdout belongs to whatever the engine prints. The
+    process ends when stdin does.
     """
-    request_path, result_path = Path(sys.argv[1]), Path(sys.argv[2])
-    request = Request.read(request_path)
-    started = time.perf_counter()
-    generate, versions = load(request)
-    load_seconds = time.perf_counter() - started
-    for workload in request.warmup:
-        generate(workload.prompts, workload.max_tokens)
-    timings = [_time(generate, workload) for workload in request.workloads]
-    result = {
-        "versions": versions,
-        "load_seconds": load_seconds,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "timings": [asdict(timing) for timing in timings],
-    }
-    # Renamed into place: a process that dies here leaves no half-written result.
-    partial = result_path.with_suffix(".partial")
-    partial.write_text(json.dumps(result))
-    partial.rename(result_path)
+    request = Request.read(Path(sys.argv[1]))
+    descriptor = int(sys.argv[2])
+    os.set_inheritable(descriptor, False)
+    with os.fdopen(descriptor, "w") as answers:
+        started = time.perf_counter()
+        generate, versions = load(request)
+        ready = Ready(versions, time.perf_counter() - started)
+        for workload in request.warmup:
+            generate(workload.prompts, workload.max_tokens)
+        _answer(answers, ready)
+        for line in sys.stdin:
+            _answer(answers, time_pass(generate, Workload.from_json(json.loads(line))))
 
 
-def _time(generate: Generate, workload: Workload) -> Timing:
+def time_pass(generate: Generate, workload: Workload) -> Timing:
+    """One pass.
+
+    Raises:
+        RuntimeError: an engine that returns fewer or more tokens than it was asked for has done other work than
+            its rivals; that is an error, not a result.
+    """
     started = time.perf_counter()
     outputs = generate(workload.prompts, workload.max_tokens)
     seconds = time.perf_counter() - started
@@ -95,3 +104,8 @@ def _time(generate: Generate, workload: Workload) -> Timing:
             f"{workload.name}: request {wrong} is {lengths[wrong]} tokens long, not {workload.max_tokens[wrong]}"
         )
     return Timing(workload.name, seconds, sum(lengths), outputs)
+
+
+def _answer(answers: Any, message: Ready | Timing) -> None:
+    answers.write(json.dumps(asdict(message)) + "\n")
+    answers.flush()

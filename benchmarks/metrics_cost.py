@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from benchmarks.__main__ import RESULTS, _model_directory
+from benchmarks.report import RESULTS, model_directory
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.sampling_params import SamplingParams
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if machine.is_busy():
         print("this machine is busy: steps and metrics are both slower than they are", file=sys.stderr)
-    model = given.model if given.model.startswith("echo") else str(_model_directory(given.model))
+    model = given.model if given.model.startswith("echo") else str(model_directory(given.model))
     engine = Engine.from_config(EngineConfig(model=model, max_num_seqs=given.sequences))
     started, where = datetime.now(UTC), machine.describe()
     cost = measure(engine, given.sequences, given.tokens, scrape_s=given.scrape_s)

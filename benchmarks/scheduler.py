@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from benchmarks.__main__ import RESULTS
+from benchmarks.report import RESULTS
 from engine.config import SchedulerConfig
 from engine.plan import StepResult
 from engine.sampling_params import SamplingParams

@@ -1,17 +1,18 @@
 """How many output tokens per second, beside static batches, vLLM and OpenVINO, from the same requests and weights?
 
-Every engine runs in a fresh process of its own, one at a time; the rounds are interleaved (A, B, C, then A, B,
-C again), so that a slow minute of the machine does not fall on one engine alone. Ratios are taken in a round.
+Every engine's process is started once, loads, warms up, and is stopped in place while another one runs. One pass of
+one workload is ordered from each engine in turn, and every other round in the reverse order. Ratios are taken
+between passes of one round, which follow each other within seconds.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,140 +20,177 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import peers
-from benchmarks.measure import Request, Timing
+from benchmarks.contenders import INT8_SUBJECT, REFERENCE, SUBJECT, Contender
+from benchmarks.engine_process import EngineFailedError, EngineProcess
+from benchmarks.measure import Ready, Request, Timing
 from benchmarks.workloads import WORKLOADS, Workload
-
-ROOT = Path(__file__).resolve().parent.parent
-SUBJECT = "pagemill"
-REFERENCE = "transformers"
-SECONDS_LIMIT = 3600
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
-    name: str
-    module: str
-    description: str
-    peer: peers.Peer | None = None
-    """Whose environment it runs in; None: ours."""
-    environment: tuple[tuple[str, str], ...] = ()
+class Pass:
+    """One engine's pass over one workload."""
+
+    contender: str
+    round_number: int
+    at_s: float
+    """When it was ordered, seconds since the first one."""
+    timing: Timing
 
 
-CONTENDERS = (
-    Contender(SUBJECT, "benchmarks.engine", "this engine, offline"),
-    Contender("vllm", "benchmarks.vllm_peer", "vLLM's CPU build, offline", peers.VLLM),
-    Contender("openvino", "benchmarks.openvino_peer", "OpenVINO GenAI, fp32", peers.OPENVINO),
-    Contender(
-        "openvino-int8",
-        "benchmarks.openvino_peer",
-        "OpenVINO GenAI, int8 weights",
-        peers.OPENVINO,
-        (("PAGEMILL_BENCH_OPENVINO_WEIGHTS", "int8"),),
-    ),
-    Contender(REFERENCE, "benchmarks.baselines", "generate(), static FIFO batches of 16"),
-)
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A median and how far the single values lie from it."""
 
+    median: float
+    low: float
+    high: float
 
-class BenchmarkError(Exception):
-    """An engine's process failed; the message ends with what it last wrote."""
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
 
 
 @dataclass(slots=True)
 class Measurements:
-    """Everything one invocation measured: contender -> one result per round."""
+    """Everything one invocation measured, in the order in which it was measured."""
 
-    results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    passes: list[Pass] = field(default_factory=list)
+    ready: dict[str, Ready] = field(default_factory=dict)
+    peak_memory_bytes: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    """Engines that died, and what they last wrote. Their passes until then stay."""
 
-    def timings(self, contender: str, workload: str) -> list[Timing]:
-        found = [Timing(**t) for result in self.results.get(contender, []) for t in result["timings"]]
-        return [timing for timing in found if timing.workload == workload]
+    @property
+    def contenders(self) -> list[str]:
+        return [name for name in self.ready if any(item.contender == name for item in self.passes)]
+
+    def by_round(self, contender: str, workload: str) -> dict[int, Timing]:
+        return {
+            item.round_number: item.timing
+            for item in self.passes
+            if item.contender == contender and item.timing.workload == workload
+        }
 
     def rates(self, contender: str, workload: str) -> list[float]:
-        return [timing.tokens_per_second for timing in self.timings(contender, workload)]
+        return [timing.tokens_per_second for timing in self.by_round(contender, workload).values()]
 
-    def ratio(self, contender: str, workload: str) -> float | None:
-        """How many times the contender's throughput ours is: the median of the rounds' ratios."""
-        pairs = zip(self.rates(SUBJECT, workload), self.rates(contender, workload), strict=False)
-        ratios = [ours / theirs for ours, theirs in pairs]
-        return statistics.median(ratios) if ratios else None
+    def ratios(self, subject: str, contender: str, workload: str) -> list[float]:
+        """How many times the contender's throughput the subject's is, per round in which both made a pass."""
+        ours, theirs = self.by_round(subject, workload), self.by_round(contender, workload)
+        return [ours[n].tokens_per_second / theirs[n].tokens_per_second for n in ours if n in theirs]
 
     def equal_outputs(self, contender: str, workload: str) -> tuple[int, int] | None:
         """(requests whose tokens equal transformers', requests). In fp32 only near-ties may differ."""
-        theirs, reference = self.timings(contender, workload), self.timings(REFERENCE, workload)
-        if not theirs or not reference:
-            return None
-        pairs = list(zip(theirs[0].outputs, reference[0].outputs, strict=True))
-        return sum(a == b for a, b in pairs), len(pairs)
-
-
-def available_contenders(names: Sequence[str]) -> list[Contender]:
-    """The contenders asked for that can run here; says on stderr which one is missing and how to get it."""
-    chosen = [contender for contender in CONTENDERS if contender.name in names]
-    for peer in {contender.peer for contender in chosen if contender.peer is not None}:
-        if peer.python() is None:
-            print(
-                f"{peer.name}: no environment for it; make one with: python -m benchmarks --install-peers",
-                file=sys.stderr,
-            )
-            chosen = [contender for contender in chosen if contender.peer is not peer]
-    return chosen
-
-
-def measure_all(
-    measurements: Measurements, contenders: Sequence[Contender], request: Request, rounds: int,
-    console: Console,
-) -> Iterator[str]:  # fmt: skip
-    """Add one result per engine and round to `measurements`; yields the engine's name after each."""
-    for round_number in range(1, rounds + 1):
-        for contender in contenders:
-            with console.status(
-                f"round {round_number} of {rounds}: {contender.name} ({contender.description})"
-            ):
-                result = _measure(contender, request)
-            measurements.results.setdefault(contender.name, []).append(result)
-            rates = "  ".join(
-                f"{timing.workload} {timing.tokens_per_second:.1f}"
-                for timing in (Timing(**item) for item in result["timings"])
-            )
-            console.print(f"round {round_number} of {rounds}: {contender.name:12} {rates}  tokens/s")
-            yield contender.name
+        theirs, reference = self.by_round(contender, workload), self.by_round(REFERENCE, workload)
+        pairs = [
+            pair
+            for n in theirs
+            if n in reference
+            for pair in zip(theirs[n].outputs, reference[n].outputs, strict=True)
+        ]
+        return (sum(a == b for a, b in pairs), len(pairs)) if pairs else None
 
 
 def build_request(
-    model: str, vocab_size: int, names: Sequence[str], *, seed: int, share: float, kv_cache_gib: int,
-    options: dict[str, Any],
+    model: str, vocab_size: int, workloads: Sequence[Workload], *, seed: int, share: float, kv_cache_gib: int,
+    options: Mapping[str, Any],
 ) -> Request:  # fmt: skip
-    """The timed workloads, and as warm-up a small share of each from another seed."""
+    """What engines get ready for; as warm-up a small share of each workload, from another seed."""
+    warmup = [WORKLOADS[workload.name](vocab_size, seed + 1, share / 8) for workload in workloads]
     return Request(
         model=model,
-        workloads=[WORKLOADS[name](vocab_size, seed, share) for name in names],
-        warmup=[WORKLOADS[name](vocab_size, seed + 1, share / 8) for name in names],
+        warmup=warmup,
+        longest=max(workload.longest for workload in [*workloads, *warmup]),
         kv_cache_memory_bytes=kv_cache_gib * 2**30,
-        options=options,
+        options=dict(options),
     )
 
 
+def measure_all(
+    measurements: Measurements, contenders: Sequence[Contender], request: Request, workloads: Sequence[Workload],
+    *, vocab_size: int, rounds: int, console: Console,
+) -> Generator[str, None, None]:  # fmt: skip
+    """Add to `measurements`; yields an engine's name after each of its passes.
+
+    An engine that fails is named in `failures` and takes no further part. However the generator ends, every
+    engine's process has ended then.
+    """
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pagemill-bench-")))
+        running: dict[str, EngineProcess] = {}
+        for contender in contenders:
+            process = stack.enter_context(EngineProcess(contender, request, directory))
+            with (
+                console.status(f"starting {contender.name} ({contender.description})"),
+                _failure_noted(measurements, process),
+            ):
+                measurements.ready[contender.name] = process.wait_until_ready()
+                running[contender.name] = process
+        begun = time.monotonic()
+        for number, workload, contender in schedule(contenders, workloads, rounds):
+            if contender.name not in running:
+                continue
+            process = running[contender.name]
+            at = time.monotonic() - begun
+            with (
+                console.status(f"round {number} of {rounds}: {workload.name} on {contender.name}"),
+                _failure_noted(measurements, process),
+            ):
+                timing = process.measure(workload.renewed(vocab_size, number - 1))
+                measurements.passes.append(Pass(contender.name, number, at, timing))
+                measurements.peak_memory_bytes[contender.name] = process.peak_memory_bytes()
+                console.print(
+                    f"round {number} of {rounds}: {workload.name:8} {contender.name:14} "
+                    f"{timing.tokens_per_second:8.1f} tokens/s"
+                )
+            if contender.name in measurements.failures:
+                del running[contender.name]
+            yield contender.name
+
+
+def schedule(
+    contenders: Sequence[Contender], workloads: Sequence[Workload], rounds: int
+) -> Iterator[tuple[int, Workload, Contender]]:
+    """The passes in order: per round and workload each engine once, every other round the other way about."""
+    for number in range(1, rounds + 1):
+        order = list(contenders if number % 2 else reversed(contenders))
+        for workload in workloads:
+            for contender in order:
+                if contender.every_round or number in (1, rounds):
+                    yield number, workload, contender
+
+
+@contextlib.contextmanager
+def _failure_noted(measurements: Measurements, process: EngineProcess) -> Iterator[None]:
+    try:
+        yield
+    except EngineFailedError as error:
+        measurements.failures[process.contender.name] = str(error)
+        print(error, file=sys.stderr)
+        process.close()
+
+
 def table(measurements: Measurements, workloads: Sequence[Workload]) -> Table:
-    view = Table(title="Output tokens per second (greedy, fp32)")
+    subjects = [name for name in (SUBJECT, INT8_SUBJECT) if name in measurements.contenders]
+    view = Table(title="Output tokens per second (greedy, fp32 unless the name says otherwise)")
     view.add_column("workload")
     view.add_column("engine")
-    for column in ("best", "median", "rounds", f"{SUBJECT} is", f"same tokens as {REFERENCE}"):
+    columns = ("median", "lowest", "best", "rounds", *(f"{name} is" for name in subjects), "same tokens")
+    for column in columns:
         view.add_column(column, justify="right")
     for workload in workloads:
         counts = (len(workload.prompts), workload.num_prompt_tokens, workload.num_output_tokens)
         shape = "{} requests, {} in, {} out".format(*counts)
-        for number, contender in enumerate(measurements.results):
-            rates = measurements.rates(contender, workload.name)
-            ratio = measurements.ratio(contender, workload.name)
+        measured = [name for name in measurements.contenders if measurements.rates(name, workload.name)]
+        for number, contender in enumerate(measured):
+            rates = Spread.of(measurements.rates(contender, workload.name))
             equal = measurements.equal_outputs(contender, workload.name)
             view.add_row(
                 workload.name if number == 0 else shape if number == 1 else "",
                 contender,
-                f"{max(rates):.1f}",
-                f"{statistics.median(rates):.1f}",
-                str(len(rates)),
-                "" if contender == SUBJECT or ratio is None else f"{ratio:.2f} x",
+                *(f"{rate:.1f}" for rate in (rates.median, rates.low, rates.high)),
+                str(len(measurements.rates(contender, workload.name))),
+                *(_ratio_cell(measurements, name, contender, workload.name) for name in subjects),
                 "" if contender == REFERENCE or equal is None else f"{equal[0]}/{equal[1]}",
             )
         view.add_section()
@@ -167,41 +205,48 @@ def summary(measurements: Measurements, workloads: Sequence[Workload]) -> dict[s
             "prompt_tokens": workload.num_prompt_tokens,
             "output_tokens": workload.num_output_tokens,
             "engines": {
-                contender: {
-                    "tokens_per_second": [
-                        round(rate, 2) for rate in measurements.rates(contender, workload.name)
-                    ],
-                    "seconds": [round(t.seconds, 3) for t in measurements.timings(contender, workload.name)],
-                    "pagemill_ratio": measurements.ratio(contender, workload.name),
-                    "outputs_equal_to_transformers": measurements.equal_outputs(contender, workload.name),
-                }
-                for contender in measurements.results
+                name: _engine_summary(measurements, name, workload.name)
+                for name in measurements.contenders
+                if measurements.rates(name, workload.name)
             },
         }
         for workload in workloads
     }
 
 
-def _measure(contender: Contender, request: Request) -> dict[str, Any]:
-    interpreter, environment = Path(sys.executable), None
-    if contender.peer is not None:
-        found = contender.peer.python()
-        assert found is not None, (
-            "available_contenders() lets peers through only when their environment works"
-        )
-        interpreter = found
-        environment = peers.process_environment(request.kv_cache_memory_bytes) | dict(contender.environment)
-    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as directory:
-        request_path, result_path = Path(directory, "request.json"), Path(directory, "result.json")
-        request.write(request_path)
-        with Path(directory, "log").open("w+") as log:
-            finished = subprocess.run(
-                [interpreter, "-m", contender.module, request_path, result_path],
-                cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                timeout=SECONDS_LIMIT, check=False,
-            )  # fmt: skip
-            log.seek(0)
-            tail = log.read()[-4000:]
-        if finished.returncode != 0 or not result_path.exists():
-            raise BenchmarkError(f"{contender.name} ended with exit code {finished.returncode}:\n{tail}")
-        return json.loads(result_path.read_text())
+def passes_as_json(measurements: Measurements) -> list[dict[str, Any]]:
+    """Every figure, in the order of measuring."""
+    return [
+        {
+            "round": item.round_number, "workload": item.timing.workload, "engine": item.contender,
+            "at_s": round(item.at_s, 1), "seconds": round(item.timing.seconds, 3),
+            "tokens_per_second": round(item.timing.tokens_per_second, 2),
+        }
+        for item in measurements.passes
+    ]  # fmt: skip
+
+
+def _engine_summary(measurements: Measurements, contender: str, workload: str) -> dict[str, Any]:
+    rates = measurements.rates(contender, workload)
+    found: dict[str, Any] = {
+        "tokens_per_second": [round(rate, 2) for rate in rates],
+        "median": round(statistics.median(rates), 2),
+        "outputs_equal_to_transformers": measurements.equal_outputs(contender, workload),
+    }
+    for subject in (SUBJECT, INT8_SUBJECT):
+        ratios = measurements.ratios(subject, contender, workload)
+        if ratios and subject != contender:
+            spread = Spread.of(ratios)
+            found[f"{subject}_ratio"] = {
+                "median": round(spread.median, 3), "min": round(spread.low, 3), "max": round(spread.high, 3),
+                "rounds": [round(ratio, 3) for ratio in ratios],
+            }  # fmt: skip
+    return found
+
+
+def _ratio_cell(measurements: Measurements, subject: str, contender: str, workload: str) -> str:
+    ratios = measurements.ratios(subject, contender, workload)
+    if subject == contender or not ratios:
+        return ""
+    spread = Spread.of(ratios)
+    return f"{spread.median:.2f} x ({spread.low:.2f}..{spread.high:.2f})"

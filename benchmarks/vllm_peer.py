@@ -10,13 +10,8 @@ def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
     import transformers
     import vllm
 
-    longest = max(
-        len(prompt) + count
-        for workload in request.workloads + request.warmup
-        for prompt, count in zip(workload.prompts, workload.max_tokens, strict=True)
-    )
     llm = vllm.LLM(
-        model=request.model, dtype="float32", max_model_len=longest, skip_tokenizer_init=True, seed=0
+        model=request.model, dtype="float32", max_model_len=request.longest, skip_tokenizer_init=True, seed=0
     )
 
     def generate(prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:

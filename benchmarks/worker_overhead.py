@@ -1,12 +1,13 @@
 """What do the queue, the worker and the producer cost? The bare engine against all of them, on the same requests.
 
-`python -m benchmarks.worker_overhead`. Each side runs in fresh processes, in turns; the share of the bare engine's
-throughput that is left is taken round by round, and both must generate the same tokens.
+`python -m benchmarks.worker_overhead`. The sides make their passes in turns, as in `benchmarks.throughput`; the share
+of the bare engine's throughput that is left is taken round by round, and both must generate the same tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -19,53 +20,55 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine, throughput
-from benchmarks.__main__ import RESULTS, _model_directory
-from benchmarks.measure import Request
-from benchmarks.throughput import Contender, Measurements
-from benchmarks.workloads import WORKLOADS
+from benchmarks.contenders import Contender
+from benchmarks.report import model_directory, result_path, write
+from benchmarks.throughput import Measurements, Spread
+from benchmarks.workloads import WORKLOADS, Workload
 
 GOAL = 0.97
 BARE = Contender("bare", "benchmarks.engine", "the engine alone, offline")
 QUEUED = Contender("queued", "benchmarks.queued", "producer, Valkey and worker")
 
 
-def shares(measurements: Measurements, workload: str) -> list[float]:
-    """Per round, the share of the bare engine's throughput that is left."""
-    pairs = zip(measurements.rates("queued", workload), measurements.rates("bare", workload), strict=False)
-    return [queued / bare for queued, bare in pairs]
-
-
 def same_tokens(measurements: Measurements, workload: str) -> tuple[int, int]:
-    """(requests with equal output, requests), in the first round."""
-    queued, bare = (measurements.timings(name, workload)[0].outputs for name in ("queued", "bare"))
-    return sum(a == b for a, b in zip(queued, bare, strict=True)), len(bare)
+    """(requests with equal output, requests), over all rounds."""
+    queued, bare = (measurements.by_round(name, workload) for name in (QUEUED.name, BARE.name))
+    pairs = [
+        pair for n in queued if n in bare for pair in zip(queued[n].outputs, bare[n].outputs, strict=True)
+    ]
+    return sum(a == b for a, b in pairs), len(pairs)
 
 
-def report(measurements: Measurements, request: Request) -> dict[str, Any]:
+def report(measurements: Measurements, workloads: Sequence[Workload]) -> dict[str, Any]:
     return {
         workload.name: {
             "requests": len(workload.prompts),
             "output_tokens": workload.num_output_tokens,
             "tokens_per_second": {
                 name: [round(rate, 2) for rate in measurements.rates(name, workload.name)]
-                for name in measurements.results
+                for name in measurements.contenders
             },
-            "share_of_bare": [round(share, 4) for share in shares(measurements, workload.name)],
+            "share_of_bare": [
+                round(share, 4) for share in measurements.ratios(QUEUED.name, BARE.name, workload.name)
+            ],
             "same_tokens": same_tokens(measurements, workload.name),
         }
-        for workload in request.workloads
+        for workload in workloads
     }
 
 
-def table(measurements: Measurements, request: Request) -> Table:
+def table(measurements: Measurements, workloads: Sequence[Workload]) -> Table:
     view = Table(title=f"The worker beside the bare engine (goal: {GOAL:.0%} of its throughput)")
     for column in ("workload", "bare tok/s", "queued tok/s", "share", "same tokens"):
         view.add_column(column, justify="left" if column == "workload" else "right")
-    for workload in request.workloads:
+    for workload in workloads:
         bare, queued = (statistics.median(measurements.rates(n, workload.name)) for n in ("bare", "queued"))
         equal, total = same_tokens(measurements, workload.name)
-        share = statistics.median(shares(measurements, workload.name))
-        view.add_row(workload.name, f"{bare:.1f}", f"{queued:.1f}", f"{share:.1%}", f"{equal}/{total}")
+        share = Spread.of(measurements.ratios(QUEUED.name, BARE.name, workload.name))
+        view.add_row(
+            workload.name, f"{bare:.1f}", f"{queued:.1f}",
+            f"{share.median:.1%} ({share.low:.1%}..{share.high:.1%})", f"{equal}/{total}",
+        )  # fmt: skip
     return view
 
 
@@ -83,22 +86,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--rounds must be at least 1 and --share in (0, 1]")
     if machine.is_busy():
         print("this machine is busy: the figures will be too low, and the shares doubtful", file=sys.stderr)
-    model = _model_directory(given.model)
+    model = model_directory(given.model)
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    workloads = [WORKLOADS[name](vocab_size, given.seed, given.share) for name in given.workloads]
     request = throughput.build_request(
-        str(model), json.loads((model / "config.json").read_text())["vocab_size"], given.workloads,
-        seed=given.seed, share=given.share, kv_cache_gib=given.kv_cache_gib, options={},
+        str(model), vocab_size, workloads, seed=given.seed, share=given.share,
+        kv_cache_gib=given.kv_cache_gib, options={},
     )  # fmt: skip
     console = Console(width=None if sys.stdout.isatty() else 120)
     started, where = datetime.now(UTC), machine.describe()
-    path = given.out or RESULTS / f"worker-overhead-{started:%Y%m%dT%H%M%SZ}.json"
     measurements = Measurements()
-    try:
-        for _ in throughput.measure_all(measurements, (BARE, QUEUED), request, given.rounds, console):
+    passes = throughput.measure_all(
+        measurements, (BARE, QUEUED), request, workloads, vocab_size=vocab_size, rounds=given.rounds,
+        console=console,
+    )  # fmt: skip
+    with contextlib.closing(passes):
+        for _ in passes:
             pass
-    except throughput.BenchmarkError as error:
-        print(error, file=sys.stderr)
+    if measurements.failures:
         return 1
-    path.parent.mkdir(parents=True, exist_ok=True)
     settings = {"rounds": given.rounds, "share": given.share, "seed": given.seed}
     results = {
         "question": "share of the bare engine's throughput that the whole product keeps",
@@ -106,10 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "machine": where,
         "model": given.model,
         "settings": settings,
-        "workloads": report(measurements, request),
+        "workloads": report(measurements, workloads),
     }
-    path.write_text(json.dumps(results, indent=2) + "\n")
-    console.print(table(measurements, request))
+    path = given.out or result_path("worker-overhead", started)
+    write(path, results)
+    console.print(table(measurements, workloads))
     console.print(f"written to {path}")
     return 0
 

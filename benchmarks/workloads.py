@@ -13,6 +13,7 @@ from typing import Any
 
 # Tokenizers keep special tokens at the low end of the vocabulary; prompts stay clear of them.
 LOWEST_TOKEN_ID = 100
+RENEWAL_STEP = 211
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,29 @@ class Workload:
     max_tokens: list[int]
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output."""
+        return max(len(prompt) + count for prompt, count in zip(self.prompts, self.max_tokens, strict=True))
+
+    @property
     def num_output_tokens(self) -> int:
         return sum(self.max_tokens)
 
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(prompt) for prompt in self.prompts)
+
+    def renewed(self, vocab_size: int, times: int) -> Workload:
+        """The same lengths and the same sharing with other tokens: a pass that no earlier one left in a cache.
+
+        Every token moves on by `times` steps within the ids that prompts are made of.
+        """
+        span = vocab_size - LOWEST_TOKEN_ID
+        step = times * RENEWAL_STEP % span
+        prompts = [
+            [LOWEST_TOKEN_ID + (token - LOWEST_TOKEN_ID + step) % span for token in p] for p in self.prompts
+        ]
+        return Workload(self.name, prompts, self.max_tokens)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

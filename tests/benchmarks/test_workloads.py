@@ -56,3 +56,22 @@ def test_label_prompts_share_exactly_256_tokens() -> None:
 def test_survives_json() -> None:
     workload = mixed(VOCAB_SIZE, 0, 0.1)
     assert Workload.from_json(workload.to_json()) == workload
+
+
+@pytest.mark.parametrize("name", list(WORKLOADS))
+def test_renewed_requests_share_no_block_with_earlier_ones_and_keep_their_shape(name: str) -> None:
+    original = WORKLOADS[name](VOCAB_SIZE, 0, 1.0)
+    assert original.renewed(VOCAB_SIZE, 0) == original
+    seen: set[tuple[int, ...]] = set()
+    for times in range(20):
+        renewed = original.renewed(VOCAB_SIZE, times)
+        assert list(map(len, renewed.prompts)) == list(map(len, original.prompts))
+        assert len({tuple(p[:256]) for p in renewed.prompts}) == len(
+            {tuple(p[:256]) for p in original.prompts}
+        )
+        tokens = [token for prompt in renewed.prompts for token in prompt]
+        assert min(tokens) >= LOWEST_TOKEN_ID
+        assert max(tokens) < VOCAB_SIZE
+        first_blocks = {tuple(prompt[:4]) for prompt in renewed.prompts}
+        assert not first_blocks & seen
+        seen |= first_blocks

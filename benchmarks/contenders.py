@@ -1,0 +1,67 @@
+"""Who can stand in a table: our engine, plain transformers, and the peers that have an environment here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import peers
+
+SUBJECT = "pagemill"
+INT8_SUBJECT = "pagemill-int8"
+REFERENCE = "transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    name: str
+    module: str
+    description: str
+    peer: peers.Peer | None = None
+    """Whose environment it runs in; None: ours."""
+    environment: tuple[tuple[str, str], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    """Options of our engine that make this contender."""
+    every_round: bool = True
+    """False: the first and the last round only, for what takes ten times as long as the others."""
+
+
+CONTENDERS = (
+    Contender(SUBJECT, "benchmarks.engine", "this engine, offline"),
+    Contender("vllm", "benchmarks.vllm_peer", "vLLM's CPU build, offline", peers.VLLM),
+    Contender("openvino", "benchmarks.openvino_peer", "OpenVINO GenAI, fp32", peers.OPENVINO),
+    Contender(
+        INT8_SUBJECT,
+        "benchmarks.engine",
+        "this engine, int8 weights and activations",
+        options=(("quantization", "int8"),),
+    ),
+    Contender(
+        "openvino-int8",
+        "benchmarks.openvino_peer",
+        "OpenVINO GenAI, int8 weights",
+        peers.OPENVINO,
+        (("PAGEMILL_BENCH_OPENVINO_WEIGHTS", "int8"),),
+    ),
+    Contender(
+        REFERENCE,
+        "benchmarks.baselines",
+        "generate(), static FIFO batches of 16",
+        every_round=False,
+    ),
+)
+
+
+def available_contenders(names: Sequence[str]) -> list[Contender]:
+    """The contenders asked for that can run here; says on stderr which one is missing and how to get it."""
+    chosen = [contender for contender in CONTENDERS if contender.name in names]
+    for peer in {contender.peer for contender in chosen if contender.peer is not None}:
+        if peer.python() is None:
+            print(
+                f"{peer.name}: no environment for it; make one with: python -m benchmarks --install-peers",
+                file=sys.stderr,
+            )
+            chosen = [contender for contender in chosen if contender.peer is not peer]
+    return chosen

@@ -1,0 +1,182 @@
+"""An engine's process as the measuring side sees it: started once, stopped in place while others run.
+
+A stopped process (SIGSTOP, with everything it has started) takes no cycle and spins on no lock, and is back at once
+with its weights and its compiled code in memory. So passes of two engines can follow each other within seconds,
+which is the only comparison that holds on a machine whose speed changes from minute to minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks import peers
+from benchmarks.contenders import Contender
+from benchmarks.measure import Ready, Request, Timing
+from benchmarks.workloads import Workload
+
+ROOT = Path(__file__).resolve().parent.parent
+START_LIMIT_S = 1800.0
+"""vLLM compiles for minutes and OpenVINO exports weights the first time."""
+PASS_LIMIT_S = 1800.0
+EXIT_LIMIT_S = 20.0
+LOG_TAIL = 3000
+
+
+class EngineFailedError(Exception):
+    """An engine's process ended, or said nothing for too long; the message ends with what it last wrote."""
+
+
+class EngineProcess:
+    """One contender's process; a context manager, after which the process and its children are gone.
+
+    It has a process group of its own, in our session: a Ctrl-C reaches us alone, one signal stops an engine with
+    all its children, and should we be killed ourselves, the kernel hangs up on a stopped group that lost its parent.
+    """
+
+    def __init__(self, contender: Contender, request: Request, directory: Path) -> None:
+        self.contender = contender
+        self.ready: Ready | None = None
+        self._log = directory / f"{contender.name}.log"
+        self._buffer = b""
+        request_path = directory / f"{contender.name}.json"
+        options = request.options | dict(contender.options)
+        Request(request.model, request.warmup, request.longest, request.kv_cache_memory_bytes, options).write(
+            request_path
+        )
+        interpreter, environment = _interpreter(contender, request)
+        self._answers, theirs = os.pipe()
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [interpreter, "-m", contender.module, request_path, str(theirs)],
+                cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log,
+                pass_fds=(theirs,), process_group=0,
+            )  # fmt: skip
+        os.close(theirs)
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def wait_until_ready(self) -> Ready:
+        """Load and warm up, then stop.
+
+        Raises:
+            EngineFailedError: it did not get there.
+        """
+        self.ready = Ready(**self._receive(START_LIMIT_S))
+        self._signal(signal.SIGSTOP)
+        return self.ready
+
+    def measure(self, workload: Workload) -> Timing:
+        """Go on, make one pass, stop again.
+
+        Raises:
+            EngineFailedError: it ended, or took longer than the limit.
+        """
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(workload.to_json()).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failure("ended") from None
+        timing = Timing(**self._receive(PASS_LIMIT_S))
+        self._signal(signal.SIGSTOP)
+        return timing
+
+    def peak_memory_bytes(self) -> int:
+        """The most each process of the group has had in memory, summed; pages they share count twice."""
+        return sum(_peak_resident_bytes(pid) for pid in _members(self._process.pid))
+
+    def close(self) -> None:
+        """Let it end by itself, as an end of its orders tells it to; then end what is left of it."""
+        if self._answers < 0:
+            return
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._signal(signal.SIGCONT)
+        try:
+            self._process.wait(EXIT_LIMIT_S if self.ready is not None else 0)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+            os.close(self._answers)
+            self._answers = -1
+
+    def _receive(self, limit_s: float) -> dict[str, Any]:
+        give_up = time.monotonic() + limit_s
+        while b"\n" not in self._buffer:
+            # A child of the engine may hold the pipe open after the engine has died: look at the process as well.
+            readable, _, _ = select.select([self._answers], [], [], 1.0)
+            if readable:
+                chunk = os.read(self._answers, 1 << 20)
+                if not chunk:
+                    raise self._failure("ended")
+                self._buffer += chunk
+            elif self._process.poll() is not None:
+                raise self._failure("ended")
+            elif time.monotonic() > give_up:
+                raise self._failure(f"said nothing for {limit_s:.0f} s")
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def _failure(self, what: str) -> EngineFailedError:
+        if what == "ended":
+            what = f"ended with exit code {self._process.wait(EXIT_LIMIT_S)}"
+        tail = self._log.read_text(errors="replace")[-LOG_TAIL:]
+        return EngineFailedError(f"{self.contender.name} {what}:\n{tail}")
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+def _interpreter(contender: Contender, request: Request) -> tuple[Path, dict[str, str] | None]:
+    if contender.peer is None:
+        return Path(sys.executable), dict(os.environ) | dict(contender.environment)
+    found = contender.peer.python()
+    assert found is not None, "available_contenders() lets peers through only when their environment works"
+    environment = peers.process_environment(request.kv_cache_memory_bytes) | dict(contender.environment)
+    return found, environment
+
+
+def _members(group: int) -> list[int]:
+    """The processes of a process group."""
+    found = []
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                # The command's name stands in brackets and may contain anything; the group is the third field after it.
+                fields = (path / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[2]) == group:
+                found.append(int(path.name))
+    return found
+
+
+def _peak_resident_bytes(pid: int) -> int:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    line = next((line for line in status.splitlines() if line.startswith("VmHWM:")), "VmHWM: 0 kB")
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,33 @@
+"""Where benchmarks find the model and leave their figures."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def result_path(name: str, at: datetime) -> Path:
+    return RESULTS / f"{name}-{at.astimezone(UTC):%Y%m%dT%H%M%SZ}.json"
+
+
+def write(path: Path, figures: dict[str, Any]) -> None:
+    """Replace the file whole: a reader, or a run that is cut short, never meets half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(figures, indent=2) + "\n")
+    partial.replace(path)
+
+
+def model_directory(model: str) -> Path:
+    """Where a model named on a command line lies: a directory, or the packaged model."""
+    if Path(model).is_dir():
+        return Path(model)
+    from engine.execution.packaged_model import PACKAGED_MODEL, packaged_model_directory
+
+    if model != PACKAGED_MODEL:
+        raise SystemExit(f"--model {model}: no such directory, and not {PACKAGED_MODEL}")
+    return packaged_model_directory()

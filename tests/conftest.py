@@ -69,7 +69,7 @@ class RedisServer:
         )
 
     def _answers(self, port: int) -> bool:
-        give_up = time.monotonic() + 20
+        give_up = time.monotonic() + 60
         with redis.Redis(port=port, socket_timeout=5, retry=None) as client:
             while self.process is not None and self.process.poll() is None and time.monotonic() < give_up:
                 try:

@@ -20,7 +20,7 @@ from redis.crc import key_slot
 from producer.wire import keys
 from tests.conftest import RedisServer, _free_port, server_binary
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:

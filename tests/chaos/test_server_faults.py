@@ -142,7 +142,7 @@ def test_a_producer_behind_a_bad_network(client: QueueClient, spawn: Spawn, prox
                 assert item.key not in read, "an end was told twice"
                 read[item.key] = item.result.text
             single = stubbornly(lambda: producer.submit(prompt="single", model="echo", job_id="single"))
-            assert single.result(timeout=60).text == "single"
+            assert single.result(timeout=120).text == "single"
     finally:
         calm.set()
         disturber.join()

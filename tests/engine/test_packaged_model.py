@@ -72,7 +72,7 @@ class Converters:
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
-            process.communicate(timeout=30)
+            process.communicate(timeout=120)
 
 
 @pytest.fixture
@@ -87,11 +87,11 @@ def test_killed_half_way_leaves_nothing_that_looks_finished(converters: Converte
     converters.wait_for_conversion()
     assert any(path.is_dir() for path in converters.cache.iterdir()), "it was half-way"
     victim.send_signal(signal.SIGKILL)
-    victim.wait(timeout=30)
+    victim.wait(timeout=120)
     assert converters.finished() == []
     converters.let_finish()
     successor = converters.start()
-    output, _ = successor.communicate(timeout=60)
+    output, _ = successor.communicate(timeout=120)
     (directory,) = converters.finished()
     assert output.strip() == str(directory)
     assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors"]
@@ -106,7 +106,7 @@ def test_two_at_once_convert_once(converters: Converters) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         second.wait(timeout=1)
     converters.let_finish()
-    outputs = {process.communicate(timeout=60)[0].strip() for process in (first, second)}
+    outputs = {process.communicate(timeout=120)[0].strip() for process in (first, second)}
     assert outputs == {str(path) for path in converters.finished()}
     assert len(outputs) == 1
     assert converters.num_conversions() == 1

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.harness import PATIENCE_S, eventually, running_worker, worker_config
+from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
 Finished = subprocess.CompletedProcess[str]
 
@@ -178,12 +178,16 @@ def test_interrupted_and_started_again(
             command, cwd=tmp_path, env=environment(valkey_url, queue_name), stderr=subprocess.PIPE, text=True
         )
         eventually(lambda: len(worker.table) > 0 or first.poll() is not None, "the run's first jobs")
+        waiting = QueueClient(valkey_url, queue_name)
+        waiting.pause()  # it can't end before it is told to
         time.sleep(0.3)
         first.send_signal(ending)
         _, said = first.communicate(timeout=PATIENCE_S)
         assert first.returncode == (130 if ending == signal.SIGINT else -signal.SIGKILL), said
         if ending == signal.SIGINT:
             assert "run the same command again" in said
+        waiting.pause(False)
+        waiting.redis.close()
         again = pagemill(*RUN, "--model", "echo")
         assert again.returncode == 0, again.stderr
     assert outputs(tmp_path / "out.jsonl") == [f"row {i}" for i in range(60)]

@@ -31,8 +31,8 @@ def test_submits_and_ends_wait_for_the_disk(own_valkey: RedisServer) -> None:
             )
             assert waits(admin) == 3, "one wait is enough for all chunks"
             with running_worker(worker_config(own_valkey.url, "q", durability="fsync")):
-                assert batch.wait(timeout=60).succeeded == 600
-                assert handle.result(timeout=30).text == "p"
+                assert batch.wait(timeout=120).succeeded == 600
+                assert handle.result(timeout=120).text == "p"
             assert waits(admin) > 3
 
         async def submit() -> None:
@@ -77,7 +77,7 @@ def test_a_full_server_can_still_be_waited_for(own_valkey: RedisServer) -> None:
     ):
         handle = producer.submit(prompt="0123456789" * 20, model="echo", max_tokens=200)
         admin.config_set("maxmemory", 1)
-        assert len(handle.result(timeout=60).text) == 200
+        assert len(handle.result(timeout=120).text) == 200
 
 
 def test_nonsense_is_refused() -> None:

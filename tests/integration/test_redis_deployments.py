@@ -36,10 +36,10 @@ def check_that_jobs_run(url: str, queue: str) -> None:
     with running_worker(worker_config(url, queue)), Producer(url, queue=queue) as producer:
         handle = producer.submit(prompt="single", model="echo", max_tokens=6, stream=True)
         assert [event.type for event in handle.stream()][-1] == "end"
-        assert handle.result(timeout=30).text == "single"
+        assert handle.result(timeout=120).text == "single"
         jobs = ({"prompt": f"row {i}", "model": "echo", "max_tokens": 8} for i in range(600))
         batch = producer.submit_many(jobs)
-        assert batch.wait(timeout=60).succeeded == 600
+        assert batch.wait(timeout=120).succeeded == 600
         assert sum(1 for _ in batch.results()) == 600
         assert asyncio.run(_async_text(url, queue)) == "async"
 
@@ -47,7 +47,7 @@ def check_that_jobs_run(url: str, queue: str) -> None:
 async def _async_text(url: str, queue: str) -> str:
     async with AsyncProducer(url, queue=queue) as producer:
         handle = await producer.submit(prompt="async", model="echo", max_tokens=5)
-        return (await handle.result(timeout=30)).text
+        return (await handle.result(timeout=120)).text
 
 
 def test_redis_6_2(redis62_url: str, queue_name: str) -> None:
@@ -114,9 +114,9 @@ def test_users_with_the_documented_rights_can_work_and_do_no_more(
     ):
         handle = producer.submit(prompt="allowed", model="echo", max_tokens=7, stream=True, metadata={"a": 1})
         assert [event.type for event in handle.stream()][-1] == "end"
-        assert handle.result(timeout=30).text == "allowed"
+        assert handle.result(timeout=120).text == "allowed"
         batch = producer.submit_many([{"prompt": "b", "model": "echo", "max_tokens": 1}] * 3)
-        assert batch.wait(timeout=30).succeeded == 3
+        assert batch.wait(timeout=120).succeeded == 3
         waiting = producer.submit(prompt="later", model="echo", delay=3600.0)
         assert waiting.cancel()
         assert waiting.status().state == "cancelled"
@@ -167,7 +167,7 @@ def test_a_server_that_does_not_say_how_it_is_still_serves(
         running_worker(worker_config(url, queue_name)) as worker,
         Producer(url, queue=queue_name) as producer,
     ):
-        assert producer.submit(prompt="p", model="echo", max_tokens=1).result(timeout=30).text == "p"
+        assert producer.submit(prompt="p", model="echo", max_tokens=1).result(timeout=120).text == "p"
         assert "INFO is refused" in caplog.text
         status, metrics = get(f"{worker.http_url}/metrics")
         assert status == 200
@@ -195,9 +195,9 @@ def test_sentinel_failover(sentinel: SentinelSetup, queue_name: str) -> None:
         until(lambda: handle.progress().generated_tokens, "the first tokens")
         sentinel.master.kill()
         until(lambda: sentinel.master_port() == sentinel.replica.port, "the replica to be promoted")
-        assert handle.result(timeout=60).text == text
+        assert handle.result(timeout=120).text == text
         later = producer.submit(prompt="later", model="echo", max_tokens=5)
-        assert later.result(timeout=60).text == "later"
+        assert later.result(timeout=120).text == "later"
         assert worker.counters.redis_reconnects.read() >= 1
 
 
@@ -252,9 +252,9 @@ def test_a_slot_moves_while_jobs_are_submitted_and_run(cluster: ClusterSetup) ->
         )
         cluster.finish_move(queue, 1)
         submitting.start()
-        submitting.join(timeout=60)
-        assert first.wait(timeout=60).succeeded == 300
-        assert batches[0].wait(timeout=60).succeeded == 600
+        submitting.join(timeout=120)
+        assert first.wait(timeout=120).succeeded == 300
+        assert batches[0].wait(timeout=120).succeeded == 600
         assert worker.counters.leases_lost.read() == 0
     assert cluster.owner(queue) == 1
 

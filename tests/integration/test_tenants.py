@@ -15,7 +15,7 @@ def test_a_prefix_is_cached_for_its_tenant_alone(valkey_url: str, queue_name: st
 
         def cached(tenant: str) -> int:
             handle = producer.submit(prompt=prompt, model="echo", max_tokens=2, tenant=tenant)
-            return handle.result(timeout=30).usage.cached_tokens
+            return handle.result(timeout=120).usage.cached_tokens
 
         assert cached("one") == 0
         assert cached("one") > 100

@@ -69,7 +69,7 @@ def parent_of(span: ReadableSpan) -> int | None:
 def test_a_job_is_one_trace_from_publish_to_commit(worker: Worker, spans: InMemorySpanExporter) -> None:
     with Producer(worker_url(worker), queue=worker.config.queue) as producer:
         job = producer.submit(prompt=SECRET, model="echo", max_tokens=12, temperature=0.5, seed=7)
-        job.result(timeout=60)
+        job.result(timeout=120)
     wait_for(spans, "commit")
     by_name = {span.name: span for span in spans.get_finished_spans()}
     assert set(by_name) == {"publish", "queue", "text_completion echo", "prefill", "decode", "commit"}
@@ -102,7 +102,7 @@ def test_a_job_is_one_trace_from_publish_to_commit(worker: Worker, spans: InMemo
 
 def test_the_caller_s_own_context_is_the_parent(worker: Worker, spans: InMemorySpanExporter) -> None:
     with Producer(worker_url(worker), queue=worker.config.queue) as producer:
-        producer.submit(prompt="a", model="echo", traceparent=PARENT).result(timeout=60)
+        producer.submit(prompt="a", model="echo", traceparent=PARENT).result(timeout=120)
     (execution,) = wait_for(spans, "text_completion echo")
     (publish,) = wait_for(spans, "publish")
     assert publish.parent is not None
@@ -131,7 +131,7 @@ def test_a_batch_shares_its_publish_span_and_a_row_may_bring_its_own(
     rows = [{"prompt": f"row {n}", "model": "echo", "max_tokens": 2} for n in range(3)]
     rows.append({"prompt": "own", "model": "echo", "max_tokens": 2, "traceparent": PARENT})
     with Producer(worker_url(worker), queue=worker.config.queue) as producer:
-        producer.submit_many(rows).wait(timeout=60)
+        producer.submit_many(rows).wait(timeout=120)
     executions = wait_for(spans, "text_completion echo", 4)
     (publish,) = wait_for(spans, "publish")
     assert publish.context is not None
@@ -142,7 +142,7 @@ def test_a_batch_shares_its_publish_span_and_a_row_may_bring_its_own(
 async def test_the_asyncio_producer_does_the_same(worker: Worker, spans: InMemorySpanExporter) -> None:
     async with AsyncProducer(worker_url(worker), queue=worker.config.queue) as producer:
         job = await producer.submit(prompt="a", model="echo", max_tokens=2)
-        await job.result(timeout=60)
+        await job.result(timeout=120)
     (execution,) = await asyncio.to_thread(wait_for, spans, "text_completion echo")
     (publish,) = await asyncio.to_thread(wait_for, spans, "publish")
     assert publish.context is not None
@@ -155,7 +155,7 @@ def test_an_error_is_marked_and_a_refused_job_has_its_trace_too(
     with Producer(worker_url(worker), queue=worker.config.queue) as producer:
         job = producer.submit(prompt="x" * 9000, model="echo")
         with pytest.raises(JobFailed):
-            job.result(timeout=60)
+            job.result(timeout=120)
     (execution,) = wait_for(spans, "text_completion echo")
     (publish,) = wait_for(spans, "publish")
     assert execution.status.status_code is StatusCode.ERROR
@@ -197,7 +197,7 @@ def test_without_an_sdk_that_is_set_up_nothing_is_traced(
         Producer(valkey_url, queue=client.queue) as producer,
     ):
         job = producer.submit(prompt="a", model="echo", max_tokens=2)
-        job.result(timeout=60)
+        job.result(timeout=120)
         own = producer.submit(prompt="a", model="echo", traceparent=PARENT, delay=600)
     payload = json.loads(client.redis.get(f"pagemill:{{{client.queue}}}:in:{own.id}"))
     assert payload["traceparent"] == PARENT, "it is handed on as it is"

@@ -130,10 +130,10 @@ def test_every_end_is_told_once_and_signed(
         )
         late = producer.submit(prompt="p", model="echo", delay=3600.0, webhook=receiver.url)
         bad = producer.submit(prompt_token_ids=[10**6], model="echo", webhook=receiver.url)
-        assert good.result(timeout=30).text == "told"
+        assert good.result(timeout=120).text == "told"
         assert late.cancel()
         with pytest.raises(JobFailed):
-            bad.result(timeout=30)
+            bad.result(timeout=120)
         eventually(lambda: len(receiver.received) == 3 and not outbox_size(client), "three deliveries")
         assert worker.counters.webhooks.read()["delivered"] == 3
     events = {}
@@ -154,7 +154,7 @@ def test_what_fails_is_tried_again_and_a_redirect_is_a_failure(
     receiver.answers[:] = [500, 302, 200]
     with running_worker(config(client, receiver, monkeypatch)) as worker:
         job = producer.submit(prompt="p", model="echo", max_tokens=1, webhook=receiver.url)
-        job.result(timeout=30)
+        job.result(timeout=120)
         eventually(lambda: not outbox_size(client), "the delivery")
         assert worker.counters.webhooks.read() == {
             "delivered": 1, "failed": 2, "given_up": 0, "refused": 0,
@@ -170,7 +170,7 @@ def test_a_receiver_that_hangs_delays_no_commit(
     with running_worker(config(client, receiver, monkeypatch)):
         jobs = ({"prompt": "p", "model": "echo", "max_tokens": 1, "webhook": receiver.url} for _ in range(40))
         batch = producer.submit_many(jobs)
-        assert batch.wait(timeout=30).succeeded == 40
+        assert batch.wait(timeout=120).succeeded == 40
         assert outbox_size(client) == 40
         receiver.hang.set()
         eventually(lambda: not outbox_size(client), "the deliveries")
@@ -184,7 +184,7 @@ def test_a_delivery_whose_worker_died_is_made_by_another(
         assert worker.webhooks is not None
         worker.webhooks.stop(timeout=5)
         job = producer.submit(prompt="p", model="echo", max_tokens=1, webhook=receiver.url)
-        job.result(timeout=30)
+        job.result(timeout=120)
         (first,) = client.run(outbox.claim(client.queue, 8, 1))
         time.sleep(0.01)
         (again,) = client.run(outbox.claim(client.queue, 8, 60_000))
@@ -216,7 +216,7 @@ def test_a_job_with_a_webhook_that_may_not_be_called_is_refused(
 ) -> None:
     with running_worker(config(client, receiver, monkeypatch, **settings)):
         with pytest.raises(JobFailed, match=reason) as failed:
-            producer.submit(prompt="p", model="echo", webhook=url).result(timeout=30)
+            producer.submit(prompt="p", model="echo", webhook=url).result(timeout=120)
         assert failed.value.code == "unsupported_feature"
 
 
@@ -229,7 +229,7 @@ def test_private_addresses_are_not_called(
 ) -> None:
     with running_worker(config(client, receiver, monkeypatch, webhook_allow_private=False)) as worker:
         job = producer.submit(prompt="p", model="echo", max_tokens=1, webhook=receiver.url)
-        assert job.result(timeout=30).text == "p"
+        assert job.result(timeout=120).text == "p"
         eventually(lambda: worker.counters.webhooks.read()["refused"] == 1, "the refusal")
         assert outbox_size(client) == 0
     assert receiver.received == []
@@ -245,7 +245,7 @@ def test_a_certificate_that_is_not_trusted_is_not_talked_to(
     other = Certificates(tmp_path / "other")
     settings = {"webhook_ca_file": str(other.ca_file), "webhook_retry_s": 60.0}
     with running_worker(config(client, receiver, monkeypatch, **settings)) as worker:
-        producer.submit(prompt="p", model="echo", max_tokens=1, webhook=receiver.url).result(timeout=30)
+        producer.submit(prompt="p", model="echo", max_tokens=1, webhook=receiver.url).result(timeout=120)
         eventually(lambda: worker.counters.webhooks.read()["failed"] == 1, "the failure")
     assert receiver.received == []
 

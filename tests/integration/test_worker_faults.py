@@ -11,7 +11,15 @@ import pytest
 from engine.outputs import RequestOutput
 from producer.wire.errors import JobDead
 from tests.conftest import RedisServer
-from tests.worker.harness import QueueClient, eventually, get, get_json, running_worker, worker_config
+from tests.worker.harness import (
+    PATIENCE_S,
+    QueueClient,
+    eventually,
+    get,
+    get_json,
+    running_worker,
+    worker_config,
+)
 from worker.engine_thread import EngineState
 from worker.worker import Worker
 
@@ -121,15 +129,15 @@ def test_a_paused_server_is_away_and_comes_back(client: QueueClient) -> None:
 
 def test_a_step_that_hangs_renews_no_lease(client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker's threads live and could renew: they must not, or its jobs would be nobody else's for ever."""
-    config = worker_config(client.url, client.queue, engine_stall_s=0.6)
+    config = worker_config(client.url, client.queue, engine_stall_s=0.6, lease_s=1.5)
     end = threading.Event()
     hung = Worker(config, client.url)
     try:
         hung.start()
-        assert hung.wait_ready(timeout=60)
+        assert hung.wait_ready(timeout=PATIENCE_S)
         executor = hung.engine.engine._parts.executor
         launch = executor.launch
-        monkeypatch.setattr(executor, "launch", lambda plan: (end.wait(60), launch(plan))[1])
+        monkeypatch.setattr(executor, "launch", lambda plan: (end.wait(2 * PATIENCE_S), launch(plan))[1])
         (job_id,) = client.submit({"prompt": "taken over", "max_tokens": 10})
         eventually(lambda: (client.status(job_id).worker or "") == hung.worker_id, "the first worker to hang")
         with running_worker(worker_config(client.url, client.queue)) as rescuer:

@@ -28,8 +28,10 @@ from tests.worker.harness import (
 )
 
 Spawn = Callable[..., WorkerProcess]
-LONG = {"prompt": "0123456789" * 60, "max_tokens": 600}
-"""Three seconds of echo:5."""
+LONG = {"prompt": "0123456789" * 200, "max_tokens": 2000}
+"""Ten seconds of echo:5: not over before a busy machine has looked."""
+BRIEF = {"prompt": "0123456789" * 60, "max_tokens": 600}
+"""Three seconds, where a test waits for the end."""
 
 
 @pytest.fixture
@@ -57,10 +59,12 @@ def spawn(valkey_url: str, queue_name: str, tmp_path: Path) -> Iterator[Spawn]:
         process.kill()
 
 
-def start_running(spawn: Spawn, client: QueueClient, jobs: int = 1, **settings: Any) -> WorkerProcess:
-    """A worker process with `jobs` jobs of three seconds that have begun to generate."""
+def start_running(
+    spawn: Spawn, client: QueueClient, jobs: int = 1, job: dict[str, Any] = LONG, **settings: Any
+) -> WorkerProcess:
+    """A worker process with `jobs` such jobs that have begun to generate."""
     process = spawn(**settings)
-    ids = client.submit(*(LONG for _ in range(jobs)))
+    ids = client.submit(*(job for _ in range(jobs)))
     for job_id in ids:
         eventually(lambda job_id=job_id: client.generated(job_id) > 0, "the first tokens")
     return process
@@ -139,7 +143,7 @@ def test_a_killed_embedded_server_comes_back_with_its_jobs(
 
 
 def test_the_first_sigterm_lets_running_jobs_finish(spawn: Spawn, client: QueueClient) -> None:
-    process = start_running(spawn, client, jobs=2, drain_grace_s=30.0)
+    process = start_running(spawn, client, jobs=2, job=BRIEF, drain_grace_s=120.0)
     process.signal(signal.SIGTERM)
     assert process.wait() == 0
     assert client.stats().counts["succeeded"] == 2
@@ -148,7 +152,8 @@ def test_the_first_sigterm_lets_running_jobs_finish(spawn: Spawn, client: QueueC
 
 
 def test_a_draining_worker_is_live_but_not_ready_and_pulls_nothing(spawn: Spawn, client: QueueClient) -> None:
-    process = start_running(spawn, client, drain_grace_s=30.0)
+    job = {"prompt": "0123456789" * 120, "max_tokens": 1200}
+    process = start_running(spawn, client, job=job, drain_grace_s=120.0)
     (info,) = client.workers()
     assert info.url is not None
     process.signal(signal.SIGTERM)

@@ -192,12 +192,12 @@ class PrometheusServer:
 
     def _get(self, path: str, **parameters: str) -> dict[str, Any]:
         url = f"http://127.0.0.1:{self.port}{path}?{urllib.parse.urlencode(parameters)}"
-        with urllib.request.urlopen(url, timeout=20) as response:
+        with urllib.request.urlopen(url, timeout=60) as response:
             document: dict[str, Any] = json.load(response)
         return document
 
     def _wait_until_ready(self) -> None:
-        give_up = time.monotonic() + 60
+        give_up = time.monotonic() + 120
         while time.monotonic() < give_up:
             assert self.process is not None
             if self.process.poll() is not None:

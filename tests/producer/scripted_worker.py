@@ -50,5 +50,5 @@ def scripted_worker(
         yield stop
     finally:
         stop.set()
-        thread.join(timeout=30)
+        thread.join(timeout=120)
     assert not failures, failures

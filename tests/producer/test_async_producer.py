@@ -20,7 +20,7 @@ async def producer(queue: Queue) -> AsyncIterator[AsyncProducer]:
 
 async def test_a_thousand_waits_share_one_listener(queue: Queue, producer: AsyncProducer) -> None:
     handles = [await producer.submit(prompt=f"p{i}", model="m") for i in range(1000)]
-    waits = [asyncio.create_task(handle.result(timeout=60)) for handle in handles]
+    waits = [asyncio.create_task(handle.result(timeout=120)) for handle in handles]
     with scripted_worker(queue.url, queue.name):
         results = await asyncio.gather(*waits)
     assert [result.text for result in results] == [f"p{i}" for i in range(1000)]

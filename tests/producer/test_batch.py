@@ -72,7 +72,7 @@ def test_ends_come_as_they_happen_and_never_raise(queue: Queue, producer: Produc
 def test_reading_goes_on_from_a_cursor(queue: Queue, producer: Producer) -> None:
     batch = producer.submit_many(rows(5))
     with scripted_worker(queue.url, queue.name):
-        batch.wait(timeout=30)
+        batch.wait(timeout=120)
     for ordered in (False, True):
         items = list(batch.results(ordered=ordered))
         rest = list(producer.batch(batch.id).results(ordered=ordered, after=items[1].cursor))
@@ -86,7 +86,7 @@ def test_reading_goes_on_from_a_cursor(queue: Queue, producer: Producer) -> None
 def test_the_same_keys_attach_and_add_only_what_is_missing(queue: Queue, producer: Producer) -> None:
     producer.submit_many(rows(3), batch_id="b")
     with scripted_worker(queue.url, queue.name):
-        producer.batch("b").wait(timeout=30)
+        producer.batch("b").wait(timeout=120)
     batch = producer.submit_many(rows(5), batch_id="b")
     assert batch.counts() == BatchCounts(total=5, succeeded=3, queued=2)
 
@@ -166,7 +166,7 @@ def test_a_batch_whose_time_is_over_leaves_nothing(queue: Queue, producer: Produ
     queue.run(transitions.sweep(queue.name))
     assert batch.counts().queued == 100, "a batch that has not ended gets more time"
     with scripted_worker(queue.url, queue.name):
-        batch.wait(timeout=30)
+        batch.wait(timeout=120)
     queue.client.zadd(f"{queue.prefix}bexpiry", {batch.id: 1})
     for _ in range(3):
         queue.run(transitions.sweep(queue.name))

@@ -90,7 +90,7 @@ def test_a_replay_is_a_new_job_and_happens_once(queue: Queue, producer: Producer
     job = queue.pull_one()
     assert (Job.from_payload(job.payload).seed, job.attempt, job.checkpoint) == (5, 1, None)
     queue.commit(job, "well")
-    assert handle.result(timeout=5).text == "well"
+    assert handle.result(timeout=120).text == "well"
     assert producer.dead_letters().replay().already == first.jobs, "also after the replay succeeded"
     with pytest.raises(JobDead):
         producer.job("a").result()

@@ -53,7 +53,7 @@ def test_an_unlimited_wait_survives_a_restart(own_valkey: RedisServer, own_queue
         own_valkey.start()
         with scripted_worker(own_valkey.url, "q"):
             for wait in waits:
-                wait.join(timeout=60)
+                wait.join(timeout=120)
         assert (texts, counts) == (["p"], [1])
 
 

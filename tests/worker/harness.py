@@ -31,7 +31,7 @@ from producer.wire.transport import SyncTransport
 from worker.config import WorkerConfig
 from worker.worker import Worker
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 """How long anything may take before a test calls it missing; generous, since the machine may be busy."""
 
 _RUN_WORKER = """
@@ -57,7 +57,7 @@ class QueueClient:
     def __init__(self, url: str, queue: str) -> None:
         self.url = url
         self.queue = queue
-        self.redis = redis.Redis.from_url(url, socket_timeout=10, retry=None)
+        self.redis = redis.Redis.from_url(url, socket_timeout=30, retry=None)
         self._transport = SyncTransport(self.redis)
 
     def run(self, call: Call[Any]) -> Any:
@@ -131,8 +131,8 @@ class QueueClient:
 
 
 def worker_config(url: str, queue: str, **settings: Any) -> WorkerConfig:
-    """An echo worker with short leases and a port of its own."""
-    defaults = {"model": "echo", "lease_s": 1.5, "renew_s": 0.3, "checkpoint_s": 0.1, "http_port": 0}
+    """An echo worker with a port of its own. Its leases outlast a busy machine: ask for short ones to lose them."""
+    defaults = {"model": "echo", "lease_s": 6.0, "renew_s": 0.3, "checkpoint_s": 0.1, "http_port": 0}
     return WorkerConfig.load(redis_url=url, queue=queue, **(defaults | settings))
 
 
@@ -147,7 +147,7 @@ def running_worker(config: WorkerConfig, load_patience_s: float = PATIENCE_S) ->
         yield worker
         assert worker.failure() is None
     finally:
-        worker.drain(0.0, threading.Event(), time.monotonic() + 20)
+        worker.drain(0.0, threading.Event(), time.monotonic() + 60)
         assert worker.close()
 
 
@@ -193,7 +193,7 @@ def process_settings(url: str | None, queue: str, **settings: Any) -> dict[str, 
 def get(url: str) -> tuple[int, bytes]:
     """Status and body of an HTTP answer, whatever the status."""
     try:
-        with urllib.request.urlopen(url, timeout=10) as response:
+        with urllib.request.urlopen(url, timeout=60) as response:
             return response.status, response.read()
     except urllib.error.HTTPError as error:
         with error:

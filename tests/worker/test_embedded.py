@@ -49,7 +49,7 @@ def spawn_owner(state_dir: Path) -> tuple[subprocess.Popen[str], str, int]:
 
 
 def wait_until_gone(pid: int) -> None:
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 60
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < give_up, f"process {pid} is still there"
         time.sleep(0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
@@ -12,7 +13,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from tests.worker.harness import eventually
+from tests.worker.harness import PATIENCE_S, eventually
 from worker.engine_thread import AddRequest, EngineState, EngineThread
 
 Start = Callable[..., tuple[EngineThread, "Outputs"]]
@@ -27,7 +28,7 @@ class Outputs:
 
     def until_finished(self, request_id: str) -> list[RequestOutput]:
         while not any(o.request_id == request_id and o.finished for o in self.seen):
-            self.seen += self.queue.get(timeout=30)
+            self.seen += self.queue.get(timeout=PATIENCE_S)
         return [output for output in self.seen if output.request_id == request_id]
 
 
@@ -45,7 +46,7 @@ def start() -> Iterator[Start]:
 
     yield start_engine
     for engine in started:
-        assert engine.stop(timeout=30)
+        assert engine.stop(timeout=PATIENCE_S)
 
 
 def request(request_id: str, length: int = 10) -> AddRequest:
@@ -55,7 +56,7 @@ def request(request_id: str, length: int = 10) -> AddRequest:
 
 def test_requests_run_side_by_side_and_their_outputs_come_in_batches(start: Start) -> None:
     engine, outputs = start()
-    assert engine.wait_loaded(30)
+    assert engine.wait_loaded(PATIENCE_S)
     for name in "ab":
         engine.add(request(name))
     for name in "ab":
@@ -67,7 +68,7 @@ def test_requests_run_side_by_side_and_their_outputs_come_in_batches(start: Star
 
 def test_a_refused_request_comes_back_as_an_end_and_hurts_nobody(start: Start) -> None:
     engine, outputs = start(num_kv_blocks=4, block_size=4)
-    assert engine.wait_loaded(30)
+    assert engine.wait_loaded(PATIENCE_S)
     engine.add(request("too big", length=100))
     engine.add(request("fine", length=3))
     (refusal,) = outputs.until_finished("too big")
@@ -77,7 +78,7 @@ def test_a_refused_request_comes_back_as_an_end_and_hurts_nobody(start: Start) -
 
 def test_an_abort_ends_the_request_and_frees_its_blocks(start: Start) -> None:
     engine, outputs = start(model="echo:5")
-    assert engine.wait_loaded(30)
+    assert engine.wait_loaded(PATIENCE_S)
     engine.add(request("long", length=1000))
     eventually(lambda: not outputs.queue.empty(), "the first output")
     engine.abort("long")
@@ -91,7 +92,7 @@ def test_an_abort_ends_the_request_and_frees_its_blocks(start: Start) -> None:
 
 def test_a_held_engine_takes_requests_but_does_not_step(start: Start) -> None:
     engine, outputs = start()
-    assert engine.wait_loaded(30)
+    assert engine.wait_loaded(PATIENCE_S)
     engine.hold(True)
     engine.add(request("a"))
     eventually(lambda: engine.state is EngineState.HELD, "the hold")
@@ -104,24 +105,30 @@ def test_a_held_engine_takes_requests_but_does_not_step(start: Start) -> None:
 def test_a_model_that_cannot_be_loaded_raises_where_it_is_waited_for(start: Start) -> None:
     engine, _ = start(model="/no/such/model")
     with pytest.raises(ConfigError, match="/no/such/model"):
-        engine.wait_loaded(30)
+        engine.wait_loaded(PATIENCE_S)
     assert engine.state is EngineState.FAILED
 
 
-def test_a_long_step_shows_as_a_stall_and_an_idle_engine_does_not(start: Start) -> None:
-    engine, outputs = start(model="echo:700")
-    assert engine.wait_loaded(30)
+def test_a_long_step_shows_as_a_stall_and_an_idle_engine_does_not(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, outputs = start()
+    assert engine.wait_loaded(PATIENCE_S)
     time.sleep(0.1)
     assert engine.stalled_for() == 0.0
+    end = threading.Event()
+    step = engine.engine.step
+    monkeypatch.setattr(engine.engine, "step", lambda: (end.wait(PATIENCE_S), step())[1])
     engine.add(request("slow", length=1))
     assert eventually(lambda: engine.stalled_for() > 0.3, "the step to take its time")
+    end.set()
     outputs.until_finished("slow")
     eventually(lambda: engine.stalled_for() == 0.0, "the engine to be idle")
 
 
 def test_an_engine_that_raises_is_seen_at_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = start()
-    assert engine.wait_loaded(30)
+    assert engine.wait_loaded(PATIENCE_S)
 
     def broken() -> list[RequestOutput]:
         raise MemoryError("the device is gone")

@@ -81,10 +81,14 @@ def test_a_worker_that_loads_is_alive_but_neither_started_nor_ready(
 
 
 def test_a_step_that_takes_too_long_fails_the_probe_until_it_ends(
-    client: QueueClient, valkey_url: str
+    client: QueueClient, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = worker_config(valkey_url, client.queue, model="echo:2500", engine_stall_s=0.5, lease_s=30.0)
+    config = worker_config(valkey_url, client.queue, engine_stall_s=0.5, lease_s=300.0)
+    end = threading.Event()
     with running_worker(config) as worker:
+        executor = worker.engine.engine._parts.executor
+        launch = executor.launch
+        monkeypatch.setattr(executor, "launch", lambda plan: (end.wait(PATIENCE_S), launch(plan))[1])
         assert probe(worker, "healthz")[0] == 200, "nothing to do is no hang"
         client.submit({"prompt": "a", "max_tokens": 1})
         eventually(lambda: probe(worker, "healthz")[0] == 503, "the probe to fail")
@@ -93,6 +97,7 @@ def test_a_step_that_takes_too_long_fails_the_probe_until_it_ends(
         assert "got nowhere" in told["reason"]
         assert probe(worker, "readyz")[0] == 503
         assert probe(worker, "startupz")[0] == 200, "it did start"
+        end.set()
         eventually(lambda: probe(worker, "healthz")[0] == 200, "the step to end")
 
 

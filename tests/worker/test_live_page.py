@@ -29,7 +29,7 @@ def worker(client: QueueClient, valkey_url: str) -> Iterator[Worker]:
 
 def ask(worker: Worker, path: str, host: str | None = None, method: str = "GET") -> http.client.HTTPResponse:
     address = str(worker.http_url).removeprefix("http://")
-    connection = http.client.HTTPConnection(address, timeout=10)
+    connection = http.client.HTTPConnection(address, timeout=60)
     connection.request(method, path, headers={"Host": host or address})
     return connection.getresponse()
 
@@ -37,7 +37,7 @@ def ask(worker: Worker, path: str, host: str | None = None, method: str = "GET")
 def events(worker: Worker, wanted: int) -> list[tuple[str, dict[str, Any]]]:
     """The first events of a stream."""
     found: list[tuple[str, dict[str, Any]]] = []
-    with urllib.request.urlopen(f"{worker.http_url}/live/events", timeout=20) as stream:
+    with urllib.request.urlopen(f"{worker.http_url}/live/events", timeout=60) as stream:
         assert stream.headers["Content-Type"] == "text/event-stream"
         while len(found) < wanted:
             name, data, blank = (stream.readline().decode().rstrip("\n") for _ in range(3))
@@ -197,7 +197,7 @@ def test_open_streams_end_with_the_worker(client: QueueClient, valkey_url: str) 
         assert stream.readline() == b"event: history\n"
         reader = threading.Thread(target=stream.read)
         reader.start()
-    reader.join(timeout=20)
+    reader.join(timeout=60)
     assert not reader.is_alive()
     stream.close()
 

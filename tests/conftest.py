@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import HealthCheck, settings
 
 # A shell starts background jobs with SIGINT ignored, and children inherit that: the tests press Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes is the machine's affair.
+settings.register_profile(
+    "patient",
+    parent=settings.get_profile(settings.get_current_profile_name()),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("patient")
 
 
 def server_binary(name: str) -> Path:
@@ -90,10 +102,17 @@ class RedisServer:
         self.kill(signal.SIGTERM)
 
 
+SERVER_PORTS = range(10_000, 32_000)
+"""Below the ports that systems give to outgoing connections (Linux: from 32,768). From among those, a client could
+take the port of a server that is down for a moment, or, trying to reach it, be connected to itself."""
+
+
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    for port in random.SystemRandom().sample(SERVER_PORTS, 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port")
 
 
 def _session_server(name: str, factory: pytest.TempPathFactory) -> Iterator[str]:

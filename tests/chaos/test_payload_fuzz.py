@@ -174,7 +174,11 @@ CHECKPOINTS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(entries=CHECKPOINTS)
 def test_a_checkpoint_that_is_none_starts_its_job_over(
     client: QueueClient, worker: Worker, entries: list[bytes]

@@ -9,22 +9,29 @@ from monitoring.dashboards.panels import (
     BYTES,
     COUNT,
     PER_SECOND,
-    QUEUE,
     RATIO,
     SECONDS,
     TOKENS_PER_SECOND,
-    Query,
+    Panel,
     heat,
     lines,
     number,
-    quantiles,
-    rate,
 )
+from monitoring.dashboards.queries import QUEUE, Query, quantiles, rate, rate_by, total_rate
 
 
 def dataset_runs() -> Dashboard:
+    rows = [
+        Row("Progress", _progress()),
+        Row("Shape of the rows", _shape()),
+        Row("What comes out", _output()),
+    ]
+    return board("dataset-runs", "dataset runs", "How the rows go, what they cost, and what comes out.", rows)
+
+
+def _progress() -> list[Panel]:
     ended = f"max by (queue, outcome) ({rate('queue_ended_jobs_total', QUEUE)})"
-    progress = [
+    return [
         number(
             "Rows left",
             COUNT,
@@ -66,7 +73,7 @@ def dataset_runs() -> Dashboard:
         lines(
             "Rows by worker",
             PER_SECOND,
-            Query(f"sum by (instance) ({rate('jobs_finished_total')})", "{{instance}}"),
+            rate_by("instance", "jobs_finished_total"),
             about="Ends that each worker committed.",
             stacked=True,
         ),
@@ -77,7 +84,10 @@ def dataset_runs() -> Dashboard:
             about="1 when nothing is retried.",
         ),
     ]
-    shape = [
+
+
+def _shape() -> list[Panel]:
+    return [
         heat("Prompt length", COUNT, "request_prompt_tokens", about="Tokens."),
         heat("Output length", COUNT, "request_generated_tokens", about="Tokens."),
         heat(
@@ -100,9 +110,9 @@ def dataset_runs() -> Dashboard:
         lines(
             "Tokens by source",
             TOKENS_PER_SECOND,
-            Query(f"sum by (source) ({rate('prompt_tokens_by_source_total')})", "prompt, {{source}}"),
-            Query(f"sum({rate('generated_tokens_total')})", "generated"),
-            Query(f"sum({rate('resumed_tokens_total')})", "resumed"),
+            rate_by("source", "prompt_tokens_by_source_total", "prompt, {{source}}"),
+            total_rate("generated_tokens_total", "generated"),
+            total_rate("resumed_tokens_total", "resumed"),
             about="Where the tokens of rows come from.",
         ),
         lines(
@@ -113,11 +123,14 @@ def dataset_runs() -> Dashboard:
             about="In Redis.",
         ),
     ]
-    output = [
+
+
+def _output() -> list[Panel]:
+    return [
         lines(
             "Structured outputs",
             PER_SECOND,
-            Query(f"sum by (result) ({rate('structured_outputs_total')})", "{{result}}"),
+            rate_by("result", "structured_outputs_total"),
             about="truncated: max_tokens came before the end. invalid: it does not match.",
             stacked=True,
         ),
@@ -130,9 +143,7 @@ def dataset_runs() -> Dashboard:
         lines(
             "Grammar cache",
             PER_SECOND,
-            Query(f"sum by (result) ({rate('grammar_cache_total')})", "{{result}}"),
+            rate_by("result", "grammar_cache_total"),
             about="Grammars that were compiled already.",
         ),
     ]
-    rows = [Row("Progress", progress), Row("Shape of the rows", shape), Row("What comes out", output)]
-    return board("dataset-runs", "dataset runs", "How the rows go, what they cost, and what comes out.", rows)

@@ -12,14 +12,11 @@ from monitoring.dashboards.panels import (
     RATIO,
     SECONDS,
     TOKENS_PER_SECOND,
-    WORKER,
     Panel,
-    Query,
     heat,
     lines,
-    quantiles,
-    rate,
 )
+from monitoring.dashboards.queries import WORKER, Query, gauge_by, quantiles, rate, rate_by, total, total_rate
 
 
 def engine() -> Dashboard:
@@ -37,24 +34,24 @@ def _requests() -> list[Panel]:
         lines(
             "Running and waiting",
             COUNT,
-            Query(f"sum(pagemill_requests_running{{{WORKER}}})", "running"),
-            Query(f"sum by (reason) (pagemill_requests_waiting{{{WORKER}}})", "waiting for {{reason}}"),
-            Query(f"sum(pagemill_requests_swapped{{{WORKER}}})", "swapped"),
-            Query(f"sum(pagemill_max_num_seqs{{{WORKER}}})", "rows"),
+            total("requests_running", "running"),
+            gauge_by("reason", "requests_waiting", "waiting for {{reason}}"),
+            total("requests_swapped", "swapped"),
+            total("max_num_seqs", "rows"),
             about="Sequences that run, and requests inside the engine that wait, by what the first of them lacks.",
         ),
         lines(
             "Tokens",
             TOKENS_PER_SECOND,
-            Query(f"sum({rate('generated_tokens_total')})", "generated"),
-            Query(f"sum({rate('engine_computed_tokens_total')})", "through the model"),
-            Query(f"sum({rate('engine_discarded_tokens_total')})", "sampled too late"),
+            total_rate("generated_tokens_total", "generated"),
+            total_rate("engine_computed_tokens_total", "through the model"),
+            total_rate("engine_discarded_tokens_total", "sampled too late"),
             about="Through the model: prompts, generated and redone ones.",
         ),
         lines(
             "Ended by reason",
             PER_SECOND,
-            Query(f"sum by (finish_reason) ({rate('requests_completed_total')})", "{{finish_reason}}"),
+            rate_by("finish_reason", "requests_completed_total"),
             about="Requests per second.",
             stacked=True,
         ),
@@ -123,8 +120,8 @@ def _steps() -> list[Panel]:
         lines(
             "Steps",
             PER_SECOND,
-            Query(f"sum by (mode) ({rate('engine_graph_steps_total')})", "{{mode}}"),
-            Query(f"sum({rate('engine_steps_failed_total')})", "raised"),
+            rate_by("mode", "engine_graph_steps_total"),
+            total_rate("engine_steps_failed_total", "raised"),
             about="graph: replayed from a CUDA graph.",
         ),
         heat("Sequences in a step", COUNT, "engine_batch_size", about="How full the batch is."),
@@ -137,7 +134,7 @@ def _steps() -> list[Panel]:
         lines(
             "Tokens in steps by kind",
             TOKENS_PER_SECOND,
-            Query(f"sum by (kind) ({rate('engine_step_tokens_sum')})", "{{kind}}"),
+            rate_by("kind", "engine_step_tokens_sum"),
             about="Prompt tokens come in prefill and mixed steps.",
             stacked=True,
         ),
@@ -161,7 +158,7 @@ def _steps() -> list[Panel]:
         lines(
             "NaN",
             PER_SECOND,
-            Query(f"sum by (instance) ({rate('invalid_logits_total')})", "{{instance}}"),
+            rate_by("instance", "invalid_logits_total"),
             about="Rows whose logits were not finite. Such a request fails alone.",
         ),
     ]
@@ -172,7 +169,7 @@ def _device() -> list[Panel]:
         lines(
             "Memory by use",
             BYTES,
-            Query(f"sum by (use) (pagemill_device_memory_bytes{{{WORKER}}})", "{{use}}"),
+            gauge_by("use", "device_memory_bytes"),
             about="As far as the engine knows it.",
             stacked=True,
         ),

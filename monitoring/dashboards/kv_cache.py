@@ -12,13 +12,20 @@ from monitoring.dashboards.panels import (
     RATIO,
     SECONDS,
     TOKENS_PER_SECOND,
-    WORKER,
     Panel,
-    Query,
     heat,
     lines,
+)
+from monitoring.dashboards.queries import (
+    WORKER,
+    Query,
+    gauge,
+    gauge_by,
     quantiles,
     rate,
+    rate_by,
+    total,
+    total_rate,
 )
 
 
@@ -40,8 +47,8 @@ def _blocks() -> list[Panel]:
         lines(
             "Blocks by state",
             COUNT,
-            Query(f"sum by (state) (pagemill_kv_cache_blocks{{{WORKER}}})", "{{state}}"),
-            Query(f"sum(pagemill_kv_cache_capacity_blocks{{{WORKER}}})", "capacity"),
+            gauge_by("state", "kv_cache_blocks"),
+            total("kv_cache_capacity_blocks", "capacity"),
             about="free: nothing in it. cached: no reference, reusable by a prefix. active: in use. reserved:"
             " the null block, and blocks that wait for steps in flight.",
             stacked=True,
@@ -57,23 +64,23 @@ def _blocks() -> list[Panel]:
         lines(
             "Utilisation and occupancy",
             RATIO,
-            Query(f"pagemill_kv_cache_utilization_ratio{{{WORKER}}}", "{{instance}} active"),
-            Query(f"pagemill_kv_cache_occupancy_ratio{{{WORKER}}}", "{{instance}} active and cached"),
-            Query(f"pagemill_kv_cache_peak_utilization_ratio{{{WORKER}}}", "{{instance}} peak"),
+            gauge("kv_cache_utilization_ratio", "{{instance}} active"),
+            gauge("kv_cache_occupancy_ratio", "{{instance}} active and cached"),
+            gauge("kv_cache_peak_utilization_ratio", "{{instance}} peak"),
             about="Shares of the capacity; the peak is of any step since the worker started.",
             most=1,
         ),
         lines(
             "Waste",
             RATIO,
-            Query(f"pagemill_kv_cache_waste_ratio{{{WORKER}}}", "{{instance}}"),
+            gauge("kv_cache_waste_ratio"),
             about="Token slots of active blocks that hold nothing: the last block of each sequence is not full.",
             most=1,
         ),
         lines(
             "Blocks of host memory",
             COUNT,
-            Query(f"sum by (state) (pagemill_kv_cache_host_blocks{{{WORKER}}})", "{{state}}"),
+            gauge_by("state", "kv_cache_host_blocks"),
             about="Swap space. Nothing without --option swap_space_gib.",
             stacked=True,
         ),
@@ -106,19 +113,19 @@ def _worth() -> list[Panel]:
         lines(
             "Tokens not computed again",
             TOKENS_PER_SECOND,
-            Query(f"sum by (instance) ({rate('prefix_cache_hit_tokens_total')})", "{{instance}}"),
+            rate_by("instance", "prefix_cache_hit_tokens_total"),
             about="Prompt tokens whose KV came from the prefix cache.",
         ),
         lines(
             "Shared blocks",
             COUNT,
-            Query(f"pagemill_kv_cache_shared_blocks{{{WORKER}}}", "{{instance}}"),
+            gauge("kv_cache_shared_blocks"),
             about="Blocks with two or more references.",
         ),
         lines(
             "Copies on write",
             PER_SECOND,
-            Query(f"sum by (instance) ({rate('kv_cache_cow_copies_total')})", "{{instance}}"),
+            rate_by("instance", "kv_cache_cow_copies_total"),
             about="A sample writes into a block that another one shares.",
         ),
         lines(
@@ -135,28 +142,28 @@ def _motion() -> list[Panel]:
         lines(
             "Allocated, freed, evicted",
             PER_SECOND,
-            Query(f"sum({rate('kv_cache_block_allocations_total')})", "allocated"),
-            Query(f"sum({rate('kv_cache_block_frees_total')})", "freed"),
-            Query(f"sum({rate('kv_cache_block_evictions_total')})", "evicted"),
+            total_rate("kv_cache_block_allocations_total", "allocated"),
+            total_rate("kv_cache_block_frees_total", "freed"),
+            total_rate("kv_cache_block_evictions_total", "evicted"),
             about="Blocks per second. Evictions: cached blocks taken for new tokens.",
         ),
         lines(
             "Preemptions",
             PER_SECOND,
-            Query(f"sum by (mode) ({rate('preemptions_total')})", "{{mode}}"),
+            rate_by("mode", "preemptions_total"),
             about="Sequences put back to waiting for lack of blocks.",
         ),
         lines(
             "Tokens computed again",
             TOKENS_PER_SECOND,
-            Query(f"sum({rate('preempted_tokens_total')})", "thrown away"),
-            Query(f"sum({rate('preempted_tokens_recomputed_total')})", "computed again"),
+            total_rate("preempted_tokens_total", "thrown away"),
+            total_rate("preempted_tokens_recomputed_total", "computed again"),
             about="What preemption costs. What the prefix cache still has is thrown away, and not computed again.",
         ),
         lines(
             "Asked for and not had",
             PER_SECOND,
-            Query(f"sum by (instance) ({rate('kv_cache_allocation_failures_total')})", "{{instance}}"),
+            rate_by("instance", "kv_cache_allocation_failures_total"),
             about="Sequences that needed blocks when there were none.",
         ),
         lines(
@@ -168,7 +175,7 @@ def _motion() -> list[Panel]:
         lines(
             "Swapped",
             BYTES,
-            Query(f"sum by (direction) ({rate('kv_cache_swapped_bytes_total')})", "{{direction}}"),
+            rate_by("direction", "kv_cache_swapped_bytes_total"),
             about="Bytes per second between device and host.",
         ),
     ]

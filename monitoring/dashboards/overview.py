@@ -7,18 +7,25 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from monitoring.dashboards.board import Row, board
 from monitoring.dashboards.panels import (
     COUNT,
-    LANE,
     PER_SECOND,
-    QUEUE,
     RATIO,
     SECONDS,
     TOKENS_PER_SECOND,
-    WORKER,
-    Query,
+    Panel,
     lines,
     number,
+)
+from monitoring.dashboards.queries import (
+    LANE,
+    QUEUE,
+    WORKER,
+    Query,
+    gauge,
+    gauge_by,
     quantiles,
     rate,
+    rate_by,
+    total_rate,
 )
 
 SUCCESSES = f'{QUEUE}, outcome="succeeded"'
@@ -28,7 +35,16 @@ WAITING = f"max by (queue, model, priority) (pagemill_queue_waiting_jobs{{{LANE}
 
 
 def overview() -> Dashboard:
-    at_a_glance = [
+    rows = [
+        Row("At a glance", _at_a_glance()),
+        Row("Work", _work()),
+        Row("What stands in the way", _obstacles()),
+    ]
+    return board("overview", "overview", "Is work done, how fast, and what stands in the way.", rows)
+
+
+def _at_a_glance() -> list[Panel]:
+    return [
         number(
             "Jobs waiting",
             COUNT,
@@ -60,7 +76,7 @@ def overview() -> Dashboard:
         number(
             "Generated",
             TOKENS_PER_SECOND,
-            Query(f"sum({rate('generated_tokens_total')})"),
+            total_rate("generated_tokens_total"),
             about="Output tokens per second of all chosen workers.",
         ),
         number(
@@ -85,7 +101,10 @@ def overview() -> Dashboard:
             steps=[(None, "green"), (1, "red")],
         ),
     ]  # fmt: skip
-    work = [
+
+
+def _work() -> list[Panel]:
+    return [
         lines(
             "Jobs submitted and ended",
             PER_SECOND,
@@ -97,8 +116,8 @@ def overview() -> Dashboard:
         lines(
             "Tokens",
             TOKENS_PER_SECOND,
-            Query(f"sum({rate('generated_tokens_total')})", "generated"),
-            Query(f"sum by (source) ({rate('prompt_tokens_by_source_total')})", "prompt, {{source}}"),
+            total_rate("generated_tokens_total", "generated"),
+            rate_by("source", "prompt_tokens_by_source_total", "prompt, {{source}}"),
             about="Prompt tokens by where their KV came from: computed, or the prefix cache.",
             width=12,
         ),
@@ -117,16 +136,19 @@ def overview() -> Dashboard:
         lines(
             "KV cache in use",
             RATIO,
-            Query(f"pagemill_kv_cache_utilization_ratio{{{WORKER}}}", "{{instance}}"),
+            gauge("kv_cache_utilization_ratio"),
             about="Active blocks / capacity.",
             most=1,
         ),
     ]
-    obstacles = [
+
+
+def _obstacles() -> list[Panel]:
+    return [
         lines(
             "Why no jobs are pulled",
             RATIO,
-            Query(f"sum by (reason) ({rate('admission_blocked_seconds_total')})", "{{reason}}"),
+            rate_by("reason", "admission_blocked_seconds_total"),
             about="Share of time in which a worker could not pull, by what stood in the way, summed over workers.",
             stacked=True,
             width=12,
@@ -134,15 +156,9 @@ def overview() -> Dashboard:
         lines(
             "Workers by state",
             COUNT,
-            Query(f"sum by (state) (pagemill_worker_state{{{WORKER}}})", "{{state}}"),
+            gauge_by("state", "worker_state"),
             about="As the workers report it.",
             stacked=True,
             width=12,
         ),
     ]
-    rows = [
-        Row("At a glance", at_a_glance),
-        Row("Work", work),
-        Row("What stands in the way", obstacles),
-    ]
-    return board("overview", "overview", "Is work done, how fast, and what stands in the way.", rows)

@@ -1,9 +1,9 @@
-"""How a panel of ours looks: one function per kind of panel, and the selectors that every query uses."""
+"""How a panel of ours looks: one function per kind of panel."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TypeVar
 
 from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, timeseries
 from grafana_foundation_sdk.cog.builder import Builder
@@ -12,10 +12,9 @@ from grafana_foundation_sdk.models import dashboard as dashboard_model
 from grafana_foundation_sdk.models import heatmap as heatmap_model
 from grafana_foundation_sdk.models import prometheus as prometheus_model
 
+from monitoring.dashboards.queries import WORKER, Query
+
 DATASOURCE = dashboard_model.DataSourceRef(type_val="prometheus", uid="${datasource}")
-WORKER = 'instance=~"$worker"'
-QUEUE = 'queue=~"$queue"'
-LANE = 'queue=~"$queue", model=~"$model"'
 
 COUNT = "short"
 SECONDS = "s"
@@ -26,24 +25,9 @@ TOKENS_PER_SECOND = "suffix:tok/s"
 TIMESTAMP_AGE = "s"
 
 Panel = Builder[dashboard_model.Panel]
+_Kind = TypeVar("_Kind", timeseries.Panel, stat.Panel, heatmap.Panel)
 Step = tuple[float | None, str]
 """From this value on (None: from the start), this colour."""
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    expr: str
-    legend: str = ""
-
-
-def rate(metric: str, selector: str = WORKER) -> str:
-    return f"rate(pagemill_{metric}{{{selector}}}[$__rate_interval])"
-
-
-def quantiles(metric: str, *which: float) -> list[Query]:
-    """Quantiles of a histogram over the chosen workers."""
-    buckets = f"sum by (le) ({rate(metric + '_bucket')})"
-    return [Query(f"histogram_quantile({q}, {buckets})", f"p{round(q * 100)}") for q in which]
 
 
 def lines(
@@ -57,14 +41,9 @@ def lines(
 ) -> Panel:
     """Lines over time; `stacked` for parts of a whole. `most`: the axis' end, where it is known."""
     panel = (
-        timeseries.Panel()
-        .title(title)
-        .description(about)
-        .datasource(DATASOURCE)
+        _framed(timeseries.Panel(), title, about, width=width, height=8)
         .unit(unit)
         .min(0)
-        .span(width)
-        .height(8)
         .line_width(1)
         .fill_opacity(30 if stacked else 8)
         .show_points(common_model.VisibilityMode.NEVER)
@@ -94,13 +73,8 @@ def number(
 ) -> Panel:
     """The last value, large, over a small curve of how it got there."""
     return (
-        stat.Panel()
-        .title(title)
-        .description(about)
-        .datasource(DATASOURCE)
+        _framed(stat.Panel(), title, about, width=width, height=4)
         .unit(unit)
-        .span(width)
-        .height(4)
         .color_mode(common_model.BigValueColorMode.VALUE)
         .graph_mode(common_model.BigValueGraphMode.AREA)
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
@@ -114,13 +88,8 @@ def heat(title: str, unit: str, metric: str, *, about: str = "", width: int = 8)
     expr = f"sum by (le) (increase(pagemill_{metric}_bucket{{{WORKER}}}[$__rate_interval]))"
     target = _target(Query(expr, "{{le}}"), 0).format(prometheus_model.PromQueryFormat.HEATMAP)
     return (
-        heatmap.Panel()
-        .title(title)
-        .description(about)
-        .datasource(DATASOURCE)
+        _framed(heatmap.Panel(), title, about, width=width, height=8)
         .unit("short")
-        .span(width)
-        .height(8)
         .calculate(False)
         .color(
             heatmap.HeatmapColorOptions()
@@ -131,6 +100,11 @@ def heat(title: str, unit: str, metric: str, *, about: str = "", width: int = 8)
         .y_axis(heatmap.YAxisConfig().unit(unit))
         .with_target(target)
     )
+
+
+def _framed(panel: _Kind, title: str, about: str, *, width: int, height: int) -> _Kind:
+    """What panels of every kind have: a title, what they show, where from, and their size on the grid."""
+    return panel.title(title).description(about).datasource(DATASOURCE).span(width).height(height)
 
 
 def _target(query: Query, index: int) -> prometheus.Dataquery:

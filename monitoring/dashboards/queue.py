@@ -5,24 +5,17 @@ from __future__ import annotations
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from monitoring.dashboards.board import Row, board
-from monitoring.dashboards.panels import (
-    COUNT,
-    LANE,
-    PER_SECOND,
-    QUEUE,
-    RATIO,
-    SECONDS,
-    WORKER,
-    Query,
-    heat,
-    lines,
-    quantiles,
-    rate,
-)
+from monitoring.dashboards.panels import COUNT, PER_SECOND, RATIO, SECONDS, Panel, heat, lines
+from monitoring.dashboards.queries import LANE, QUEUE, Query, gauge, of_queue, quantiles, rate, rate_by
 
 
 def queue() -> Dashboard:
-    backlog = [
+    rows = [Row("Backlog", _backlog()), Row("Flow", _flow()), Row("Pulling", _pulling())]
+    return board("queue", "queue", "What waits, for how long, and what becomes of it.", rows)
+
+
+def _backlog() -> list[Panel]:
+    return [
         lines(
             "Waiting by priority",
             COUNT,
@@ -70,14 +63,14 @@ def queue() -> Dashboard:
             "Time to drain",
             SECONDS,
             Query(f"queue:pagemill_queue_drain_seconds:rate5m{{{QUEUE}}}", "{{queue}}"),
-            Query(
-                f"max by (queue) (pagemill_queue_estimated_drain_seconds{{{QUEUE}}})",
-                "{{queue}}, workers' own estimate",
-            ),
+            of_queue("queue_estimated_drain_seconds", "{{queue}}, workers' own estimate"),
             about="For all that is in the queue, at the present rate. Empty while nothing ends.",
         ),
     ]  # fmt: skip
-    flow = [
+
+
+def _flow() -> list[Panel]:
+    return [
         heat(
             "Wait in the queue",
             SECONDS,
@@ -103,13 +96,13 @@ def queue() -> Dashboard:
         lines(
             "First and redelivered",
             PER_SECOND,
-            Query(f"sum by (delivery) ({rate('jobs_received_total')})", "{{delivery}}"),
+            rate_by("delivery", "jobs_received_total"),
             about="redelivered: an earlier execution had started.",
         ),
         lines(
             "Retries",
             PER_SECOND,
-            Query(f"sum by (reason) ({rate('job_retries_total')})", "{{reason}}"),
+            rate_by("reason", "job_retries_total"),
             about="Executions that ended in a retryable error.",
         ),
         lines(
@@ -119,11 +112,14 @@ def queue() -> Dashboard:
             about="Executions that ended with an error; those that are retried included. Only codes that occur.",
         ),
     ]
-    pulling = [
+
+
+def _pulling() -> list[Panel]:
+    return [
         lines(
             "Why no jobs are pulled",
             RATIO,
-            Query(f"sum by (reason) ({rate('admission_blocked_seconds_total')})", "{{reason}}"),
+            rate_by("reason", "admission_blocked_seconds_total"),
             about="Share of time in which a worker could not pull, summed over workers. kv and rows: it is full,"
             " which is as it should be under load.",
             stacked=True,
@@ -131,17 +127,15 @@ def queue() -> Dashboard:
         lines(
             "Room for jobs",
             COUNT,
-            Query(f"pagemill_admission_credit_sequences{{{WORKER}}}", "{{instance}} sequences"),
-            Query(f"pagemill_admission_credit_blocks{{{WORKER}}}", "{{instance}} blocks"),
+            gauge("admission_credit_sequences", "{{instance}} sequences"),
+            gauge("admission_credit_blocks", "{{instance}} blocks"),
             about="What the last pull asked for at most.",
         ),
         lines(
             "Workers by state, and paused",
             COUNT,
             Query(f"sum by (state) (max by (queue, state) (pagemill_queue_workers{{{QUEUE}}}))", "{{state}}"),
-            Query(f"max by (queue) (pagemill_queue_paused{{{QUEUE}}})", "{{queue}} paused"),
+            of_queue("queue_paused", "{{queue}} paused"),
             about="Live workers by their own word in Redis.",
         ),
     ]
-    rows = [Row("Backlog", backlog), Row("Flow", flow), Row("Pulling", pulling)]
-    return board("queue", "queue", "What waits, for how long, and what becomes of it.", rows)

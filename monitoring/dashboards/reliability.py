@@ -9,17 +9,24 @@ from monitoring.dashboards.panels import (
     BYTES,
     COUNT,
     PER_SECOND,
-    QUEUE,
     RATIO,
     SECONDS,
     TOKENS_PER_SECOND,
-    WORKER,
     Panel,
-    Query,
     lines,
     number,
+)
+from monitoring.dashboards.queries import (
+    QUEUE,
+    WORKER,
+    Query,
+    gauge,
+    gauge_by,
+    of_queue,
     quantiles,
     rate,
+    rate_by,
+    total_rate,
 )
 
 CALM = [(None, "green"), (1, "red")]
@@ -72,20 +79,20 @@ def _leases() -> list[Panel]:
         lines(
             "Leases held",
             COUNT,
-            Query(f"sum by (instance) (pagemill_leases_held{{{WORKER}}})", "{{instance}}"),
-            Query(f"max by (queue) (pagemill_queue_leases{{{QUEUE}}})", "{{queue}}, all workers"),
+            gauge_by("instance", "leases_held"),
+            of_queue("queue_leases", "{{queue}}, all workers"),
             about="A queue that has more than its workers hold has lapsed ones.",
         ),
         lines(
             "Renewals",
             PER_SECOND,
-            Query(f"sum by (result) ({rate('lease_renewals_total')})", "{{result}}"),
+            rate_by("result", "lease_renewals_total"),
             about="lost: somebody else has the job. error: Redis did not answer.",
         ),
         lines(
             "Commits",
             PER_SECOND,
-            Query(f"sum by (result) ({rate('result_commits_total')})", "{{result}}"),
+            rate_by("result", "result_commits_total"),
             about="fenced: the result is discarded. already_done: repeated after a lost reply.",
         ),
         lines(
@@ -97,15 +104,15 @@ def _leases() -> list[Panel]:
         lines(
             "Checkpoints",
             PER_SECOND,
-            Query(f"sum by (result) ({rate('progress_writes_total')})", "{{result}}"),
+            rate_by("result", "progress_writes_total"),
             about="refused: a stale token, or a wrong offset.",
         ),
         lines(
             "Work saved and lost",
             TOKENS_PER_SECOND,
-            Query(f"sum({rate('resumed_tokens_total')})", "taken over from checkpoints"),
-            Query(f"sum({rate('redone_tokens_total')})", "generated again"),
-            Query(f"sum by (reason) ({rate('discarded_tokens_total')})", "discarded: {{reason}}"),
+            total_rate("resumed_tokens_total", "taken over from checkpoints"),
+            total_rate("redone_tokens_total", "generated again"),
+            rate_by("reason", "discarded_tokens_total", "discarded: {{reason}}"),
             about="discarded: generated for nobody.",
         ),
     ]
@@ -116,7 +123,7 @@ def _redis() -> list[Panel]:
         lines(
             "Redis reachable",
             COUNT,
-            Query(f"pagemill_redis_up{{{WORKER}}}", "{{instance}}"),
+            gauge("redis_up"),
             about="1 while it answers that worker.",
             most=1,
         ),
@@ -133,26 +140,26 @@ def _redis() -> list[Panel]:
         lines(
             "Errors and reconnects",
             PER_SECOND,
-            Query(f"sum by (kind) ({rate('redis_errors_total')})", "{{kind}}"),
-            Query(f"sum({rate('redis_reconnects_total')})", "reconnects"),
+            rate_by("kind", "redis_errors_total"),
+            total_rate("redis_reconnects_total", "reconnects"),
             about="Calls that failed.",
         ),
         lines(
             "Results held",
             COUNT,
-            Query(f"pagemill_redis_result_buffer_jobs{{{WORKER}}}", "{{instance}}"),
+            gauge("redis_result_buffer_jobs"),
             about="In memory until Redis takes them. At 1,000 the engine stops.",
         ),
         lines(
             "Bytes held",
             BYTES,
-            Query(f"pagemill_redis_result_buffer_bytes{{{WORKER}}}", "{{instance}}"),
+            gauge("redis_result_buffer_bytes"),
             about="In memory until Redis takes them. At 256 MB the engine stops.",
         ),
         lines(
             "Oldest running job",
             SECONDS,
-            Query(f"pagemill_oldest_running_job_age_seconds{{{WORKER}}}", "{{instance}}"),
+            gauge("oldest_running_job_age_seconds"),
             about="Since its pull.",
         ),
     ]
@@ -163,7 +170,7 @@ def _server() -> list[Panel]:
         lines(
             "Memory",
             BYTES,
-            Query(f"max by (queue) (pagemill_redis_memory_used_bytes{{{QUEUE}}})", "{{queue}} used"),
+            of_queue("redis_memory_used_bytes", "{{queue}} used"),
             Query(f"max by (queue) (pagemill_redis_memory_max_bytes{{{QUEUE}}}) > 0", "{{queue}} limit"),
             about="When it is full, submits are refused; running jobs still commit.",
         ),
@@ -173,21 +180,21 @@ def _server() -> list[Panel]:
             Query(
                 f"max by (queue) ({rate('redis_aof_delayed_fsync_total', QUEUE)})", "{{queue}} delayed fsyncs"
             ),
-            Query(f"max by (queue) (pagemill_redis_aof_enabled{{{QUEUE}}})", "{{queue}} append-only file"),
+            of_queue("redis_aof_enabled", "{{queue}} append-only file"),
             about="Writes that waited for the append-only file, and whether there is one.",
         ),
         lines(
             "Clients and replicas",
             COUNT,
-            Query(f"max by (queue) (pagemill_redis_connected_clients{{{QUEUE}}})", "{{queue}} clients"),
-            Query(f"max by (queue) (pagemill_redis_blocked_clients{{{QUEUE}}})", "{{queue}} blocked"),
-            Query(f"max by (queue) (pagemill_redis_connected_replicas{{{QUEUE}}})", "{{queue}} replicas"),
+            of_queue("redis_connected_clients", "{{queue}} clients"),
+            of_queue("redis_blocked_clients", "{{queue}} blocked"),
+            of_queue("redis_connected_replicas", "{{queue}} replicas"),
             about="blocked: idle workers wait for the doorbell.",
         ),
         lines(
             "Scrapes without a source",
             RATIO,
-            Query(f"sum by (source) ({rate('scrape_source_errors_total')})", "{{source}}"),
+            rate_by("source", "scrape_source_errors_total"),
             about="The figures of that source are missing from the scrape.",
         ),
     ]

@@ -39,8 +39,9 @@ class EngineFailedError(Exception):
 class EngineProcess:
     """One contender's process; a context manager, after which the process and its children are gone.
 
-    It has a process group of its own, in our session: a Ctrl-C reaches us alone, one signal stops an engine with
-    all its children, and should we be killed ourselves, the kernel hangs up on a stopped group that lost its parent.
+    It has a process group of its own, in our session: a Ctrl-C reaches us alone, and one signal stops an engine with
+    all its children. Should we be killed, the engine is too (`benchmarks.measure`), and the kernel hangs up on what
+    is stopped in a group that has lost its parent.
     """
 
     def __init__(self, contender: Contender, request: Request, directory: Path) -> None:

@@ -109,7 +109,7 @@ class AsyncProducer(ProducerBase):
             effect = next(flow)
             while True:
                 try:
-                    value = await self._perform(effect)
+                    value = await self._perform_cancellably(effect)
                 except Exception as error:
                     effect = flow.throw(error)
                 else:
@@ -130,7 +130,7 @@ class AsyncProducer(ProducerBase):
                     effect = next(flow)
                     continue
                 try:
-                    value = await self._perform(effect)
+                    value = await self._perform_cancellably(effect)
                 except Exception as error:
                     effect = flow.throw(error)
                 else:
@@ -139,6 +139,20 @@ class AsyncProducer(ProducerBase):
             return
         finally:
             flow.close()
+
+    async def _perform_cancellably(self, effect: Effect) -> Any:
+        """Perform an effect; a cancellation that comes meanwhile is never lost.
+
+        The driver sends under `asyncio.wait_for`, which in Python 3.11 returns as if nothing had been when what it
+        waits for ends in the moment of the cancellation.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        before = task.cancelling()
+        value = await self._perform(effect)
+        if task.cancelling() > before:
+            raise asyncio.CancelledError
+        return value
 
     async def _perform(self, effect: Effect) -> Any:
         match effect:

@@ -67,14 +67,39 @@ async def test_a_stream(queue: Queue, producer: AsyncProducer) -> None:
     assert events[-1].type == "end"
 
 
-async def test_a_cancelled_wait_leaves_the_others_alone(queue: Queue, producer: AsyncProducer) -> None:
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 8, 100])
+async def test_a_cancelled_wait_leaves_the_others_alone(
+    steps: int, valkey_queue: Queue, valkey_url: str
+) -> None:
+    """Wherever the cancellation finds it: before it asks, while it does, while it waits."""
+    async with AsyncProducer(valkey_url, queue=valkey_queue.name) as producer:
+        handle = await producer.submit(prompt="p", model="m")
+        given_up, patient = (asyncio.create_task(handle.result()) for _ in range(2))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        given_up.cancel()
+        with scripted_worker(valkey_queue.url, valkey_queue.name):
+            assert (await patient).text == "p"
+            with pytest.raises(asyncio.CancelledError):
+                await given_up
+
+
+async def test_a_cancelled_task_can_still_clean_up(queue: Queue, producer: AsyncProducer) -> None:
     handle = await producer.submit(prompt="p", model="m")
-    given_up, patient = (asyncio.create_task(handle.result()) for _ in range(2))
-    await asyncio.sleep(0.01)
-    given_up.cancel()
-    with scripted_worker(queue.url, queue.name):
-        assert (await patient).text == "p"
-    assert given_up.cancelled()
+
+    async def wait() -> None:
+        try:
+            await handle.result()
+        except asyncio.CancelledError:
+            assert await handle.cancel()
+            raise
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await handle.status()).state == "cancelled"
 
 
 def test_both_producers_have_the_same_methods() -> None:

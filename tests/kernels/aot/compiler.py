@@ -71,6 +71,13 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], capability: int, tile
     )
 
 
+def check_resources(compiled: Compiled, capability: int) -> None:
+    """The gate that every kernel passes: nothing spilled, and no more shared memory than there is."""
+    assert compiled.stack_bytes == 0, compiled
+    assert compiled.spill_instructions == 0, compiled
+    assert compiled.shared_bytes <= SHARED_MEMORY_LIMIT[capability], compiled
+
+
 def _is_multiple_of_16(name: str, value: Any) -> bool:
     return isinstance(value, str) and value != "fp32" and name not in _ANY_INTEGER
 

@@ -17,6 +17,8 @@ import torch
 
 from kernels.layer_cache import LayerCache, as_bytes
 from kernels.metadata import AttentionMetadata
+from kernels.rotation import Rotation
+from kernels.sampling_rows import SamplingRows
 from kernels.scoring import Scoring
 
 FaceName = Literal["triton", "cpu", "reference"]
@@ -40,10 +42,47 @@ class _CopyBlocks(Protocol):
     ) -> None: ...
 
 
+class _RmsNorm(Protocol):
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+
+class _AddRmsNorm(Protocol):
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class _SiluAndMul(Protocol):
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+
+class _RotaryAndCache(Protocol):
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
+        cache: LayerCache,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+
+class _SampleTokens(Protocol):
+    def __call__(
+        self, logits: torch.Tensor, peaks: torch.Tensor, rows: SamplingRows, *, has_filters: bool
+    ) -> torch.Tensor: ...
+
+
 class _Face(NamedTuple):
     reshape_and_cache: _ReshapeAndCache
     paged_attention: _PagedAttention
     copy_blocks: _CopyBlocks
+    rms_norm: _RmsNorm
+    add_rms_norm: _AddRmsNorm
+    silu_and_mul: _SiluAndMul
+    rotary_and_cache: _RotaryAndCache
+    sample_tokens: _SampleTokens
 
 
 _override: ContextVar[FaceName | None] = ContextVar("kernel_face", default=None)
@@ -64,19 +103,32 @@ def override(face: FaceName) -> Iterator[None]:
 
 @cache
 def _load(face: FaceName) -> _Face:
+    from kernels import reference
+
+    fused = (
+        reference.rms_norm,
+        reference.add_rms_norm,
+        reference.silu_and_mul,
+        reference.rotary_and_cache,
+        reference.sample_tokens,
+    )
     if face == "triton":
         from kernels.copy_blocks import copy_blocks
         from kernels.paged_attention import paged_attention
         from kernels.reshape_and_cache import reshape_and_cache
+        from kernels.rms_norm import add_rms_norm, rms_norm
+        from kernels.rotary_cache import rotary_and_cache
+        from kernels.sampling import sample_tokens
+        from kernels.silu_and_mul import silu_and_mul
 
-        return _Face(reshape_and_cache, paged_attention, copy_blocks)
+        fused = (rms_norm, add_rms_norm, silu_and_mul, rotary_and_cache, sample_tokens)
+        return _Face(reshape_and_cache, paged_attention, copy_blocks, *fused)
     if face == "cpu":
+        # Whoever builds for the CPU fuses more than these operators do: see `kernels.cpu_fused`.
         from kernels import cpu
 
-        return _Face(cpu.reshape_and_cache, cpu.paged_attention, cpu.copy_blocks)
-    from kernels import reference
-
-    return _Face(reference.reshape_and_cache, reference.paged_attention, reference.copy_blocks)
+        return _Face(cpu.reshape_and_cache, cpu.paged_attention, cpu.copy_blocks, *fused)
+    return _Face(reference.reshape_and_cache, reference.paged_attention, reference.copy_blocks, *fused)
 
 
 @cache
@@ -136,3 +188,69 @@ def copy_blocks(
     Pairs never chain: no block is the destination of one pair and the source or destination of another.
     """
     _face(key_cache).copy_blocks(as_bytes(key_cache), as_bytes(value_cache), block_pairs)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x ** 2) + eps) * weight over the last dimension of x [num_rows, size], fresh.
+
+    Computed in fp32 and rounded once. The last dimension is contiguous; weight is [size].
+    """
+    assert x.stride(-1) == 1
+    return _face(x).rms_norm(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual), both fresh and contiguous; the norm is the rounded sum's."""
+    assert x.stride(-1) == residual.stride(-1) == 1
+    return _face(x).add_rms_norm(x, residual, weight, eps)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for gate_up [num_rows, 2 * size], the gate first; fresh, [num_rows, size]."""
+    assert gate_up.stride(-1) == 1
+    return _face(gate_up).silu_and_mul(gate_up)
+
+
+def rotary_and_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rotation: Rotation,
+    cache: LayerCache,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """Norm and rotation of queries and keys as `rotation` says, and `reshape_and_cache` of keys and values.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; views with any
+            strides over a contiguous last dimension. The keys are rounded to their own dtype before the cache's.
+
+    Returns:
+        The queries for attention, [num_tokens, num_heads, head_dim], fresh and contiguous.
+    """
+    assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    return _face(query).rotary_and_cache(query, key, value, rotation, cache, slot_mapping)
+
+
+def sample_tokens(
+    logits: torch.Tensor, peaks: torch.Tensor, rows: SamplingRows, *, has_filters: bool
+) -> torch.Tensor:
+    """Draw one token per row: argmax of (logit - peak) / temperature + Gumbel noise over what the filters keep.
+
+    The filters are top-k, top-p and min-p, each of what the one before has left; ties with the last token kept are
+    kept. The noise is `kernels.noise`'s, so a row's token depends on its logits and its own entry alone; faces
+    agree unless two tokens are within rounding of each other. A row with NaN gives some valid id.
+
+    Args:
+        logits: [num_rows, vocab_size] fp32, the last dimension contiguous. Not changed.
+        peaks: [num_rows] fp32, each row's largest logit.
+        has_filters: whether any row has one; without, none is looked at.
+
+    Returns:
+        [num_rows] int64.
+    """
+    assert logits.dtype is peaks.dtype is torch.float32
+    assert logits.stride(-1) == 1
+    return _face(logits).sample_tokens(logits, peaks, rows, has_filters=has_filters)

@@ -11,6 +11,9 @@ import torch
 
 from kernels.layer_cache import SMALLEST_PEAK, LayerCache, as_bytes, largest_number
 from kernels.metadata import AttentionMetadata
+from kernels.noise import gumbel_noise, noise_keys
+from kernels.rotation import Rotation
+from kernels.sampling_rows import SamplingRows
 from kernels.scoring import Scoring
 
 
@@ -58,7 +61,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """See `kernels.dispatch.paged_attention`. Padded tokens come out as zeros here."""
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    compute_dtype = torch.promote_types(query.dtype, torch.float32)
+    compute_dtype = _compute_dtype(query)
     start = 0
     rows = zip(metadata.query_lens_host, metadata.seq_lens_host, strict=True)
     for row, (query_len, seq_len) in enumerate(rows):
@@ -125,3 +128,78 @@ def _attend(
         hidden = hidden | (distances <= -scoring.sliding_window)
     weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
     return (weights @ values).transpose(0, 1)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `kernels.dispatch.rms_norm`."""
+    wide = x.to(_compute_dtype(x))
+    return (wide * (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * weight.to(wide.dtype)).to(
+        x.dtype
+    )
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels.dispatch.add_rms_norm`."""
+    total = (x.to(_compute_dtype(x)) + residual).to(x.dtype)
+    return rms_norm(total, weight, eps), total
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `kernels.dispatch.silu_and_mul`."""
+    gate, up = gate_up.to(_compute_dtype(gate_up)).chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def rotary_and_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rotation: Rotation,
+    cache: LayerCache,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """See `kernels.dispatch.rotary_and_cache`."""
+    reshape_and_cache(_turn(key, rotation.key_weight, rotation), value, cache, slot_mapping)
+    return _turn(query, rotation.query_weight, rotation)
+
+
+def _turn(heads: torch.Tensor, norm_weight: torch.Tensor | None, rotation: Rotation) -> torch.Tensor:
+    x = heads.to(_compute_dtype(heads), memory_format=torch.contiguous_format, copy=True)
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, rotation.eps)
+    if rotation.cos is not None and rotation.sin is not None:
+        turning = x[..., : rotation.rotary_dim]
+        low, high = turning.chunk(2, dim=-1)
+        cos, sin = rotation.cos[:, None].to(x.dtype), rotation.sin[:, None].to(x.dtype)
+        x[..., : rotation.rotary_dim] = turning * cos + torch.cat([-high, low], dim=-1) * sin
+    return x.to(heads.dtype)
+
+
+def sample_tokens(
+    logits: torch.Tensor, peaks: torch.Tensor, rows: SamplingRows, *, has_filters: bool
+) -> torch.Tensor:
+    """See `kernels.dispatch.sample_tokens`."""
+    scaled = (logits - peaks[:, None]) / rows.temperatures[:, None]
+    if has_filters:
+        scaled = torch.stack([_filtered(row, rows, number) for number, row in enumerate(scaled)])
+    keys = noise_keys(rows.seeds, rows.sample_indices, rows.positions)
+    token_ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    return (scaled + gumbel_noise(keys, token_ids)).argmax(dim=-1)
+
+
+def _filtered(row: torch.Tensor, rows: SamplingRows, number: int) -> torch.Tensor:
+    """Top-k, top-p, min-p, each of what the one before has left; ties with the last token kept stay."""
+    top_k, top_p = int(rows.top_k[number]), rows.top_p[number]
+    if 0 < top_k < len(row):
+        row = row.masked_fill(row < row.topk(top_k).values[-1], -torch.inf)
+    if top_p < 1.0:
+        reached = (ordered := row.sort(descending=True).values).softmax(0).cumsum(0, dtype=torch.float64)
+        num_before = int((reached < top_p).sum())
+        row = row.masked_fill(row < ordered[min(num_before, len(row) - 1)], -torch.inf)
+    return row.masked_fill(row < rows.log_min_p[number], -torch.inf)
+
+
+def _compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -34,7 +34,7 @@ def _to_e4m3(numbers):
 
 
 @triton.jit
-def _store_tokens(
+def store_tokens(
     tokens,  # [BLOCK_TOKENS, HEAD_DIM_PADDED], zeros at padding
     cache_ptr,
     scales_ptr,
@@ -46,6 +46,7 @@ def _store_tokens(
     LIMIT: tl.constexpr,  # the cache dtype's largest number if it is scaled, or 0
     INTEGER: tl.constexpr,
 ):
+    """Store a tile of one head's keys or values, with a scale each where the cache has them."""
     if LIMIT > 0:
         tokens = tokens.to(tl.float32)
         scales = tl.maximum(tl.max(tl.abs(tokens), 1), _SMALLEST_PEAK) / LIMIT
@@ -101,7 +102,7 @@ def reshape_and_cache_kernel(
     blocks, in_block = slots // BLOCK_SIZE, slots % BLOCK_SIZE
     offsets = blocks * stride_cache_block + kv_head * stride_cache_head + in_block * HEAD_DIM
     scale_slots = (blocks * (stride_cache_block // stride_cache_head) + kv_head) * BLOCK_SIZE + in_block
-    _store_tokens(
+    store_tokens(
         key,
         key_cache_ptr,
         key_scales_ptr,
@@ -113,7 +114,7 @@ def reshape_and_cache_kernel(
         LIMIT,
         INTEGER,
     )
-    _store_tokens(
+    store_tokens(
         value,
         value_cache_ptr,
         value_scales_ptr,

@@ -21,6 +21,8 @@ _ASSUMED_MULTIPROCESSORS = 1
 MIN_SPLIT_TOKENS = 256
 # Bounds the partial results: 64 * head_dim floats per head and row.
 MAX_SPLITS = 64
+# Parts of a vocabulary that are drawn from side by side.
+MAX_SAMPLING_SPLITS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,11 @@ _FP32_TILE = Tile(block_m=16, block_n=32, num_warps=8, num_stages=1)
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least `n`, for n >= 1."""
     return 1 << (n - 1).bit_length()
+
+
+def row_warps(size: int) -> int:
+    """Warps of a program that holds a whole row of `size` numbers: 16 numbers a thread, as far as warps go."""
+    return max(1, min(16, next_power_of_2(size) // 512))
 
 
 @cache
@@ -124,3 +131,9 @@ def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) 
     wanted = (4 * num_multiprocessors) // max(1, num_programs)
     most = -(-max_kv_len // MIN_SPLIT_TOKENS)
     return max(1, min(wanted, most, MAX_SPLITS))
+
+
+def sampling_splits(num_rows: int, vocab_size: int, block: int, device: torch.device) -> int:
+    """Into how many parts each row's vocabulary is cut, so that few rows fill the device too."""
+    wanted = (4 * multiprocessors(device)) // max(1, num_rows)
+    return max(1, min(wanted, -(-vocab_size // block), MAX_SAMPLING_SPLITS))

@@ -1,0 +1,102 @@
+"""Sampling without a sort, run by Triton's interpreter, against sorted references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.execution.logits_filters import filter_logits
+from engine.sampling_params import SamplingParams
+from kernels import dispatch, reference
+from kernels.noise import gumbel_noise, noise_keys
+from kernels.sampling_rows import SamplingRows
+
+_ROWS = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 1},
+    {"temperature": 1.3, "top_k": 40},
+    {"temperature": 0.01, "top_p": 0.9},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 5.0, "top_p": 0.999, "top_k": 700},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 1.0, "min_p": 1.0},
+    {"temperature": 0.8, "top_k": 50, "top_p": 0.5, "min_p": 0.2},
+    {"temperature": 1.0, "top_p": 1e-9},
+    {"temperature": 2.0, "top_k": 10**6},
+]
+
+
+def _rows(params: list[SamplingParams], positions: torch.Tensor) -> SamplingRows:
+    return SamplingRows(
+        torch.tensor([p.temperature for p in params]),
+        torch.tensor([p.top_k for p in params], dtype=torch.int32),
+        torch.tensor([p.top_p for p in params], dtype=torch.float64),
+        torch.tensor([p.min_p for p in params]).log(),
+        torch.arange(len(params)) * 0x123456789AB + 5,
+        torch.arange(len(params)) % 3,
+        positions,
+    )
+
+
+def _sorted_draw(logits: torch.Tensor, params: list[SamplingParams], rows: SamplingRows) -> torch.Tensor:
+    """What the engine computes on a CPU."""
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / rows.temperatures[:, None]
+    filter_logits(scaled, params)
+    keys = noise_keys(rows.seeds, rows.sample_indices, rows.positions)
+    noise = gumbel_noise(keys, torch.arange(logits.shape[1], dtype=torch.int32))
+    return (scaled + noise).argmax(dim=-1)
+
+
+@pytest.mark.parametrize("vocab_size", [61, 1200])
+def test_draws_what_a_sort_draws(vocab_size: int) -> None:
+    params = [SamplingParams(**options) for options in _ROWS]
+    for position in range(2):
+        logits = 3 * torch.randn(len(params), vocab_size)
+        logits[:, 5] = logits[:, 9]  # a tie
+        logits[3, 7:] = -torch.inf
+        rows = _rows(params, torch.full((len(params),), position))
+        with dispatch.override("triton"):
+            out = dispatch.sample_tokens(logits, logits.amax(dim=-1), rows, has_filters=True)
+        expected = _sorted_draw(logits, params, rows)
+        assert out.tolist() == expected.tolist()
+        twin = reference.sample_tokens(logits, logits.amax(dim=-1), rows, has_filters=True)
+        assert twin.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("top", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.9}], ids=str)
+def test_ties_with_the_last_token_kept_are_kept(top: dict[str, float]) -> None:
+    """Five tokens of one logit and many far below: any filter keeps all five, whatever their number."""
+    logits = torch.full((12, 300), -4.0)
+    logits[:, [1, 50, 101, 102, 299]] = 2.0
+    params = [SamplingParams(temperature=1.0, **top)] * 12  # type: ignore[arg-type]
+    rows = _rows(params, torch.arange(12))
+    with dispatch.override("triton"):
+        out = dispatch.sample_tokens(logits, logits.amax(dim=-1), rows, has_filters=True)
+    keys = noise_keys(rows.seeds, rows.sample_indices, rows.positions)
+    noise = gumbel_noise(keys, torch.arange(300, dtype=torch.int32))
+    tied = torch.tensor([1, 50, 101, 102, 299])
+    assert torch.equal(out, tied[noise[:, tied].argmax(dim=-1)])
+    assert len(set(out.tolist())) > 1
+
+
+def test_noise_is_the_same_as_on_the_cpu() -> None:
+    """With equal logits the noise alone decides: 48 rows, 97 tokens."""
+    logits = torch.zeros(48, 97)
+    rows = _rows([SamplingParams(temperature=1.0)] * 48, torch.arange(48) * 7919)
+    with dispatch.override("triton"):
+        out = dispatch.sample_tokens(logits, logits.amax(dim=-1), rows, has_filters=False)
+    keys = noise_keys(rows.seeds, rows.sample_indices, rows.positions)
+    noise = gumbel_noise(keys, torch.arange(97, dtype=torch.int32))
+    assert torch.equal(out, noise.argmax(dim=-1))
+
+
+def test_a_row_of_nan_gives_some_token_and_leaves_others_alone() -> None:
+    logits = torch.randn(3, 100)
+    logits[1] = torch.nan
+    params = [SamplingParams(temperature=1.0, top_p=0.9)] * 3
+    rows = _rows(params, torch.zeros(3, dtype=torch.int64))
+    with dispatch.override("triton"):
+        out = dispatch.sample_tokens(logits, logits.amax(dim=-1), rows, has_filters=True)
+    assert 0 <= int(out[1]) < 100
+    expected = _sorted_draw(logits[[0, 2]], params[:2], SamplingRows(*(field[[0, 2]] for field in rows)))
+    assert out[[0, 2]].tolist() == expected.tolist()

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from engine.execution.staging import DirectTransfer, Transfer
 from engine.plan import NewRow, StepPlan
 from kernels.metadata import AttentionMetadata
 
@@ -18,7 +20,28 @@ class StepInputs:
     input_ids: torch.Tensor  # [num_tokens] int64
     positions: torch.Tensor  # [num_tokens] int64
     logits_indices: torch.Tensor  # [num_samples] int64, into the step's tokens
+    sample_rows: torch.Tensor  # [num_samples] int64
+    sample_positions: torch.Tensor  # [num_samples] int64, where the tokens go in their rows
     metadata: AttentionMetadata
+
+
+@dataclass(slots=True)
+class _StagedStep:
+    """A step's arrays, on the device once they have been sent, and what is known of them on the host."""
+
+    entered: list[tuple[int, torch.Tensor, torch.Tensor]]  # row, token ids, block ids
+    blocks: torch.Tensor | None  # [3, n] int64: row, column, block id
+    forced: torch.Tensor | None  # [3, n] int64: row, position, token id
+    rows: torch.Tensor  # [num_rows] int64
+    token_rows: torch.Tensor  # [num_tokens] int64
+    positions: torch.Tensor  # [num_tokens] int64
+    query_starts: torch.Tensor  # [padded_rows + 1] int32
+    seq_lens: torch.Tensor  # [padded_rows] int32
+    samples: torch.Tensor  # [3, num_samples] int64: index of the token, row, position
+    query_lens_host: list[int]
+    seq_lens_host: list[int]
+    num_padded_tokens: int
+    num_decode_rows: int
 
 
 def bucket_size(count: int) -> int:
@@ -44,13 +67,14 @@ class InputBatch:
         device: torch.device,
         pad_to_bucket: bool,
         split_decodes: bool = True,
+        transfer: Transfer | None = None,
     ) -> None:
         """`split_decodes`: rows with one token are attended to by a kernel of their own, which is faster and adds
         up in another order than the one for prompts."""
         self._block_size = block_size
-        self._device = device
         self._pad = pad_to_bucket
         self._split_decodes = split_decodes
+        self._transfer = DirectTransfer(device) if transfer is None else transfer
         max_blocks = -(-max_model_len // block_size)
         # One column more: the last token of a full context is sampled, though never computed.
         self.token_table = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int64, device=device)
@@ -61,50 +85,23 @@ class InputBatch:
         self.rows: list[NewRow | None] = [None] * max_num_seqs
 
     def apply(self, plan: StepPlan) -> StepInputs:
-        """Bring the rows up to date with the plan and lay out the step's tensors."""
-        for new_row in plan.new_rows:
-            self._enter(new_row)
-        self._update_tables(plan)
-        return self._lay_out(plan)
+        """`stage` and `lay_out`, where nobody else has anything to send."""
+        staged = self.stage(plan)
+        self._transfer.send()
+        return self.lay_out(staged)
 
-    def _enter(self, new: NewRow) -> None:
-        self.rows[new.row] = new
-        tokens = torch.tensor(new.token_ids, dtype=torch.int64)
-        self.token_table[new.row, : len(tokens)] = tokens.to(self._device)
-        blocks = torch.tensor(new.block_ids, dtype=torch.int32)
-        self.block_table[new.row, : len(blocks)] = blocks.to(self._device)
-        self._num_blocks[new.row] = len(blocks)
+    def stage(self, plan: StepPlan, *, pad: bool = False) -> _StagedStep:
+        """Put the step's arrays where the transfer takes them from; `lay_out` follows when they are sent.
 
-    def _update_tables(self, plan: StepPlan) -> None:
-        """Scatter the plan's deltas: block ids appended or replaced, tokens forced by a grammar."""
-        rows: list[int] = []
-        columns: list[int] = []
-        block_ids: list[int] = []
-        forced: list[tuple[int, int, int]] = []
-        for work in plan.work:
-            for column, block_id in work.replaced_blocks:
-                rows.append(work.row)
-                columns.append(column)
-                block_ids.append(block_id)
-            if work.new_block_ids:
-                first = int(self._num_blocks[work.row])
-                for offset, block_id in enumerate(work.new_block_ids):
-                    rows.append(work.row)
-                    columns.append(first + offset)
-                    block_ids.append(block_id)
-                self._num_blocks[work.row] += len(work.new_block_ids)
-            forced.extend((work.row, position, token) for position, token in work.forced_token_ids)
-        if rows:
-            index = torch.tensor([rows, columns, block_ids]).to(self._device)
-            self.block_table[index[0], index[1]] = index[2].to(torch.int32)
-        if forced:
-            index = torch.tensor(forced).T.to(self._device)
-            self.token_table[index[0], index[1]] = index[2]
-
-    def _lay_out(self, plan: StepPlan) -> StepInputs:
+        Args:
+            pad: to a bucket, also where the batch does not always do that.
+        """
+        entered = [self._enter(new_row) for new_row in plan.new_rows]
+        blocks, forced = self._table_changes(plan)
         num_rows, num_tokens = len(plan.work), plan.num_tokens
-        padded_rows = bucket_size(num_rows) if self._pad else num_rows
-        padded_tokens = bucket_size(num_tokens) if self._pad else num_tokens
+        pad = pad or self._pad
+        padded_rows = bucket_size(num_rows) if pad else num_rows
+        padded_tokens = bucket_size(num_tokens) if pad else num_tokens
         padded_tokens = max(padded_tokens, num_tokens + (padded_rows - num_rows))
 
         rows = np.fromiter((work.row for work in plan.work), np.int64, num_rows)
@@ -115,37 +112,91 @@ class InputBatch:
         query_starts[num_rows + 1 :] = num_tokens
         seq_lens = np.zeros(padded_rows, dtype=np.int32)
         seq_lens[:num_rows] = starts + query_lens
-        row_of_token = np.repeat(rows, query_lens)
         positions = np.arange(num_tokens) - np.repeat(query_starts[:num_rows] - starts, query_lens)
-
-        device_rows = torch.from_numpy(rows).to(self._device)
-        token_rows = torch.from_numpy(row_of_token).to(self._device)
-        token_positions = torch.from_numpy(positions).to(self._device)
-        input_ids = self.token_table[token_rows, token_positions]
-        max_blocks = -(-int(seq_lens.max(initial=1)) // self._block_size)
-        tables = self.block_table[:, :max_blocks].index_select(0, device_rows)
-        blocks = self.block_table[token_rows, token_positions // self._block_size].to(torch.int64)
-        slots = blocks * self._block_size + token_positions % self._block_size
-        if padded_tokens > num_tokens:
-            extra = padded_tokens - num_tokens
-            input_ids = torch.nn.functional.pad(input_ids, (0, extra))
-            token_positions = torch.nn.functional.pad(token_positions, (0, extra))
-            slots = torch.nn.functional.pad(slots, (0, extra), value=-1)
-            tables = torch.nn.functional.pad(tables, (0, 0, 0, padded_rows - num_rows), value=NULL_BLOCK)
-        lens_host = [*query_lens.tolist(), *([0] * (padded_rows - num_rows))]
         num_decode_rows = int((query_lens == 1).sum()) if self._split_decodes else 0
         if num_decode_rows == num_rows:
             num_decode_rows = padded_rows  # a padded row stands at a padded token of its own
+        samples = [(sample.token_index, sample.row, sample.position) for sample in plan.samples]
+        put = self._transfer.put
+        return _StagedStep(
+            entered,
+            blocks,
+            forced,
+            rows=put(rows),
+            token_rows=put(np.repeat(rows, query_lens)),
+            positions=put(positions),
+            query_starts=put(query_starts),
+            seq_lens=put(seq_lens),
+            samples=put(np.array(samples, dtype=np.int64).reshape(-1, 3).T),
+            query_lens_host=[*query_lens.tolist(), *([0] * (padded_rows - num_rows))],
+            seq_lens_host=seq_lens.tolist(),
+            num_padded_tokens=padded_tokens,
+            num_decode_rows=num_decode_rows,
+        )
+
+    def lay_out(self, staged: _StagedStep) -> StepInputs:
+        """Bring the tables up to date and make the step's tensors, on the device alone."""
+        for row, tokens, blocks in staged.entered:
+            self.token_table[row, : len(tokens)] = tokens
+            self.block_table[row, : len(blocks)] = blocks
+        if staged.blocks is not None:
+            self.block_table[staged.blocks[0], staged.blocks[1]] = staged.blocks[2].to(torch.int32)
+        if staged.forced is not None:
+            self.token_table[staged.forced[0], staged.forced[1]] = staged.forced[2]
+        positions = staged.positions
+        input_ids = self.token_table[staged.token_rows, positions]
+        max_seq_len = max(staged.seq_lens_host, default=1)
+        max_blocks = -(-max(1, max_seq_len) // self._block_size)
+        tables = self.block_table[:, :max_blocks].index_select(0, staged.rows)
+        blocks = self.block_table[staged.token_rows, positions // self._block_size].to(torch.int64)
+        slots = blocks * self._block_size + positions % self._block_size
+        extra = staged.num_padded_tokens - len(input_ids)
+        if extra:
+            input_ids = torch.nn.functional.pad(input_ids, (0, extra))
+            positions = torch.nn.functional.pad(positions, (0, extra))
+            slots = torch.nn.functional.pad(slots, (0, extra), value=-1)
+            padding = (0, 0, 0, len(staged.seq_lens) - len(staged.rows))
+            tables = torch.nn.functional.pad(tables, padding, value=NULL_BLOCK)
         metadata = AttentionMetadata(
             block_tables=tables,
-            query_start_loc=torch.from_numpy(query_starts).to(self._device),
-            seq_lens=torch.from_numpy(seq_lens).to(self._device),
+            query_start_loc=staged.query_starts,
+            seq_lens=staged.seq_lens,
             slot_mapping=slots,
-            query_lens_host=lens_host,
-            seq_lens_host=seq_lens.tolist(),
-            num_decode_rows=num_decode_rows,
-            max_query_len=int(query_lens.max(initial=1)),
-            max_seq_len=int(seq_lens.max(initial=1)),
+            query_lens_host=staged.query_lens_host,
+            seq_lens_host=staged.seq_lens_host,
+            num_decode_rows=staged.num_decode_rows,
+            max_query_len=max(staged.query_lens_host, default=1),
+            max_seq_len=max(1, max_seq_len),
         )
-        indices = torch.tensor([sample.token_index for sample in plan.samples], dtype=torch.int64)
-        return StepInputs(input_ids, token_positions, indices.to(self._device), metadata)
+        return StepInputs(
+            input_ids,
+            positions,
+            logits_indices=staged.samples[0],
+            sample_rows=staged.samples[1],
+            sample_positions=staged.samples[2],
+            metadata=metadata,
+        )
+
+    def _enter(self, new: NewRow) -> tuple[int, torch.Tensor, torch.Tensor]:
+        self.rows[new.row] = new
+        self._num_blocks[new.row] = len(new.block_ids)
+        tokens = self._transfer.put(np.array(new.token_ids, dtype=np.int64))
+        return new.row, tokens, self._transfer.put(np.array(new.block_ids, dtype=np.int32))
+
+    def _table_changes(self, plan: StepPlan) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(block ids appended or replaced, tokens forced by a grammar or a search), as `_StagedStep` has them."""
+        blocks: list[tuple[int, int, int]] = []
+        forced: list[tuple[int, int, int]] = []
+        for work in plan.work:
+            blocks += [(work.row, column, block_id) for column, block_id in work.replaced_blocks]
+            first = int(self._num_blocks[work.row])
+            blocks += [(work.row, first + offset, block) for offset, block in enumerate(work.new_block_ids)]
+            self._num_blocks[work.row] += len(work.new_block_ids)
+            forced += [(work.row, position, token) for position, token in work.forced_token_ids]
+        return self._put_triples(blocks), self._put_triples(forced)
+
+    def _put_triples(self, triples: list[tuple[int, int, int]]) -> torch.Tensor | None:
+        if not triples:
+            return None
+        columns: npt.NDArray[np.int64] = np.array(triples, dtype=np.int64).T
+        return self._transfer.put(columns)

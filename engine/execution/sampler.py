@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.execution.device_sampling import StagedDraws, draw, stage_draws
 from engine.execution.logits_filters import filter_logits
 from engine.execution.logits_processors import LogitsProcessors, SampleWork
 from engine.execution.logprobs import TopLogprobs
+from engine.execution.staging import HostCopy, Transfer
 from engine.plan import StepResult, TokenLogprobs
 from kernels.noise import gumbel_noise, noise_keys
 
@@ -31,6 +33,11 @@ class SamplerOutput:
     logprob_samples: tuple[int, ...] = ()
     best: list[tuple[int, torch.Tensor, torch.Tensor]] | None = None
     """(sample, scores, token ids) of those that asked for candidates."""
+    _host: HostCopy | None = None
+
+    def start_copy(self) -> None:
+        """Send the tokens to the host now, ahead of whatever the device is given next."""
+        self._host = HostCopy(torch.stack([self.token_ids, self.is_valid.to(torch.int64)]))
 
     @property
     def logprobs(self) -> dict[int, list[TokenLogprobs]]:
@@ -51,25 +58,39 @@ class SamplerOutput:
 
     def fill(self, result: StepResult) -> None:
         """Bring everything to the host, into the step's result."""
-        result.token_ids = [[token] for token in self.token_ids.tolist()]
+        if self._host is None:
+            self.start_copy()
+        assert self._host is not None
+        token_ids, valid = self._host.wait().tolist()
+        result.token_ids = [[token] for token in token_ids]
         result.logprobs = self.logprobs
         result.candidates = self.candidates
-        valid = self.is_valid.tolist()
         result.invalid = frozenset(number for number, is_valid in enumerate(valid) if not is_valid)
 
 
 class Sampler:
-    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, eos_token_ids: tuple[int, ...], *, draws_on_device: bool = False) -> None:
+        """`draws_on_device`: draw by `kernels.dispatch.sample_tokens`, which neither sorts nor waits."""
         self._processors = LogitsProcessors(eos_token_ids)
+        self._draws_on_device = draws_on_device
+
+    def stage(self, work: list[SampleWork], transfer: Transfer) -> StagedDraws | None:
+        """Put what `sample` will need beside the logits; None: nothing."""
+        return stage_draws(work, transfer) if self._draws_on_device else None
 
     def sample(
-        self, logits: torch.Tensor, work: list[SampleWork], token_table: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        work: list[SampleWork],
+        token_table: torch.Tensor,
+        draws: StagedDraws | None = None,
     ) -> SamplerOutput:
         """Choose one token per sample.
 
         Args:
             logits: [num_samples, vocab_size]; may be overwritten.
             token_table: [num_rows, max_model_len + 1], the tokens so far, for penalties and bad words.
+            draws: what `stage` put for this work.
         """
         logits = logits.float()
         peaks, chosen = logits.max(dim=-1)
@@ -84,7 +105,9 @@ class Sampler:
             index = torch.tensor(changed, device=logits.device)
             chosen[index] = logits[index].argmax(dim=-1)
         random = [number for number, item in enumerate(work) if not item.params.is_greedy]
-        if random:
+        if draws is not None:
+            chosen[draws.index] = draw(logits, draws)
+        elif random:
             index = torch.tensor(random, device=logits.device)
             chosen[index] = self._draw(logits[index], [work[number] for number in random])
         if raw is not None:

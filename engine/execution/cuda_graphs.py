@@ -1,0 +1,160 @@
+"""Decode steps as CUDA graphs: one launch where a model's forward pass makes hundreds.
+
+A graph replays the kernels it saw, with the addresses it saw. So there is one per bucket of rows, all over the same
+static inputs; a step's own inputs, padded to the bucket, are copied there before its graph is replayed. Everything
+that varies from step to step (lengths, block tables, slots) the kernels read on the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.execution.input_batch import NULL_BLOCK, StepInputs, bucket_size
+from engine.plan import StepPlan
+from kernels.metadata import AttentionMetadata
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[StepInputs], torch.Tensor]
+"""Inputs to logits [num_tokens, vocab_size]."""
+Replay = Callable[[], object]
+
+_MAX_ROWS = 512
+_WARM_UPS = 2
+
+
+def buckets_up_to(max_num_seqs: int) -> list[int]:
+    """The numbers of rows that graphs are captured for, largest first: they share memory, and it has the most."""
+    most = bucket_size(min(max_num_seqs, _MAX_ROWS))
+    return sorted({bucket_size(count) for count in range(1, most + 1)}, reverse=True)
+
+
+def capture_graph(run: Callable[[], object], pool: list[Any]) -> Replay:
+    """Record what `run` launches. `pool` holds the memory pool that all graphs share, once there is one."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_WARM_UPS):  # kernels are compiled and libraries choose their ways here
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool[0] if pool else None):
+        run()
+    if not pool:
+        pool.append(graph.pool())
+    return graph.replay
+
+
+class DecodeGraphs:
+    """Graphs for steps in which every row has one token."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self._forward = forward
+        self._max_model_len = max_model_len
+        self._buckets = buckets_up_to(max_num_seqs)
+        self._replays: dict[int, Replay] = {}
+        self._inputs = _static_inputs(
+            self._buckets[0], -(-max_model_len // block_size), max_model_len, device
+        )
+        self._logits: torch.Tensor | None = None
+
+    def capture(self) -> None:
+        """Capture every bucket. A model whose forward pass cannot be captured runs without."""
+        started, pool = time.monotonic(), list[Any]()
+        for bucket in self._buckets:
+            try:
+                self._replays[bucket] = capture_graph(self._run(bucket), pool)
+            except RuntimeError as error:
+                logger.warning("no CUDA graphs: the forward pass can't be captured: %s", error)
+                self._replays.clear()
+                self._buckets = []
+                return
+        logger.info("%d CUDA graphs captured in %.1f s", len(self._replays), time.monotonic() - started)
+
+    def covers(self, plan: StepPlan) -> bool:
+        """Whether a graph can run this plan."""
+        return 0 < len(plan.work) <= max(self._buckets, default=0) and all(
+            work.num_tokens == 1 and work.num_prompt_logprobs is None for work in plan.work
+        )
+
+    def run(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits [num_tokens, vocab_size], good until the next step.
+
+        Args:
+            inputs: of a plan that is covered, padded to its bucket.
+        """
+        static, metadata = self._inputs, inputs.metadata
+        bucket = len(inputs.input_ids)
+        assert bucket in self._replays, f"{bucket} rows are not a bucket"
+        static.input_ids[:bucket].copy_(inputs.input_ids)
+        static.positions[:bucket].copy_(inputs.positions)
+        static.metadata.seq_lens[:bucket].copy_(metadata.seq_lens)
+        static.metadata.slot_mapping[:bucket].copy_(metadata.slot_mapping)
+        width = metadata.block_tables.shape[1]
+        static.metadata.block_tables[:bucket, :width].copy_(metadata.block_tables)
+        self._replays[bucket]()
+        assert self._logits is not None
+        return self._logits[:bucket]
+
+    def _run(self, bucket: int) -> Callable[[], None]:
+        inputs = _first_rows(self._inputs, bucket, self._max_model_len)
+
+        def run() -> None:
+            logits = self._forward(inputs)
+            if self._logits is None:  # the largest bucket's warm-up comes first
+                self._logits = torch.empty_like(logits)
+            # Into one place for all buckets: each graph's own logits would be kept as long as the graph.
+            self._logits[:bucket].copy_(logits)
+
+        return run
+
+
+def _static_inputs(rows: int, max_blocks: int, max_model_len: int, device: torch.device) -> StepInputs:
+    """Padding throughout: rows of no length, slots that nothing is written to."""
+
+    def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    metadata = AttentionMetadata(
+        block_tables=zeros(rows, max_blocks, dtype=torch.int32).fill_(NULL_BLOCK),
+        query_start_loc=torch.arange(rows + 1, dtype=torch.int32, device=device),
+        seq_lens=zeros(rows, dtype=torch.int32),
+        slot_mapping=zeros(rows, dtype=torch.int64).fill_(-1),
+        query_lens_host=[1] * rows,
+        seq_lens_host=[max_model_len] * rows,
+        num_decode_rows=rows,
+        max_query_len=1,
+        max_seq_len=max_model_len,
+    )
+    ids = zeros(rows, dtype=torch.int64)
+    return StepInputs(ids, zeros(rows, dtype=torch.int64), ids[:0], ids[:0], ids[:0], metadata)
+
+
+def _first_rows(inputs: StepInputs, count: int, max_model_len: int) -> StepInputs:
+    whole = inputs.metadata
+    metadata = AttentionMetadata(
+        block_tables=whole.block_tables[:count],
+        query_start_loc=whole.query_start_loc[: count + 1],
+        seq_lens=whole.seq_lens[:count],
+        slot_mapping=whole.slot_mapping[:count],
+        query_lens_host=[1] * count,
+        seq_lens_host=[max_model_len] * count,
+        num_decode_rows=count,
+        max_query_len=1,
+        max_seq_len=max_model_len,  # sizes the grid: the longest that a replay may bring
+    )
+    none = inputs.logits_indices
+    return StepInputs(inputs.input_ids[:count], inputs.positions[:count], none, none, none, metadata)

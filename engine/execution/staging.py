@@ -1,0 +1,130 @@
+"""A step's small host arrays on their way to the device, and its results on their way back.
+
+Every copy of its own costs a launch, and one from pageable memory also waits until the device has caught up, which
+would undo the overlap of planning with running. So what a step brings is laid side by side in pinned memory and
+crosses once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_ALIGNMENT = 16
+_FIRST_BYTES = 2**18
+_NUM_SLOTS = 2
+"""Steps whose arrays may be on their way at once: the one in flight and the one being prepared."""
+
+
+class Transfer(Protocol):
+    """How arrays get to the device. `put` a step's arrays, then `send`: only then may anything read them."""
+
+    num_copies: int
+
+    def put(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """Where `array` will be after `send`; the tensor is good until the second `send` from then."""
+        ...
+
+    def send(self) -> None: ...
+
+
+class DirectTransfer:
+    """A copy per array, at once; on the CPU none at all."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.num_copies = 0
+
+    def put(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        self.num_copies += 1
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+    def send(self) -> None:
+        pass
+
+
+class _Slot:
+    """Bytes on the host, pinned where there is a GPU, their twin on the device, and the copy under way."""
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        is_cuda = device.type == "cuda"
+        self.host = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_cuda)
+        self.numpy = self.host.numpy()
+        self.device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.num_used = 0
+        self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def copy(self) -> None:
+        used = slice(0, self.num_used)
+        self.device[used].copy_(self.host[used], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def reuse(self) -> None:
+        """Wait until the device has read the host's bytes: one step ago at the latest, so hardly ever."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        self.num_used = 0
+
+
+class StagedTransfer:
+    """All of a step's arrays in one copy.
+
+    A step that brings more than has ever come before (a long prompt) takes a copy more, and the buffer grows.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int = _FIRST_BYTES) -> None:
+        self._device = device
+        self._slots = [_Slot(device, num_bytes) for _ in range(_NUM_SLOTS)]
+        self._current = 0
+        self.num_copies = 0
+
+    def put(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        array = np.ascontiguousarray(array)
+        slot = self._slots[self._current]
+        begin = -(-slot.num_used // _ALIGNMENT) * _ALIGNMENT
+        if begin + array.nbytes > len(slot.numpy):
+            slot, begin = self._grow(slot, array.nbytes), 0
+        end = begin + array.nbytes
+        slot.numpy[begin:end] = array.reshape(-1).view(np.uint8)
+        slot.num_used = end
+        dtype = torch.from_numpy(array[:0]).dtype
+        return slot.device[begin:end].view(dtype).view(array.shape)
+
+    def send(self) -> None:
+        slot = self._slots[self._current]
+        if slot.num_used:
+            slot.copy()
+            self.num_copies += 1
+        self._current = (self._current + 1) % _NUM_SLOTS
+        self._slots[self._current].reuse()
+
+    def _grow(self, full: _Slot, num_bytes: int) -> _Slot:
+        """Send what there is, and go on in a larger slot; tensors of the old one stay as they are."""
+        if full.num_used:
+            full.copy()
+            self.num_copies += 1
+        slot = _Slot(self._device, 2 * max(len(full.numpy), num_bytes))
+        self._slots[self._current] = slot
+        return slot
+
+
+class HostCopy:
+    """A tensor on its way to the host. Waiting for it does not wait for what was launched after it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copied: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def wait(self) -> torch.Tensor:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host

@@ -52,6 +52,7 @@ def test_kill_9_of_the_server(kills: int, client: QueueClient, spawn: Spawn, own
     texts = prompts(kills * 30)
     ids = submit(client, texts)
     workers = [spawn(), spawn()]
+    eventually(lambda: len(client.workers()) == 2, "both to be there: without a server none starts")
     for _ in range(kills):
         time.sleep(rng.uniform(0.3, 1.2))
         own_valkey.kill()
@@ -79,7 +80,7 @@ def test_the_network_misbehaves(
     texts = prompts(faults * 12)
     ids = submit(client, texts)
     workers = [spawn(redis_url=proxy.url), spawn(redis_url=proxy.url)]
-    eventually(lambda: middle(client), "the middle of the run")
+    eventually(lambda: middle(client) and len(client.workers()) == 2, "the middle of the run")
     for number in range(faults):
         match number % 5:
             case 0:
@@ -126,7 +127,7 @@ def test_a_producer_behind_a_bad_network(client: QueueClient, spawn: Spawn, prox
     calm = threading.Event()
 
     def disturb() -> None:
-        while not calm.wait(0.15):
+        while not calm.wait(0.3):
             proxy.reset_all()
 
     disturber = threading.Thread(target=disturb)

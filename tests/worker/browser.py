@@ -81,9 +81,24 @@ def open_browser() -> Iterator[Browser]:
     for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "hide-scrollbars"):
         options.add_argument(f"--{argument}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.ChromeService(shutil.which("chromedriver"))
-    driver = webdriver.Chrome(options=options, service=service)
+    driver = _started(options)
     try:
         yield Browser(driver)
     finally:
         driver.quit()
+
+
+def _started(options: Any) -> Any:
+    """A driver with its browser. A busy machine may start one too late for the driver; one that has never started
+    within a few tries does not run here."""
+    from selenium import webdriver
+    from selenium.common.exceptions import WebDriverException
+
+    for tries_left in (2, 1, 0):
+        service = webdriver.ChromeService(shutil.which("chromedriver"))
+        try:
+            return webdriver.Chrome(options=options, service=service)
+        except WebDriverException as error:
+            service.stop()
+            if tries_left == 0:
+                pytest.skip(f"Chromium does not start on this machine: {error.msg}")

@@ -1,5 +1,9 @@
 """`pagemill exporter`: queue gauges for Prometheus without any worker, so that scaling from zero and the alarm for
-missing workers have something to look at. Loads no model library."""
+missing workers have something to look at. Loads no model library.
+
+Each read sweeps first: where no worker is left to do it, delayed jobs become due and lapsed leases end all the same, so
+that what waits for a worker is counted as waiting.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,9 @@ from types import FrameType
 
 from monitoring.queue_exposition import QueueExposition, QueueReadings
 from monitoring.queue_figures import QueueFigures
-from producer.wire import keys
+from producer.wire import keys, transitions
 from producer.wire.connecting import open_client
-from producer.wire.errors import RedisUnavailable
+from producer.wire.errors import AccessDenied, RedisUnavailable
 from producer.wire.transport import wrap_errors
 from worker.http import Health, Probes, StatusServer
 from worker.job_queue import JobQueue, ReaderConnectivity, ServerClock
@@ -25,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 DISCOVER_EVERY_S = 60.0
 SCAN_COUNT = 1000
+LEASE_PATIENCE_MS = 10_000
+"""Leases that lapsed later than that are left to the workers: after an outage theirs have all lapsed."""
 _SEEN_IN = ("counts", "workers")
 """A queue has one of these keys as soon as a job or a worker has come to it."""
 
@@ -44,7 +50,11 @@ class QueueSet:
     """The queues that are exported: those that were named, or all, looked for again now and then."""
 
     def __init__(
-        self, url: str, names: Sequence[str] = (), discover_every_s: float = DISCOVER_EVERY_S
+        self,
+        url: str,
+        names: Sequence[str] = (),
+        discover_every_s: float = DISCOVER_EVERY_S,
+        lease_patience_ms: int = LEASE_PATIENCE_MS,
     ) -> None:
         self._url = url
         self._finds_all = not names
@@ -53,6 +63,8 @@ class QueueSet:
         self._connectivity = ReaderConnectivity()
         self._readers: dict[str, tuple[JobQueue, ServerClock, QueueReader]] = {}
         self._errors = 0
+        self._lease_patience_ms = lease_patience_ms
+        self._may_sweep = True
         for name in names:
             self._add(name)
 
@@ -63,6 +75,7 @@ class QueueSet:
             self._look_for_more()
             for queue, clock, reader in self._readers.values():
                 clock.set(queue.server_time())
+                self._sweep(queue)
                 figures.append(reader.read())
             is_up = True
         except RedisUnavailable as error:
@@ -74,6 +87,15 @@ class QueueSet:
     def close(self) -> None:
         for queue, _, _ in self._readers.values():
             queue.close()
+
+    def _sweep(self, queue: JobQueue) -> None:
+        if not self._may_sweep:
+            return
+        try:
+            queue.run(transitions.sweep(queue.queue, patience_ms=self._lease_patience_ms))
+        except AccessDenied as error:
+            logger.warning("%s; without a worker nobody makes delayed jobs due", error)
+            self._may_sweep = False
 
     def _look_for_more(self) -> None:
         if not self._finds_all or time.monotonic() < self._discover_at:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from producer.wire import registry
+from producer.wire import registry, transitions
 from producer.wire.registry import WorkerInfo
 from tests.conftest import RedisServer
 from tests.worker.harness import (
@@ -162,3 +162,33 @@ def test_the_command_runs_without_torch_and_ends_at_sigterm(client: QueueClient,
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+def test_a_read_makes_due_what_no_worker_is_there_to_make_due(client: QueueClient, valkey_url: str) -> None:
+    """Scaling from zero looks at what waits: a job whose delay is over, and one whose worker is gone."""
+    client.submit({"prompt": "a"})
+    assert len(client.run(transitions.pull(client.queue, "gone", ["echo"], 1, 10**9, 1)).jobs) == 1
+    client.submit({"prompt": "b", "delay": 0.05})
+
+    with exporting(valkey_url, client.queue, lease_patience_ms=50) as url:
+
+        def waiting() -> float | None:
+            return value(scrape(url), "queue_jobs", queue=client.queue, state="waiting")
+
+        eventually(lambda: waiting() == 2, "both jobs to wait for a worker")
+        samples = scrape(url)
+    assert value(samples, "queue_jobs", queue=client.queue, state="delayed") == 0
+    assert value(samples, "queue_jobs", queue=client.queue, state="running") == 0
+
+
+def test_an_exporter_that_may_only_read_still_reads(client: QueueClient, own_valkey: RedisServer) -> None:
+    queue = QueueClient(own_valkey.url, client.queue)
+    queue.submit({"prompt": "a"}, {"prompt": "b", "delay": 600})
+    queue.redis.execute_command("ACL", "SETUSER", "reader", "on", ">word", "~*", "&*", "+@all", "-@write")
+    url = own_valkey.url.replace("redis://", "redis://reader:word@")
+    with exporting(url, client.queue) as exported:
+        for _ in range(2):
+            samples = scrape(exported)
+            assert value(samples, "redis_up") == 1
+            assert value(samples, "queue_jobs", queue=client.queue, state="waiting") == 1
+    queue.redis.close()

@@ -267,6 +267,7 @@ def test_a_producer_works_again_after_close(producer: Producer) -> None:
     assert producer.submit(prompt="p", model="m").status().position == 1
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # Python 3.12
 def test_a_forked_child_has_connections_of_its_own(queue: Queue, producer: Producer) -> None:
     producer.submit(prompt="parent", model="m")
     pid = os.fork()

@@ -17,7 +17,7 @@ HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 
 help:
 	@echo "make demo       label real rows with a real model through a real queue"
-	@echo "make test       the tests"
+	@echo "make test       the tests, in $(WORKERS) processes (make test WORKERS=1)"
 	@echo "make setup      the virtual environment alone ($(VENV))"
 	@echo "make check      what CI runs: format, lint, types, import rules, tests"
 	@echo "make check-all  the same, with the slow sweeps"

@@ -21,7 +21,7 @@ def _version(text: str) -> tuple[int, ...]:
     _version(triton.__version__) < (3, 7) and _version(np.__version__) >= (2, 4),
     reason="this Triton's interpreter cannot run loops with numpy 2.4 and newer (triton issue 9171)",
 )
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_kernels_in_the_interpreter() -> None:
     """Every test of interpreter/, in a process of its own whose kernels run as numpy code."""
     run = subprocess.run(

@@ -18,7 +18,7 @@ STAYS = re.compile(
 deadlines, outbox, followers, twins) must be gone."""
 
 
-def check(client: QueueClient, ids: Sequence[str], *, patience_s: float = 120.0) -> list[Outcome]:
+def check(client: QueueClient, ids: Sequence[str], *, patience_s: float = 300.0) -> list[Outcome]:
     """Wait for the end of all jobs, which were submitted as batch `all`; returns how they ended, in order."""
     outcomes = client.wait(ids, patience_s)
     states = Counter(outcome.state for outcome in outcomes)
@@ -59,7 +59,7 @@ def _check_leftovers(client: QueueClient, outcomes: Sequence[Outcome]) -> None:
         names = [name.decode().removeprefix(prefix) for name in client.redis.scan_iter(f"{prefix}*", 1000)]
         return [name for name in names if not STAYS.fullmatch(name)]
 
-    eventually(lambda: not leftovers(), f"keys to go away: {leftovers()[:10]}", 15)
+    eventually(lambda: not leftovers(), f"keys to go away: {leftovers()[:10]}")
     for outcome in outcomes:
         if outcome.state == "succeeded":
             gone = client.redis.exists(f"{prefix}in:{outcome.job_id}", f"{prefix}ckpt:{outcome.job_id}")

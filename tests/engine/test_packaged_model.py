@@ -56,7 +56,7 @@ class Converters:
         return self._log.read_text().count("started") if self._log.exists() else 0
 
     def wait_for_conversion(self, number: int = 1) -> None:
-        give_up = time.monotonic() + 60
+        give_up = time.monotonic() + 120
         while self.num_conversions() < number:
             assert time.monotonic() < give_up, "no converter has started"
             time.sleep(0.01)

@@ -24,9 +24,9 @@ _MAX_SHOWN = 64
 
 _SAMPLING = frozenset(SAMPLING_FIELDS) - {"prompt_logprobs"}
 _COMMON = _SAMPLING | {"model", "response_format"}
-_ANNOTATIONS = frozenset({"user", "safety_identifier", "prompt_cache_key"})
+ANNOTATIONS = frozenset({"user", "safety_identifier", "prompt_cache_key"})
 """Texts that change nothing about the output."""
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
@@ -85,16 +85,16 @@ def _supported(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name in FIELDS[url]:
             fields[name] = value
-        elif name in _ANNOTATIONS:
+        elif name in ANNOTATIONS:
             if not isinstance(value, str):
                 raise InvalidJob(f"{name}: Input should be a valid string", param=name)
         elif name == "metadata":
             _check_metadata(value)
-        elif name in _NEUTRAL and any(type(value) is type(word) and value == word for word in _NEUTRAL[name]):
+        elif name in NEUTRAL and any(type(value) is type(word) and value == word for word in NEUTRAL[name]):
             continue
         else:
             shown = name[:_MAX_SHOWN]
-            what = "this value of" if name in _NEUTRAL else "parameter"
+            what = "this value of" if name in NEUTRAL else "parameter"
             raise InvalidJob(f"{what} {shown} is not supported", "unsupported_feature", shown)
     return fields
 

@@ -18,6 +18,7 @@ from producer import (  # noqa: F401 - they register their commands
     cli_celery,
     cli_dead,
     cli_doctor,
+    cli_gateway,
     cli_inspect,
     cli_queue,
     cli_run,
@@ -55,6 +56,9 @@ def worker(
     num_kv_blocks: Annotated[int | None, typer.Option(help="KV blocks in the pool.")] = None,
     kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="Bytes for the KV cache.")] = None,
     num_threads: Annotated[int | None, typer.Option(help="CPU threads for the model.")] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(help="Processes, and GPUs, that share each layer's work. Default: 1.")
+    ] = None,
     vllm_metric_names: Annotated[
         bool | None, typer.Option("--vllm-metric-names", help="Also export vLLM's names of metrics, vllm:*.")
     ] = None,

@@ -1,0 +1,127 @@
+"""`pagemill gateway`: OpenAI's HTTP interface in front of the queue, and `pagemill gateway-key`: keys for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from producer.cli import EXIT_REDIS, EXIT_USAGE, AsJson, Queue, RedisUrl, app, say
+from producer.wire.connecting import redacted
+from producer.wire.discovery import find_redis
+
+DEFAULT_PORT = 8000
+
+
+@app.command()
+def gateway(
+    host: Annotated[str, typer.Option("--host", envvar="PAGEMILL_GATEWAY_HOST")] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option(
+            "--port", min=0, max=65_535, envvar="PAGEMILL_GATEWAY_PORT", help="0: any that is free."
+        ),
+    ] = DEFAULT_PORT,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            "--keys", envvar="PAGEMILL_GATEWAY_KEYS", dir_okay=False, help="API keys (pagemill gateway-key)."
+        ),
+    ] = None,
+    no_keys: Annotated[
+        bool, typer.Option("--no-keys", help="Serve everybody who reaches --host, beyond this machine too.")
+    ] = False,
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="Taken though no worker serves it yet; may be repeated."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.1, max=86_400.0, help="Seconds a request may take.")
+    ] = 600.0,
+    max_connections: Annotated[int, typer.Option("--max-connections", min=1)] = 20_000,
+    max_in_flight: Annotated[int, typer.Option("--max-in-flight", min=1)] = 2_000,
+    redis_url: RedisUrl = None,
+    queue: Queue = "default",
+) -> None:
+    """OpenAI's HTTP interface in front of the queue, until SIGTERM. Start as many as you like."""
+    _need_extra()
+    from producer.gateway.api_keys import KeyFileError
+    from producer.gateway.config import GatewayConfig
+    from producer.gateway.gateway import LOOPBACK
+    from producer.gateway.server import bind, build_server
+
+    if keys is None and not no_keys and host not in LOOPBACK:
+        say(f"{host} is reached by others: give --keys FILE (pagemill gateway-key), or --no-keys")
+        raise typer.Exit(EXIT_USAGE)
+    url = find_redis(redis_url)
+    config = GatewayConfig(
+        redis_url=url, queue=queue, host=host, port=port, keys_path=keys, models=tuple(models or ()),
+        timeout_s=timeout, max_connections=max_connections, max_in_flight=max_in_flight,
+    )  # fmt: skip
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    try:
+        server = build_server(config)
+        listener = bind(config)
+    except KeyFileError as error:
+        say(str(error))
+        raise typer.Exit(EXIT_USAGE) from error
+    except OSError as error:
+        say(f"{host}:{port} cannot be listened on: {error.strerror or error}; choose another --port")
+        raise typer.Exit(EXIT_USAGE) from error
+    with listener:
+        shown = f"[{host}]" if ":" in host else host
+        say(f"http://{shown}:{listener.getsockname()[1]}/v1 in front of queue {queue} at {redacted(url)}")
+        server.run(sockets=[listener])
+    if not server.started:
+        raise typer.Exit(EXIT_REDIS)
+
+
+@app.command("gateway-key")
+def gateway_key(
+    name: Annotated[str, typer.Argument(help="What the key is called in the file and in its rate.")],
+    tenant: Annotated[str | None, typer.Option("--tenant", help="Whose jobs. Default: the name.")] = None,
+    priority: Annotated[str, typer.Option("--priority", help="high, normal or low.")] = "normal",
+    rate: Annotated[float | None, typer.Option("--rate", min=0.0, help="Requests per second.")] = None,
+    burst: Annotated[int | None, typer.Option("--burst", min=1, help="How many at once.")] = None,
+    model: Annotated[list[str] | None, typer.Option("--model", help="One it may use; repeat it.")] = None,
+    keys: Annotated[
+        Path | None, typer.Option("--keys", dir_okay=False, help="Add it to this file, made if need be.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make an API key: the key is shown once, the file gets its hash."""
+    _need_extra()
+    from pydantic import ValidationError
+
+    from producer.gateway.api_keys import ApiKey, KeyFileError, add_key, new_key
+
+    key, digest = new_key()
+    try:
+        made = ApiKey(
+            name=name, sha256=digest, tenant=tenant or name, priority=priority,  # type: ignore[arg-type]
+            rate=rate, burst=burst, models=tuple(model) if model else None,
+        )  # fmt: skip
+        if keys is not None:
+            add_key(keys, made)
+    except (ValidationError, KeyFileError) as error:
+        say(str(error))
+        raise typer.Exit(EXIT_USAGE) from error
+    entry = made.model_dump(exclude_defaults=True)
+    if as_json:
+        typer.echo(json.dumps({"key": key, "entry": entry}))
+        return
+    typer.echo(key)
+    if keys is None:
+        say(f'put this into the list "keys" of the file of --keys: {json.dumps(entry)}')
+
+
+def _need_extra() -> None:
+    missing = [name for name in ("starlette", "uvicorn", "python_multipart") if find_spec(name) is None]
+    if missing:
+        say(f"the gateway needs {', '.join(missing)}: pip install 'pagemill[gateway]'")
+        raise typer.Exit(EXIT_USAGE)

@@ -1,0 +1,180 @@
+"""API keys: a file of hashes that says whose jobs a key's are, how urgent, and how many.
+
+    {"keys": [{"name": "shop", "sha256": "<64 hex digits>", "tenant": "shop", "priority": "high",
+               "rate": 20, "burst": 40, "models": ["smollm2"], "disabled": false}]}
+
+A key is 32 random bytes, so that its plain SHA-256 tells nothing of it, and looking the hash up tells no attacker
+anything about how near a guess was. The file is read again when it has changed; one that makes no sense is logged
+and the keys stay as they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from producer.gateway.errors import ApiError
+from producer.wire import keys
+from producer.wire.rates import Rate
+
+logger = logging.getLogger(__name__)
+
+KEY_PREFIX = "pm-"
+LOOK_EVERY_S = 1.0
+_Tenant = Annotated[str, StringConstraints(strict=True, pattern=f"^{keys.TENANT_PATTERN.pattern}$")]
+_Name = Annotated[str, StringConstraints(strict=True, pattern=r"^[A-Za-z0-9._@-]{1,64}$")]
+_Digest = Annotated[str, StringConstraints(strict=True, pattern=r"^[0-9a-f]{64}$")]
+
+
+class KeyFileError(Exception):
+    """The file of keys makes no sense; the message says where."""
+
+
+class ApiKey(BaseModel):
+    """What a key stands for; the key itself is not here."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    name: _Name
+    sha256: _Digest
+    tenant: _Tenant = "default"
+    priority: Literal["high", "normal", "low"] = "normal"
+    rate: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] | None = None
+    """Requests per second, over all gateways; None: as many as the queue takes."""
+    burst: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """How many of them at once; a second's worth, unless said."""
+    models: tuple[str, ...] | None = None
+    """Those that it may use; None: all."""
+    disabled: bool = False
+
+    def bucket(self) -> Rate | None:
+        if self.rate is None:
+            return None
+        return Rate(self.rate, self.burst if self.burst is not None else max(1, round(self.rate)))
+
+    def allows(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+
+EVERYBODY = ApiKey(name="everybody", sha256="0" * 64)
+"""Where no keys are asked for."""
+
+
+class _KeyFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    keys: tuple[ApiKey, ...]
+
+    @model_validator(mode="after")
+    def _each_once(self) -> _KeyFile:
+        for what, found in (("name", [k.name for k in self.keys]), ("key", [k.sha256 for k in self.keys])):
+            if len(set(found)) != len(found):
+                raise ValueError(f"a {what} is there twice")
+        return self
+
+
+def new_key() -> tuple[str, str]:
+    """A key to hand out, and its hash for the file."""
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    return key, digest(key)
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode(errors="replace")).hexdigest()
+
+
+def read_keys(path: Path) -> dict[str, ApiKey]:
+    """The file's keys by their hash. Raises KeyFileError."""
+    try:
+        found = _KeyFile.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise KeyFileError(f"{path}: {error.strerror or error}") from error
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise KeyFileError(f"{path}: {place}: {first['msg']}") from None
+    return {key.sha256: key for key in found.keys}
+
+
+class ApiKeys:
+    """The keys of a gateway; without a file, everybody may come in. Raises KeyFileError."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._seen = self._stamp()
+        self._keys = read_keys(path) if path is not None else {}
+        self._next_look = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Nobody is asked for a key."""
+        return self._path is None
+
+    def identify(self, authorization: str | None) -> ApiKey:
+        """Whose request it is. Raises ApiError: 401 for a key that is missing or unknown, 403 for one that is shut."""
+        if self._path is None:
+            return EVERYBODY
+        self._look()
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            message = "an API key is needed: Authorization: Bearer KEY"
+            raise ApiError(401, message, "missing_api_key", headers={"www-authenticate": "Bearer"})
+        found = self._keys.get(digest(key.strip()))
+        if found is None:
+            headers = {"www-authenticate": "Bearer"}
+            raise ApiError(401, "the API key is not known", "invalid_api_key", headers=headers)
+        if found.disabled:
+            raise ApiError(403, "the API key is disabled", "disabled_api_key")
+        return found
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if self._path is None or now < self._next_look:
+            return
+        self._next_look = now + LOOK_EVERY_S
+        stamp = self._stamp()
+        if stamp == self._seen:
+            return
+        self._seen = stamp
+        try:
+            self._keys = read_keys(self._path)
+        except KeyFileError as error:
+            logger.error("the API keys stay as they were: %s", error)
+        else:
+            logger.info("%d API keys read from %s", len(self._keys), self._path)
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._path.stat() if self._path is not None else None
+        except OSError:
+            return None
+        return None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+def add_key(path: Path, key: ApiKey) -> None:
+    """Write a key into a file, which only its owner can read if it is new. Raises KeyFileError."""
+    there = list(read_keys(path).values()) if path.exists() else []
+    try:
+        after = _KeyFile(keys=(*there, key))
+    except ValidationError as error:
+        raise KeyFileError(f"{path}: {error.errors()[0]['msg']}") from None
+    rows = [row.model_dump(exclude_defaults=True) for row in after.keys]
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+        with open(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_EXCL, mode), "w") as file:
+            json.dump({"keys": rows}, file, indent=2)
+            file.write("\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise KeyFileError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,175 @@
+"""The gateway as an ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from producer.gateway import completions, openapi
+from producer.gateway.batch_runner import BatchRunner
+from producer.gateway.batches import BatchEndpoints
+from producer.gateway.config import GatewayConfig
+from producer.gateway.errors import ApiError, JsonResponse, as_api_error, not_found
+from producer.gateway.files import FileEndpoints
+from producer.gateway.frontdoor import STATUS_CLIENT_GONE, ClientGone, Frontdoor
+from producer.gateway.gateway import Gateway
+from producer.gateway.metrics import CONTENT_TYPE, GatewayMetrics
+from producer.openai_format import CHAT_URL, COMPLETIONS_URL
+from producer.wire import registry
+from producer.wire.errors import PagemillError
+
+logger = logging.getLogger(__name__)
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+_READY_PATIENCE_S = 2.0
+
+
+def build_app(config: GatewayConfig, metrics: GatewayMetrics | None = None) -> Frontdoor:
+    """Ready to be served; connects when it is first asked. Raises KeyFileError."""
+    gateway = Gateway(config, metrics or GatewayMetrics())
+    runner = BatchRunner(gateway)
+    routes = _routes(gateway, runner)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        batches = asyncio.create_task(runner.run(), name="pagemill-batches")
+        try:
+            yield
+        finally:
+            batches.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await batches
+            await gateway.close()
+
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        exception_handlers={
+            ApiError: _on_api_error,
+            PagemillError: _on_queue_error,
+            ClientGone: _on_client_gone,
+            HTTPException: _on_http_error,
+            Exception: _on_bug,
+        },
+    )
+    app.router.redirect_slashes = False
+    return Frontdoor(app, config, gateway.metrics, {route.endpoint: route.path for route in routes})
+
+
+def _routes(gateway: Gateway, runner: BatchRunner) -> list[Route]:
+    files, batches = FileEndpoints(gateway), BatchEndpoints(gateway, runner)
+
+    async def chat(request: Request) -> Response:
+        return await completions.answer(gateway, request, CHAT_URL)
+
+    async def complete(request: Request) -> Response:
+        return await completions.answer(gateway, request, COMPLETIONS_URL)
+
+    return [
+        Route(CHAT_URL, chat, methods=["POST"]),
+        Route(COMPLETIONS_URL, complete, methods=["POST"]),
+        *_model_routes(gateway),
+        Route("/v1/files", _by_method(POST=files.create, GET=files.list), methods=["POST", "GET"]),
+        Route("/v1/files/{file_id}/content", files.content, methods=["GET"]),
+        Route(
+            "/v1/files/{file_id}",
+            _by_method(GET=files.retrieve, DELETE=files.delete),
+            methods=["GET", "DELETE"],
+        ),
+        Route("/v1/batches", _by_method(POST=batches.create, GET=batches.list), methods=["POST", "GET"]),
+        Route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"]),
+        Route("/v1/batches/{batch_id}", batches.retrieve, methods=["GET"]),
+        *_operator_routes(gateway),
+    ]
+
+
+def _model_routes(gateway: Gateway) -> list[Route]:
+    async def models(request: Request) -> Response:
+        found = await gateway.models.all(await gateway.admit(request))
+        return JsonResponse({"object": "list", "data": [model.body() for model in found]})
+
+    async def model(request: Request) -> Response:
+        wanted = str(request.path_params["model"])
+        for found in await gateway.models.all(await gateway.admit(request)):
+            if found.name == wanted:
+                return JsonResponse(found.body())
+        raise not_found("model", wanted)
+
+    return [
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{model:path}", model, methods=["GET"]),
+    ]
+
+
+def _operator_routes(gateway: Gateway) -> list[Route]:
+    """What probes, scrapers and tools ask, without a key."""
+
+    async def healthy(request: Request) -> Response:
+        return JsonResponse({"status": "alive"})
+
+    async def ready(request: Request) -> Response:
+        try:
+            async with asyncio.timeout(_READY_PATIENCE_S):
+                await gateway.run(registry.workers(gateway.config.queue))
+        except (PagemillError, TimeoutError):
+            return JsonResponse({"status": "the queue is not reachable"}, 503)
+        return JsonResponse({"status": "ready", "time": int(time.time())})
+
+    async def metrics(request: Request) -> Response:
+        return Response(gateway.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+
+    async def described(request: Request) -> Response:
+        return JsonResponse(openapi.description())
+
+    return [
+        Route("/healthz", healthy, methods=["GET"]),
+        Route("/readyz", ready, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+        Route("/openapi.json", described, methods=["GET"]),
+    ]
+
+
+def _by_method(**endpoints: Endpoint) -> Endpoint:
+    """One endpoint for a path, so that a method it does not have is answered with those it has."""
+
+    async def endpoint(request: Request) -> Response:
+        return await endpoints["GET" if request.method == "HEAD" else request.method](request)
+
+    return endpoint
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _on_queue_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, PagemillError)
+    told = as_api_error(error)
+    if told.status in (500, 503):
+        logger.warning("%s %s: %s", request.method, request.scope["path"][:128], error)
+    return told.response()
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=STATUS_CLIENT_GONE)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such path, no such method."""
+    assert isinstance(error, HTTPException)
+    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+    return ApiError(error.status_code, str(error.detail), code, headers=error.headers or {}).response()
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    return ApiError(500, "internal error", "internal_error").response()

@@ -1,0 +1,124 @@
+"""From a request's body to the jobs it asks for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from producer.gateway.api_keys import ApiKey
+from producer.gateway.errors import ApiError
+from producer.openai_format import parse_job, read_jobs
+from producer.wire.errors import InvalidJob
+from producer.wire.protocol import MAX_KEY, Job
+
+TIMEOUT_HEADER = "x-request-timeout"
+_STREAM_OPTIONS = {"include_usage": (True, False), "include_obfuscation": (False,)}
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request for completions: a job per prompt, all of one model, with `n` samples each."""
+
+    url: str
+    jobs: tuple[Job, ...]
+    stream: bool
+    include_usage: bool
+    timeout_s: float
+
+    @property
+    def model(self) -> str:
+        return self.jobs[0].model
+
+    @property
+    def n(self) -> int:
+        return self.jobs[0].n
+
+
+async def read_ask(request: Request, url: str, caller: ApiKey, longest_s: float) -> Ask:
+    """Raises ApiError and InvalidJob."""
+    body = await read_object(request)
+    is_stream = _flag(body.pop("stream", None), "stream")
+    include_usage = _read_stream_options(body.pop("stream_options", None), is_stream)
+    timeout_s = _read_timeout(request, longest_s)
+    own = {"tenant": caller.tenant, "priority": caller.priority, "stream": is_stream, "ttl": timeout_s}
+    name = _read_idempotency_key(request)
+    jobs = []
+    for position, fields in enumerate(read_jobs(url, body)):
+        if name is not None:
+            own["idempotency_key"] = f"{name}/{position}" if position else name
+        jobs.append(parse_job(fields | own))
+    return Ask(url, tuple(jobs), is_stream, include_usage, timeout_s)
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The body, a JSON object. Raises ApiError."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # A browser asks nobody before it posts any other kind from a foreign page.
+        raise ApiError(415, "the content type must be application/json", "unsupported_media_type")
+    try:
+        found = json.loads(await request.body(), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        place = (
+            f" (line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
+        )
+        raise ApiError(400, f"the body is not valid JSON{place}", "invalid_json") from None
+    if not isinstance(found, dict):
+        raise ApiError(400, "the body must be a JSON object", "invalid_json")
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _flag(value: Any, name: str) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise InvalidJob(f"{name}: Input should be a valid boolean", param=name)
+    return bool(value)
+
+
+def _read_stream_options(options: Any, is_stream: bool) -> bool:
+    """Whether the stream is to end with the usage."""
+    if options is None:
+        return False
+    if not is_stream:
+        raise InvalidJob("stream_options needs stream: true", param="stream_options")
+    if not isinstance(options, Mapping):
+        raise InvalidJob("stream_options: Input should be an object", param="stream_options")
+    for name, value in options.items():
+        place = f"stream_options.{name[:64]}"
+        if value is None:
+            continue
+        if not isinstance(value, bool) and name in _STREAM_OPTIONS:
+            raise InvalidJob(f"{place}: Input should be a valid boolean", param=place)
+        if value not in _STREAM_OPTIONS.get(name, ()):
+            raise InvalidJob(f"{place} is not supported", "unsupported_feature", place)
+    return bool(options.get("include_usage"))
+
+
+def _read_timeout(request: Request, longest_s: float) -> float:
+    given = request.headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return longest_s
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0.0 < seconds <= longest_s:
+        message = f"{TIMEOUT_HEADER} is a number of seconds, at most {longest_s:g}"
+        raise ApiError(400, message, "invalid_timeout", TIMEOUT_HEADER)
+    return seconds
+
+
+def _read_idempotency_key(request: Request) -> str | None:
+    """A client that sends a request again under the same key gets the job that it started before."""
+    name = request.headers.get("idempotency-key")
+    if name is not None and not (0 < len(name) <= MAX_KEY - 4 and name.isascii() and name.isprintable()):
+        raise ApiError(400, "the idempotency key is too long, or no plain text", "invalid_idempotency_key")
+    return name

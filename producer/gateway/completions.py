@@ -1,0 +1,104 @@
+"""/v1/chat/completions and /v1/completions: submit, wait or stream, answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from producer.async_handles import AsyncJobHandle
+from producer.gateway.asking import Ask, read_ask
+from producer.gateway.errors import JsonResponse
+from producer.gateway.gateway import Gateway, while_connected
+from producer.gateway.streaming import CompletionStream, EventStream
+from producer.openai_format import choice, completion, total_usage
+from producer.wire.errors import QueueFull
+from producer.wire.outputs import Result
+
+GRACE_S = 5.0
+"""The queue ends a job at its deadline by itself; this is for a queue that does not."""
+
+
+async def answer(gateway: Gateway, request: Request, url: str) -> Response:
+    """One request for completions. Raises ApiError, ClientGone and the queue's errors."""
+    started = time.monotonic()
+    caller = await gateway.admit(request)
+    ask = await read_ask(request, url, caller, gateway.config.timeout_s)
+    await gateway.models.check(ask.model, caller)
+    handles = await _submit(gateway, ask)
+    if ask.stream:
+        return await _streamed(gateway, request, ask, handles, started)
+    return await _whole(gateway, request, ask, handles)
+
+
+async def _submit(gateway: Gateway, ask: Ask) -> list[AsyncJobHandle]:
+    handles: list[AsyncJobHandle] = []
+    try:
+        for job in ask.jobs:
+            handles.append(await gateway.producer.submit(job))
+    except QueueFull:
+        gateway.metrics.refused["queue_full"] += 1
+        gateway.cancel_later(handles)
+        raise
+    except BaseException:
+        gateway.cancel_later(handles)
+        raise
+    return handles
+
+
+async def _whole(gateway: Gateway, request: Request, ask: Ask, handles: list[AsyncJobHandle]) -> Response:
+    try:
+        results: list[Result] = await while_connected(
+            request, _all(*(handle.result(ask.timeout_s + GRACE_S) for handle in handles))
+        )
+    except BaseException:
+        gateway.cancel_later(handles)
+        raise
+    usage = total_usage(result.usage for result in results)
+    gateway.metrics.tokens["prompt"] += usage.prompt_tokens
+    gateway.metrics.tokens["completion"] += usage.completion_tokens
+    choices = [
+        choice(ask.url, output, number * ask.n + output.index)
+        for number, result in enumerate(results)
+        for output in result.outputs
+    ]
+    body = completion(
+        ask.url, handles[0].id, created=int(time.time()), model=ask.model, choices=choices, usage=usage
+    )
+    return JsonResponse(body | {"system_fingerprint": results[0].fingerprint or None})
+
+
+async def _all(*waits: object) -> list[Result]:
+    """All results, or the first error; then nobody waits for the others any more."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _streamed(
+    gateway: Gateway, request: Request, ask: Ask, handles: list[AsyncJobHandle], started: float
+) -> Response:
+    """The answer begins with the first news: what goes wrong before has a status of its own."""
+    stream = CompletionStream(ask, handles)
+    chunks = stream.chunks()
+    try:
+        first = await while_connected(request, anext(chunks))
+    except BaseException:
+        await chunks.aclose()
+        gateway.cancel_later(stream.unfinished())
+        raise
+    gateway.metrics.first_token(time.monotonic() - started)
+
+    def closed() -> None:
+        gateway.metrics.streams -= 1
+        gateway.metrics.tokens["prompt"] += stream.usage().prompt_tokens
+        gateway.metrics.tokens["completion"] += stream.usage().completion_tokens
+        gateway.cancel_later(stream.unfinished())
+
+    gateway.metrics.streams += 1
+    return EventStream(first, chunks, gateway.config.ping_s, closed)

@@ -1,0 +1,122 @@
+"""Connections that hold on to nothing: a head must come in time, and who waits without asking makes room for others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import h11
+from uvicorn import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from producer.gateway.errors import ApiError
+from producer.gateway.metrics import GatewayMetrics
+
+MAX_HEAD_BYTES = 32 << 10
+
+
+class ConnectionLimits:
+    """What the connections of one gateway share: those that wait for a request, the longest waiting first."""
+
+    def __init__(self, max_connections: int, head_timeout_s: float, metrics: GatewayMetrics) -> None:
+        self.max_connections = max_connections
+        self.head_timeout_s = head_timeout_s
+        self.metrics = metrics
+        self.idle: dict[GuardedConnection, None] = {}
+
+    def protocol(self) -> type[GuardedConnection]:
+        """What uvicorn is to make a connection with."""
+        limits = self
+
+        class Connection(GuardedConnection):
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(limits, *args, **options)
+
+        return Connection
+
+
+class GuardedConnection(H11Protocol):
+    """One connection. Its requests find `abort` in their scope's state: the way to end it at once."""
+
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state | {"abort": self.abort}, _loop)
+        self._limits = limits
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        super().connection_made(transport)
+        self._limits.metrics.connections = len(self.connections)
+        if len(self.connections) > self._limits.max_connections and self._limits.idle:
+            next(iter(self._limits.idle)).abort()
+        self._limits.idle[self] = None
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_waiting():
+            self._expect_head()
+        else:
+            self._limits.idle.pop(self, None)
+            self._stop_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_waiting() and not self.transport.is_closing():
+            self._limits.idle[self] = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._limits.idle.pop(self, None)
+        self._stop_timer()
+        super().connection_lost(exc)
+        self._limits.metrics.connections = len(self.connections)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP is answered as everything else is."""
+        self._limits.metrics.finished("(malformed)", "?", 400, 0.0)
+        body = json.dumps(ApiError(400, "the request is no valid HTTP", "invalid_http").body()).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            for event in (h11.Response(status_code=400, headers=headers), h11.Data(body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def abort(self) -> None:
+        """End the connection without sending what is still to be sent."""
+        self._limits.idle.pop(self, None)
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _is_waiting(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _expect_head(self) -> None:
+        """The clock runs from the first byte on, however many follow it."""
+        if self._head_timer is None:
+            self._head_timer = self._later(self._limits.head_timeout_s, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self._is_waiting():
+            self.abort()
+
+    def _later(self, seconds: float, then: Callable[[], None]) -> asyncio.TimerHandle:
+        return self.loop.call_later(seconds, then)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None

@@ -1,0 +1,115 @@
+"""Errors as OpenAI's clients know them: a status code and `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.responses import Response
+
+from producer.wire.errors import (
+    AccessDenied,
+    IdempotencyConflict,
+    InvalidJob,
+    JobError,
+    JobNotFound,
+    PagemillError,
+    QueueFull,
+    RedisUnavailable,
+    ResultExpired,
+    ResultTimeout,
+)
+
+RETRY_AFTER_S = 1
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+_JOB_STATUS = {
+    "deadline_exceeded": 504,
+    "unknown_model": 404,
+    "payload_too_large": 413,
+    "out_of_memory": 503,
+    "cancelled": 410,
+    "unsigned": 500,
+}
+"""By the job's code. 410, because a client tries anything softer again, and somebody wanted it to end."""
+
+
+@dataclass(slots=True)
+class ApiError(Exception):
+    """An answer that is an error. The message never quotes a prompt."""
+
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.message
+
+    def body(self) -> dict[str, Any]:
+        fallback = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _TYPES.get(self.status, fallback)
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
+        }
+
+    def response(self) -> Response:
+        return JsonResponse(self.body(), self.status, self.headers)
+
+
+class JsonResponse(Response):
+    """JSON that is ASCII, so that whatever a client sent can be named in it."""
+
+    media_type = "application/json"
+
+    def __init__(
+        self, content: Any, status_code: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(content, status_code, headers)
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+
+
+def not_found(what: str, name: str) -> ApiError:
+    return ApiError(404, f"no {what} {name[:64]!a}", f"{what}_not_found")
+
+
+def retry_later(status: int, message: str, code: str, wait_s: float = RETRY_AFTER_S) -> ApiError:
+    return ApiError(status, message, code, headers={"retry-after": str(max(1, round(wait_s + 0.49)))})
+
+
+def as_api_error(error: PagemillError) -> ApiError:
+    """Whatever came of the queue, as an answer."""
+    match error:
+        case InvalidJob():
+            status = _JOB_STATUS.get(error.code, 400)
+            return ApiError(status, str(error), error.code, error.param)
+        case QueueFull():
+            return retry_later(429, str(error), "queue_full")
+        case RedisUnavailable() | AccessDenied():
+            # Whose address it is, and why, is for the log.
+            return retry_later(503, "the queue is not reachable now", "queue_unavailable")
+        case IdempotencyConflict():
+            return ApiError(409, "the idempotency key belongs to another request", "idempotency_conflict")
+        case ResultTimeout():
+            return ApiError(504, "the request's deadline has passed", "deadline_exceeded")
+        case JobError():
+            return _as_ended(error)
+        case JobNotFound() | ResultExpired():
+            return ApiError(500, "the result is gone", "result_gone")
+    return ApiError(500, "internal error", "internal_error")
+
+
+def _as_ended(error: JobError) -> ApiError:
+    status = _JOB_STATUS.get(error.code, 400 if error.state == "failed" and not error.retryable else 500)
+    if status == 503:
+        return retry_later(status, error.message, error.code)
+    return ApiError(status, error.message, error.code or error.state)

@@ -1,0 +1,180 @@
+"""What every request passes first: how many there may be, how large and how slow a body may be, and the figures.
+
+Plain ASGI around the application. A body is counted as it comes, whatever its head says about it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from producer.gateway.config import GatewayConfig
+from producer.gateway.errors import ApiError, retry_later
+from producer.gateway.metrics import GatewayMetrics
+
+FORM_BYTES = 64 << 10
+"""What a form may have beside its file."""
+MAX_HELD_BYTES = 256 << 20
+"""Of bodies in memory, all requests together. Uploads go to a temporary file."""
+LINGER_S = 5.0
+LINGER_BYTES = 256 << 20
+"""How much of a refused body is still taken in, so that its sender gets to see the answer."""
+STATUS_CLIENT_GONE = 499
+
+
+class ClientGone(Exception):
+    """Nobody is there to answer."""
+
+
+class Frontdoor:
+    """The outermost application. `routes`: how each endpoint is called in the metrics."""
+
+    def __init__(
+        self, app: ASGIApp, config: GatewayConfig, metrics: GatewayMetrics, routes: Mapping[object, str]
+    ) -> None:
+        self.config = config
+        self.metrics = metrics
+        self.held_bytes = 0
+        self._app = app
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.monotonic()
+        exchange = _Exchange(self, scope, receive, send)
+        self.metrics.in_flight += 1
+        try:
+            await self._answer(exchange, scope)
+        except ClientGone:
+            exchange.status = STATUS_CLIENT_GONE
+            if (abort := scope.get("state", {}).get("abort")) is not None:
+                abort()
+                await asyncio.sleep(
+                    0
+                )  # the connection hears of it before the server asks where the answer is
+                await asyncio.sleep(0)
+        finally:
+            exchange.release()
+            self.metrics.in_flight -= 1
+            route = self._routes.get(scope.get("endpoint"), "(none)")
+            method = scope["method"] if scope["method"] in _METHODS else "?"
+            self.metrics.finished(route, method, exchange.status, time.monotonic() - started)
+
+    async def _answer(self, exchange: _Exchange, scope: Scope) -> None:
+        try:
+            # Probes and metrics tell how it is, busy or not.
+            if self.metrics.in_flight > self.config.max_in_flight and scope["path"].startswith("/v1/"):
+                self.metrics.refused["busy"] += 1
+                raise retry_later(503, "the gateway has too many requests under way", "busy")
+            exchange.check_length()
+        except ApiError as error:
+            await error.response()(scope, exchange.receive, exchange.send)
+        else:
+            await self._app(scope, exchange.receive, exchange.send)
+
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"})
+
+
+class _Exchange:
+    """One request and its answer."""
+
+    def __init__(self, door: Frontdoor, scope: Scope, receive: Receive, send: Send) -> None:
+        self.status = STATUS_CLIENT_GONE
+        self._door = door
+        self._config = door.config
+        self._receive = receive
+        self._send = send
+        self._started = time.monotonic()
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "")
+        self._length = int(length) if length.isdecimal() else 0
+        self._is_complete = not (self._length or "transfer-encoding" in headers)
+        self._is_upload = scope["method"] == "POST" and scope["path"].rstrip("/") == "/v1/files"
+        config = door.config
+        self._limit = config.max_file_bytes + FORM_BYTES if self._is_upload else config.max_body_bytes
+        self._received = 0
+        self._held = 0
+        self._request_id = f"req_{secrets.token_hex(12)}"
+
+    def check_length(self) -> None:
+        """Refuse at once what says itself that it is too long."""
+        if self._length > self._limit:
+            raise self._too_large()
+
+    async def receive(self) -> Message:
+        """The application's `receive`. Raises ApiError: 408, 413, or 503 when all bodies are too much."""
+        if self._is_complete:
+            return await self._receive()
+        allowed = self._config.body_timeout_s + self._received / self._config.min_body_rate
+        try:
+            async with asyncio.timeout(self._started + allowed - time.monotonic()):
+                message = await self._receive()
+        except TimeoutError:
+            raise ApiError(408, "the request's body comes too slowly", "body_timeout") from None
+        if message["type"] == "http.request":
+            self._count(len(message.get("body", b"")))
+            self._is_complete = not message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """The application's `send`. Raises ClientGone when the client takes nothing."""
+        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self._request_id
+            headers["x-content-type-options"] = "nosniff"
+            if not self._is_complete:
+                headers["connection"] = "close"
+        if is_last and not self._is_complete:
+            await self._pass_on({**message, "more_body": True})
+            await self._linger()
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await self._pass_on(message)
+
+    def release(self) -> None:
+        self._door.held_bytes -= self._held
+        self._held = 0
+
+    async def _pass_on(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self._config.send_timeout_s):
+                await self._send(message)
+        except (TimeoutError, OSError):
+            raise ClientGone from None
+
+    async def _linger(self) -> None:
+        """Take in what the client is still sending: closing now would cost it the answer."""
+        taken = 0
+        try:
+            async with asyncio.timeout(LINGER_S):
+                while taken < LINGER_BYTES:
+                    message = await self._receive()
+                    taken += len(message.get("body", b""))
+                    if message["type"] != "http.request" or not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            pass
+        self._is_complete = True
+
+    def _count(self, size: int) -> None:
+        self._received += size
+        if self._received > self._limit:
+            raise self._too_large()
+        if not self._is_upload:
+            self._held += size
+            self._door.held_bytes += size
+            if self._door.held_bytes > MAX_HELD_BYTES:
+                self._door.metrics.refused["busy"] += 1
+                raise retry_later(503, "the gateway has too many large requests under way", "busy")
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the request's body has more than {self._limit} bytes", "body_too_large")

@@ -1,0 +1,122 @@
+"""What the endpoints share: the queue, the keys, the models, and who may ask for what."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Coroutine, Iterable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+
+from producer import flows
+from producer.async_client import AsyncProducer
+from producer.async_handles import AsyncJobHandle
+from producer.gateway.api_keys import ApiKey, ApiKeys
+from producer.gateway.config import GatewayConfig
+from producer.gateway.errors import ApiError, retry_later
+from producer.gateway.frontdoor import ClientGone
+from producer.gateway.metrics import GatewayMetrics
+from producer.gateway.served_models import ServedModels
+from producer.wire import rates
+from producer.wire.errors import PagemillError
+from producer.wire.scripts import Call
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_CLOSING_S = 5.0
+
+
+class Gateway:
+    """One gateway, for one event loop. Raises KeyFileError for a file of keys that makes no sense."""
+
+    def __init__(self, config: GatewayConfig, metrics: GatewayMetrics) -> None:
+        self.config = config
+        self.metrics = metrics
+        self.producer = AsyncProducer(config.redis_url, queue=config.queue)
+        self.keys = ApiKeys(config.keys_path)
+        self.models = ServedModels(self.producer, config.models)
+        self._in_background: set[asyncio.Task[Any]] = set()
+
+    async def admit(self, request: Request) -> ApiKey:
+        """Whose request it is. Raises ApiError: 401, 403, or 429 beyond the key's rate."""
+        caller = self.identify(request)
+        if (bucket := caller.bucket()) is not None:
+            reply = await self.run(rates.take(self.config.queue, caller.name, bucket))
+            if not reply.allowed:
+                self.metrics.refused["rate"] += 1
+                error = retry_later(429, "the API key's rate is used up", "rate_limit_exceeded", reply.wait_s)
+                error.headers = dict(error.headers) | {
+                    "x-ratelimit-limit-requests": str(bucket.burst),
+                    "x-ratelimit-remaining-requests": str(reply.remaining),
+                }
+                raise error
+        return caller
+
+    def identify(self, request: Request) -> ApiKey:
+        """As `admit`, without counting."""
+        if self.keys.is_open:
+            self._check_host(request)
+        return self.keys.identify(request.headers.get("authorization"))
+
+    async def run(self, call: Call[T]) -> T:
+        """One call that no handle makes."""
+        return await self.producer._run(flows.call(call))
+
+    def cancel_later(self, handles: Iterable[AsyncJobHandle]) -> None:
+        """End jobs that nobody waits for any more, whatever becomes of the request meanwhile."""
+        for handle in handles:
+            self.in_background(self._cancel(handle))
+
+    def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        """See it through, at the end too."""
+        task = asyncio.create_task(work)
+        self._in_background.add(task)
+        task.add_done_callback(self._in_background.discard)
+
+    async def close(self) -> None:
+        if self._in_background:
+            await asyncio.wait(self._in_background, timeout=_CLOSING_S)
+        await self.producer.close()
+
+    async def _cancel(self, handle: AsyncJobHandle) -> None:
+        try:
+            if await handle.cancel():
+                self.metrics.cancelled_jobs += 1
+        except PagemillError as error:
+            logger.warning("job %s could not be cancelled, it ends by its deadline: %s", handle.id, error)
+
+    def _check_host(self, request: Request) -> None:
+        """Without keys, a page in a browser must not reach us under a name of its own."""
+        if self.config.host not in LOOPBACK:
+            return
+        try:
+            name = urlsplit(f"//{request.headers.get('host', '')}").hostname
+        except ValueError:
+            name = None
+        if name not in LOOPBACK:
+            raise ApiError(403, "without API keys the gateway answers to localhost only", "host_not_allowed")
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The work's value; its body has been read. Raises ClientGone when the client hangs up first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for started in (task, gone):
+            started.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

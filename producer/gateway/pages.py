@@ -1,0 +1,44 @@
+"""Lists in pages, as OpenAI's: `limit`, and `after`, the id of the last row of the page before."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from producer.gateway.errors import ApiError
+
+
+@dataclass(frozen=True, slots=True)
+class Paging:
+    after: str
+    limit: int
+
+
+def read_paging(request: Request, others: Collection[str] = (), *, longest: int = 100) -> Paging:
+    """The query's paging. Raises ApiError, also for a parameter that is not one of ours or of `others`."""
+    query = request.query_params
+    known = {"limit", "after", *others} | ({"order"} if others else set())
+    for name in query:
+        if name not in known:
+            raise ApiError(400, f"parameter {name[:64]!a} is not supported", "unsupported_feature", name[:64])
+    if query.get("order") not in (None, "asc", "desc"):
+        raise ApiError(400, "order is asc or desc", "invalid_order", "order")
+    text = query.get("limit", str(min(longest, 20 if longest == 100 else longest)))
+    if not (text.isascii() and text.isdecimal() and len(text) < 7 and 1 <= int(text) <= longest):
+        raise ApiError(400, f"limit is a whole number from 1 to {longest}", "invalid_limit", "limit")
+    return Paging(query.get("after", ""), int(text))
+
+
+def page_body(rows: list[dict[str, Any]], paging: Paging) -> dict[str, Any]:
+    """The first `limit` of the rows; one row more says that there are more."""
+    shown = rows[: paging.limit]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(rows) > len(shown),
+    }

@@ -1,0 +1,68 @@
+"""The process around the application: sockets, signals, limits of the machine."""
+
+from __future__ import annotations
+
+import resource
+import socket
+
+import uvicorn
+
+from producer.gateway.app import build_app
+from producer.gateway.config import GatewayConfig
+from producer.gateway.connection import MAX_HEAD_BYTES, ConnectionLimits
+from producer.gateway.metrics import GatewayMetrics
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 30
+_OTHER_FILES = 256
+"""Descriptors that are no connections of clients."""
+
+
+def build_server(config: GatewayConfig) -> uvicorn.Server:
+    """A server that `run()` starts and SIGTERM drains. Raises KeyFileError."""
+    metrics = GatewayMetrics()
+    limits = ConnectionLimits(
+        min(config.max_connections, _raise_file_limit() - _OTHER_FILES), config.head_timeout_s, metrics
+    )
+    settings = uvicorn.Config(
+        build_app(config, metrics),
+        host=config.host,
+        port=config.port,
+        http=limits.protocol(),
+        ws="none",
+        loop="asyncio",
+        interface="asgi3",
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=config.drain_s,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        log_config=None,
+        lifespan="on",
+    )
+    return uvicorn.Server(settings)
+
+
+def bind(config: GatewayConfig) -> socket.socket:
+    """The listening socket; the caller hands it to `Server.run`. Raises OSError for a port that is taken."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((config.host, config.port))
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _raise_file_limit() -> int:
+    """As many open files as the machine lets us have; returns how many that is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return soft

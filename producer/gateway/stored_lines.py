@@ -1,0 +1,62 @@
+"""Lines on their way into a stored file: through a temporary file, since a file's size comes before its bytes."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from producer.gateway.gateway import Gateway
+from producer.wire import stored_files
+from producer.wire.errors import QueueFull
+from producer.wire.stored_files import CHUNK_BYTES, StoredFile
+
+_IN_MEMORY = 1 << 20
+
+
+class StoredLines:
+    """JSON lines for the file `file_id` of a tenant. Writing the same again gives the same file."""
+
+    def __init__(self, gateway: Gateway, tenant: str, file_id: str, filename: str) -> None:
+        self._gateway = gateway
+        self._tenant = tenant
+        self._file_id = file_id
+        self._filename = filename
+        self._spool = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115  # closed by __exit__
+        self._size = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._spool.close()
+
+    def write(self, line: dict[str, Any], /) -> None:
+        self._size += self._spool.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+    async def store(self, ttl_s: float) -> str | None:
+        """The file's id; None when there are no lines. Raises QueueFull when the server has no room."""
+        if not self._size:
+            return None
+        queue, run = self._gateway.config.queue, self._gateway.run
+        file = StoredFile(
+            id=self._file_id,
+            expires_at=0.0,
+            size=self._size,
+            chunks=stored_files.num_chunks(self._size),
+            filename=self._filename,
+            purpose="batch_output",
+            created_at=int(time.time()),
+        )
+        # What was computed is delivered, whatever the tenant's files come to.
+        await run(stored_files.begin(queue, self._tenant, file, max_files=1 << 31, max_bytes=1 << 50))
+        self._spool.seek(0)
+        for number in range(file.chunks):
+            await run(stored_files.write(queue, file.id, number, self._spool.read(CHUNK_BYTES)))
+        if await run(stored_files.finish(queue, self._tenant, file.id, ttl_s)) is None:
+            raise QueueFull(f"{file.id} could not be kept")
+        return file.id

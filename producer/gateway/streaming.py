@@ -1,0 +1,260 @@
+"""Answers as server-sent events: a job's stream as OpenAI's chunks.
+
+What was sent cannot be taken back. A job that begins again after a retry is followed in silence until it has
+something new; should it say something else than before, the stream ends with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from producer.async_handles import AsyncJobHandle
+from producer.gateway.asking import Ask
+from producer.gateway.errors import ApiError, as_api_error
+from producer.openai_format import completion_id, is_chat, logprobs_body, total_usage, usage_body
+from producer.wire.errors import PagemillError
+from producer.wire.outputs import PositionLogprobs, Result, StreamEvent, Usage
+
+END_PATIENCE_S = 10.0
+"""The result is there when the stream has ended."""
+_DONE = b"data: [DONE]\n\n"
+_PING = b": waiting\n\n"
+_MERGED_EVENTS = 64
+"""Events of several jobs that wait for a slow client; the rest waits in Redis."""
+
+
+@dataclass(slots=True)
+class _Sample:
+    """What a client has of one sample, and where its job is."""
+
+    sent: str = ""
+    sent_positions: int = 0
+    seen: str = ""
+    has_begun: bool = False
+
+    def take(self, event: StreamEvent) -> tuple[str, tuple[PositionLogprobs, ...] | None]:
+        """The text and the log probabilities to send now. Raises ApiError when the job contradicts itself."""
+        self.seen = event.text if event.type == "snapshot" else self.seen + event.text
+        if not self.seen.startswith(self.sent):
+            if self.sent.startswith(self.seen):
+                return "", None
+            raise ApiError(500, "the generation began again and went another way", "stream_diverged")
+        text = self.seen[len(self.sent) :]
+        self.sent = self.seen
+        if event.logprobs is None:
+            return text, None
+        news = event.logprobs[max(0, self.sent_positions - event.offset) :]
+        self.sent_positions += len(news)
+        return text, news
+
+
+class CompletionStream:
+    """The chunks of one request's answer."""
+
+    def __init__(self, ask: Ask, handles: Sequence[AsyncJobHandle]) -> None:
+        self._ask = ask
+        self._handles = handles
+        self._samples = {(p, i): _Sample() for p in range(len(handles)) for i in range(ask.n)}
+        self._results: dict[int, Result] = {}
+        self._ended: set[int] = set()
+        self._created = int(time.time())
+
+    def unfinished(self) -> list[AsyncJobHandle]:
+        """Jobs that go on though nobody listens."""
+        return [handle for number, handle in enumerate(self._handles) if number not in self._ended]
+
+    def usage(self) -> Usage:
+        """Of the jobs that have ended."""
+        return total_usage(result.usage for result in self._results.values())
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """Events to send. Before the first one errors are raised, after it they are sent."""
+        has_begun = False
+        try:
+            async for number, event in self._events():
+                for chunk in await self._chunks_of(number, event):
+                    has_begun = True
+                    yield chunk
+        except (PagemillError, ApiError) as error:
+            if not has_begun:
+                raise
+            told = error if isinstance(error, ApiError) else as_api_error(error)
+            yield _event(told.body())
+            return
+        if self._ask.include_usage:
+            yield _event(self._chunk([], usage_body(self.usage())))
+        yield _DONE
+
+    async def _events(self) -> AsyncIterator[tuple[int, StreamEvent]]:
+        if len(self._handles) == 1:
+            async for event in self._handles[0].stream():
+                yield 0, event
+            return
+        async for merged in _merged(self._handles):
+            yield merged
+
+    async def _chunks_of(self, number: int, event: StreamEvent) -> list[bytes]:
+        if event.type == "end":
+            return await self._last_chunks(number)
+        sample = self._samples[number, event.index]
+        text, positions = sample.take(event)
+        if not text and not positions:
+            return []
+        return [*self._begin(number, event.index), self._piece(number, event.index, text, positions)]
+
+    async def _last_chunks(self, number: int) -> list[bytes]:
+        try:
+            result = await self._handles[number].result(END_PATIENCE_S)
+        finally:
+            self._ended.add(number)
+        self._results[number] = result
+        chunks = []
+        for output in result.outputs:
+            chunks += self._begin(number, output.index)
+            chunks.append(
+                self._piece(number, output.index, "", None, finish_reason=output.finish_reason or "stop")
+            )
+        return chunks
+
+    def _begin(self, number: int, index: int) -> list[bytes]:
+        """A chat's first chunk says who speaks."""
+        sample = self._samples[number, index]
+        if sample.has_begun or not is_chat(self._ask.url):
+            return []
+        sample.has_begun = True
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return [_event(self._chunk([self._choice(number, index, {"delta": delta})]))]
+
+    def _piece(
+        self,
+        number: int,
+        index: int,
+        text: str,
+        positions: tuple[PositionLogprobs, ...] | None,
+        finish_reason: str | None = None,
+    ) -> bytes:
+        if is_chat(self._ask.url):
+            body: dict[str, Any] = {"delta": {"content": text} if finish_reason is None else {}}
+        else:
+            body = {"text": text}
+        offset = len(self._samples[number, index].sent) - len(text)
+        logprobs = logprobs_body(self._ask.url, positions or None, offset)
+        return _event(self._chunk([self._choice(number, index, body, logprobs, finish_reason)]))
+
+    def _choice(
+        self,
+        number: int,
+        index: int,
+        body: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> dict[str, Any]:
+        return {
+            "index": number * self._ask.n + index,
+            **body,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        chunk: dict[str, Any] = {
+            "id": completion_id(self._ask.url, self._handles[0].id),
+            "object": "chat.completion.chunk" if is_chat(self._ask.url) else "text_completion",
+            "created": self._created,
+            "model": self._ask.model,
+            "choices": choices,
+        }
+        return chunk | {"usage": usage} if self._ask.include_usage else chunk
+
+
+async def _merged(handles: Sequence[AsyncJobHandle]) -> AsyncIterator[tuple[int, StreamEvent]]:
+    """The events of several jobs as they come. Raises what the first that fails raises."""
+    queue: asyncio.Queue[tuple[int, StreamEvent] | Exception | None] = asyncio.Queue(_MERGED_EVENTS)
+
+    async def pump(number: int, handle: AsyncJobHandle) -> None:
+        try:
+            async for event in handle.stream():
+                await queue.put((number, event))
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(pump(number, handle)) for number, handle in enumerate(handles)]
+    left = len(tasks)
+    try:
+        while left:
+            item = await queue.get()
+            if item is None:
+                left -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: %b\n\n" % json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+
+
+class EventStream(Response):
+    """An answer of server-sent events. `closed` is called once, however it ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, first: bytes, rest: AsyncGenerator[bytes, None], ping_s: float, closed: Callable[[], None]
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._rest = rest
+        self._ping_s = ping_s
+        self._closed = closed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.ensure_future(_hang_up(receive))
+        following: asyncio.Future[bytes] | None = None
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            while not gone.done():
+                following = following or asyncio.ensure_future(anext(self._rest, b""))
+                either: set[asyncio.Future[Any]] = {following, gone}
+                await asyncio.wait(either, timeout=self._ping_s, return_when=asyncio.FIRST_COMPLETED)
+                chunk = _PING
+                if following.done():
+                    chunk, following = following.result(), None
+                if not chunk:
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    return
+                if not gone.done():
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        finally:
+            await self._close(gone, following)
+
+    async def _close(self, gone: asyncio.Future[None], following: asyncio.Future[bytes] | None) -> None:
+        self._closed()
+        gone.cancel()
+        if following is not None:
+            following.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await following
+        await self._rest.aclose()
+
+
+async def _hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

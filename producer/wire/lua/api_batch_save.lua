@@ -1,0 +1,33 @@
+-- What its holder has to say of a batch: how far it is, that it has ended, or that it lets go of it.
+-- KEYS[1] prefix
+-- ARGV[1] id  [2] the token of the claim  [3] ms of the lease from now on; 0: let go; -1: the batch has ended
+-- ARGV[4] and on: names and values. A batch that is being cancelled stays so until it has ended.
+-- Returns the status, or '': somebody else holds it, or it has ended
+-- @include common
+local id, lease = ARGV[1], tonumber(ARGV[3])
+local key = P .. 'abatch:' .. id
+local found = redis.call('HMGET', key, 'token', 'status', 'tenant', 'file')
+if found[1] ~= ARGV[2] or redis.call('ZRANK', P .. 'ableases', id) == false then
+  return ''
+end
+local status = found[2]
+for i = 4, #ARGV, 2 do
+  local name, value = ARGV[i], ARGV[i + 1]
+  if name ~= 'status' then
+    redis.call('HSET', key, name, value)
+  elseif lease == -1 or status ~= 'cancelling' then
+    status = value
+    redis.call('HSET', key, 'status', value)
+  end
+end
+if lease ~= -1 then
+  redis.call('ZADD', P .. 'ableases', lease == 0 and 0 or int(NOW + lease), id)
+  return status
+end
+redis.call('ZREM', P .. 'ableases', id)
+for name, field in pairs({abopen = found[3], fileuses = found[4]}) do
+  if redis.call('HINCRBY', P .. name, field, -1) <= 0 then
+    redis.call('HDEL', P .. name, field)
+  end
+end
+return status

@@ -1,0 +1,27 @@
+-- Reserve room for a file of a tenant. One that is begun and never finished is forgotten.
+-- KEYS[1] prefix
+-- ARGV[1] tenant  [2] file id  [3] bytes  [4] chunks  [5] JSON that describes it  [6] ms for the upload
+--   [7] files and [8] bytes that the tenant may have, this one included
+-- Returns 1, or 0: there is no room
+-- @include common
+-- @include files
+local tenant, id = ARGV[1], ARGV[2]
+local key = P .. 'files:' .. tenant
+local records = redis.call('HGETALL', key)
+local count, bytes = 1, tonumber(ARGV[3])
+for i = 1, #records, 2 do
+  local file = read_record(records[i + 1])
+  if not file or file.expires <= NOW then
+    redis.call('HDEL', key, records[i])
+  elseif records[i] ~= id then
+    count, bytes = count + 1, bytes + file.bytes
+  end
+end
+if count > tonumber(ARGV[7]) or bytes > tonumber(ARGV[8]) then
+  return 0
+end
+write_record(tenant, id, {
+  expires = NOW + ARGV[6], bytes = tonumber(ARGV[3]), chunks = tonumber(ARGV[4]), ready = '0', text = ARGV[5]
+})
+redis.call('PEXPIRE', key, 34560000000)
+return 1

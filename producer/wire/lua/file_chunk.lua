@@ -1,0 +1,7 @@
+-- Store a piece of a file that was begun.
+-- KEYS[1] prefix
+-- ARGV[1] file id  [2] number, from 0  [3] ms for the upload  [4] bytes
+-- Returns 1
+-- @include common
+redis.call('SET', P .. 'file:' .. ARGV[1] .. ':' .. ARGV[2], ARGV[4], 'PX', ARGV[3])
+return 1

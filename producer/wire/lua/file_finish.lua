@@ -1,0 +1,18 @@
+-- All pieces are there: from now on the file can be read.
+-- KEYS[1] prefix
+-- ARGV[1] tenant  [2] file id  [3] ms it is kept
+-- Returns {expires, bytes, chunks, JSON}, or nothing: the upload took too long, or it was deleted meanwhile
+-- @include common
+-- @include files
+local file = read_record(redis.call('HGET', P .. 'files:' .. ARGV[1], ARGV[2]))
+if not file or file.expires <= NOW then
+  return {}
+end
+for n = 0, file.chunks - 1 do
+  if redis.call('EXISTS', P .. 'file:' .. ARGV[2] .. ':' .. n) == 0 then
+    return {}
+  end
+end
+file.ready = '1'
+keep_until(ARGV[1], ARGV[2], file, NOW + ARGV[3])
+return {int(file.expires), file.bytes, file.chunks, file.text}

@@ -1,0 +1,21 @@
+-- A tenant's files, or one of them.
+-- KEYS[1] prefix
+-- ARGV[1] tenant  [2] file id, '' for all
+-- Returns {{id, expires, bytes, chunks, JSON}...}: those that are whole and have not expired
+-- @include common
+-- @include files
+local found = {}
+local function add(id, file)
+  if file and file.ready == '1' and file.expires > NOW then
+    found[#found + 1] = {id, int(file.expires), file.bytes, file.chunks, file.text}
+  end
+end
+if ARGV[2] ~= '' then
+  add(ARGV[2], find_file(ARGV[1], ARGV[2]))
+else
+  local records = redis.call('HGETALL', P .. 'files:' .. ARGV[1])
+  for i = 1, #records, 2 do
+    add(records[i], read_record(records[i + 1]))
+  end
+end
+return found

@@ -20,7 +20,7 @@ def test_a_dry_run_measures_both_sides_and_they_agree(tiny_llama: Path, tmp_path
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     finished = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580, check=False
     )
     assert finished.returncode == 0, finished.stderr
     measured = json.loads(report.read_text())["workloads"]["mixed"]

@@ -1,0 +1,312 @@
+"""Files and batches through the openai package, and gateways that die in the middle of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from openai.types import Batch, Completion
+
+from producer.gateway.files import SHORTEST_TTL_S
+from producer.wire import api_batches, stored_files
+from tests.producer.driving import Queue, open_queue
+from tests.producer.gateway.serving import Served, gateway, gateway_process, write_keys
+from tests.producer.scripted_worker import scripted_worker
+from tests.worker.harness import PATIENCE_S, eventually
+
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def lines(count: int, **body: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "custom_id": f"r{number}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "m", "prompt": f"p{number}", "temperature": 0} | body,
+        }
+        for number in range(count)
+    ]
+
+
+def upload(client: OpenAI, rows: list[dict[str, Any]]) -> str:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    return client.files.create(file=("in.jsonl", io.BytesIO(text.encode())), purpose="batch").id
+
+
+def start(client: OpenAI, rows: list[dict[str, Any]], **fields: Any) -> Batch:
+    return client.batches.create(
+        input_file_id=upload(client, rows),
+        **({"endpoint": "/v1/completions", "completion_window": "24h"} | fields),
+    )
+
+
+def end_of(client: OpenAI, batch_id: str) -> Batch:
+    def look() -> Batch | None:
+        found = client.batches.retrieve(batch_id)
+        return found if found.status in ENDED else None
+
+    found: Batch = eventually(look, "the batch's end")
+    return found
+
+
+def rows_of(client: OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
+
+
+def connect(served: Served, key: str = "none") -> OpenAI:
+    return OpenAI(base_url=served.base_url, api_key=key, max_retries=0, timeout=PATIENCE_S)
+
+
+def test_a_batch_from_its_file_to_its_files(valkey_url: str, queue_name: str) -> None:
+    rows = lines(450)
+    rows[7]["body"]["prompt"] = "fail this"
+    rows[9]["body"]["tools"] = [{"type": "function"}]
+    with (
+        scripted_worker(valkey_url, queue_name),
+        gateway(valkey_url, queue_name) as served,
+        connect(served) as client,
+    ):
+        batch = start(client, rows, metadata={"who": "me"})
+        assert batch.status in ("validating", "in_progress")
+        batch = end_of(client, batch.id)
+        assert batch.status == "completed"
+        assert batch.request_counts is not None
+        assert batch.request_counts.to_dict() == {"total": 450, "completed": 448, "failed": 2}
+        assert batch.metadata == {"who": "me"}
+        assert batch.usage is not None
+        assert batch.usage.input_tokens == 448 * 2
+        answers = rows_of(client, batch.output_file_id)
+        assert [row["custom_id"] for row in answers] == [f"r{n}" for n in range(450) if n not in (7, 9)]
+        assert len({row["id"] for row in answers}) == 448
+        for row in answers:
+            body = Completion.model_validate(row["response"]["body"])
+            assert body.choices[0].text == f"p{row['custom_id'][1:]}"
+        failed, refused = rows_of(client, batch.error_file_id)
+        assert (failed["custom_id"], failed["response"]["status_code"]) == ("r7", 400)
+        assert refused["response"]["body"]["error"]["code"] == "unsupported_feature"
+        assert [found.id for found in client.batches.list()] == [batch.id]
+        with pytest.raises(openai.ConflictError):
+            client.batches.cancel(batch.id)
+        # What was computed is in the files now; the queue keeps it no longer.
+        assert len(list(client.files.list())) == 3
+        client.files.delete(batch.input_file_id)
+        with pytest.raises(openai.NotFoundError):
+            client.files.retrieve(batch.input_file_id)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "line"),
+    [
+        (b"{torn", "invalid_json_line", 1),
+        (b'{"custom_id": "a"}\n{"custom_id": "a"}\n', "mismatched_url", 1),
+        (b"\n\n", "empty_file", None),
+        (b'{"method": "POST"}', "missing_custom_id", 1),
+    ],
+)
+def test_a_file_that_is_no_batch(
+    valkey_url: str, queue_name: str, text: bytes, code: str, line: int | None
+) -> None:
+    with gateway(valkey_url, queue_name) as served, connect(served) as client:
+        file = client.files.create(file=("in.jsonl", text), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        batch = end_of(client, batch.id)
+        assert batch.status == "failed"
+        assert batch.errors is not None
+        assert batch.errors.data is not None
+        assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, line)
+
+
+def test_a_batch_outlives_its_gateways(valkey_url: str, queue_name: str) -> None:
+    """SIGKILL while it is submitted, while it runs, and while another gateway holds it; each request runs once."""
+    queue = open_queue(valkey_url, queue_name)
+    rows = lines(600, temperature=1.0)
+    with gateway_process(valkey_url, queue_name) as (served, process), connect(served) as client:
+        batch_id = start(client, rows).id
+        eventually(lambda: depth(queue) > 0, "the first requests in the queue")
+        process.kill()
+    with gateway_process(valkey_url, queue_name) as (served, process):
+        eventually(lambda: depth(queue) == 600, "all requests in the queue")
+        process.kill()
+    with (
+        gateway(valkey_url, queue_name) as served,
+        connect(served) as client,
+        scripted_worker(valkey_url, queue_name),
+    ):
+        batch = end_of(client, batch_id)
+        assert batch.status == "completed"
+        answers = rows_of(client, batch.output_file_id)
+        assert [row["custom_id"] for row in answers] == [f"r{n}" for n in range(600)]
+        texts = [row["response"]["body"]["choices"][0]["text"] for row in answers]
+        assert texts == [f"p{n}" for n in range(600)]
+    assert int(queue.client.hget(f"{queue.prefix}counts", "succeeded") or 0) == 600
+    assert {"abopen", "fileuses"}.isdisjoint(queue.names())
+    queue.transport.close()
+
+
+def depth(queue: Queue) -> int:
+    return int(queue.client.hget(f"{queue.prefix}counts", "queued") or 0)
+
+
+def test_a_cancelled_batch_delivers_what_was_done(valkey_url: str, queue_name: str) -> None:
+    rows = lines(20)
+    for row in rows[5:]:
+        row["body"]["model"] = "nobody-serves-this"
+    with (
+        scripted_worker(valkey_url, queue_name),
+        gateway(valkey_url, queue_name) as one,
+        gateway(valkey_url, queue_name) as other,
+        connect(one) as client,
+        connect(other) as second,
+    ):
+        batch = start(client, rows)
+        with pytest.raises(openai.ConflictError) as needed:
+            client.files.delete(batch.input_file_id)
+        assert needed.value.code == "file_in_use"
+        eventually(
+            lambda: (second.batches.retrieve(batch.id).request_counts or batch).completed == 5,  # type: ignore[union-attr]
+            "the requests that somebody serves",
+        )
+        assert second.batches.cancel(batch.id).status == "cancelling"
+        batch = end_of(second, batch.id)
+        assert batch.status == "cancelled"
+        assert [row["custom_id"] for row in rows_of(client, batch.output_file_id)] == [
+            f"r{n}" for n in range(5)
+        ]
+        errors = rows_of(client, batch.error_file_id)
+        assert {row["error"]["code"] for row in errors} == {"batch_cancelled"}
+        assert len(errors) == 15
+
+
+def test_tenants_do_not_meet(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    keys = write_keys(path, a={"tenant": "a"}, b={"tenant": "b", "models": ("other",)})
+    with (
+        gateway(valkey_url, queue_name, keys_path=path) as served,
+        connect(served, keys["a"]) as a,
+        connect(served, keys["b"]) as b,
+    ):
+        mine = start(a, lines(3))
+        assert list(b.files.list()) == []
+        assert list(b.batches.list()) == []
+        for ask in (
+            lambda: b.files.retrieve(mine.input_file_id),
+            lambda: b.files.content(mine.input_file_id),
+            lambda: b.files.delete(mine.input_file_id),
+            lambda: b.batches.retrieve(mine.id),
+            lambda: b.batches.cancel(mine.id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                ask()
+        with pytest.raises(openai.BadRequestError):
+            b.batches.create(
+                input_file_id=mine.input_file_id, endpoint="/v1/completions", completion_window="24h"
+            )
+        theirs = end_of(b, start(b, lines(2)).id)
+        errors = rows_of(b, theirs.error_file_id)
+        assert {row["response"]["body"]["error"]["code"] for row in errors} == {"unknown_model"}
+
+
+def test_files_have_their_limits(valkey_url: str, queue_name: str) -> None:
+    with (
+        gateway(
+            valkey_url, queue_name, max_tenant_files=3, max_file_bytes=600_000, max_tenant_batches=1
+        ) as served,
+        connect(served) as client,
+    ):
+        text = b'{"x": "' + b"y" * 550_000 + b'"}\n'
+        made = [client.files.create(file=(f"{n}.jsonl", text), purpose="batch") for n in range(3)]
+        assert client.files.content(made[0].id).content == text
+        with pytest.raises(openai.RateLimitError) as full:
+            client.files.create(file=("one-more.jsonl", b"{}"), purpose="batch")
+        assert full.value.code == "file_quota_exceeded"
+        client.files.delete(made[0].id)
+        with pytest.raises(openai.APIStatusError) as large:
+            client.files.create(file=("large.jsonl", text * 2), purpose="batch")
+        assert large.value.status_code == 413
+        page = client.files.list(limit=1)
+        assert page.has_more
+        assert len(list(page)) == 2
+        short = client.files.create(
+            file=("short.jsonl", b"{}"),
+            purpose="batch",
+            expires_after={"anchor": "created_at", "seconds": SHORTEST_TTL_S},
+        )
+        assert short.expires_at is not None
+        assert abs(short.expires_at - time.time() - SHORTEST_TTL_S) < 120
+        open_one = {"input_file_id": short.id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        forms: list[dict[str, Any]] = [
+            {"data": {"purpose": "assistants"}, "files": {"file": b"x"}},
+            {"data": {"purpose": "batch"}},
+            {"data": {"purpose": "batch", "odd": "1"}, "files": {"file": b"x"}},
+            {"data": {"purpose": "batch"}, "files": {"file": b""}},
+        ]
+        for form in forms:
+            assert httpx.post(f"{served.base_url}/files", timeout=60, **form).status_code in (400, 415)
+        for wrong in (
+            {"completion_window": "soon"},
+            {"endpoint": "/v1/embeddings"},
+            {"input_file_id": "../x"},
+        ):
+            answer = httpx.post(f"{served.base_url}/batches", json=open_one | wrong, timeout=60)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == next(iter(wrong))
+
+
+def test_an_upload_that_was_never_finished_is_no_file(valkey_queue: Queue) -> None:
+    file = stored_files.StoredFile("file-1", 0.0, 10, 1, "name", "batch", int(time.time()))
+    room = {"max_files": 1, "max_bytes": 100}
+    assert valkey_queue.run(stored_files.begin(valkey_queue.name, "t", file, **room, upload_ms=1))
+    assert valkey_queue.run(stored_files.find(valkey_queue.name, "t", "file-1")) is None
+    assert valkey_queue.run(stored_files.finish(valkey_queue.name, "t", "file-1", 60.0)) is None
+    other = stored_files.StoredFile("file-2", 0.0, 10, 1, "name", "batch", int(time.time()))
+    eventually(
+        lambda: valkey_queue.run(stored_files.begin(valkey_queue.name, "t", other, **room)), "its room again"
+    )
+    assert not valkey_queue.run(stored_files.begin(valkey_queue.name, "t", file, **room))
+    valkey_queue.run(stored_files.write(valkey_queue.name, "file-2", 0, b"0123456789"))
+    stored = valkey_queue.run(stored_files.finish(valkey_queue.name, "t", "file-2", 60.0))
+    assert stored is not None
+    assert valkey_queue.run(stored_files.read(valkey_queue.name, "file-2", 0)) == b"0123456789"
+
+
+def test_a_lease_has_one_holder(valkey_queue: Queue) -> None:
+    """A gateway that comes back late changes nothing about what another does by now."""
+    name, run = valkey_queue.name, valkey_queue.run
+    file = stored_files.StoredFile("f", 0.0, 1, 1, "name", "batch", 0)
+    run(stored_files.begin(name, "t", file, max_files=9, max_bytes=9))
+    run(stored_files.write(name, "f", 0, b"x"))
+    run(stored_files.finish(name, "t", "f", 60.0))
+    batch_id = f"b-{uuid.uuid4().hex[:8]}"
+    create = api_batches.create(name, batch_id, "t", "f", "{}", window_s=60.0, max_open=1)
+    assert [run(create), run(create)] == ["created", "created"]
+    again = api_batches.create(name, "another", "t", "f", "{}", window_s=60.0, max_open=1)
+    assert run(again) == "full"
+    late = run(api_batches.claim(name, lease_ms=1))
+    assert late is not None
+    held = eventually(lambda: run(api_batches.claim(name)), "the lapse of the lease")
+    assert held.batch.id == batch_id
+    assert run(api_batches.claim(name)) is None
+    assert run(api_batches.save(name, late, {"status": "in_progress"})) is None
+    assert run(api_batches.save(name, held, {"status": "in_progress"})) == "in_progress"
+    assert run(stored_files.delete(name, "t", "f")) == "in_use"
+    cancelled = run(api_batches.cancel(name, "t", batch_id))
+    assert cancelled is not None
+    assert run(api_batches.cancel(name, "somebody", batch_id)) is None
+    assert run(api_batches.save(name, held, {"status": "finalizing"})) == "cancelling"
+    assert run(api_batches.end(name, late, {"status": "completed"})) is None
+    assert run(api_batches.end(name, held, {"status": "cancelled"})) == "cancelled"
+    assert run(api_batches.save(name, held, {"status": "in_progress"})) is None
+    assert run(stored_files.delete(name, "t", "f")) == "deleted"
+    assert run(again) == "no_file"

@@ -57,6 +57,8 @@ class EngineConfig:
     swap_space_gib: float = 0.0
     """Host memory for the KV blocks of preempted sequences; 0: they are always computed again."""
     tensor_parallel_size: int = 1
+    """Processes that share each layer's work, one per GPU; on CPU they share its cores. Memory settings are per
+    process, but for swap_space_gib, which is for all together."""
     skip_tokenizer_init: bool = False
     """Serve token ids only."""
     num_threads: int | None = None
@@ -86,10 +88,15 @@ class EngineConfig:
             0.0 <= self.swap_space_gib < float("inf"),
             f"swap_space_gib must not be negative, got {self.swap_space_gib}",
         )
-        need(
-            self.tensor_parallel_size == 1,
-            f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet; leave it at 1",
-        )
+        size = self.tensor_parallel_size
+        need(size >= 1, f"tensor_parallel_size must be at least 1, got {size}")
+        # int8 scales its activations by a token's largest number, of which each rank sees some; bitwise tiers
+        # promise an order of sums that ranks don't keep.
+        for name in ("quantization", "batch_invariant"):
+            value = getattr(self, name)
+            need(
+                size == 1 or not value, f"{name}={value!r} with tensor_parallel_size={size} is not supported"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

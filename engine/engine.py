@@ -7,13 +7,13 @@ import time
 from collections import deque
 from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from engine.best_of import BestOf
 from engine.block_watch import BlockWatch
 from engine.config import EngineConfig, SchedulerConfig
 from engine.engine_stats import StepRecorder
-from engine.errors import EngineError, InvalidRequest
+from engine.errors import EngineError, InvalidRequest, RankLost
 from engine.input_processor import InputLimits, InputProcessor
 from engine.output_processor import OutputProcessor
 from engine.outputs import Capacity, EngineStats, KVCacheStats, MemoryUse, RequestOutput, SampleState
@@ -23,6 +23,9 @@ from engine.scheduling.request import Request, Sequence, SequenceStatus
 from engine.scheduling.scheduler import Scheduler
 from engine.structured_output.grammars import Grammars
 from engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from engine.execution.parallel.rank_processes import RankProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,8 @@ class EngineParts:
     """Bytes of one KV block over all layers; 0 without a device cache."""
     kv_dtype: str = ""
     weight_bytes: int = 0
+    ranks: RankProcesses | None = None
+    """The other processes of a model that is spread over several."""
 
     def memory_bytes(self) -> dict[MemoryUse, int]:
         """The device's memory by use; nothing without a model."""
@@ -174,7 +179,11 @@ class Engine:
         return self._output_processor.process(self._scheduler.abort(request_id))
 
     def step(self) -> list[RequestOutput]:
-        """Plan and launch a step, collect the oldest one in flight, and tell what came of it."""
+        """Plan and launch a step, collect the oldest one in flight, and tell what came of it.
+
+        Raises:
+            RankLost: a process of a model that is spread over several died; no step will succeed any more.
+        """
         compiled = self._take_compiled() if self._grammars else []
         started = time.perf_counter()
         try:
@@ -191,6 +200,8 @@ class Engine:
             self._block_watch.observe()
             try:
                 self._in_flight.append(self._parts.executor.launch(plan))
+            except RankLost:
+                raise
             except Exception as error:
                 return self._recover(plan, error)
             self._recorder.planned(plan, kv, scheduled - started)
@@ -201,6 +212,8 @@ class Engine:
         step = self._in_flight.popleft()
         try:
             result = step.wait()
+        except RankLost:
+            raise
         except Exception as error:
             return self._recover(step.plan, error)
         waited = time.perf_counter()
@@ -253,6 +266,15 @@ class Engine:
             | self._scheduler.histograms()
             | self._grammars.histograms(),
         )
+
+    def failure(self) -> str | None:
+        """Which process of a model that is spread over several has died; None while all is well. On any thread."""
+        return self._parts.ranks.failure() if self._parts.ranks is not None else None
+
+    def close(self) -> None:
+        """End the processes that a model is spread over; nothing else needs an end. No step after it."""
+        if self._parts.ranks is not None:
+            self._parts.ranks.close()
 
     def load_grammar_vocabulary(self) -> None:
         """Prepare regex, JSON and grammar outputs, which the first such request would do otherwise.

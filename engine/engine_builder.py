@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig, SchedulerConfig, resolve_max_model_len
 from engine.engine import EngineParts, Tier
+from engine.errors import ConfigError
 from engine.execution.echo import ECHO_MAX_MODEL_LEN, ECHO_MODEL, EchoRunner, echo_step_seconds, is_echo
 from engine.execution.model_directory import check_model
 from engine.tokenizer import ByteTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     import torch
+
+    from engine.execution.parallel.rank_processes import RankProcesses
+    from engine.plan import Executor
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +29,31 @@ _ECHO_BLOCK_BYTES = 2**16
 def build_parts(config: EngineConfig) -> EngineParts:
     """Load what the configuration names. Raises `ConfigError`, mostly `ModelLoadError`."""
     check_model(config.model)  # before torch is loaded for nothing
-    return _build_echo(config) if is_echo(config.model) else _build_model(config)
+    if is_echo(config.model):
+        return _build_echo(config)
+    if config.tensor_parallel_size == 1:
+        return _build_model(config, None)
+    return _build_parallel(config)
+
+
+def _build_parallel(config: EngineConfig) -> EngineParts:
+    from engine.execution.loader import check_split
+    from engine.execution.parallel.rank_processes import RankProcesses
+
+    check_split(config)
+    ranks = RankProcesses(config)
+    try:
+        return _build_model(ranks.config, ranks)
+    except BaseException:
+        ranks.close()
+        raise
 
 
 def _build_echo(config: EngineConfig) -> EngineParts:
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size={config.tensor_parallel_size}: echo has nothing to split; use 1"
+        )
     tokenizer = ByteTokenizer()
     assert tokenizer.eos_token_id is not None
     max_model_len = resolve_max_model_len(config, ECHO_MAX_MODEL_LEN, ECHO_MAX_MODEL_LEN)
@@ -45,7 +70,8 @@ def _build_echo(config: EngineConfig) -> EngineParts:
     )
 
 
-def _build_model(config: EngineConfig) -> EngineParts:
+def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EngineParts:
+    """This process's model: the whole of it, or rank 0's share."""
     from engine.execution.device_tuning import tune_device
     from engine.execution.host_cache import measure_link
     from engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
@@ -53,7 +79,8 @@ def _build_model(config: EngineConfig) -> EngineParts:
     from engine.execution.model_runner import ModelRunner
 
     tune_device(config)
-    model = load_model(config)
+    group = None if ranks is None else ranks.group
+    model = load_model(config, group)
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, model.dtype, model.device)
     shape = replace(model.kv_cache_shape(config.block_size), dtype=cache_dtype)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(model.directory)
@@ -71,15 +98,23 @@ def _build_model(config: EngineConfig) -> EngineParts:
             kv_block_bytes=shape.block_bytes,
             swap_bytes_per_second=measure_link(model.device),
         )
+    if ranks is not None:
+        limits = ranks.agree(limits, model.device)
     logger.info(
         "%s on %s: %d KV blocks of %d tokens, %.2f GiB",
         model.served_name,
-        model.device,
-        num_blocks,
+        model.device if ranks is None else f"{config.tensor_parallel_size} x {model.device}",
+        limits.num_kv_blocks,
         shape.block_size,
-        num_blocks * shape.block_bytes / 2**30,
+        limits.num_kv_blocks * shape.block_bytes / 2**30,
     )
-    executor = ModelRunner(model, config, limits, shape)
+    executor: Executor = (runner := ModelRunner(model, config, limits, shape, group))
+    weight_bytes = model.weight_bytes()
+    if ranks is not None:
+        from engine.execution.parallel.executor import TensorParallelExecutor
+
+        weight_bytes += ranks.wait_ready()
+        executor = TensorParallelExecutor(runner, ranks)
     return EngineParts(
         executor=executor,
         tokenizer=tokenizer,
@@ -89,9 +124,10 @@ def _build_model(config: EngineConfig) -> EngineParts:
         fingerprint=model.fingerprint,
         tier=_tier(config, model.dtype, shape.dtype),
         device=str(model.device),
-        kv_block_bytes=shape.block_bytes,
+        kv_block_bytes=shape.block_bytes * config.tensor_parallel_size,
         kv_dtype=str(shape.dtype).removeprefix("torch."),
-        weight_bytes=_weight_bytes(model.module),
+        weight_bytes=weight_bytes,
+        ranks=ranks,
     )
 
 
@@ -102,16 +138,6 @@ def _tier(config: EngineConfig, dtype: torch.dtype, cache_dtype: torch.dtype) ->
         return "bitwise"
     is_exact = dtype is cache_dtype is torch.float32 and config.quantization is None
     return "token" if is_exact else "continues"
-
-
-def _weight_bytes(module: torch.nn.Module) -> int:
-    """Bytes of what a model computes with; layers keep prepacked weights outside of their parameters."""
-    import torch
-
-    tensors = [*module.parameters(), *module.buffers()]
-    for layer in module.modules():
-        tensors += [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
 
 
 def _limits(

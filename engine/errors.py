@@ -9,7 +9,8 @@ EngineError
 │   └── SchemaTooComplex      schema_too_complex: one that takes too much time or memory
 ├── ConfigError               the engine was asked for something impossible at start
 │   └── ModelLoadError        no such model, unreadable or unsupported checkpoint
-└── StepError                 the step raised; its requests are retried, then fail alone
+├── StepError                 the step raised; its requests are retried, then fail alone
+└── RankLost                  a process of a model that is spread over several died; the engine can't go on
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ class ConfigError(EngineError, ValueError):
 
 class ModelLoadError(ConfigError):
     code = "model_load_error"
+
+
+class RankLost(EngineError):
+    """Nothing is retried after it: whoever has the engine ends, and what it worked on goes elsewhere."""
 
 
 class StepError(EngineError):

@@ -115,6 +115,10 @@ class LLM:
         default = SamplingParams(max_tokens=None)
         return self._run(inputs, self._params_for(len(inputs), sampling_params, default), use_tqdm)
 
+    def close(self) -> None:
+        """End the other processes of a model that is spread over several; they also end with this object."""
+        self.engine.close()
+
     @staticmethod
     def _params_for(
         count: int, given: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams

@@ -154,6 +154,10 @@ class EngineThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and self.state is not EngineState.FAILED
 
+    def lost_rank(self) -> str | None:
+        """Which process of a model that is spread over several has died, if one has."""
+        return self._engine.failure() if self._engine is not None and self.is_alive else None
+
     def stalled_for(self) -> float:
         """Seconds since the loop last got anywhere; 0 while loading, idle or held, infinite when it died."""
         if self.state is EngineState.FAILED:
@@ -171,6 +175,9 @@ class EngineThread:
         except BaseException as error:
             logger.exception("the engine thread died")
             self._fail(error)
+        finally:
+            if self._engine is not None:
+                self._engine.close()
 
     def _load(self) -> None:
         from engine.engine import Engine  # brings torch: only the thread that owns the engine pays for it

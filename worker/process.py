@@ -13,7 +13,7 @@ import threading
 import time
 from types import FrameType
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from engine.execution.model_directory import check_model
 from monitoring.logging import configure_logging
 from producer.wire import discovery
@@ -74,6 +74,9 @@ def run_worker(config: WorkerConfig) -> int:
     except (ConfigError, OSError, PagemillError) as error:
         logger.error("%s", error)
         return EXIT_USAGE
+    except EngineError as error:  # a process that the model is spread over died while it loaded
+        logger.error("%s", error)
+        return EXIT_FAILED
 
 
 def _serve(

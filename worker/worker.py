@@ -172,6 +172,8 @@ class Worker:
         """Why this worker can't go on; None while it can."""
         if self.engine.state is EngineState.FAILED:
             return f"the engine died: {self.engine.error!r}"
+        if (lost := self.engine.lost_rank()) is not None:
+            return f"{lost}, and the model is spread over it"
         if not self._is_engine_well():
             return f"the engine has got nowhere for {self.engine.stalled_for():.0f} s"
         if not self.leases.is_alive:

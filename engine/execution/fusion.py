@@ -15,6 +15,7 @@ from torch import nn
 from engine.execution.attention import attend
 from engine.execution.device_tuning import uses_cpu_kernels
 from engine.execution.packed_linear import LinearOptions, make_linear, merged_linear
+from engine.execution.parallel.linear import PartialLinear, RowParallelLinear
 from kernels.scoring import Scoring
 
 # q, k, v projections (Phi 3: as one), optional q and k norms per head, rotation of pairs half a head apart.
@@ -40,6 +41,8 @@ _RMS_NORM = (
 )
 # These multiply with 1 + weight.
 _OFFSET_RMS_NORM = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm")
+# down_proj is one of these where the model is spread over several ranks.
+_LINEAR = (nn.Linear, RowParallelLinear)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,9 @@ def _replacement(module: Any, options: FusionOptions) -> nn.Module | None:
         return SiluGatedMLP(module, options)
     if kind in _RMS_NORM + _OFFSET_RMS_NORM and options.use_cpu_kernels:
         return RMSNorm(module)
+    if isinstance(module, PartialLinear):
+        module.pack(options.linear)
+        return None
     if type(module) is nn.Linear or kind == "FalconLinear":
         return make_linear(module.weight, module.bias, options.linear)
     if kind == "Conv1D":  # GPT-2's name for a linear layer that keeps its weight transposed
@@ -86,7 +92,7 @@ def _is_silu_gated(module: nn.Module) -> bool:
     apart = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     merged = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     activation = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
-    return any(all(type(layer) is nn.Linear for layer in layers) for layers in (apart, merged)) and (
+    return any(all(type(layer) in _LINEAR for layer in layers) for layers in (apart, merged)) and (
         isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
     )
 
@@ -138,8 +144,11 @@ class RotaryAttention(nn.Module):
         self._rotate = cpu_fused.rotary_embedding
         self.layer_idx: int = source.layer_idx
         self._head_dim: int = source.head_dim
-        self._num_heads: int = source.config.num_attention_heads
+        # Counted in the layers: a rank has some of the configuration's heads.
+        self._num_heads: int = source.o_proj.in_features // self._head_dim
         self._num_kv_heads: int = source.config.num_key_value_heads
+        if hasattr(source, "k_proj"):
+            self._num_kv_heads = source.k_proj.out_features // self._head_dim
         windows = source.config if type(source).__name__ in _WINDOW_IN_CONFIG else source
         self._scoring = Scoring(
             float(source.scaling),

@@ -120,15 +120,17 @@ def num_host_blocks_for(config: EngineConfig, shape: KVCacheShape) -> int:
         raise ConfigError(
             f"swap_space_gib {config.swap_space_gib:g} is more than the {available / GIB:.1f} GiB available"
         )
-    if num_bytes < shape.block_bytes:
+    block_bytes = shape.block_bytes * config.tensor_parallel_size  # the ranks share the machine's memory
+    if num_bytes < block_bytes:
         raise ConfigError(
-            f"swap_space_gib {config.swap_space_gib:g} holds no KV block of {shape.block_bytes} bytes"
+            f"swap_space_gib {config.swap_space_gib:g} holds no KV block of {block_bytes} bytes"
         )
-    return num_bytes // shape.block_bytes
+    return num_bytes // block_bytes
 
 
 def _free_bytes(config: EngineConfig, device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - (1.0 - config.gpu_memory_utilization) * total))
-    return min(_CPU_MAX_BYTES, int(psutil.virtual_memory().available * _CPU_SHARE))
+    available = int(psutil.virtual_memory().available * _CPU_SHARE)
+    return min(_CPU_MAX_BYTES, available) // config.tensor_parallel_size

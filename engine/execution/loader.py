@@ -23,6 +23,9 @@ from engine.execution.families.registry import find_family
 from engine.execution.kv_cache import KVCacheShape
 from engine.execution.model_directory import model_directory
 from engine.execution.packaged_model import PACKAGED_MODEL
+from engine.execution.parallel.rank_group import RankGroup
+from engine.execution.parallel.sharding import finish_sharding, sharded_class
+from engine.execution.parallel.share import ShardingPlan, Share, sharding_plan
 from engine.execution.rotary import depends_on_length, fix_frequencies, stretched_context
 from engine.tokenizer import generation_eos_token_ids
 
@@ -47,21 +50,56 @@ class LoadedModel:
     """What max_model_len may ask for; None: anything."""
     eos_token_ids: tuple[int, ...]
     fingerprint: str
+    share: Share
+    """Which part of the model this is."""
 
     @property
     def num_heads(self) -> int:
+        """Attention heads of this share."""
         config: Any = self.module.config
-        return int(config.num_attention_heads)
+        return int(config.num_attention_heads) // self.share.size
 
     def kv_cache_shape(self, block_size: int) -> KVCacheShape:
+        """The cache of this share's KV heads."""
         config: Any = self.module.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
-        num_kv_heads = self.family.num_kv_heads(config)
-        return KVCacheShape(config.num_hidden_layers, num_kv_heads, head_dim, block_size, self.dtype)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads = self.share.of_kv_heads(self.family.num_kv_heads(config))
+        return KVCacheShape(
+            config.num_hidden_layers, heads.stop - heads.start, head_dim, block_size, self.dtype
+        )
+
+    def weight_bytes(self) -> int:
+        """What the model computes with; layers keep prepacked weights outside of their parameters."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        for layer in self.module.modules():
+            tensors += [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
-    """Load weights onto the device, ready for a forward pass.
+def check_split(config: EngineConfig) -> None:
+    """Whether the model can be spread over that many ranks, before any process is started for it.
+
+    Raises:
+        ConfigError: the model has no plan for it, a number does not divide, or there are fewer GPUs than ranks.
+        ModelLoadError: no such model, or an unsupported architecture.
+    """
+    size = config.tensor_parallel_size
+    directory = model_directory(config.model)
+    family = find_family(raw := read_config(directory))
+    model_config = _build_config(family, raw, directory)
+    _sharding_plan(family, model_config, Share(0, size))
+    if _resolve_device(config.device).type == "cuda" and torch.cuda.device_count() < size:
+        raise ConfigError(
+            f"tensor_parallel_size={size} takes as many GPUs; torch finds {torch.cuda.device_count()}"
+        )
+
+
+def _sharding_plan(family: Family, model_config: Any, share: Share) -> ShardingPlan:
+    return sharding_plan(model_config, share, family.num_kv_heads(model_config))
+
+
+def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedModel:
+    """Load weights onto the device, ready for a forward pass; of the whole model, or a rank's share of it.
 
     Raises:
         ModelLoadError: no such model, an unsupported architecture or an unreadable checkpoint.
@@ -78,7 +116,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     context_length = _context_length(model_config)
     longest = None if family.extrapolates(model_config) else stretched_context(model_config, context_length)
     max_model_len = resolve_max_model_len(config, context_length, longest)
-    module = _load_module(config, directory, family, model_config, dtype)
+    module = _load_module(config, directory, family, model_config, dtype, group)
     fix_frequencies(module, max_model_len)
     module = module.to(device).eval()
     module.requires_grad_(False)
@@ -95,6 +133,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         longest_context=longest,
         eos_token_ids=_eos_token_ids(directory),
         fingerprint=_fingerprint(directory, config, dtype, device, fixed_length),
+        share=Share(0, 1) if group is None else Share(group.rank, group.size),
     )
 
 
@@ -144,7 +183,12 @@ def _eos_token_ids(directory: Path) -> tuple[int, ...]:
 
 
 def _load_module(
-    config: EngineConfig, directory: Path, family: Family, model_config: Any, dtype: torch.dtype
+    config: EngineConfig,
+    directory: Path,
+    family: Family,
+    model_config: Any,
+    dtype: torch.dtype,
+    group: RankGroup | None,
 ) -> Any:
     module_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
     options = {
@@ -154,31 +198,37 @@ def _load_module(
     }
     is_dummy = config.load_format == "dummy"
     tensors = {} if is_dummy else read_tensors(weight_files(directory))
+    plan = None
+    if group is not None:
+        plan = _sharding_plan(family, model_config, Share(group.rank, group.size))
     try:
         if is_dummy:
             torch.manual_seed(config.seed)
             module = module_class._from_config(model_config, **options)
+            tensors = dict(module.state_dict())
         else:
-            module = _fill_module(module_class, family, model_config, tensors, options)
+            tensors = family.convert_tensors(tensors, model_config)
+        if plan is not None and group is not None:
+            module_class, tensors = sharded_class(module_class, plan, group), plan.cut(tensors)
+        if not is_dummy or plan is not None:
+            module = _fill_module(module_class, model_config, tensors, options)
     except Exception as error:  # sizes and shapes that do not fit together: all of them end the start
         raise ModelLoadError(f"can't load the weights in {directory}: {error}") from error
     # Now for the masks: transformers makes none for an implementation that it does not know.
     module.config._attn_implementation = PAGED_ATTENTION
     family.adapt(module)
+    if plan is not None and group is not None:
+        finish_sharding(module, plan, group)
     return module
 
 
 def _fill_module(
-    module_class: Any,
-    family: Family,
-    model_config: Any,
-    tensors: dict[str, torch.Tensor],
-    options: dict[str, Any],
+    module_class: Any, model_config: Any, tensors: dict[str, torch.Tensor], options: dict[str, Any]
 ) -> Any:
     module, report = module_class.from_pretrained(
         None,
         config=model_config,
-        state_dict=family.convert_tensors(tensors, model_config),
+        state_dict=tensors,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported, and refused below in our words
         **options,

@@ -16,6 +16,7 @@ from engine.execution.kv_cache import KVCache, KVCacheShape
 from engine.execution.loader import LoadedModel
 from engine.execution.logits_processors import SampleWork
 from engine.execution.packed_linear import LinearOptions
+from engine.execution.parallel.rank_group import RankGroup
 from engine.execution.prompt_scorer import PromptLogprobs, PromptScorer
 from engine.execution.sampler import Sampler, SamplerOutput
 from engine.plan import StepPlan, StepResult
@@ -52,8 +53,15 @@ class ModelRunner:
     """An `Executor` on a device. One thread owns it."""
 
     def __init__(
-        self, model: LoadedModel, config: EngineConfig, limits: SchedulerConfig, shape: KVCacheShape
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        limits: SchedulerConfig,
+        shape: KVCacheShape,
+        group: RankGroup | None = None,
     ) -> None:
+        """`group`: the ranks that `model` is a share among; each runs the same plans, and the first one samples."""
+        self._group = group
         self._module = model.module
         self._device = model.device
         if uses_cpu_kernels(model.device, model.dtype):
@@ -84,7 +92,7 @@ class ModelRunner:
         with attention_context(context):
             logits, scored = self._forward(plan, inputs)
         forwarded = time.perf_counter()
-        output = self._sample(plan, logits) if plan.samples else None
+        output = self._choose_tokens(plan, logits) if plan.samples else None
         sampled = time.perf_counter()
         return LaunchedStep(
             plan, output, prepared - started, forwarded - prepared, sampled - forwarded, scored
@@ -115,14 +123,25 @@ class ModelRunner:
         assert new_row is not None, "work for a row that nothing entered"
         return new_row.num_prompt_tokens
 
+    def _choose_tokens(self, plan: StepPlan, logits: torch.Tensor) -> SamplerOutput | None:
+        """Sample, and write the tokens into the token table; ranks that don't sample are told them."""
+        output = None
+        if self._group is None or self._group.is_first:
+            output = self._sample(plan, logits)
+            token_ids = output.token_ids
+        else:
+            token_ids = torch.empty(len(plan.samples), dtype=torch.int64, device=self._device)
+        if self._group is not None:
+            self._group.broadcast(token_ids)
+        rows = torch.tensor([s.row for s in plan.samples], device=self._device)
+        positions = torch.tensor([s.position for s in plan.samples], device=self._device)
+        self._batch.token_table[rows, positions] = token_ids
+        return output
+
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> SamplerOutput:
         work = []
         for sample in plan.samples:
             row = self._batch.rows[sample.row]
             assert row is not None, "a sample for a row that nothing entered"
             work.append(SampleWork(sample, row))
-        output = self._sampler.sample(logits, work, self._batch.token_table)
-        rows = torch.tensor([s.row for s in plan.samples], device=self._device)
-        positions = torch.tensor([s.position for s in plan.samples], device=self._device)
-        self._batch.token_table[rows, positions] = output.token_ids
-        return output
+        return self._sampler.sample(logits, work, self._batch.token_table)

@@ -1,0 +1,60 @@
+"""A step's plan as it travels to the other ranks: what changes their rows and blocks, and nothing else.
+
+Who a sequence belongs to, how it is sampled and what a grammar allows concerns the rank that samples. A prompt
+travels once, when its row is entered; sampled tokens don't travel here but from device to device
+(`RankGroup.broadcast`), because they may not be known yet when the next plan is sent.
+"""
+
+from __future__ import annotations
+
+import pickle
+
+from engine.plan import NewRow, RowWork, Sample, StepPlan
+from engine.sampling_params import SamplingParams
+
+_PROTOCOL = 5
+_ANY_PARAMS = SamplingParams()
+
+
+def encode(plan: StepPlan) -> bytes:
+    """Plain tuples: a dataclass would bring its fields' names along for every row."""
+    return pickle.dumps(
+        (
+            plan.step_id,
+            [(new.row, new.token_ids, new.num_prompt_tokens, new.block_ids) for new in plan.new_rows],
+            plan.swap_out,
+            plan.swap_in,
+            plan.block_copies,
+            [
+                (
+                    work.row,
+                    work.start,
+                    work.num_tokens,
+                    work.new_block_ids,
+                    work.replaced_blocks,
+                    work.forced_token_ids,
+                    work.num_prompt_logprobs,
+                )
+                for work in plan.work
+            ],
+            [(sample.row, sample.token_index, sample.position) for sample in plan.samples],
+        ),
+        _PROTOCOL,
+    )
+
+
+def decode(message: bytes) -> StepPlan:
+    """The plan that `ModelRunner.launch` takes on the other ranks."""
+    step_id, new_rows, swap_out, swap_in, block_copies, work, samples = pickle.loads(message)
+    return StepPlan(
+        step_id,
+        new_rows=[
+            NewRow(row, "", 0, token_ids, num_prompt_tokens, block_ids, _ANY_PARAMS, 0)
+            for row, token_ids, num_prompt_tokens, block_ids in new_rows
+        ],
+        swap_out=swap_out,
+        swap_in=swap_in,
+        block_copies=block_copies,
+        work=[RowWork(*fields) for fields in work],
+        samples=[Sample(*fields) for fields in samples],
+    )

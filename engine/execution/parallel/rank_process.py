@@ -1,0 +1,110 @@
+"""The process of a rank above 0: loads its share, then runs the plans it is sent. No requests, no queue, no sampling.
+
+It ends when its connection to rank 0 does: rank 0 closes it, and the kernel does if rank 0 dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any, NoReturn
+
+logger = logging.getLogger(__name__)
+
+
+class Inbox:
+    """Messages from rank 0, read ahead on a thread, which also sees rank 0 die while a collective waits for it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._messages: SimpleQueue[bytes] = SimpleQueue()
+        threading.Thread(target=self._run, name="pagemill-inbox", daemon=True).start()
+
+    def take(self) -> bytes:
+        return self._messages.get()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._messages.put(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            _leave(0)
+
+
+def main(connection: Connection) -> NoReturn:
+    """Raises nothing: whatever goes wrong ends the process, and rank 0 sees that."""
+    from engine.errors import ConfigError
+    from engine.execution.parallel.messages import Failed, LoadShare
+
+    try:
+        task = connection.recv()
+        assert isinstance(task, LoadShare)
+        logging.basicConfig(
+            level=logging.WARNING, format=f"%(asctime)s rank {task.rank} %(levelname)s %(message)s"
+        )
+        try:
+            runner = _get_ready(connection, task)
+        except Exception as error:
+            if not isinstance(error, ConfigError):
+                logger.exception("rank %d can't get ready", task.rank)
+            connection.send(Failed(str(error) or type(error).__name__, isinstance(error, ConfigError)))
+            _leave(1)
+        _run_plans(runner, Inbox(connection))
+    except (EOFError, OSError):  # rank 0 has gone while this one was loading
+        _leave(0)
+    except Exception:
+        logger.exception("the step failed")
+        _leave(1)
+
+
+def _get_ready(connection: Connection, task: Any) -> Any:
+    """Load the rank's share, agree on limits, meet the others; returns the `ModelRunner`."""
+    import torch
+
+    from engine.execution.device_tuning import tune_device
+    from engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
+    from engine.execution.loader import load_model
+    from engine.execution.model_runner import ModelRunner
+    from engine.execution.parallel.messages import Loaded, Ready
+    from engine.execution.parallel.rank_group import RankGroup
+
+    config = task.config
+    if torch.cuda.is_available() and config.device != "cpu":
+        torch.cuda.set_device(task.rank)
+    tune_device(config)
+    group = RankGroup(task.rank, config.tensor_parallel_size)
+    model = load_model(config, group)
+    cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, model.dtype, model.device)
+    shape = replace(model.kv_cache_shape(config.block_size), dtype=cache_dtype)
+    connection.send(Loaded(num_blocks_for(config, shape, model.device), num_host_blocks_for(config, shape)))
+    limits = connection.recv()
+    group.connect(task.rendezvous, model.device)
+    runner = ModelRunner(model, config, limits, shape, group)
+    connection.send(Ready(model.weight_bytes()))
+    return runner
+
+
+def _run_plans(runner: Any, inbox: Inbox) -> NoReturn:
+    from engine.execution.parallel.plan_delta import decode
+
+    while True:
+        runner.launch(decode(inbox.take()))
+
+
+def _leave(code: int) -> NoReturn:
+    """At once: tearing down a collective that waits for somebody who is gone may take as long as it waits."""
+    logging.shutdown()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    # Rank 0 hears the signals that a whole group of processes is sent, and decides.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    main(Connection(int(sys.argv[1])))

@@ -1,0 +1,183 @@
+"""Rank 0's side of the other ranks: their processes, from start to end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from engine.config import EngineConfig, SchedulerConfig
+from engine.errors import ConfigError, EngineError, RankLost
+from engine.execution.parallel.messages import Failed, Loaded, LoadShare, Ready
+from engine.execution.parallel.rank_group import RankGroup
+
+_CHILD = "engine.execution.parallel.rank_process"
+_END_S = 2.0
+"""How long a process may take to end by itself once its connection is closed."""
+_NOTICE_S = 1.0
+"""After a connection broke, how long the kernel may take to tell how the process ended."""
+
+Answer = TypeVar("Answer", Loaded, Ready)
+
+
+class RankProcesses:
+    """The processes of ranks 1 and up, on this machine. They end when this object or this process does.
+
+    One thread sends; `failure` may be asked on any.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start them; each begins to load its share of the model."""
+        self.config = replace(config, num_threads=_threads_of_a_rank(config))
+        """The configuration that every rank runs with."""
+        self.group = RankGroup(0, config.tensor_parallel_size)
+        directory = tempfile.mkdtemp(prefix="pagemill-ranks-")
+        self._rendezvous = str(Path(directory) / "store")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        self._broken: str | None = None
+        self._end = weakref.finalize(self, _end, self._processes, self._connections, directory)
+        for rank in range(1, config.tensor_parallel_size):
+            connection, theirs = Pipe()
+            with theirs:
+                self._processes.append(_spawn(theirs.fileno(), self.config.num_threads))
+            self._connections.append(connection)
+            connection.send(LoadShare(self.config, rank, self._rendezvous))
+
+    def agree(self, limits: SchedulerConfig, device: torch.device) -> SchedulerConfig:
+        """Wait until all have loaded, settle on a pool that fits everywhere, and connect the ranks.
+
+        Raises:
+            ConfigError: a rank can't load its share, or a device has no room for a pool.
+            RankLost: a rank's process died.
+        """
+        loaded = self._answers(Loaded)
+        limits = replace(
+            limits,
+            num_kv_blocks=min(limits.num_kv_blocks, *(answer.num_kv_blocks for answer in loaded)),
+            num_host_blocks=min(limits.num_host_blocks, *(answer.num_host_blocks for answer in loaded)),
+        )
+        for rank, connection in enumerate(self._connections, start=1):
+            with self._watch(rank):
+                connection.send(limits)
+        try:
+            self.group.connect(self._rendezvous, device)
+        except RuntimeError as error:
+            raise RankLost(self._why(f"the ranks can't connect: {error}")) from error
+        return limits
+
+    def wait_ready(self) -> int:
+        """Wait until all take plans; returns the bytes of their weights together. Raises as `agree` does."""
+        return sum(answer.weight_bytes for answer in self._answers(Ready))
+
+    def send(self, plan: bytes) -> None:
+        """Have every rank run a plan. Raises `RankLost`."""
+        if self._broken is not None or not self._end.alive:
+            raise RankLost(self._broken or "the ranks have been ended")
+        for rank, connection in enumerate(self._connections, start=1):
+            with self._watch(rank):
+                connection.send_bytes(plan)
+
+    def give_up(self, error: Exception) -> RankLost:
+        """A step failed on rank 0: the others may be anywhere in it, so they are ended. Returns what to raise."""
+        if self._broken is None:
+            self._broken = self._why(f"a step failed on rank 0: {type(error).__name__}: {error}")
+            self.close()
+        return RankLost(self._broken)
+
+    def failure(self) -> str | None:
+        """Which process has ended, and how; None while all live."""
+        if self._broken is not None:
+            return self._broken
+        for rank, process in enumerate(self._processes if self._end.alive else (), start=1):
+            if (code := process.poll()) is not None:
+                return f"the process of rank {rank} {_ending(code)}"
+        return None
+
+    def close(self) -> None:
+        """End the processes. Again is no error."""
+        self._end()
+
+    def _answers(self, kind: type[Answer]) -> list[Answer]:
+        answers = []
+        for rank, connection in enumerate(self._connections, start=1):
+            with self._watch(rank):
+                answer = connection.recv()
+            if isinstance(answer, Failed):
+                refusal = ConfigError if answer.is_config_error else EngineError
+                raise refusal(f"rank {rank}: {answer.message}")
+            assert isinstance(answer, kind), f"rank {rank} says {answer!r}"
+            answers.append(answer)
+        return answers
+
+    @contextmanager
+    def _watch(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            raise RankLost(self._why(f"rank {rank} does not answer: {error}")) from error
+
+    def _why(self, otherwise: str) -> str:
+        """The process that ended, if one did; its connections break a moment before the kernel tells."""
+        give_up_at = time.monotonic() + _NOTICE_S
+        while (reason := self.failure()) is None and time.monotonic() < give_up_at:
+            time.sleep(0.01)
+        return reason or otherwise
+
+
+def _threads_of_a_rank(config: EngineConfig) -> int:
+    """On a CPU the ranks share its cores."""
+    return config.num_threads or max(1, torch.get_num_threads() // config.tensor_parallel_size)
+
+
+def _spawn(connection_fd: int, num_threads: int | None) -> subprocess.Popen[bytes]:
+    root = str(Path(__file__).resolve().parents[3])
+    return subprocess.Popen(
+        [sys.executable, "-m", _CHILD, str(connection_fd)],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),
+            "OMP_NUM_THREADS": str(num_threads),
+        },
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=(connection_fd,),
+        start_new_session=True,  # Ctrl-C is for rank 0, which may want to finish what it has
+    )
+
+
+def _end(processes: list[subprocess.Popen[bytes]], connections: list[Connection], directory: str) -> None:
+    """Closed connections end them; a process that is stuck in a collective or stopped is killed."""
+    for connection in connections:
+        connection.close()
+    give_up_at = time.monotonic() + _END_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, give_up_at - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"

@@ -1,0 +1,117 @@
+"""Which part of a tensor belongs to which rank, by the plan that transformers' models carry."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.errors import ConfigError
+
+COLUMNS, ROWS = "colwise", "rowwise"
+"""transformers' words. Columns: a rank has some of the outputs. Rows: it has some of the inputs, and what the ranks
+compute from theirs is summed."""
+_REPLICATED = ("replicated_with_grad_allreduce",)
+_KV_PROJECTION = re.compile(r"(^|\.)(k_proj|v_proj)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Rank `rank`'s part of a model that is spread over `size` ranks."""
+
+    rank: int
+    size: int
+
+    def of(self, count: int) -> slice:
+        """Of `count` things in a row, as even as it goes: the first ranks have one more where it does not."""
+        each, more = divmod(count, self.size)
+        begin = self.rank * each + min(self.rank, more)
+        return slice(begin, begin + each + (self.rank < more))
+
+    def of_kv_heads(self, count: int) -> slice:
+        """Of `count` KV heads; several ranks have the same one where there are fewer heads than ranks."""
+        if count >= self.size:
+            return self.of(count)
+        head = self.rank * count // self.size
+        return slice(head, head + 1)
+
+
+class ShardingPlan:
+    """A model's plan: which of its linear layers are split, and along which side."""
+
+    def __init__(self, styles: Mapping[str, str], share: Share, num_kv_heads: int) -> None:
+        """`styles`: by module name, with a * for the number of a layer."""
+        self.share = share
+        self._num_kv_heads = num_kv_heads
+        self._styles = [
+            (re.compile(rf"(?:^|\.){re.escape(name).replace(re.escape('*'), '[0-9]+')}$"), style)
+            for name, style in styles.items()
+            if style not in _REPLICATED
+        ]
+
+    def style(self, module_name: str) -> str | None:
+        """How a module is split; None: every rank has all of it."""
+        return next((style for pattern, style in self._styles if pattern.search(module_name)), None)
+
+    def outputs(self, module_name: str, count: int) -> slice:
+        """A rank's part of a column-parallel layer's outputs."""
+        if _KV_PROJECTION.search(f"{module_name}."):
+            heads = self.share.of_kv_heads(self._num_kv_heads)
+            head_size = count // self._num_kv_heads
+            return slice(heads.start * head_size, heads.stop * head_size)
+        return self.share.of(count)
+
+    def cut(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A checkpoint's tensors, cut to a rank's share. Of a mapped file only what is kept is ever read."""
+        return {name: self._cut(name, tensor) for name, tensor in tensors.items()}
+
+    def _cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        module_name, _, kind = name.rpartition(".")
+        match self.style(module_name):
+            case "colwise":
+                return tensor[self.outputs(module_name, tensor.shape[0])]
+            case "rowwise" if kind == "weight":
+                return tensor[:, self.share.of(tensor.shape[1])].contiguous()
+        return tensor
+
+
+def sharding_plan(model_config: Any, share: Share, num_kv_heads: int) -> ShardingPlan:
+    """The plan of one of transformers' causal language models, checked against its sizes.
+
+    The head over the vocabulary is not in it: `linear.GatheredHead` splits that, tied to the embeddings or not.
+
+    Raises:
+        ConfigError: the model has no plan, or one that can't be carried out here, or a number does not divide.
+    """
+    styles: dict[str, str] = dict(getattr(model_config, "base_model_tp_plan", None) or {})
+    kind = model_config.model_type
+    if not styles:
+        raise ConfigError(
+            f"tensor_parallel_size={share.size}: transformers has no tensor parallel plan for {kind} models; use 1"
+        )
+    unknown = sorted(set(styles.values()) - {COLUMNS, ROWS, *_REPLICATED})
+    if unknown:
+        raise ConfigError(
+            f"tensor_parallel_size={share.size}: the tensor parallel plan of {kind} models asks for {unknown[0]!r}, "
+            "which is not supported; use 1"
+        )
+    _check_sizes(model_config, share.size, num_kv_heads)
+    return ShardingPlan(styles, share, num_kv_heads)
+
+
+def _check_sizes(model_config: Any, size: int, num_kv_heads: int) -> None:
+    for name in ("num_attention_heads", "intermediate_size"):
+        count = getattr(model_config, name)
+        if count % size:
+            raise ConfigError(f"tensor_parallel_size={size} does not divide the model's {name} of {count}")
+    if num_kv_heads % size and size % num_kv_heads:
+        raise ConfigError(
+            f"tensor_parallel_size={size} neither divides the model's {num_kv_heads} KV heads nor is a multiple of them"
+        )
+    if model_config.vocab_size < size:
+        raise ConfigError(
+            f"tensor_parallel_size={size} is more than the model's vocab_size of {model_config.vocab_size}"
+        )

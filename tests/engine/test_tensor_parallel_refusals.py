@@ -1,0 +1,126 @@
+"""Splits that can't be: refused before a process is started, by the number that does not divide."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import ConfigError
+from engine.execution.parallel.share import ShardingPlan, Share
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 61, "hidden_size": 48,
+    "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 12, "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def refusal(directory: Path, config: dict[str, Any], **options: Any) -> str:
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError) as refused:
+        Engine.from_config(EngineConfig(model=str(directory), device="cpu", load_format="dummy", **options))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "words"),
+    [
+        (5, {}, "tensor_parallel_size=5 does not divide the model's num_attention_heads of 12"),
+        (2, {"intermediate_size": 95}, "does not divide the model's intermediate_size of 95"),
+        (3, {}, "tensor_parallel_size=3 neither divides the model's 4 KV heads nor is a multiple of them"),
+        (12, {"vocab_size": 11}, "is more than the model's vocab_size of 11"),
+    ],
+)
+def test_numbers_that_do_not_divide(tmp_path: Path, size: int, changes: dict[str, Any], words: str) -> None:
+    assert words in refusal(tmp_path, LLAMA | changes, tensor_parallel_size=size)
+
+
+def test_families_without_a_plan(tmp_path: Path) -> None:
+    opt = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "vocab_size": 61, "hidden_size": 32,
+           "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 4}  # fmt: skip
+    assert "no tensor parallel plan for opt" in refusal(tmp_path, opt, tensor_parallel_size=2)
+    phi3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "pad_token_id": 0}
+    assert "the tensor parallel plan of phi3 models asks for 'colwise_gather_output'" in refusal(
+        tmp_path, phi3, tensor_parallel_size=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel_size": 0}, "must be at least 1"),
+        (
+            {"tensor_parallel_size": 2, "quantization": "int8"},
+            "quantization='int8' with tensor_parallel_size=2",
+        ),
+        (
+            {"tensor_parallel_size": 2, "batch_invariant": True},
+            "batch_invariant=True with tensor_parallel_size=2",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig(model="anything", **options)
+
+
+def test_a_model_that_is_not_there_has_no_ranks() -> None:
+    with pytest.raises(ConfigError, match="echo has nothing to split"):
+        Engine.from_config(EngineConfig(model="echo", tensor_parallel_size=2))
+
+
+def test_more_ranks_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(ConfigError, match="takes as many GPUs; torch finds 1"):
+        Engine.from_config(EngineConfig(model=str(tmp_path), device="cuda", tensor_parallel_size=2))
+
+
+def test_a_rank_that_can_not_load_its_share_says_why(tmp_path: Path) -> None:
+    """Both ranks meet the same file; rank 0 comes first and ends the other."""
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(ConfigError, match=r"can't load the weights in .*model\.safetensors"):
+        Engine.from_config(
+            EngineConfig(model=str(tmp_path), device="cpu", skip_tokenizer_init=True, tensor_parallel_size=2)
+        )
+
+
+class TestShares:
+    @pytest.mark.parametrize(("count", "size"), [(61, 4), (8, 4), (4, 4), (7, 3), (1000, 7)])
+    def test_together_they_are_everything_once(self, count: int, size: int) -> None:
+        parts = [range(count)[Share(rank, size).of(count)] for rank in range(size)]
+        assert [index for part in parts for index in part] == list(range(count))
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+    def test_ranks_beyond_the_kv_heads_have_the_head_of_their_query_heads(self) -> None:
+        num_heads, num_kv_heads, size = 16, 4, 8
+        for rank in range(size):
+            heads = range(num_heads)[Share(rank, size).of(num_heads)]
+            (kv_head,) = range(num_kv_heads)[Share(rank, size).of_kv_heads(num_kv_heads)]
+            assert {head // (num_heads // num_kv_heads) for head in heads} == {kv_head}
+
+    def test_what_ranks_hold_adds_up_to_the_product(self) -> None:
+        styles = {"layers.*.o": "rowwise", "layers.*.k_proj": "colwise"}
+        plan_of = [ShardingPlan(styles, Share(rank, 3), 3) for rank in range(3)]
+        weight, bias, x = torch.randn(9, 12), torch.randn(9), torch.randn(5, 12)
+        tensors = {"model.layers.10.o.weight": weight, "model.layers.10.o.bias": bias,
+                   "model.layers.10.k_proj.weight": weight, "model.layers.10.k_proj.bias": bias,
+                   "model.layers.10.other.weight": weight}  # fmt: skip
+        cuts = [plan.cut(dict(tensors)) for plan in plan_of]
+        total = sum(
+            x[:, 4 * rank : 4 * rank + 4] @ cut["model.layers.10.o.weight"].T for rank, cut in enumerate(cuts)
+        )
+        torch.testing.assert_close(total, x @ weight.T, rtol=1e-5, atol=1e-5)
+        for name in ("weight", "bias"):
+            parts = [cut[f"model.layers.10.k_proj.{name}"] for cut in cuts]
+            torch.testing.assert_close(torch.cat(parts), tensors[f"model.layers.10.k_proj.{name}"])
+        assert all(cut["model.layers.10.o.bias"] is bias for cut in cuts)
+        assert all(cut["model.layers.10.other.weight"] is weight for cut in cuts)

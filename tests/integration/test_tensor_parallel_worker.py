@@ -1,0 +1,148 @@
+"""A worker whose model is spread over two processes: served by a real server, and one of the two killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from producer.wire.outputs import Result
+from tests.worker.harness import (
+    QueueClient,
+    WorkerProcess,
+    eventually,
+    process_settings,
+    running_worker,
+    worker_config,
+)
+
+PATIENCE_S = 280.0
+"""Two processes load torch, and kernels may have to be compiled first."""
+PROMPT = [5, 17, 42, 99, 3, 64]
+TOKENS = 900
+JOBS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"seed": 7, "temperature": 0.9, "top_p": 0.95},
+    {"seed": 8, "temperature": 0.9, "n": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def settings(model: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "model": str(model), "num_kv_blocks": 512, "max_num_seqs": 16, "num_threads": 1, "device": "cpu",
+        "checkpoint_s": 0.05, "checkpoint_tokens": 8, **more,
+    }  # fmt: skip
+
+
+def submit(client: QueueClient) -> list[str]:
+    common = {"model": "tiny", "prompt_token_ids": PROMPT, "max_tokens": TOKENS, "ignore_eos": True}
+    return client.submit(*(common | options for options in JOBS))
+
+
+def rank_processes(worker: WorkerProcess) -> list[psutil.Process]:
+    children = psutil.Process(worker.process.pid).children(recursive=True)
+    return [child for child in children if "engine.execution.parallel.rank_process" in child.cmdline()]
+
+
+def results(client: QueueClient, ids: list[str]) -> list[Result]:
+    values = [outcome.value() for outcome in client.wait(ids, PATIENCE_S)]
+    return [value for value in values if value is not None]
+
+
+def test_a_killed_rank_ends_its_worker_and_another_finishes_the_jobs(
+    valkey_url: str, queue_name: str, model: Path, tmp_path: Path
+) -> None:
+    client = QueueClient(valkey_url, queue_name)
+    parallel = settings(model, tensor_parallel_size=2)
+    first = WorkerProcess(process_settings(valkey_url, queue_name, **parallel), tmp_path / "first.log")
+    try:
+        ids = submit(client)
+        eventually(
+            lambda: first.process.poll() is not None or all(client.generated(job_id) >= 16 for job_id in ids),
+            "checkpoints",
+            PATIENCE_S,
+        )
+        assert first.process.poll() is None, first.log()
+        (rank,) = rank_processes(first)
+        os.kill(rank.pid, signal.SIGKILL)
+        assert first.wait() == 1
+        log = first.log()
+    finally:
+        first.kill()
+    assert "the process of rank 1 was ended by SIGKILL" in log
+    assert not psutil.pid_exists(rank.pid)
+    interrupted = [job_id for job_id in ids if not client.status(job_id).done]
+    assert interrupted, "the jobs were too short for this machine"
+
+    # Any worker will do: one process computes the same function.
+    with running_worker(worker_config(valkey_url, queue_name, **settings(model)), PATIENCE_S):
+        finished = results(client, ids)
+        alone = results(client, submit(client))
+    assert [[o.token_ids for o in result.outputs] for result in finished] == [
+        [o.token_ids for o in result.outputs] for result in alone
+    ]
+    assert sum(result.resumed_tokens for result in finished) >= 16 * len(interrupted)
+    assert {result.tier for result in finished} == {"token"}
+    client.redis.close()
+
+
+def test_a_rank_that_dies_while_there_is_nothing_to_do_is_noticed(
+    valkey_url: str, queue_name: str, model: Path, tmp_path: Path
+) -> None:
+    client = QueueClient(valkey_url, queue_name)
+    parallel = settings(model, tensor_parallel_size=2)
+    worker = WorkerProcess(process_settings(valkey_url, queue_name, **parallel), tmp_path / "idle.log")
+    try:
+        eventually(
+            lambda: (
+                worker.process.poll() is not None or any(info.state == "ready" for info in client.workers())
+            ),
+            "the worker to be ready",
+            PATIENCE_S,
+        )
+        (rank,) = rank_processes(worker)
+        os.kill(rank.pid, signal.SIGKILL)
+        assert worker.wait() == 1
+    finally:
+        worker.kill()
+    assert "the process of rank 1 was ended by SIGKILL" in worker.log()
+    client.redis.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["drained", "killed"])
+def test_ranks_end_with_their_worker(
+    number: int, valkey_url: str, queue_name: str, model: Path, tmp_path: Path
+) -> None:
+    """Also in the middle of steps; a drain lets them run on for the last ones."""
+    client = QueueClient(valkey_url, queue_name)
+    parallel = settings(model, tensor_parallel_size=2, drain_grace_s=0.0)
+    worker = WorkerProcess(process_settings(valkey_url, queue_name, **parallel), tmp_path / "ended.log")
+    try:
+        ids = submit(client)
+        eventually(lambda: all(client.generated(job_id) >= 16 for job_id in ids), "checkpoints", PATIENCE_S)
+        (rank,) = rank_processes(worker)
+        worker.signal(number)
+        assert worker.wait() == (0 if number == signal.SIGTERM else -number)
+        eventually(lambda: not psutil.pid_exists(rank.pid), "the rank to end")
+    finally:
+        worker.kill()
+    client.redis.close()

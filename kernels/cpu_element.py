@@ -27,9 +27,7 @@ ELEMENTS: dict[torch.dtype, Any] = {
     torch.int8: np.int8(0),
     torch.float8_e4m3fn: np.uint8(0),
 }
-BIASED_BYTE = np.uint32(0)
-"""No cache's: an integer in [-128, 127] as the byte 128 above it. For storing only."""
-_BITS = {types.float32: 32, types.int16: 16, types.uint16: 16, types.int8: 8, types.uint8: 8, types.uint32: 8}
+_BITS = {types.float32: 32, types.int16: 16, types.uint16: 16, types.int8: 8, types.uint8: 8}
 
 
 class _Lanes:
@@ -83,9 +81,6 @@ class _Lanes:
         elif element == types.int8:
             whole = builder.fptosi(self.call("rint", value), self.type(_I32))
             value = builder.trunc(whole, self.type(_I8))
-        elif element == types.uint32:
-            whole = builder.fptosi(self.call("rint", value), self.type(_I32))
-            value = builder.trunc(builder.add(whole, self.constant(_I32, 128)), self.type(_I8))
         elif element == types.uint8:
             value = self._to_e4m3(value)
         builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=_BITS[element] // 8)

@@ -52,17 +52,19 @@ NUMBERS_PER_THREAD = 16384
 _OPTIONS: dict[str, Any] = {"fastmath": {"nsz", "arcp", "contract", "afn", "reassoc"}, "nogil": True}
 
 
-def jit(function: Callable[..., Any] | None = None, *, parallel: bool = False) -> Any:
+def jit(function: Callable[..., Any] | None = None, *, parallel: bool = False, exact: bool = False) -> Any:
     """Compile lazily, for the argument types of the first call, keeping the machine code on disk where possible.
 
     NaN and infinity keep their meaning (masked scores are -inf); sums may be reordered, the same way every call.
+    `exact`: every operation is IEEE's, in the order written, divisions included.
     """
     if function is None:
-        return lambda f: jit(f, parallel=parallel)
+        return lambda f: jit(f, parallel=parallel, exact=exact)
+    options = {**_OPTIONS, "fastmath": False} if exact else _OPTIONS
     try:
-        return numba.njit(cache=True, parallel=parallel, **_OPTIONS)(function)
+        return numba.njit(cache=True, parallel=parallel, **options)(function)
     except RuntimeError:  # nowhere to keep it
-        return numba.njit(parallel=parallel, **_OPTIONS)(function)
+        return numba.njit(parallel=parallel, **options)(function)
 
 
 def _launch_threads() -> None:
@@ -110,6 +112,7 @@ def _pointer_intrinsic(element: Any) -> Any:
 f32_pointer = _pointer_intrinsic(types.float32)
 i32_pointer = _pointer_intrinsic(types.int32)
 i64_pointer = _pointer_intrinsic(types.int64)
+f64_pointer = _pointer_intrinsic(types.float64)
 
 
 @intrinsic

@@ -1,16 +1,21 @@
-"""Linear layers of 8-bit integers: weights with a scale per output channel, activations with a scale per token.
+"""Linear layers of 8-bit integers: weights and activations with scales of their own, sums exact.
 
 One activation scale for the whole batch, as torch's own dynamic quantisation has, would let a neighbour's outlier
-change what a request gets. Products of integers are exact, so a row's result depends on that row alone.
+change what a request gets. On CPU scales stand for groups of inputs (`kernels.grouped_int8`); on CUDA, where the
+library's product has no groups, for a whole row, which costs accuracy (docs/quantization.md).
 """
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import nn
 
+from kernels import grouped_int8
+from kernels.layer_cache import SMALLEST_PEAK
+
 LIMIT = 127.0
-_SMALLEST_PEAK = 1e-30  # a row of zeros needs a scale too
 # cuBLAS multiplies int8 only from this many rows on.
 _FEWEST_CUDA_ROWS = 32
 
@@ -21,33 +26,61 @@ class Int8Linear(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.in_features, self.out_features = weight.shape[1], weight.shape[0]
-        numbers, self._scales = quantise_rows(weight.detach())
-        self._bias = None if bias is None else bias.detach().float().contiguous()
-        self._is_cuda = weight.is_cuda
-        if self._is_cuda:
-            self._numbers = numbers.t()
+        weight = weight.detach()
+        bias = None if bias is None else bias.detach().float().contiguous()
+        self._product: nn.Module
+        if weight.is_cuda:
+            self._product = _CudaProduct(weight, bias)
+        elif importlib.util.find_spec("numba") is not None:
+            self._product = _PackedProduct(weight, bias)
         else:
-            self._numbers = torch.ops.onednn.qlinear_prepack(numbers.contiguous(), None)
-            self._zero_points = torch.zeros(self.out_features, dtype=torch.int32)
+            self._product = _PlainProduct(weight, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
-        out = self._on_cuda(rows) if self._is_cuda else self._on_cpu(rows)
+        out: torch.Tensor = self._product(rows)
         return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
-    def _on_cpu(self, rows: torch.Tensor) -> torch.Tensor:
-        from kernels import cpu_quantize
 
-        numbers, scales = cpu_quantize.quantise_rows(rows.float())
-        # The product's own activation scale is one for the batch: 1 here, and every row is scaled afterwards.
-        out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
-            numbers, 1.0, cpu_quantize.ZERO_POINT, self._numbers, self._scales, self._zero_points, None,
-            1.0, 0, torch.float32, "none", [], "",
-        )  # fmt: skip
-        out *= scales[:, None]
-        return out if self._bias is None else out.add_(self._bias)
+class _PackedProduct(nn.Module):
+    """By our own kernel, on any CPU."""
 
-    def _on_cuda(self, rows: torch.Tensor) -> torch.Tensor:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        from kernels import cpu_int8_matmul
+
+        cpu_int8_matmul.warm_up()
+        self._multiply = cpu_int8_matmul.multiply
+        self._out_features = len(weight)
+        self.packed = cpu_int8_matmul.pack(weight)
+        self.bias = torch.zeros(len(self.packed) * cpu_int8_matmul.PANEL)
+        if bias is not None:
+            self.bias[: self._out_features] = bias
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._multiply(rows.float(), self.packed, self.bias, self._out_features)
+
+
+class _PlainProduct(nn.Module):
+    """The same numbers by torch alone, slowly: where the kernels' compiler is not installed."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self._numbers, self._scales = grouped_int8.quantise(weight)
+        self._bias = bias
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return grouped_int8.multiply(rows, self._numbers, self._scales, self._bias)
+
+
+class _CudaProduct(nn.Module):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        numbers, self._scales = quantise_rows(weight)
+        self._numbers = numbers.t()
+        self._bias = bias
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
         numbers, scales = quantise_rows(rows)
         num_rows = len(numbers)
         if num_rows < _FEWEST_CUDA_ROWS:
@@ -59,5 +92,5 @@ class Int8Linear(nn.Module):
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """int8 numbers and fp32 scales [num_rows] of a matrix, to nearest: x ~ numbers * scales[:, None]."""
     x = x.float()
-    scales = x.abs().amax(dim=1).clamp(min=_SMALLEST_PEAK) / LIMIT
+    scales = x.abs().amax(dim=1).clamp(min=SMALLEST_PEAK) / LIMIT
     return (x / scales[:, None]).round().to(torch.int8), scales

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from engine.execution.kv_cache import KVCacheShape, num_blocks_for
 from engine.execution.quantization import Int8Linear, quantise_rows
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
-from kernels import cpu_quantize
+from kernels import grouped_int8
 from kernels.layer_cache import FP8
 
 TINY = {
@@ -36,34 +37,39 @@ def make_llm(directory: str, **options: Any) -> LLM:
     return LLM(directory, **{**defaults, **options})
 
 
-@pytest.mark.parametrize("size", [7, 64, 576])
-@pytest.mark.parametrize("num_rows", [1, 5, 200])
-def test_rows_are_quantised_to_nearest_with_a_scale_each(num_rows: int, size: int) -> None:
-    torch.manual_seed(42)
-    x = torch.randn(num_rows, size + 1)[:, 1:] * torch.rand(num_rows, 1) * 9
-    x[0] = 0.0
-    numbers, scales = cpu_quantize.quantise_rows(x)
-    assert numbers.dtype is torch.uint8
-    torch.testing.assert_close(scales[1:], x[1:].abs().amax(1) / 127, rtol=1e-6, atol=0)
-    restored = (numbers.float() - cpu_quantize.ZERO_POINT) * scales[:, None]
-    assert ((restored - x).abs() <= scales[:, None] * 0.50001).all()
-    assert (numbers[0] == cpu_quantize.ZERO_POINT).all()
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_a_product_is_exact_in_integers(num_rows: int, has_bias: bool) -> None:
+def test_a_layer_is_its_kernels_product(has_bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(42)
-    weight, x = torch.randn(96, 80), torch.randn(1, num_rows, 80)
-    bias = torch.randn(96) if has_bias else None
-    numbers, scales = cpu_quantize.quantise_rows(x[0])
-    weight_numbers, weight_scales = quantise_rows(weight)
-    exact = (numbers.long() - cpu_quantize.ZERO_POINT) @ weight_numbers.long().t()
-    expected = exact.double() * scales.double()[:, None] * weight_scales.double()
-    expected += 0.0 if bias is None else bias.double()
+    weight, x = torch.randn(96, 80).to(dtype), torch.randn(1, 33, 80).to(dtype)
+    bias = torch.randn(96).to(dtype) if has_bias else None
     out = Int8Linear(weight, bias)(x)
-    assert out.shape == (1, num_rows, 96)
-    torch.testing.assert_close(out[0].double(), expected, rtol=1e-5, atol=1e-5)
+    assert out.shape == (1, 33, 96)
+    assert out.dtype is dtype
+    expected = grouped_int8.multiply(x[0], *grouped_int8.quantise(weight), bias)
+    assert torch.equal(out[0], expected.to(dtype))
+
+
+def test_without_the_compiler_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(42)
+    weight, bias, x = torch.randn(96, 80), torch.randn(96), torch.randn(5, 80)
+    compiled = Int8Linear(weight, bias)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *rest: None if name == "numba" else find_spec(name, *rest)
+    )
+    plain = Int8Linear(weight, bias)
+    assert type(plain._product) is not type(compiled._product)
+    assert torch.equal(plain(x), compiled(x))
+
+
+def test_rows_for_cuda_are_quantised_to_nearest_with_a_scale_each() -> None:
+    torch.manual_seed(42)
+    x = torch.randn(9, 80) * torch.rand(9, 1)
+    x[0] = 0.0
+    numbers, scales = quantise_rows(x)
+    assert ((numbers * scales[:, None] - x).abs() <= scales[:, None] * 0.50001).all()
+    assert (numbers[0] == 0).all()
 
 
 def test_an_outlier_in_one_row_changes_no_other() -> None:

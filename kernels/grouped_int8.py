@@ -1,0 +1,70 @@
+"""8-bit integers with a scale per row and group of columns: the definition, and the product's plain torch twin.
+
+Small groups keep an outlier's harm small: with one scale for a whole row of activations a model's perplexity suffers
+by percents, with groups of 32 by less than half of one (docs/quantization.md).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kernels.layer_cache import SMALLEST_PEAK
+
+GROUP = 32  # columns that share a scale
+LIMIT = 127.0
+
+
+def num_groups(size: int) -> int:
+    return -(-size // GROUP)
+
+
+def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 numbers [num_rows, num_groups, GROUP] and fp32 scales [num_rows, num_groups], to nearest.
+
+    x [num_rows, size] ~ numbers * scales; past `size` the last group's numbers are 0. A group that holds anything
+    that is not finite gets the scale NaN.
+    """
+    num_rows, size = x.shape
+    groups = torch.nn.functional.pad(x.float(), (0, -size % GROUP)).view(num_rows, num_groups(size), GROUP)
+    peaks = groups.abs().amax(dim=2)
+    is_finite = peaks.isfinite()
+    peaks = peaks.clamp(min=SMALLEST_PEAK)
+    limits = torch.full_like(peaks, LIMIT)  # a tensor: torch multiplies with a number's reciprocal
+    factors = limits / peaks
+    numbers = (groups * factors[..., None]).round().where(is_finite[..., None], 0.0).to(torch.int8)
+    return numbers, (peaks / limits).where(is_finite, math.nan)
+
+
+def multiply(
+    x: torch.Tensor, weight_numbers: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x [num_rows, in_features] quantised, times a quantised weight, plus bias; [num_rows, out_features] fp32.
+
+    Sums within a group are integers, exact; the groups are added in their order, each with one rounding.
+    """
+    numbers, scales = quantise(x)
+    out = torch.zeros(len(x), len(weight_numbers), device=x.device)
+    out = out if bias is None else out + bias.float()
+    for group in range(numbers.shape[1]):
+        # Below 2 ** 24, every sum of integers is exact in fp32, in any order.
+        sums = numbers[:, group].float() @ weight_numbers[:, group].float().t()
+        factors = scales[:, group, None] * weight_scales[:, group]
+        out = _multiply_add(sums, factors, out)
+    return out
+
+
+def _multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """fp32 a * b + c with one rounding, for integers `a` below 2 ** 24.
+
+    The product is exact in fp64. Their sum is rounded to odd there, after which the second rounding, to fp32, comes
+    out as the only one would (Boldo and Melquiond 2008, "Emulation of a FMA and correctly rounded sums").
+    """
+    product, term = a.double() * b.double(), c.double()
+    total = product + term
+    rest = total - product
+    error = (product - (total - rest)) + (term - rest)
+    is_even = total.view(torch.int64) & 1 == 0
+    other = torch.nextafter(total, error.sign() * math.inf)
+    return torch.where((error != 0) & is_even, other, total).float()

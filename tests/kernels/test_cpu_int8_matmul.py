@@ -1,0 +1,183 @@
+"""Products of 8-bit integers: the packed kernel against its plain twin, bit by bit, and the twin against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import cpu_int8_matmul, grouped_int8
+from kernels.cpu_int8_matmul import PANEL
+from kernels.cpu_jit import jit
+from kernels.grouped_int8 import GROUP
+
+portable_tile = cpu_int8_matmul.make_tile(3, cpu_int8_matmul.multiply_parts)
+fast_tile = cpu_int8_matmul.make_tile(3, cpu_int8_matmul.multiply_bytes)
+
+
+@jit
+def _run_portable(sums, rows, row_stride, panel, num_groups):
+    portable_tile(sums, rows, row_stride, panel, num_groups, panel, 0)
+
+
+@jit
+def _run_fast(sums, rows, row_stride, panel, num_groups):
+    fast_tile(sums, rows, row_stride, panel, num_groups, panel, 0)
+
+
+@pytest.fixture(autouse=True)
+def _two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def make(in_features: int, out_features: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(weight, packed, bias), the bias with NaN where no channel is."""
+    weight = torch.randn(out_features, in_features) * torch.rand(out_features, 1)
+    packed = cpu_int8_matmul.pack(weight)
+    bias = torch.full((len(packed) * PANEL,), torch.nan)
+    bias[:out_features] = torch.randn(out_features)
+    return weight, packed, bias
+
+
+def activations(num_rows: int, in_features: int) -> torch.Tensor:
+    """Rows of different sizes, with outliers and zeros, and a stride of their own."""
+    x = torch.randn(num_rows, in_features + 3)[:, 1:-2] * torch.rand(num_rows, 1) * 10
+    x[torch.rand(x.shape) < 0.01] *= 100
+    x[torch.rand(x.shape) < 0.1] = 0.0
+    return x
+
+
+def assert_same_bits(left: torch.Tensor, right: torch.Tensor) -> None:
+    assert left.shape == right.shape
+    assert torch.equal(left.contiguous().view(torch.int32), right.contiguous().view(torch.int32))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_rows=st.integers(1, 60),
+    in_features=st.integers(1, 330),
+    out_features=st.integers(1, 100),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_the_twin_bit_by_bit(num_rows, in_features, out_features, seed):
+    torch.manual_seed(seed)
+    weight, packed, bias = make(in_features, out_features)
+    x = activations(num_rows, in_features)
+    out = cpu_int8_matmul.multiply(x, packed, bias, out_features)
+    assert_same_bits(out, grouped_int8.multiply(x, *grouped_int8.quantise(weight), bias[:out_features]))
+
+
+@pytest.mark.parametrize(("in_features", "out_features"), [(576, 960), (1536, 64), (14336, 40)])
+def test_equals_the_twin_at_sizes_of_models(in_features, out_features):
+    torch.manual_seed(42)
+    weight, packed, bias = make(in_features, out_features)
+    x = activations(141, in_features)
+    out = cpu_int8_matmul.multiply(x, packed, bias, out_features)
+    assert_same_bits(out, grouped_int8.multiply(x, *grouped_int8.quantise(weight), bias[:out_features]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(num_rows=st.integers(1, 9), size=st.integers(1, 200), seed=st.integers(0, 2**31))
+def test_the_twin_is_exact_but_for_the_rounding_of_its_operands(num_rows, size, seed):
+    torch.manual_seed(seed)
+    x, weight, bias = activations(num_rows, size), torch.randn(7, size), torch.randn(7)
+    numbers, scales = grouped_int8.quantise(x)
+    restored = (numbers.double() * scales.double()[..., None]).flatten(1)
+    assert (restored[:, size:] == 0.0).all()
+    steps = scales.repeat_interleave(GROUP, dim=1)[:, :size]
+    assert ((restored[:, :size] - x).abs() <= 0.50001 * steps).all(), "not to nearest"
+    assert numbers.abs().amax() <= 127
+    weight_numbers, weight_scales = grouped_int8.quantise(weight)
+    exact = restored @ (weight_numbers.double() * weight_scales.double()[..., None]).flatten(1).t() + bias
+    out = grouped_int8.multiply(x, weight_numbers, weight_scales, bias)
+    size_of_terms = restored.abs() @ torch.full((restored.shape[1], 7), 4.0, dtype=torch.float64) + 4
+    assert ((out.double() - exact).abs() <= 1e-6 * size_of_terms).all()
+
+
+def test_a_group_costs_its_own_precision_alone():
+    """An outlier of 1e4: its group is lost, the others are not."""
+    torch.manual_seed(42)
+    x = torch.randn(1, 2 * GROUP)
+    x[0, 3] = 1e4
+    numbers, scales = grouped_int8.quantise(x)
+    restored = (numbers * scales[..., None]).flatten(1)
+    assert (restored[0, 4:GROUP] == 0.0).all()
+    torch.testing.assert_close(restored[0, GROUP:], x[0, GROUP:], rtol=0, atol=0.02)
+
+
+def test_a_row_depends_neither_on_its_neighbours_nor_on_the_threads():
+    torch.manual_seed(42)
+    _, packed, bias = make(800, 200)
+    x = activations(300, 800)
+    whole = cpu_int8_matmul.multiply(x, packed, bias, 200)
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for num_rows in [*range(1, 31), 56, 57, 141]:
+            first = (37 * num_rows) % (301 - num_rows)
+            part = cpu_int8_matmul.multiply(x[first : first + num_rows], packed, bias, 200)
+            assert_same_bits(part, whole[first : first + num_rows])
+
+
+def test_rows_that_do_not_fit_the_cache_together():
+    """Blocks of rows: many rows of many inputs."""
+    torch.manual_seed(42)
+    _, packed, bias = make(9000, 33)
+    x = activations(120, 9000)
+    whole = cpu_int8_matmul.multiply(x, packed, bias, 33)
+    for row in (0, 57, 58, 119):
+        assert_same_bits(cpu_int8_matmul.multiply(x[row : row + 1], packed, bias, 33), whole[row : row + 1])
+
+
+@pytest.mark.parametrize("in_features", [64, 100])
+def test_what_is_not_finite_stays_in_its_row(in_features):
+    torch.manual_seed(42)
+    weight, packed, bias = make(in_features, 40)
+    x = activations(20, in_features)
+    clean = cpu_int8_matmul.multiply(x, packed, bias, 40)
+    x[3, 5], x[11, 0], x[17, in_features - 1] = torch.nan, -torch.inf, torch.inf
+    out = cpu_int8_matmul.multiply(x, packed, bias, 40)
+    bad = [3, 11, 17]
+    assert out[bad].isnan().all()
+    others = [row for row in range(20) if row not in bad]
+    assert torch.equal(out[others], clean[others])
+    twin = grouped_int8.multiply(x, *grouped_int8.quantise(weight), bias[:40])
+    assert twin[bad].isnan().all()
+
+
+def test_zeros_and_the_smallest_numbers():
+    _, packed, bias = make(70, 3)
+    bias[:3] = 0.0
+    x = torch.zeros(4, 70)
+    x[1], x[2, 69], x[3, 0] = 1e-38, 1e-45, 1e37
+    out = cpu_int8_matmul.multiply(x, packed, bias, 3)
+    assert (out[:1] == 0.0).all()
+    assert out.isfinite().all()
+
+
+def test_no_rows():
+    _, packed, bias = make(8, 40)
+    assert cpu_int8_matmul.multiply(torch.empty(0, 8), packed, bias, 40).shape == (0, 40)
+
+
+def test_weights_take_little_more_than_a_byte_each():
+    packed = cpu_int8_matmul.pack(torch.zeros(960, 576))
+    assert packed.nbytes <= 960 * 576 * 1.13
+
+
+@pytest.mark.skipif(not cpu_int8_matmul.has_byte_products(), reason="compares with AVX-512 VNNI")
+def test_a_cpu_without_byte_products_computes_the_same():
+    torch.manual_seed(42)
+    num_groups = 5
+    _, packed, _ = make(num_groups * GROUP, PANEL)
+    rows = cpu_int8_matmul.quantise_rows(activations(3, num_groups * GROUP))
+    results = []
+    for run in (_run_portable, _run_fast):
+        sums = torch.ones(3, PANEL)
+        run(sums.data_ptr(), rows.data_ptr(), rows.stride(0), packed.data_ptr(), num_groups)
+        results.append(sums)
+    assert_same_bits(*results)
+    assert (results[0] != 1.0).all()

@@ -1,0 +1,200 @@
+"""Ray Data through the queue: the rows of a dataset as jobs, their results as columns.
+
+    from producer.ray_data import through_queue
+
+    def job(row):
+        return {"model": "model", "prompt": f"Label this: {row['text']}", "max_tokens": 8, "temperature": 0.0}
+
+    labelled = through_queue(ray.data.read_parquet("rows/"), job, run="labels-2026-11")
+
+Ray's actors hold no model: they submit and wait, and the workers of the queue compute. A job's id follows from the run
+and from what the job computes, so a batch that Ray gives to another actor, after a kill or a lost node, finds its jobs
+where they are: finished ones are read, others waited for, none runs twice. Every row that went in comes out once.
+
+Importing this loads neither Ray nor numpy; `pip install 'pagemill[ray]'` brings Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from producer import preparing
+from producer.client import Producer
+from producer.preparing import JobLike
+from producer.wire.errors import InvalidJob, JobError, JobNotFound, ResultExpired
+from producer.wire.outputs import Result
+from producer.wire.protocol import Job
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+JobOfRow: TypeAlias = Callable[[Mapping[str, Any]], JobLike]
+Batch: TypeAlias = Mapping[str, Sequence[Any]]
+
+OUTPUT_COLUMNS = ("output", "finish_reason", "error", "prompt_tokens", "completion_tokens")
+"""`error` is the code of a job without a result, and empty otherwise; then `output` is what there is, or empty."""
+WINDOW = 256
+BATCH_ROWS = 1024
+SUBMISSIONS = 3
+"""Of jobs that the server has lost, before that is an error."""
+
+
+def through_queue(
+    dataset: Dataset,
+    job: JobOfRow,
+    *,
+    run: str,
+    url: str | None = None,
+    queue: str = "default",
+    tenant: str = "default",
+    actors: int = 2,
+    window: int = WINDOW,
+    batch_rows: int = BATCH_ROWS,
+    num_cpus: float = 0.1,
+) -> Dataset:
+    """The dataset with OUTPUT_COLUMNS added to every row; lazy, as all of Ray Data.
+
+    `job` makes a job's fields of a row. `run` names the work: under the same name nothing that has ended is
+    computed again, failed rows included; another name begins anew. `actors` times `window` jobs are in the
+    queue at once: twice what the workers run together keeps them busy. Equal rows are one job, also where they
+    are sampled; a job's `key` tells them apart. Without `url`, PAGEMILL_REDIS_URL in the
+    actors' environment says where Redis is, and PAGEMILL_HMAC_KEYS there signs the jobs.
+
+    Raises InvalidJob for options that make no sense; in the actors, whatever a Producer raises.
+    """
+    from ray.data import ActorPoolStrategy
+
+    options: dict[str, Any] = {"run": run, "url": url, "queue": queue, "tenant": tenant, "window": window}
+    QueueActor(job, **options).close()  # says here, and not on every node, what is wrong with them
+    if actors < 1 or batch_rows < 1:
+        raise InvalidJob("actors and batch_rows are 1 or more")
+    return dataset.map_batches(
+        QueueActor,
+        fn_constructor_args=(job,),
+        fn_constructor_kwargs=options,
+        batch_size=batch_rows,
+        batch_format="numpy",
+        compute=ActorPoolStrategy(size=actors),
+        num_cpus=num_cpus,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row's job, under the id that every actor gives it; or why it is none."""
+
+    job_id: str
+    job: Job | None
+    code: str = ""
+
+
+class QueueActor:
+    """What Ray Data calls with one batch of rows after the other; for `map_batches` with options of one's own."""
+
+    def __init__(
+        self,
+        job: JobOfRow,
+        *,
+        run: str,
+        url: str | None = None,
+        queue: str = "default",
+        tenant: str = "default",
+        window: int = WINDOW,
+    ) -> None:
+        """As `through_queue`. Connects with the first batch."""
+        if window < 1:
+            raise InvalidJob("window is 1 or more")
+        self._job = job
+        self._run = preparing.check_id(run)
+        self._window = window
+        self._tenant = tenant
+        self._producer = Producer(url, queue=queue, tenant=tenant)
+
+    def __call__(self, batch: Batch) -> dict[str, Any]:
+        """The batch with OUTPUT_COLUMNS, in its order. Returns when every row's job has ended."""
+        if taken := [name for name in OUTPUT_COLUMNS if name in batch]:
+            raise InvalidJob(f"the rows have columns {', '.join(taken)} already; rename them first")
+        rows = [self._prepared(row) for row in _rows(batch)]
+        jobs = {row.job_id: row.job for row in rows if row.job is not None}
+        ended = {job_id: _columns(end) for job_id, end in self._ends(jobs)}
+        found = [ended[row.job_id] if row.job is not None else _columns(row.code) for row in rows]
+        added = {name: [columns[i] for columns in found] for i, name in enumerate(OUTPUT_COLUMNS)}
+        return {**batch, **added}
+
+    def close(self) -> None:
+        self._producer.close()
+
+    def _prepared(self, row: Mapping[str, Any]) -> _Row:
+        try:
+            given = self._job(row)
+            if not isinstance(given, Job):
+                given = Job.parse({"tenant": self._tenant, **given})
+            elif "tenant" not in given.model_fields_set:
+                given = given.model_copy(update={"tenant": self._tenant})
+            # Equal work of a tenant is one job, in whichever batches Ray puts its rows.
+            key = given.key or f"{given.tenant}-{given.digest()}"
+            keyed = given.model_copy(update={"key": key})
+            keyed.to_payload()  # too large is said here
+        except InvalidJob as error:
+            return _Row("", None, error.code)
+        return _Row(preparing.item_id(self._run, key), keyed)
+
+    def _ends(self, jobs: Mapping[str, Job]) -> Iterator[tuple[str, Result | str]]:
+        """Each job's result or error code; never more than a window of them is under way."""
+        ids = list(jobs)
+        step = max(1, self._window // 4)
+        sent = 0
+        for collected, job_id in enumerate(ids):
+            while sent < len(ids) and sent - collected <= self._window - step:
+                self._submit(jobs[name] for name in ids[sent : sent + step])
+                sent += step
+            yield job_id, self._end(job_id, jobs[job_id])
+
+    def _submit(self, jobs: Iterable[Job]) -> None:
+        # All under one batch id: from it and the key an item's id is made. Waits while the queue is full.
+        self._producer.submit_many(jobs, batch_id=self._run, on_full="block")
+
+    def _end(self, job_id: str, job: Job) -> Result | str:
+        for _ in range(SUBMISSIONS):
+            try:
+                return self._producer.job(job_id).result()
+            except JobError as error:
+                return error.code or error.state
+            except (JobNotFound, ResultExpired):
+                self._submit([job])  # does nothing where the batch remembers that this one was freed
+        raise JobNotFound(
+            f"job {job_id} of run {self._run} was done before, and its result has been removed: name another run"
+        )
+
+
+def forget(run: str, url: str | None = None, *, queue: str = "default") -> int:
+    """Free what the server keeps of a run's results once the dataset is stored elsewhere; returns how many.
+
+    Otherwise they are kept for 7 days. The run's name is used up then: its rows would be looked for in vain.
+    Waits for jobs that have not ended. Raises JobNotFound for a run that nobody has begun.
+    """
+    with Producer(url, queue=queue) as producer:
+        batch = producer.batch(preparing.check_id(run))
+        freed, cursor = 0, None
+        for item in batch.results():
+            cursor = item.cursor
+        if cursor is not None:
+            freed = batch.ack(cursor)
+        return freed
+
+
+def _rows(batch: Batch) -> Iterator[dict[str, Any]]:
+    """The batch's rows, with Python's own numbers and strings where numpy has scalars."""
+    for values in zip(*batch.values(), strict=True):
+        plain = (value.item() if getattr(value, "shape", None) == () else value for value in values)
+        yield dict(zip(batch, plain, strict=True))
+
+
+def _columns(end: Result | str) -> tuple[str, str, str, int, int]:
+    """A row's values for OUTPUT_COLUMNS: always of the same types, so that all blocks have one schema."""
+    if isinstance(end, str):
+        return "", "", end, 0, 0
+    usage = end.usage
+    return end.text, end.finish_reason or "", "", usage.prompt_tokens, usage.completion_tokens

@@ -24,7 +24,7 @@ from producer.client import Producer
 from producer.dataset import report
 from producer.dataset.bar import RunBar
 from producer.dataset.recipe import Recipe
-from producer.dataset.rows import DatasetError, Format, RowError, open_source
+from producer.dataset.rows import DatasetError, DiskFailed, Format, RowError, open_source
 from producer.dataset.run import DatasetRun
 from producer.dataset.summary import Summary
 from producer.dataset.tokens import TokenCounter
@@ -186,9 +186,12 @@ def reported(out: Path) -> Any:
     again = "run the same command again to go on; nothing that was done is lost"
     try:
         yield
-    except (DatasetError, WorkerFailed) as error:
+    except (DiskFailed, WorkerFailed) as error:
         say(str(error))
-        raise typer.Exit(cli.EXIT_USAGE if isinstance(error, DatasetError) else EXIT_INCOMPLETE) from None
+        raise typer.Exit(EXIT_INCOMPLETE) from None
+    except DatasetError as error:
+        say(str(error))
+        raise typer.Exit(cli.EXIT_USAGE) from None
     except TooManyErrors as error:
         say(f"{error}\n{again}")
         raise typer.Exit(EXIT_INCOMPLETE) from None
@@ -268,7 +271,8 @@ def _finish(dataset: DatasetRun, summary: Summary, *, estimate: bool) -> None:
         say(f"{summary.unfinished:,} rows are unfinished; run the same command again")
         raise typer.Exit(EXIT_INCOMPLETE)
     if summary.failed:
-        say(f"{summary.failed:,} rows failed; the reasons are in {dataset.errors_path}")
+        rows = "1 row" if summary.failed == 1 else f"{summary.failed:,} rows"
+        say(f"{rows} failed, the first: {summary.first_failure}\nAll reasons are in {dataset.errors_path}")
         raise typer.Exit(EXIT_FAILED_ROWS)
 
 

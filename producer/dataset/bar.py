@@ -55,11 +55,11 @@ class RunBar:
         """Mean KV utilisation and mean waste (slots of blocks in use that hold no token) of the run."""
         return self._kv.mean(KV_METRIC), self._kv.mean(WASTE_METRIC)
 
-    def update(self, tally: Tally, done_before: int = 0) -> None:
-        """Show the tally. `done_before`: rows that an earlier start had finished."""
+    def update(self, tally: Tally) -> None:
+        """Show the tally."""
         now = time.monotonic()
         text = self._figures(tally, max(1e-3, now - self._started))
-        done = done_before + tally.succeeded + tally.failed
+        done = tally.settled + tally.succeeded + tally.failed
         self._progress.update(self._task, completed=done, figures=text)
         if self._progress.disable and not self._is_quiet and now - self._logged >= LOG_INTERVAL_S:
             self._logged = now

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import secrets
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from producer.dataset.rows import DatasetError, Row, RowError
+from producer.dataset.rows import DatasetError, DiskFailed, Row, RowError
 
 VERSION = 1
 
@@ -50,6 +50,17 @@ class Journal:
         self.is_new = not path.exists()
         try:
             self._db = sqlite3.connect(path, isolation_level=None, timeout=0.0)
+        except sqlite3.OperationalError as error:
+            raise _explained(error, path) from error
+        try:
+            self._prepare()
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self) -> None:
+        path = self.path
+        try:
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.execute("PRAGMA temp_store = FILE")
@@ -85,22 +96,30 @@ class Journal:
             try:
                 yield
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # a full disk has SQLite roll back by itself
+                    self._db.execute("ROLLBACK")
                 raise
             self._db.execute("COMMIT")
         except sqlite3.OperationalError as error:
             raise _explained(error, self.path) from error
 
+    def _execute(self, statement: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
+        try:
+            return self._db.execute(statement, values)
+        except sqlite3.OperationalError as error:
+            raise _explained(error, self.path) from error
+
     def fact(self, name: str) -> str | None:
-        found = self._db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        found = self._execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
         return None if found is None else str(found[0])
 
     def set_facts(self, **facts: str) -> None:
-        self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", facts.items())
+        for fact in facts.items():
+            self._execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", fact)
 
     def occurrence(self, digest: str) -> int:
         """How often this content has come up in this reading of the rows, this time included."""
-        found = self._db.execute(
+        found = self._execute(
             "INSERT INTO occurrences VALUES (?, 1) "
             "ON CONFLICT (digest) DO UPDATE SET count = count + 1 RETURNING count",
             (digest,),
@@ -109,16 +128,16 @@ class Journal:
 
     def start_reading(self) -> None:
         """The rows are about to be read from the first one on."""
-        self._db.execute("DELETE FROM occurrences")
+        self._execute("DELETE FROM occurrences")
 
     def forget_pending(self) -> None:
         """Nothing is under way."""
-        self._db.execute("DELETE FROM pending")
+        self._execute("DELETE FROM pending")
 
     def forget_retryable(self) -> int:
         """Failures that another try may mend are tried again; returns how many there are."""
-        self._db.execute("UPDATE failures SET retryable = 2 WHERE retryable = 1")
-        found = self._db.execute("SELECT count(*) FROM failures WHERE retryable = 2").fetchone()
+        self._execute("UPDATE failures SET retryable = 2 WHERE retryable = 1")
+        found = self._execute("SELECT count(*) FROM failures WHERE retryable = 2").fetchone()
         return int(found[0])
 
     def needs(self, key: str) -> str | None:
@@ -126,12 +145,12 @@ class Journal:
 
         Work that is tried again gets a new name, since the batch remembers the old one.
         """
-        if self._db.execute("SELECT 1 FROM outputs WHERE key = ?", (key,)).fetchone():
+        if self._execute("SELECT 1 FROM outputs WHERE key = ?", (key,)).fetchone():
             return None
-        failed = self._db.execute("SELECT retryable, tries FROM failures WHERE key = ?", (key,)).fetchone()
+        failed = self._execute("SELECT retryable, tries FROM failures WHERE key = ?", (key,)).fetchone()
         if failed is not None and failed[0] != 2:
             return None
-        if not self._db.execute("INSERT OR IGNORE INTO pending VALUES (?)", (key,)).rowcount:
+        if not self._execute("INSERT OR IGNORE INTO pending VALUES (?)", (key,)).rowcount:
             return None
         return key if failed is None else f"{key}~{failed[1]}"
 
@@ -140,22 +159,22 @@ class Journal:
         key = name.partition("~")[0]
         if result is not None:
             text = json.dumps(result, ensure_ascii=False, separators=(",", ":"))
-            self._db.execute("INSERT OR REPLACE INTO outputs VALUES (?, ?)", (key, text))
-            self._db.execute("DELETE FROM failures WHERE key = ?", (key,))
+            self._execute("INSERT OR REPLACE INTO outputs VALUES (?, ?)", (key, text))
+            self._execute("DELETE FROM failures WHERE key = ?", (key,))
         elif failure is not None:
-            self._db.execute(
+            self._execute(
                 "INSERT INTO failures VALUES (?, ?, ?, ?, 1) ON CONFLICT (key) DO UPDATE SET code = excluded.code, "
                 "message = excluded.message, retryable = excluded.retryable, tries = tries + 1",
                 (key, failure.code, failure.message, int(failure.retryable)),
             )
-        return bool(self._db.execute("DELETE FROM pending WHERE key = ?", (key,)).rowcount)
+        return bool(self._execute("DELETE FROM pending WHERE key = ?", (key,)).rowcount)
 
     def output(self, key: str) -> dict[str, Any] | None:
-        found = self._db.execute("SELECT result FROM outputs WHERE key = ?", (key,)).fetchone()
+        found = self._execute("SELECT result FROM outputs WHERE key = ?", (key,)).fetchone()
         return None if found is None else json.loads(found[0])
 
     def failure(self, key: str) -> Failure | None:
-        found = self._db.execute(
+        found = self._execute(
             "SELECT code, message, retryable FROM failures WHERE key = ?", (key,)
         ).fetchone()
         return None if found is None else Failure(found[0], found[1], bool(found[2]))
@@ -181,7 +200,7 @@ class Journal:
             )
 
     def clear_spool(self) -> None:
-        self._db.execute("DELETE FROM spool")
+        self._execute("DELETE FROM spool")
 
     def spool_size(self) -> int:
         return int(self._db.execute("SELECT count(*) FROM spool").fetchone()[0])
@@ -204,10 +223,13 @@ def _explained(error: sqlite3.OperationalError, path: Path) -> DatasetError:
     if "locked" in text:
         return DatasetError(f"another run is writing {path}; wait for it, or choose another --out")
     if "full" in text:
-        return DatasetError(
-            f"the disk is full: {path} could not grow. Free some space and run the same command again; "
-            "nothing is lost"
+        return DiskFailed(
+            f"the disk is full: {path} could not grow, or a temporary file. "
+            "Free some space and run the same command again; nothing that was done is lost"
         )
     if "unable to open" in text:
         return DatasetError(f"{path} cannot be created: is the directory there, and writable?")
-    return DatasetError(f"{path}: {text}")
+    return DiskFailed(
+        f"{path} could not be written ({text}). Mend that and run the same command again; "
+        "nothing that was done is lost"
+    )

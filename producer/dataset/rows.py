@@ -40,6 +40,10 @@ class DatasetError(Exception):
     """The run cannot start or go on; the message says what to do."""
 
 
+class DiskFailed(DatasetError):
+    """A write was refused in the middle of a run; what had been written before is kept."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowError:
     """Why a row is not one. `raw` is what was there, cut to a sensible length."""

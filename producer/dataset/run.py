@@ -8,6 +8,7 @@ file that takes OUT's name. Running again after that takes OUT for what has been
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,10 +20,10 @@ from typing import Any
 from producer.client import Producer
 from producer.dataset.journal import Journal
 from producer.dataset.recipe import Recipe, is_deterministic, raw_text
-from producer.dataset.rows import DatasetError, MemorySource, Row, RowError, Source, open_source
+from producer.dataset.rows import DatasetError, DiskFailed, MemorySource, Row, RowError, Source, open_source
 from producer.dataset.summary import Summary
 from producer.dataset.work import WINDOW, Tally, Work, WorkLoop
-from producer.dataset.writers import META, OUTPUT, Writer, check_output, replacing
+from producer.dataset.writers import META, OUTPUT, TEXT_CELLS, Writer, check_output, replacing
 from producer.wire.protocol import Job
 
 SPOOL_ROWS = 1_000
@@ -90,8 +91,8 @@ class DatasetRun:
         check_output(self.out)
         journal = Journal(self.journal_path)
         try:
-            if self.out.exists() and journal.is_new and not self.overwrite:
-                self._adopt(journal)
+            if journal.fact("began") is None:
+                self._begin(journal)
             if isinstance(self.source, MemorySource) and not self.source.is_repeatable:
                 self.source = _spooled(self.source, journal)
             self._check(self._first_row())
@@ -120,10 +121,9 @@ class DatasetRun:
     def _rows(self) -> Iterator[Row]:
         return islice(self.source.rows(), self.limit)
 
-    def _works(self, journal: Journal) -> Iterator[Work]:
+    def _works(self, journal: Journal) -> Iterator[Work | None]:
         for _, job, name in self._jobs(journal):
-            if isinstance(job, Job):
-                yield Work(_work_key(job, name), job)
+            yield Work(_work_key(job, name), job) if isinstance(job, Job) else None
 
     def _jobs(self, journal: Journal) -> Iterator[tuple[Row, Job | RowError, str]]:
         """Every row, its job, and the name that the row's output line carries."""
@@ -184,7 +184,7 @@ class DatasetRun:
                 summary.add_unfinished()
                 return
             error = RowError(failure.code, failure.message, raw_text(row.fields or {}))
-        summary.add_failure(error.code)
+        summary.add_failure(row.number, error.code, error.message)
         errors.write({"row": row.number, "raw": error.raw, "code": error.code, "message": error.message})
 
     def _line(self, row: Row, name: str, kept: dict[str, Any]) -> dict[str, Any]:
@@ -199,24 +199,45 @@ class DatasetRun:
         columns = {name: value for name, value in (row.fields or {}).items() if name != META}
         return {**columns, self.output_column: output_value(samples), META: meta}
 
+    def _begin(self, journal: Journal) -> None:
+        """What an output that is there already tells, and that it has been read: both or neither."""
+        with journal.transaction():
+            if self.out.exists() and not self.overwrite:
+                self._adopt(journal)
+            journal.set_facts(began=str(int(time.time())))
+
     def _adopt(self, journal: Journal) -> None:
         """Take an output that is there already for work that has been done."""
-        with journal.transaction():
-            for row in open_source(self.out).rows():
-                meta = (row.fields or {}).get(META)
-                if isinstance(meta, str):
-                    meta = _loaded(meta)
-                if not isinstance(meta, dict) or not isinstance(meta.get("key"), str):
-                    raise DatasetError(
-                        f"{self.out} is there already and was not written by a run (row {row.number}); "
-                        "choose another --out, or replace it with --overwrite"
-                    )
-                assert row.fields is not None
-                kept = _kept(row.fields.get(self.output_column), meta)
-                digest, _, occurrence = meta["key"].partition("-")
-                journal.record(meta["key"], kept, None)
-                if occurrence == "1":
-                    journal.record(digest, kept, None)
+        for row in open_source(self.out).rows():
+            meta = (row.fields or {}).get(META)
+            if isinstance(meta, str):
+                meta = _loaded(meta)
+            if not isinstance(meta, dict) or not isinstance(meta.get("key"), str):
+                raise DatasetError(
+                    f"{self.out} is there already and was not written by a run (row {row.number}); "
+                    "choose another --out, or replace it with --overwrite"
+                )
+            assert row.fields is not None
+            kept = self._kept(row.fields.get(self.output_column), meta)
+            digest, _, occurrence = meta["key"].partition("-")
+            journal.record(meta["key"], kept, None)
+            if occurrence == "1":
+                journal.record(digest, kept, None)
+
+    def _kept(self, output: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
+        """What the journal would hold for an output line, as far as the line tells."""
+        wants_json, samples = _wants_schema(self.recipe), int(self.recipe.fields.get("n") or 1)
+        if isinstance(output, str) and self.out.suffix.lower() in TEXT_CELLS and (wants_json or samples > 1):
+            loaded = _loaded(output)
+            output = output if loaded is None else loaded
+        finish_reason = meta.get("finish_reason")
+        outputs = []
+        for index, value in enumerate(output if samples > 1 and isinstance(output, list) else [output]):
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            is_parsed = not isinstance(value, str) or (wants_json and finish_reason == "stop")
+            parsed = value if is_parsed else None
+            outputs.append({"index": index, "text": text, "parsed": parsed, "finish_reason": finish_reason})
+        return {"outputs": outputs, "usage": meta.get("usage") or {}}
 
 
 class _Stopwatch:
@@ -230,8 +251,9 @@ class _Stopwatch:
         self._started = time.monotonic()
 
     def __exit__(self, *exception: object) -> None:
-        before = float(self._journal.fact("seconds") or 0.0)
-        self._journal.set_facts(seconds=repr(before + time.monotonic() - self._started))
+        with contextlib.suppress(DiskFailed):  # a full disk is the error that is under way, or the next one
+            before = float(self._journal.fact("seconds") or 0.0)
+            self._journal.set_facts(seconds=repr(before + time.monotonic() - self._started))
 
 
 def _work_key(job: Job, name: str) -> str:
@@ -243,20 +265,6 @@ def output_value(samples: list[dict[str, Any]]) -> Any:
     """What the row's `output` holds: a text, the parsed value where a shape was asked for, a list for n > 1."""
     values = [s["parsed"] if s.get("parsed") is not None else s["text"] for s in samples]
     return values[0] if len(values) == 1 else values
-
-
-def _kept(output: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What the journal would hold for an output line, as far as the line tells."""
-    samples = [
-        {
-            "index": index,
-            "text": value if isinstance(value, str) else json.dumps(value, ensure_ascii=False),
-            "parsed": None if isinstance(value, str) else value,
-            "finish_reason": meta.get("finish_reason"),
-        }
-        for index, value in enumerate(output if isinstance(output, list) else [output])
-    ]
-    return {"outputs": samples, "usage": meta.get("usage") or {}}
 
 
 def _wants_schema(recipe: Recipe) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 MAX_LABELS = 50
 MAX_LABEL_CHARACTERS = 80
+MAX_CONFUSION = 2_500
 RESERVOIR = 10_000
 OTHER = "(other)"
 
@@ -86,11 +87,15 @@ class Summary:
     kv_waste: float | None = None
     """Mean share of the slots of blocks in use that held no token."""
     error_codes: Counter[str] = field(default_factory=Counter)
+    first_failure: str | None = None
+    """Row, code and reason of the first row that failed: often what ails them all."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     labels: LabelCounts = field(default_factory=LabelCounts)
     confusion: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(gold, output) -> rows."""
+    """(gold, output) -> rows; what is beyond its size is lumped together."""
     gold: str | None = None
+    compared: int = 0
+    agreed: int = 0
     ttft_s: Distribution = field(default_factory=Distribution)
     e2e_s: Distribution = field(default_factory=Distribution)
     output_tokens: Distribution = field(default_factory=Distribution)
@@ -117,12 +122,17 @@ class Summary:
         text = as_label(output)
         self.labels.add(text if len(text) <= MAX_LABEL_CHARACTERS else OTHER)
         if self.gold is not None and gold is not None:
-            pair = (as_label(gold), text)
-            self.confusion[
-                pair if pair in self.confusion or len(self.confusion) < 2_500 else (OTHER, OTHER)
-            ] += 1
+            self._compare(as_label(gold), text)
 
-    def add_failure(self, code: str) -> None:
+    def _compare(self, gold: str, output: str) -> None:
+        self.compared += 1
+        self.agreed += gold == output
+        is_kept = (gold, output) in self.confusion or len(self.confusion) < MAX_CONFUSION
+        self.confusion[(gold, output) if is_kept else (OTHER, OTHER)] += 1
+
+    def add_failure(self, row: int, code: str, message: str) -> None:
+        if self.first_failure is None:
+            self.first_failure = f"row {row}: {code}: {message}"
         self.rows += 1
         self.failed += 1
         self.error_codes[code] += 1
@@ -134,9 +144,7 @@ class Summary:
     @property
     def accuracy(self) -> float | None:
         """The share of rows with a gold value whose output equals it."""
-        compared = self.confusion.total()
-        right = sum(count for (gold, output), count in self.confusion.items() if gold == output != OTHER)
-        return right / compared if compared else None
+        return self.agreed / self.compared if self.compared else None
 
     @property
     def cost(self) -> float | None:
@@ -166,6 +174,7 @@ class Summary:
             if self.wants_schema and self.succeeded
             else None,
             "error_codes": dict(self.error_codes.most_common()),
+            "first_failure": self.first_failure,
             "finish_reasons": dict(self.finish_reasons.most_common()),
             "labels": self.labels.as_json() if self.labels.are_labels else None,
             "accuracy": self.accuracy,

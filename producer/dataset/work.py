@@ -37,8 +37,12 @@ class TooManyErrors(Exception):
 
 @dataclass(slots=True)
 class Tally:
-    """The run so far, as the progress bar shows it. `latest` is the last failure's message."""
+    """The run so far, as the progress bar shows it. `latest` is the last failure's message.
 
+    `settled`: rows without a job in this start: done in an earlier one, served by an equal row's job, or bad.
+    """
+
+    settled: int = 0
     submitted: int = 0
     in_flight: int = 0
     succeeded: int = 0
@@ -80,16 +84,18 @@ class WorkLoop:
         self._position = 0
         self._reached = time.monotonic()
 
-    def run(self, works: Callable[[], Iterator[Work]], *, collect: bool = True) -> None:
-        """Do everything `works` gives; it is called again if the server has lost jobs.
+    def run(self, works: Callable[[], Iterator[Work | None]], *, collect: bool = True) -> None:
+        """Do everything `works` gives (None: a row that has no job); it is called again if the server has lost jobs.
 
         `collect=False`: submit, and leave the collecting to another day. Raises TooManyErrors, and what the
         producer raises; whatever has been collected by then is kept.
         """
         self._attach()
         self._reached = time.monotonic()
+        is_first = True
         while True:
-            self._submit(works(), collect=collect)
+            self._submit(self._items(works(), is_first=is_first), collect=collect)
+            is_first = False
             if not collect or self._collect_rest():
                 return
             self._new_batch()
@@ -125,8 +131,15 @@ class WorkLoop:
         with self._journal.transaction():
             self._journal.set_facts(batch_id=self._batch_id, position="0")
 
-    def _submit(self, works: Iterator[Work], *, collect: bool) -> None:
-        items = (item for work in works if (item := self._item(work)) is not None)
+    def _items(self, works: Iterator[Work | None], *, is_first: bool) -> Iterator[Job]:
+        for work in works:
+            item = None if work is None else self._item(work)
+            if item is not None:
+                yield item
+            elif is_first:
+                self.tally.settled += 1
+
+    def _submit(self, items: Iterator[Job], *, collect: bool) -> None:
         while chunk := list(itertools.islice(items, CHUNK)):
             self._send(chunk)
             self.tally.submitted += len(chunk)

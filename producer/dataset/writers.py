@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from producer.dataset.rows import DatasetError
+from producer.dataset.rows import DatasetError, DiskFailed
 
 PARQUET_ROWS = 4_096
 OUTPUT = "output"
 META = "_pagemill"
+TEXT_CELLS = (".csv", ".tsv", ".parquet")
+"""Outputs in which everything but text is JSON in a text."""
 
 
 class Writer(Protocol):
@@ -45,9 +47,9 @@ def replacing(
         temporary.replace(path)
         _sync_directory(path.parent)
     except OSError as error:
-        raise DatasetError(
-            f"{path} cannot be written: {error.strerror or error}. What was paid for is kept; "
-            "mend that and run the same command again"
+        raise DiskFailed(
+            f"{path} could not be written ({error.strerror or error}). Mend that and run the same command again; "
+            "nothing that was done is lost"
         ) from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -92,7 +92,7 @@ def test_failed_rows_have_an_exit_code_of_their_own(
         file.write("{torn\n")
     done = pagemill(*RUN)
     assert done.returncode == 4
-    assert "1 rows failed" in done.stderr
+    assert "1 row failed, the first: row 4: invalid_json" in done.stderr
     assert json.loads((tmp_path / "out.jsonl.errors.jsonl").read_text())["row"] == 4
 
 

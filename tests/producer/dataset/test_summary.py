@@ -1,0 +1,30 @@
+"""What a run's report counts, where it must stay right beyond the sizes of its tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from producer.dataset.summary import MAX_CONFUSION, Summary
+
+
+def kept(text: str) -> dict[str, Any]:
+    return {"outputs": [{"text": text, "finish_reason": "stop"}], "usage": {}, "timing": {}}
+
+
+def test_accuracy_counts_every_row_whatever_the_confusion_table_holds() -> None:
+    summary = Summary(gold="label")
+    count = 2 * MAX_CONFUSION
+    for number in range(count):
+        gold = f"name {number if number % 4 else -1}"
+        summary.add_success(kept(f"name {number}"), f"name {number}", gold, is_merged=False)
+    assert summary.accuracy == 0.75
+    assert summary.confusion.total() == count
+    assert len(summary.confusion) <= MAX_CONFUSION + 1
+
+
+def test_the_first_failure_is_kept_in_words() -> None:
+    summary = Summary()
+    summary.add_failure(7, "template_error", "no such column")
+    summary.add_failure(8, "invalid_json", "torn")
+    assert summary.as_json()["first_failure"] == "row 7: template_error: no such column"
+    assert (summary.failed, summary.error_codes.total()) == (2, 2)

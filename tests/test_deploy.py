@@ -47,7 +47,7 @@ def test_the_extras_that_are_installed_exist() -> None:
     assert named <= PROJECT["project"]["optional-dependencies"].keys()
 
 
-@pytest.mark.parametrize("name", ["worker", "exporter"])
+@pytest.mark.parametrize("name", ["worker", "gateway", "exporter"])
 def test_the_commands_are_ones_that_pagemill_has(name: str) -> None:
     command, *arguments = COMPOSE["services"][name]["command"]
     options = [word for word in arguments if word.startswith("--")]

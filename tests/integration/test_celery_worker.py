@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -191,6 +195,65 @@ def test_celerys_own_inspection_answers(generate: Callable[..., Any], shop: Any)
     stats = next(iter(inspect.stats().values()))
     assert stats["pool"]["implementation"].endswith("EnginePool")
     handle.get(timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def flower(server: RedisServer, worker: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Flower's own process beside the shop; a call asks its HTTP API."""
+    if importlib.util.find_spec("flower") is None:
+        pytest.skip("flower is not installed; it is in the dev extra")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    log = tmp_path / "flower.log"
+    environment = os.environ | {"SHOP_BROKER": server.url, "FLOWER_UNAUTHENTICATED_API": "true"}
+    command = [
+        sys.executable, "-m", "celery", "-A", "tests.integration.celery_shop:app", "flower",
+        "--address=127.0.0.1", f"--port={port}",
+    ]  # fmt: skip
+    with log.open("ab") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, cwd=ROOT)
+
+    def ask(path: str, *, post: bool = False) -> Any:
+        """None: it does not answer, or not yet with what was asked for."""
+        assert process.poll() is None, log.read_text()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/api/{path}", method="POST" if post else "GET"
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
+                return json.load(reply)
+        except OSError:
+            return None
+
+    try:
+        yield ask
+    finally:
+        process.terminate()
+        process.wait(timeout=PATIENCE_S)
+
+
+def test_flower_shows_the_worker_and_its_tasks_and_revokes_one(
+    flower: Callable[..., Any], generate: Callable[..., Any], engine: Any
+) -> None:
+    (found,) = eventually(lambda: flower("workers?refresh=1"), "Flower to find the worker").values()
+    assert found["stats"]["pool"]["implementation"].endswith("EnginePool")
+    assert [queue["name"] for queue in found["active_queues"]] == ["pagemill"]
+    assert TASK in found["registered"]
+
+    done, doomed = generate(prompt="hello"), generate(prompt="x" * 2500, max_tokens=2500)
+    assert done.get(timeout=PATIENCE_S)["text"] == "hello"
+
+    def is_listed(task_id: str, state: str) -> bool:
+        task = flower(f"task/info/{task_id}")
+        return bool(task) and (task["name"], task["state"]) == (TASK, state)
+
+    eventually(lambda: is_listed(done.id, "SUCCESS"), "Flower to show the end")
+    eventually(lambda: doomed.state == "PROGRESS", "its start")
+    assert flower(f"task/revoke/{doomed.id}?terminate=true", post=True)
+    with pytest.raises(TaskRevokedError):
+        doomed.get(timeout=PATIENCE_S)
+    eventually(lambda: is_listed(doomed.id, "REVOKED"), "Flower to show the revocation")
+    eventually(lambda: len(engine.table) == 0, "the engine to let go")
 
 
 def test_killed_in_the_middle_of_a_chord(server: RedisServer, engine: Any, shop: Any, tmp_path: Path) -> None:

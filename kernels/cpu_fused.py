@@ -25,7 +25,7 @@ def rms_norm(
     out = torch.empty((num_tokens, size)) if out is None else out
     addresses = (x.data_ptr(), weight.data_ptr(), 0, 0, out.data_ptr())
     strides = (x.stride(0), 0, out.stride(0))
-    run_rows(_rms_norm_rows, _rms_norm, num_tokens, size, (*addresses, *strides, size, eps))
+    run_rows(rms_norm_rows, rms_norm_parallel, num_tokens, size, (*addresses, *strides, size, eps))
     return out
 
 
@@ -43,7 +43,7 @@ def add_rms_norm(
         normed.data_ptr(),
     )
     strides = (x.stride(0), residual.stride(0), size)
-    run_rows(_rms_norm_rows, _rms_norm, num_tokens, size, (*addresses, *strides, size, eps))
+    run_rows(rms_norm_rows, rms_norm_parallel, num_tokens, size, (*addresses, *strides, size, eps))
     return normed, total
 
 
@@ -52,7 +52,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, size))
     arguments = (gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), size)
-    run_rows(_silu_and_mul_rows, _silu_and_mul, num_tokens, size, arguments)
+    run_rows(silu_and_mul_rows, silu_and_mul_parallel, num_tokens, size, arguments)
     return out
 
 
@@ -66,11 +66,11 @@ def rotary_embedding(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, 
     angles = (cos.data_ptr(), sin.data_ptr(), cos.stride(0), sin.stride(0), rotary_dim // 2)
     for x in (query, key):
         arguments = (x.data_ptr(), x.stride(0), x.stride(1), x.shape[1], *angles)
-        run_rows(_rotate_rows, _rotate, num_tokens, x.shape[1] * rotary_dim, arguments)
+        run_rows(rotate_rows, rotate_parallel, num_tokens, x.shape[1] * rotary_dim, arguments)
 
 
 @jit
-def _rms_norm_rows(
+def rms_norm_rows(
     first, last, x, weight, residual, total, out, x_stride, residual_stride, out_stride, size, eps
 ):
     """Rows first .. last - 1 of both norms; a `residual` of address 0 is absent. `total` has out's stride."""
@@ -104,7 +104,7 @@ def _rms_norm_rows(
 
 
 @jit
-def _silu_and_mul_rows(first, last, gate_up, stride, out, size):
+def silu_and_mul_rows(first, last, gate_up, stride, out, size):
     whole = F32 * size // VECTOR * VECTOR
     one, log2_e, lowest = vector.splat(ONE), vector.splat(-LOG2_E), vector.splat(LOWEST_GATE)
     for row in range(first, last):
@@ -122,7 +122,7 @@ def _silu_and_mul_rows(first, last, gate_up, stride, out, size):
 
 
 @jit
-def _rotate_rows(first, last, x, row_stride, head_stride, num_heads, cos, sin, cos_stride, sin_stride, half):
+def rotate_rows(first, last, x, row_stride, head_stride, num_heads, cos, sin, cos_stride, sin_stride, half):
     whole, other = F32 * half // VECTOR * VECTOR, F32 * half
     for row in range(first, last):
         c, s = cos + F32 * row * cos_stride, sin + F32 * row * sin_stride
@@ -142,21 +142,21 @@ def _rotate_rows(first, last, x, row_stride, head_stride, num_heads, cos, sin, c
 
 
 @jit(parallel=True)
-def _rms_norm(num_threads, num_rows, *arguments):
+def rms_norm_parallel(num_threads, num_rows, *arguments):
     for thread in prange(num_threads):
         first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        _rms_norm_rows(first, last, *arguments)
+        rms_norm_rows(first, last, *arguments)
 
 
 @jit(parallel=True)
-def _silu_and_mul(num_threads, num_rows, *arguments):
+def silu_and_mul_parallel(num_threads, num_rows, *arguments):
     for thread in prange(num_threads):
         first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        _silu_and_mul_rows(first, last, *arguments)
+        silu_and_mul_rows(first, last, *arguments)
 
 
 @jit(parallel=True)
-def _rotate(num_threads, num_rows, *arguments):
+def rotate_parallel(num_threads, num_rows, *arguments):
     for thread in prange(num_threads):
         first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        _rotate_rows(first, last, *arguments)
+        rotate_rows(first, last, *arguments)

@@ -55,7 +55,7 @@ def multiply(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor, out_feat
     out = torch.empty((len(x), out_features))
     if len(x) == 0:
         return out
-    _multiply(
+    multiply_parallel(
         out.data_ptr(),
         x.data_ptr(),
         x.stride(0),
@@ -254,7 +254,7 @@ def _multiply_panels(first, last, out, x, x_stride, packed, bias, num_rows, out_
 
 
 @jit(parallel=True)
-def _multiply(out, x, x_stride, packed, bias, num_rows, out_features, in_features, num_threads):
+def multiply_parallel(out, x, x_stride, packed, bias, num_rows, out_features, in_features, num_threads):
     num_panels = (out_features + PANEL - 1) // PANEL
     for thread in prange(num_threads):
         _multiply_panels(

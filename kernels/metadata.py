@@ -31,3 +31,18 @@ class AttentionMetadata:
     # Filled by the prefill kernel's first call of the step and read by the other layers' calls: which (row,
     # query tile) every program takes, by (query heads per KV head, tile height).
     work_lists: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+
+def warm_up_metadata() -> AttentionMetadata:
+    """A decode row and a row of two tokens, over one block and writing nothing: enough to compile a kernel with."""
+    return AttentionMetadata(
+        block_tables=torch.zeros(2, 2, dtype=torch.int32),  # two entries, for where a block is one token
+        query_start_loc=torch.tensor([0, 1, 3], dtype=torch.int32),
+        seq_lens=torch.tensor([1, 2], dtype=torch.int32),
+        slot_mapping=torch.full((3,), -1),
+        query_lens_host=[1, 2],
+        seq_lens_host=[1, 2],
+        num_decode_rows=1,
+        max_query_len=2,
+        max_seq_len=2,
+    )

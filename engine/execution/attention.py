@@ -42,6 +42,10 @@ def attention_context(context: AttentionContext) -> Iterator[None]:
         _context.reset(token)
 
 
+def current_context() -> AttentionContext:
+    return _context.get()
+
+
 def attend(
     layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:

@@ -9,9 +9,11 @@ import sys
 import time
 
 import torch
+from torch import nn
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.execution.decoder_layer import FusedDecoderLayer
 from engine.execution.kv_cache import KVCacheShape
 from engine.execution.packed_linear import has_packed_products
 
@@ -47,11 +49,16 @@ def require_batch_invariance(device: torch.device, dtype: torch.dtype) -> None:
         )
 
 
-def warm_up_cpu_kernels(num_heads: int, shape: KVCacheShape) -> None:
-    """Compile the CPU operators, or load them from the disk, before the first step needs them."""
+def warm_up_cpu_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) -> None:
+    """Compile the operators of a fused model, or load them from the disk, before the first step needs them."""
     from kernels import cpu
 
     started = time.monotonic()
-    logger.info("preparing the CPU kernels (compiled once, about 20 s; then kept on disk)")
-    cpu.warm_up(num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size, shape.dtype)
+    logger.info("preparing the CPU kernels (compiled once, about 30 s; then kept on disk)")
+    cpu.warm_up()
+    layer = next((part for part in module.modules() if isinstance(part, FusedDecoderLayer)), None)
+    if layer is not None:
+        layer.warm_up(shape.block_size, shape.dtype)
+    else:
+        cpu.warm_up_layers(num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size, shape.dtype)
     logger.info("CPU kernels ready after %.1f s", time.monotonic() - started)

@@ -7,19 +7,23 @@ their structure or their class, and whatever is not known stays as it is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from engine.execution.attention import attend
+from engine.execution.decoder_layer import FusedDecoderLayer, can_be_compiled
 from engine.execution.device_tuning import uses_cpu_kernels
 from engine.execution.packed_linear import LinearOptions, make_linear, merged_linear
 from engine.execution.parallel.linear import PartialLinear, RowParallelLinear
 from kernels.scoring import Scoring
 
+if TYPE_CHECKING:
+    from kernels.cpu_layer import StepBuffers
+
 # q, k, v projections (Phi 3: as one), optional q and k norms per head, rotation of pairs half a head apart.
-_ROTARY_ATTENTION = (
+ROTARY_ATTENTION = (
     "GemmaAttention",
     "Gemma2Attention",
     "Gemma3Attention",
@@ -30,8 +34,8 @@ _ROTARY_ATTENTION = (
     "Qwen3Attention",
     "SmolLM3Attention",
 )
-_WINDOW_IN_CONFIG = ("MistralAttention", "Phi3Attention")
-_RMS_NORM = (
+WINDOW_IN_CONFIG = ("MistralAttention", "Phi3Attention")
+RMS_NORM = (
     "LlamaRMSNorm",
     "MistralRMSNorm",
     "Phi3RMSNorm",
@@ -40,7 +44,7 @@ _RMS_NORM = (
     "SmolLM3RMSNorm",
 )
 # These multiply with 1 + weight.
-_OFFSET_RMS_NORM = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm")
+OFFSET_RMS_NORM = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm")
 # down_proj is one of these where the model is spread over several ranks.
 _LINEAR = (nn.Linear, RowParallelLinear)
 
@@ -49,11 +53,18 @@ _LINEAR = (nn.Linear, RowParallelLinear)
 class FusionOptions:
     use_cpu_kernels: bool
     linear: LinearOptions
+    step_buffers: StepBuffers | None
+    """What the model's compiled layers share; None where there are none."""
 
 
 def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype, linear: LinearOptions) -> None:
     """Rewrite the model's modules. Its weights move into the new modules; the old ones are dropped."""
-    _fuse_children(model, FusionOptions(uses_cpu_kernels(device, dtype), linear))
+    use_cpu_kernels, buffers = uses_cpu_kernels(device, dtype), None
+    if use_cpu_kernels:
+        from kernels.cpu_layer import StepBuffers
+
+        buffers = StepBuffers()
+    _fuse_children(model, FusionOptions(use_cpu_kernels, linear, buffers))
 
 
 def _fuse_children(parent: nn.Module, options: FusionOptions) -> None:
@@ -63,15 +74,17 @@ def _fuse_children(parent: nn.Module, options: FusionOptions) -> None:
             setattr(parent, name, replacement)
             child = replacement
         _fuse_children(child, options)
+        if options.step_buffers is not None and can_be_compiled(child):
+            setattr(parent, name, FusedDecoderLayer(child, options.step_buffers))
 
 
 def _replacement(module: Any, options: FusionOptions) -> nn.Module | None:
     kind = type(module).__name__
-    if kind in _ROTARY_ATTENTION and options.use_cpu_kernels:
+    if kind in ROTARY_ATTENTION and options.use_cpu_kernels:
         return RotaryAttention(module, options)
-    if options.use_cpu_kernels and _is_silu_gated(module):
+    if options.use_cpu_kernels and is_silu_gated(module):
         return SiluGatedMLP(module, options)
-    if kind in _RMS_NORM + _OFFSET_RMS_NORM and options.use_cpu_kernels:
+    if kind in RMS_NORM + OFFSET_RMS_NORM and options.use_cpu_kernels:
         return RMSNorm(module)
     if isinstance(module, PartialLinear):
         module.pack(options.linear)
@@ -87,7 +100,7 @@ def _fast_linear(layer: nn.Linear, options: FusionOptions) -> nn.Module:
     return make_linear(layer.weight, layer.bias, options.linear) or layer
 
 
-def _is_silu_gated(module: nn.Module) -> bool:
+def is_silu_gated(module: nn.Module) -> bool:
     """Known by its layers: gate and up apart, or (Phi 3) as one."""
     apart = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     merged = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
@@ -105,13 +118,13 @@ class RMSNorm(nn.Module):
         from kernels import cpu_fused
 
         self._rms_norm = cpu_fused.rms_norm
-        is_offset = type(source).__name__ in _OFFSET_RMS_NORM
+        is_offset = type(source).__name__ in OFFSET_RMS_NORM
         self.weight = nn.Parameter(1.0 + source.weight, requires_grad=False) if is_offset else source.weight
-        self._eps = float(source.eps if is_offset else source.variance_epsilon)
+        self.eps = float(source.eps if is_offset else source.variance_epsilon)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        return self._rms_norm(rows, self.weight, self._eps).view(x.shape)
+        return self._rms_norm(rows, self.weight, self.eps).view(x.shape)
 
 
 class SiluGatedMLP(nn.Module):
@@ -143,21 +156,21 @@ class RotaryAttention(nn.Module):
 
         self._rotate = cpu_fused.rotary_embedding
         self.layer_idx: int = source.layer_idx
-        self._head_dim: int = source.head_dim
+        self.head_dim: int = source.head_dim
         # Counted in the layers: a rank has some of the configuration's heads.
-        self._num_heads: int = source.o_proj.in_features // self._head_dim
-        self._num_kv_heads: int = source.config.num_key_value_heads
+        self.num_heads: int = source.o_proj.in_features // self.head_dim
+        self.num_kv_heads: int = source.config.num_key_value_heads
         if hasattr(source, "k_proj"):
-            self._num_kv_heads = source.k_proj.out_features // self._head_dim
-        windows = source.config if type(source).__name__ in _WINDOW_IN_CONFIG else source
-        self._scoring = Scoring(
+            self.num_kv_heads = source.k_proj.out_features // self.head_dim
+        windows = source.config if type(source).__name__ in WINDOW_IN_CONFIG else source
+        self.scoring = Scoring(
             float(source.scaling),
             alibi_slopes=getattr(source, "alibi_slopes", None),
             sliding_window=getattr(windows, "sliding_window", None),
             # Gemma 3 carries the setting along and does not use it.
             softcap=source.attn_logit_softcapping if type(source).__name__ == "Gemma2Attention" else None,
         )
-        self._rotates = self._scoring.alibi_slopes is None and bool(getattr(source, "use_rope", True))
+        self.rotates = self.scoring.alibi_slopes is None and bool(getattr(source, "use_rope", True))
         if hasattr(source, "qkv_proj"):
             self.qkv_proj = _fast_linear(source.qkv_proj, options)
         else:
@@ -175,12 +188,12 @@ class RotaryAttention(nn.Module):
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         num_tokens = hidden_states.shape[1]
-        qkv = self.qkv_proj(hidden_states[0]).view(num_tokens, -1, self._head_dim)
-        query, key, value = qkv.split([self._num_heads, self._num_kv_heads, self._num_kv_heads], dim=1)
+        qkv = self.qkv_proj(hidden_states[0]).view(num_tokens, -1, self.head_dim)
+        query, key, value = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        if self._rotates:
+        if self.rotates:
             cos, sin = position_embeddings
             self._rotate(query, key, cos[0], sin[0])
-        out = attend(self.layer_idx, query, key, value, self._scoring)
+        out = attend(self.layer_idx, query, key, value, self.scoring)
         return self.o_proj(out.view(num_tokens, -1))[None], None

@@ -33,14 +33,14 @@ class PackedLinear(nn.Module):
 
         self._multiply = cpu_matmul.multiply
         self.in_features, self.out_features = weight.shape[1], weight.shape[0]
-        self._packed = cpu_matmul.pack(weight.detach())
-        self._bias = torch.zeros(len(self._packed) * cpu_matmul.PANEL)
+        self.packed = cpu_matmul.pack(weight.detach())
+        self.bias = torch.zeros(len(self.packed) * cpu_matmul.PANEL)
         if bias is not None:
-            self._bias[: self.out_features] = bias.detach()
+            self.bias[: self.out_features] = bias.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
-        return self._multiply(rows, self._packed, self._bias, self.out_features).view(
+        return self._multiply(rows, self.packed, self.bias, self.out_features).view(
             *x.shape[:-1], self.out_features
         )
 

@@ -1,0 +1,101 @@
+"""A decoder layer without Python between its operators, where they are ones that the compiled layer knows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from engine.execution.attention import current_context
+from engine.execution.packed_linear import PackedLinear
+
+if TYPE_CHECKING:
+    from kernels.cpu_layer import LayerWeights, Product, StepBuffers
+
+# Norm, attention, add; norm, gated MLP, add.
+_PRE_NORM = (
+    "LlamaDecoderLayer",
+    "MistralDecoderLayer",
+    "Phi3DecoderLayer",
+    "Qwen2DecoderLayer",
+    "Qwen3DecoderLayer",
+    "SmolLM3DecoderLayer",
+)
+
+
+class FusedDecoderLayer(nn.Module):
+    """Computes what `source` computes, to the last bit, in place on the hidden states it is given.
+
+    `source` is one of transformers' layers whose modules have been replaced (`engine.execution.fusion`). It stays
+    as a child: its modules own the weights.
+    """
+
+    def __init__(self, source: Any, buffers: StepBuffers) -> None:
+        super().__init__()
+        from kernels.cpu_layer import DecoderLayer
+
+        self.source = source
+        self._attention = source.self_attn
+        self._layer = DecoderLayer(_weights(source), self._attention.scoring, buffers)
+        if hasattr(source, "attention_type"):  # the models that mix windows look a layer's mask up by it
+            self.attention_type = source.attention_type
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [1, num_tokens, hidden_size]
+        attention_mask: torch.Tensor | None = None,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos, sin [1, num_tokens, head_dim]
+        **_: Any,
+    ) -> torch.Tensor:
+        context = current_context()
+        cos, sin = position_embeddings
+        rotation = (cos[0], sin[0]) if self._attention.rotates else None
+        cache = context.layers[self._attention.layer_idx]
+        self._layer.run(hidden_states[0], rotation, cache, context.metadata)
+        return hidden_states
+
+    def warm_up(self, block_size: int, cache_dtype: torch.dtype) -> None:
+        self._layer.warm_up(block_size, cache_dtype)
+
+
+def can_be_compiled(layer: Any) -> bool:
+    """Whether `FusedDecoderLayer` computes this layer."""
+    if type(layer).__name__ not in _PRE_NORM:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    products = [getattr(attention, "qkv_proj", None), attention.o_proj]
+    products += [getattr(mlp, "gate_up_proj", None), mlp.down_proj]
+    return all(isinstance(product, PackedLinear) for product in products) and (
+        layer.input_layernorm.eps == layer.post_attention_layernorm.eps
+    )
+
+
+def _weights(layer: Any) -> LayerWeights:
+    from kernels.cpu_layer import LayerWeights
+
+    attention, mlp = layer.self_attn, layer.mlp
+    has_qk_norm = attention.q_norm is not None and attention.k_norm is not None
+    return LayerWeights(
+        input_norm=layer.input_layernorm.weight,
+        qkv=_product(attention.qkv_proj),
+        q_norm=attention.q_norm.weight if has_qk_norm else None,
+        k_norm=attention.k_norm.weight if has_qk_norm else None,
+        o=_product(attention.o_proj),
+        post_attention_norm=layer.post_attention_layernorm.weight,
+        gate_up=_product(mlp.gate_up_proj),
+        down=_product(mlp.down_proj),
+        eps=layer.input_layernorm.eps,
+        qk_eps=attention.q_norm.eps if has_qk_norm else 0.0,
+        intermediate_size=mlp.down_proj.in_features,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+    )
+
+
+def _product(linear: PackedLinear) -> Product:
+    from kernels.cpu_layer import Product
+
+    return Product(linear.packed, linear.bias)

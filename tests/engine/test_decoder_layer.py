@@ -1,0 +1,183 @@
+"""The compiled decoder layer against the modules that it stands for, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.execution.attention import AttentionContext, attention_context
+from engine.execution.decoder_layer import FusedDecoderLayer
+from engine.execution.fusion import fuse
+from engine.execution.packed_linear import LinearOptions, has_packed_products
+from kernels.layer_cache import LayerCache, allocate_layer
+from kernels.metadata import AttentionMetadata
+
+cpu_matmul = pytest.importorskip("kernels.cpu_matmul")
+pytestmark = pytest.mark.skipif(
+    not (cpu_matmul.is_supported() and has_packed_products(torch.device("cpu"), torch.float32)),
+    reason="layers are compiled where the CPU has AVX-512",
+)
+
+BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 4, 96, 4
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 5, "head_dim": 16},
+    "phi3": {"pad_token_id": 0},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2},
+    "qwen3": {"head_dim": 24},
+    "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
+}
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def fused_model(family: str, **settings: Any) -> Any:
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    }
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(family, **(sizes | FAMILIES[family] | settings))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+    fuse(model, torch.device("cpu"), torch.float32, LinearOptions())
+    return model
+
+
+def step(query_lens: list[int], seq_lens: list[int], num_padded: int = 0) -> AttentionMetadata:
+    """Rows of one token first, as a batch has them; each row in blocks of its own."""
+    num_decode_rows = next((i for i, n in enumerate(query_lens) if n > 1), len(query_lens))
+    blocks = iter(torch.randperm(NUM_BLOCKS).tolist())
+    longest = max(-(-length // BLOCK_SIZE) for length in seq_lens)
+    tables = torch.zeros(len(seq_lens), longest, dtype=torch.int32)
+    slots: list[int] = []
+    for row, (count, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        for i in range(-(-length // BLOCK_SIZE)):
+            tables[row, i] = next(blocks)
+        for position in range(length - count, length):
+            slots.append(int(tables[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE)
+    starts = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32)
+    return AttentionMetadata(
+        block_tables=tables,
+        query_start_loc=starts,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        slot_mapping=torch.tensor(slots + [-1] * num_padded),
+        query_lens_host=query_lens,
+        seq_lens_host=seq_lens,
+        num_decode_rows=num_decode_rows,
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+    )
+
+
+def random_caches(model: Any, dtype: torch.dtype = torch.float32) -> list[LayerCache]:
+    """Caches that look as if many tokens had been written."""
+    attention = model.model.layers[0].source.self_attn
+    caches = []
+    for _ in range(NUM_LAYERS):
+        cache = allocate_layer(NUM_BLOCKS, attention.num_kv_heads, BLOCK_SIZE, attention.head_dim, dtype)
+        for tensor in cache.tensors():
+            numbers = torch.randn(tensor.shape) * (10 if dtype is torch.int8 else 1)
+            tensor.copy_(numbers.abs() if tensor.dim() < 4 else numbers)
+        caches.append(cache)
+    return caches
+
+
+def assert_same(model: Any, metadata: AttentionMetadata, dtype: torch.dtype = torch.float32) -> None:
+    num_tokens = len(metadata.slot_mapping)
+    ids, positions = torch.randint(50, (1, num_tokens)), torch.arange(num_tokens)[None] % 7
+    caches = random_caches(model, dtype)
+    theirs = [LayerCache(*(tensor.clone() for tensor in cache.tensors())) for cache in caches]
+    layers = model.model.layers
+
+    def run(layers_caches: list[LayerCache]) -> torch.Tensor:
+        with torch.inference_mode(), attention_context(AttentionContext(metadata, layers_caches)):
+            out: torch.Tensor = model.model(input_ids=ids, position_ids=positions, use_cache=False)[0]
+        return out
+
+    ours = run(caches)
+    fused = list(layers)
+    assert all(isinstance(layer, FusedDecoderLayer) for layer in fused)
+    try:
+        for i, layer in enumerate(fused):
+            layers[i] = layer.source
+        expected = run(theirs)
+    finally:
+        for i, layer in enumerate(fused):
+            layers[i] = layer
+    assert torch.isfinite(expected).all()
+    assert torch.equal(ours, expected)
+    for cache, other in zip(caches, theirs, strict=True):
+        for ours, expected in zip(cache.tensors(), other.tensors(), strict=True):
+            assert torch.equal(ours.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_numbers_in_every_family(family: str) -> None:
+    model = fused_model(family)
+    for query_lens, seq_lens, num_padded in (
+        ([1], [1], 0),
+        ([1, 1, 1], [9, 1, 17], 0),
+        ([1, 1, 6, 3], [4, 12, 6, 19], 2),
+        ([9], [21], 0),
+    ):
+        assert_same(model, step(query_lens, seq_lens, num_padded))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+def test_same_numbers_with_every_cache(dtype: torch.dtype) -> None:
+    assert_same(fused_model("qwen3"), step([1, 1, 6], [9, 3, 15]), dtype)
+
+
+def test_same_numbers_where_sizes_are_no_multiple_of_a_vector() -> None:
+    model = fused_model("llama", hidden_size=42, intermediate_size=37, head_dim=10)
+    assert_same(model, step([1, 1, 11], [3, 30, 11], 1))
+
+
+def test_same_numbers_where_threads_share_the_rows() -> None:
+    model = fused_model("llama", hidden_size=96, intermediate_size=250, head_dim=16)
+    assert_same(model, step([1] * 3 + [200], [5, 6, 7, 300]))
+
+
+def test_the_mlp_runs_over_more_tokens_than_its_buffers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.cpu_layer import MLP_ROWS
+
+    rows = [MLP_ROWS // 3 + 7] * 4
+    monkeypatch.setattr(f"{__name__}.NUM_BLOCKS", 1024)
+    assert_same(fused_model("llama"), step(rows, rows))
+
+
+def test_buffers_shrink_and_grow_with_the_step() -> None:
+    model = fused_model("llama")
+    for count in (1, 40, 2):
+        assert_same(model, step([count], [count + 3]))
+
+
+def test_a_layer_of_other_products_stays_as_it_is() -> None:
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    fuse(model, torch.device("cpu"), torch.float32, LinearOptions(quantization="int8"))
+    assert not any(isinstance(layer, FusedDecoderLayer) for layer in model.model.layers)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.offline_order import merge_equal, rank_by_prefix
 from engine.outputs import CompletionDelta, FinishReason, RequestOutput, Usage
 from engine.plan import TokenLogprobs
 from engine.sampling_params import BeamSearchParams, SamplingParams
@@ -72,7 +74,9 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
     ) -> list[GenerationOutput]:
-        """Complete every prompt, in the order given.
+        """Complete every prompt; results stand in the order given.
+
+        Prompts with a common beginning run one after another, and requests whose output is bound to be equal run once.
 
         Args:
             prompts: strings (special tokens are added) or lists of token ids; one alone stands for a list of one.
@@ -136,13 +140,18 @@ class LLM:
             self.engine.input_processor.process(**given, params=one)
             for given, one in zip(inputs, params, strict=True)
         ]
+        first = merge_equal(prepared)
+        # The order in which they run, not the clock: a million prompts may share one reading of it.
+        ranks = rank_by_prefix([token_ids for token_ids, _ in prepared])
+        base = self._num_requests
+        self._num_requests += len(prepared)
         results: dict[str, GenerationOutput] = {}
         try:
-            for given, (token_ids, one) in zip(inputs, prepared, strict=True):
-                request_id = f"llm-{self._num_requests}"
-                self._num_requests += 1
-                # The position orders them: a million prompts may share one reading of the clock.
-                self.engine.add_request(request_id, token_ids, one, arrival=float(self._num_requests))
+            for number, (given, (token_ids, one)) in enumerate(zip(inputs, prepared, strict=True)):
+                if first[number] != number:
+                    continue
+                request_id = f"llm-{base + number}"
+                self.engine.add_request(request_id, token_ids, one, arrival=float(base + ranks[number]))
                 outputs = [CompletionOutput(index) for index in range(one.n)]
                 results[request_id] = GenerationOutput(request_id, given.get("prompt"), token_ids, outputs)
             self._drive(results, sys.stderr.isatty() if use_tqdm is None else use_tqdm)
@@ -150,7 +159,12 @@ class LLM:
             for request_id in results:
                 self.engine.abort(request_id)
             raise
-        return list(results.values())
+        return [
+            results[f"llm-{base + number}"]
+            if first[number] == number
+            else _repeat(results[f"llm-{base + first[number]}"], f"llm-{base + number}", given.get("prompt"))
+            for number, given in enumerate(inputs)
+        ]
 
     def _drive(self, results: dict[str, GenerationOutput], show_progress: bool) -> None:
         bar = None
@@ -166,6 +180,11 @@ class LLM:
         finally:
             if bar is not None:
                 bar.close()
+
+
+def _repeat(result: GenerationOutput, request_id: str, prompt: str | None) -> GenerationOutput:
+    """The result of an equal request, sharing nothing with it that a caller may change."""
+    return replace(deepcopy(result), request_id=request_id, prompt=prompt)
 
 
 def _collect(result: GenerationOutput, output: RequestOutput) -> bool:

@@ -7,6 +7,8 @@ device or the number of attempts. Gumbel noise added to logits makes argmax a dr
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 
 # Finaliser constants of MurmurHash3 (public domain), as signed 32-bit integers: torch's int32 wraps.
@@ -58,3 +60,29 @@ def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     uniform = (bits & 0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31)
     uniform.clamp_(max=1.0 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def argmax_with_noise(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The token with the highest sum of logit and noise in each row, the lowest id of several; [num_rows] int64.
+
+    Args:
+        logits: [num_rows, vocab_size], the largest of each row 0. A row with NaN gets any token.
+        keys: [num_rows] int32, from `noise_keys`.
+    """
+    if has_compiled_face(logits):
+        from kernels import cpu_noise
+
+        return cpu_noise.argmax_with_noise(logits, keys)
+    return argmax_of_sums(logits, keys)
+
+
+def argmax_of_sums(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """`argmax_with_noise` as it is defined: noise for every token."""
+    token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    return (logits + gumbel_noise(keys, token_ids)).argmax(dim=-1)
+
+
+def has_compiled_face(logits: torch.Tensor) -> bool:
+    """Whether a compiled operator takes these logits."""
+    is_fast = logits.device.type == "cpu" and logits.dtype is torch.float32 and logits.stride(1) == 1
+    return is_fast and importlib.util.find_spec("numba") is not None

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.sampling_params import SamplingParams
-
-_HEADS = (256, 4096)
-"""Top-p looks at so many of the best tokens before it sorts the whole vocabulary."""
+from kernels.selection import kth_largest, top_p_thresholds
 
 
 def filter_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> None:
@@ -26,45 +24,29 @@ def filter_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> Non
     size, device = logits.shape[-1], logits.device
     top_k = [number for number, row in enumerate(params) if 0 < row.top_k < size]
     if top_k:
-        rows = torch.tensor(top_k, device=device)
         counts = torch.tensor([params[number].top_k for number in top_k], device=device)
-        best = logits[rows].topk(max(params[number].top_k for number in top_k)).values
-        _cut(logits, rows, best.gather(1, counts[:, None] - 1))
+        _cut(logits, top_k, kth_largest(_rows(logits, top_k), counts))
     top_p = [number for number, row in enumerate(params) if row.top_p < 1.0]
     if top_p:
-        rows = torch.tensor(top_p, device=device)
         mass = torch.tensor([params[number].top_p for number in top_p], dtype=torch.float64, device=device)
-        _cut(logits, rows, _top_p_thresholds(logits[rows], mass[:, None]))
+        _cut(logits, top_p, top_p_thresholds(_rows(logits, top_p), mass))
     min_p = [number for number, row in enumerate(params) if row.min_p > 0.0]
     if min_p:
-        rows = torch.tensor(min_p, device=device)
         shares = torch.tensor([params[number].min_p for number in min_p], device=device)
-        _cut(logits, rows, logits[rows].amax(dim=-1, keepdim=True) + shares.log()[:, None])
+        peaks = _rows(logits, min_p).amax(dim=-1, keepdim=True)
+        _cut(logits, min_p, peaks + shares.log()[:, None])
 
 
-def _cut(logits: torch.Tensor, rows: torch.Tensor, thresholds: torch.Tensor) -> None:
+def _rows(logits: torch.Tensor, numbers: list[int]) -> torch.Tensor:
+    """All rows as they are, fewer as a copy."""
+    return logits if len(numbers) == len(logits) else logits[torch.tensor(numbers, device=logits.device)]
+
+
+def _cut(logits: torch.Tensor, numbers: list[int], thresholds: torch.Tensor) -> None:
     """Drop what is below its row's threshold [num_rows, 1]."""
+    if len(numbers) == len(logits):
+        logits.masked_fill_(logits < thresholds, -torch.inf)
+        return
+    rows = torch.tensor(numbers, device=logits.device)
     chosen = logits[rows]
-    logits[rows] = chosen.masked_fill(chosen < thresholds, -torch.inf)
-
-
-def _top_p_thresholds(logits: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """The least likely logit of each row's smallest set with at least this mass, [num_rows, 1]."""
-    probabilities = logits.softmax(dim=-1)
-    size = logits.shape[-1]
-    thresholds = torch.empty_like(logits[:, :1])
-    rows = torch.arange(len(logits), device=logits.device)
-    # Elsewhere a sort is cheap, and asking which rows are done would wait for the device.
-    for num_best in [n for n in _HEADS if n < size and logits.device.type == "cpu"] + [size]:
-        ordered, ids = (
-            logits[rows].sort(dim=-1, descending=True) if num_best == size else logits[rows].topk(num_best)
-        )
-        reached = probabilities[rows].gather(1, ids).cumsum(dim=-1, dtype=torch.float64)
-        # The first token whose predecessors reach the mass is out: those that do not reach it stay, and one more.
-        num_kept = (reached < mass[rows]).sum(dim=-1, keepdim=True).clamp_(max=num_best - 1)
-        thresholds[rows] = ordered.gather(1, num_kept)
-        if num_best < size:
-            rows = rows[reached[:, -1] < mass[rows, 0]]
-            if not len(rows):
-                break
-    return thresholds
+    logits[rows] = chosen.masked_fill_(chosen < thresholds, -torch.inf)

@@ -17,9 +17,7 @@ from engine.execution.logits_processors import LogitsProcessors, SampleWork
 from engine.execution.logprobs import TopLogprobs
 from engine.execution.staging import HostCopy, Transfer
 from engine.plan import StepResult, TokenLogprobs
-from kernels.noise import gumbel_noise, noise_keys
-
-_MAX_LEFT = 1024
+from kernels.noise import argmax_with_noise, noise_keys
 
 
 @dataclass(slots=True)
@@ -119,32 +117,18 @@ class Sampler:
 
     @staticmethod
     def _draw(logits: torch.Tensor, work: list[SampleWork]) -> torch.Tensor:
+        """Overwrites the logits."""
         device = logits.device
         temperatures = torch.tensor([item.params.temperature for item in work], device=device)
         # A tiny temperature must not overflow: what matters is the distance to the best logit.
-        logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures[:, None]
+        logits = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(temperatures[:, None])
         filter_logits(logits, [item.params for item in work])
         keys = noise_keys(
             torch.tensor([item.row.seed for item in work], dtype=torch.int64, device=device),
             torch.tensor([item.row.sample_index for item in work], device=device),
             torch.tensor([item.output_position for item in work], device=device),
         )
-        return _argmax_with_noise(logits, keys)
-
-
-def _argmax_with_noise(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The token with the highest sum of logit and noise per row, the lowest id of several; [num_rows] int64."""
-    if logits.device.type == "cpu":
-        # Noise costs more than all the rest: where filters have left few tokens, only these draw it.
-        num_left = int((logits > -torch.inf).sum(dim=-1).amax())
-        if num_left <= _MAX_LEFT:
-            best, ids = logits.topk(max(1, num_left))
-            sums = best + gumbel_noise(keys, ids)
-            is_highest = sums == sums.amax(dim=-1, keepdim=True)
-            lowest = torch.where(is_highest, ids, logits.shape[-1]).amin(dim=-1)
-            return lowest.clamp_(max=logits.shape[-1] - 1)  # NaN equals nothing: any token, its request fails
-    token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-    return (logits + gumbel_noise(keys, token_ids)).argmax(dim=-1)
+        return argmax_with_noise(logits, keys)
 
 
 def _best(row: torch.Tensor, work: SampleWork) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.execution import sampler
 from engine.execution.sampler import Sampler, SamplerOutput, SampleWork
 from engine.llm import LLM
 from engine.plan import NewRow, Sample
 from engine.sampling_params import SamplingParams
+from kernels import noise, selection
 from tests.engine.families.native_cases import write_llama
 from tests.engine.families.tiny import VOCAB_SIZE
 
@@ -219,13 +219,26 @@ def test_logprobs_zero_gives_the_chosen_token_alone() -> None:
     assert output.logprobs[0][0].top == []
 
 
-def test_a_draw_is_the_same_among_few_tokens_and_among_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
+def test_a_draw_is_that_of_the_definition(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the compiled operators find without noise for all and without sorts, the plain ones find with them."""
     torch.manual_seed(0)
-    logits = torch.randn(32, 3000)
-    work = [make_work(SamplingParams(top_k=1 + 13 * row), row=row, seed=row) for row in range(32)]
-    among_few = sample(logits, work).token_ids
-    monkeypatch.setattr(sampler, "_MAX_LEFT", 0)
-    assert torch.equal(sample(logits, work).token_ids, among_few)
+    logits = 3 * torch.randn(40, 3000)
+    filters = [
+        {},
+        {"top_k": 50},
+        {"top_p": 0.9},
+        {"min_p": 0.05},
+        {"top_k": 900, "top_p": 0.99, "min_p": 1e-4},
+    ]
+    work = [
+        make_work(SamplingParams(temperature=temperature, **filters[row % 5]), row=row, seed=row)
+        for row in range(40)
+    ]
+    fast = sample(logits, work).token_ids
+    monkeypatch.setattr(noise, "has_compiled_face", lambda logits: False)
+    monkeypatch.setattr(selection, "has_compiled_face", lambda logits: False)
+    assert torch.equal(sample(logits, work).token_ids, fast)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,77 @@
+"""Where to cut a row of logits: the k-th largest, and the least likely token of the smallest set with some mass.
+
+The plain torch twins sort, or look for so many of the best; `kernels.cpu_selection` finds the same numbers without.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.noise import has_compiled_face
+
+_HEADS = (256, 4096)
+"""Top-p looks at so many of the best tokens before it sorts the whole vocabulary."""
+
+
+def kth_largest(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The counts[r]-th largest number of row r, equal ones counted apart.
+
+    Args:
+        logits: [num_rows, vocab_size].
+        counts: [num_rows] int64, in [1, vocab_size].
+
+    Returns:
+        [num_rows, 1]; of a row with NaN anything.
+    """
+    if has_compiled_face(logits):
+        from kernels import cpu_selection
+
+        return cpu_selection.kth_largest(logits, counts)
+    return kth_of_best(logits, counts)
+
+
+def kth_of_best(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """`kth_largest` as it is defined."""
+    return logits.topk(int(counts.max())).values.gather(1, counts[:, None] - 1)
+
+
+def top_p_thresholds(logits: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """The least likely logit of each row's smallest set with at least this mass.
+
+    Probabilities are summed in fp64 from the likeliest on, so the outcome is one whatever finds it.
+
+    Args:
+        logits: [num_rows, vocab_size].
+        mass: [num_rows] fp64.
+
+    Returns:
+        [num_rows, 1]; of a row with NaN anything.
+    """
+    probabilities = logits.softmax(dim=-1)
+    if has_compiled_face(logits):
+        from kernels import cpu_selection
+
+        return cpu_selection.top_p_thresholds(logits, probabilities, mass)
+    return top_p_of_best(logits, probabilities, mass)
+
+
+def top_p_of_best(logits: torch.Tensor, probabilities: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """`top_p_thresholds` as it is defined."""
+    size = logits.shape[-1]
+    mass = mass[:, None]
+    thresholds = torch.empty_like(logits[:, :1])
+    rows = torch.arange(len(logits), device=logits.device)
+    # Elsewhere a sort is cheap, and asking which rows are done would wait for the device.
+    for num_best in [n for n in _HEADS if n < size and logits.device.type == "cpu"] + [size]:
+        ordered, ids = (
+            logits[rows].sort(dim=-1, descending=True) if num_best == size else logits[rows].topk(num_best)
+        )
+        reached = probabilities[rows].gather(1, ids).cumsum(dim=-1, dtype=torch.float64)
+        # The first token whose predecessors reach the mass is out: those that do not reach it stay, and one more.
+        num_kept = (reached < mass[rows]).sum(dim=-1, keepdim=True).clamp_(max=num_best - 1)
+        thresholds[rows] = ordered.gather(1, num_kept)
+        if num_best < size:
+            rows = rows[reached[:, -1] < mass[rows, 0]]
+            if not len(rows):
+                break
+    return thresholds

@@ -2,7 +2,8 @@
 
     python -m benchmarks.quantization [--windows N] [--variants NAME ...]
 
-Perplexity: over windows of text that every variant scores with `prompt_logprobs`. Agreement: fp32 continues the
+Perplexity: over windows of text that every variant scores with `prompt_logprobs`; the change against fp32 comes with
+the standard error of the tokens' paired differences, which few windows make large. Agreement: fp32 continues the
 start of every window greedily; the variant scores that continuation, and the share of its positions where the
 variant would have chosen the same token is the agreement (the variant sees fp32's tokens, so one early difference
 does not count again and again). "same start" is how many tokens the variant's own continuation has in common with
@@ -15,6 +16,7 @@ import argparse
 import gc
 import json
 import math
+import statistics
 import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -52,6 +54,8 @@ class Score:
     variant: str
     perplexity: dict[str, float]
     """By text."""
+    perplexity_change: dict[str, tuple[float, float]]
+    """By text: the share by which it is above fp32's, and that share's standard error."""
     agreement: float
     """Share of fp32's greedy tokens that this variant chooses as well."""
     same_start: float
@@ -81,7 +85,8 @@ def cut_windows(token_ids: list[int], count: int, length: int) -> list[list[int]
     ]
 
 
-def perplexity(llm: LLM, windows: list[list[int]]) -> float:
+def score_tokens(llm: LLM, windows: list[list[int]]) -> list[float]:
+    """The log probability of every token but each window's first."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     logprobs = [
         entry.logprob
@@ -90,7 +95,14 @@ def perplexity(llm: LLM, windows: list[list[int]]) -> float:
         if entry is not None and entry.logprob is not None
     ]
     assert len(logprobs) == sum(len(window) - 1 for window in windows)
-    return math.exp(-sum(logprobs) / len(logprobs))
+    return logprobs
+
+
+def change(logprobs: list[float], base: list[float]) -> tuple[float, float]:
+    """How much higher the perplexity is than the base's, as a share, and the standard error of it."""
+    losses = [theirs - ours for ours, theirs in zip(logprobs, base, strict=True)]
+    ratio = math.exp(statistics.fmean(losses))
+    return ratio - 1, ratio * statistics.stdev(losses) / math.sqrt(len(losses))
 
 
 def continue_greedily(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
@@ -119,6 +131,7 @@ def common_start(left: list[int], right: list[int]) -> int:
 
 def measure(model: str, names: list[str], num_windows: int, console: Console) -> list[Score]:
     texts, scores, expected = read_texts(), [], []
+    base: dict[str, list[float]] = {}
     for name in [BASELINE, *(name for name in names if name != BASELINE)]:
         with console.status(name):
             llm = LLM(model, kv_cache_memory_bytes=2**29, **VARIANTS[name])
@@ -130,11 +143,14 @@ def measure(model: str, names: list[str], num_windows: int, console: Console) ->
             prompts = [window[:PROMPT] for found in windows.values() for window in found]
             outputs = continue_greedily(llm, prompts)
             expected = expected or outputs
+            logprobs = {text: score_tokens(llm, found) for text, found in windows.items()}
+            base = base or logprobs
             stats = llm.engine.stats()
             scores.append(
                 Score(
                     name,
-                    {text: perplexity(llm, found) for text, found in windows.items()},
+                    {text: math.exp(-statistics.fmean(found)) for text, found in logprobs.items()},
+                    {text: change(found, base[text]) for text, found in logprobs.items()},
                     agreement(llm, prompts, expected),
                     sum(map(common_start, outputs, expected)) / len(prompts),
                     stats.memory_bytes["weights"],
@@ -157,7 +173,7 @@ def table(scores: list[Score]) -> Table:
         view.add_column(column, justify="right")
     for score in scores:
         changes = [
-            f"{value:.3f} ({value / base.perplexity[text] - 1:+.2%})"
+            f"{value:.3f} ({score.perplexity_change[text][0]:+.2%} ± {score.perplexity_change[text][1]:.2%})"
             for text, value in score.perplexity.items()
         ]
         view.add_row(

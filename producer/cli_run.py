@@ -40,6 +40,8 @@ EXIT_FAILED_ROWS = 4
 TRIAL_ROWS = 100
 PREVIEW_ROWS = 3
 SAMPLED_ROWS = 1_000
+PIPE_WIDTH = 200
+"""In a log or a pipe a figure stays on its line."""
 
 
 @app.command("run")
@@ -278,6 +280,8 @@ def _finish(dataset: DatasetRun, summary: Summary, *, estimate: bool) -> None:
 
 def _print(dataset: DatasetRun, summary: Summary, page: Path) -> None:
     console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in [*report.figures(summary), ("output", str(dataset.out)), ("report", str(page))]:
         table.add_row(name, value)

@@ -1,0 +1,96 @@
+"""A run's HTML report as a browser shows it: complete by itself, drawn, and never obeying the data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producer.dataset import report
+from producer.dataset.summary import Summary
+from tests.worker.browser import DESKTOP, PHONE, Browser, open_browser
+
+HOSTILE = [
+    "<img src=x onerror=document.title='owned'>",
+    "<script>document.title='owned'</script>",
+    "\"><svg onload=document.title='owned'>",
+    "{{ 7 * 7 }} ' & \u202e right to left \U0001f4a5",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose labels, gold values, error codes and file names all try to be markup."""
+    summary = Summary(gold=HOSTILE[0], price_per_hour=2.0, seconds=90.0, wants_schema=True)
+    for number, label in enumerate(HOSTILE * 4):
+        kept: dict[str, Any] = {
+            "outputs": [{"text": label, "parsed": label, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 10 + number, "completion_tokens": 3, "cached_tokens": 8},
+            "timing": {"queue_s": 0.1, "ttft_s": 0.2, "e2e_s": 0.1 * number},
+        }
+        summary.add_success(kept, label, HOSTILE[number % 2], is_merged=False)
+    summary.add_failure(21, HOSTILE[1], HOSTILE[2])
+    path = tmp_path_factory.mktemp("report") / "out.jsonl.report.html"
+    report.write_html(summary, path, {"input": HOSTILE[1], "output": HOSTILE[0], "model": HOSTILE[2]})
+    return path
+
+
+def test_it_asks_for_nothing_from_elsewhere_and_runs_nothing(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"<(script|link|img|iframe|object|embed|base|form)\b", text)
+    assert not re.search(r"https?:|url\(|@import", text)
+    assert not re.search(r"<[^>]*\son\w+=", text)
+
+
+@pytest.fixture(scope="module")
+def browser(page: Path) -> Iterator[Browser]:
+    """With the report open; the tests that ask for it are skipped where there is none."""
+    with open_browser() as browser:
+        browser.view(DESKTOP)
+        browser.open(page.as_uri())
+        yield browser
+
+
+def test_labels_are_shown_as_text(browser: Browser) -> None:
+    assert browser.run("return document.title").startswith("Dataset run: ")
+    cells = "return [...document.querySelectorAll('td, th')].map(cell => cell.textContent)"
+    shown = browser.run(cells)
+    assert {label for label in HOSTILE if label} <= set(shown)
+    assert browser.run("return document.querySelectorAll('script, img').length") == 0
+    assert browser.complaints() == []
+
+
+def test_nothing_is_loaded_but_the_page(browser: Browser) -> None:
+    assert browser.run("return performance.getEntriesByType('resource').length") == 0
+
+
+def test_every_bar_is_drawn_and_the_longest_fills_its_chart(browser: Browser) -> None:
+    widths = browser.run(
+        "return [...document.querySelectorAll('svg')].map(svg => "
+        "[svg.querySelector('rect').getBoundingClientRect().width, svg.getBoundingClientRect().width])"
+    )
+    # five labels, one reason to end, one failure
+    assert len(widths) == 7
+    assert all(0 < bar <= chart + 1 for bar, chart in widths)
+    assert all(abs(bar - chart) < 2 for bar, chart in widths), "all counts are equal within a chart"
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_fits_and_can_be_read(browser: Browser, size: tuple[int, int], dark: bool) -> None:
+    browser.view(size, dark=dark)
+    assert browser.run("return document.documentElement.scrollWidth") <= size[0]
+    ink, paper = browser.run(
+        "const style = getComputedStyle(document.body); return [style.color, style.backgroundColor]"
+    )
+    assert abs(_lightness(ink) - _lightness(paper)) > 150
+    browser.view(DESKTOP)
+
+
+def _lightness(css: str) -> float:
+    red, green, blue = (int(value) for value in re.findall(r"\d+", css)[:3])
+    return 0.299 * red + 0.587 * green + 0.114 * blue

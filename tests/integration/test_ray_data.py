@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 
 from producer import InvalidJob, JobNotFound, Producer, ray_data
 from producer.wire import history
+from producer.wire.protocol import Job
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +114,18 @@ def test_options_that_make_no_sense_are_refused(client: QueueClient) -> None:
         actor(client, run="no spaces please")
     with pytest.raises(InvalidJob, match="columns output already"):
         actor(client)({"text": ["a"], "output": ["b"]})
+
+
+def test_the_page_s_example_makes_jobs() -> None:
+    page = (ROOT / "docs" / "ray.md").read_text()
+    function = re.search(r"^def job\(row\):\n(?:    .*\n)+", page, re.MULTILINE)
+    assert function is not None
+    names: dict[str, Any] = {}
+    exec(function[0], names)
+    assert Job.parse(names["job"]({"text": "It broke."})).model == "model"
+    assert re.findall(r"^\| (.+) \| .+ \|$", page, re.MULTILINE) == [
+        "`output`", "`finish_reason`", "`error`", "`prompt_tokens`, `completion_tokens`",
+    ]  # fmt: skip
 
 
 # With Ray

@@ -25,7 +25,7 @@ from tests.worker.harness import (
 PATIENCE_S = 280.0
 """Two processes load torch, and kernels may have to be compiled first."""
 PROMPT = [5, 17, 42, 99, 3, 64]
-TOKENS = 900
+TOKENS = 400
 JOBS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"seed": 7, "temperature": 0.9, "top_p": 0.95},

@@ -15,8 +15,6 @@ from uvicorn.server import ServerState
 from producer.gateway.errors import ApiError
 from producer.gateway.metrics import GatewayMetrics
 
-MAX_HEAD_BYTES = 32 << 10
-
 
 class ConnectionLimits:
     """What the connections of one gateway share: those that wait for a request, the longest waiting first."""

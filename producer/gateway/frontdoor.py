@@ -17,6 +17,7 @@ from producer.gateway.config import GatewayConfig
 from producer.gateway.errors import ApiError, retry_later
 from producer.gateway.metrics import GatewayMetrics
 
+MAX_HEAD_BYTES = 32 << 10
 FORM_BYTES = 64 << 10
 """What a form may have beside its file."""
 MAX_HELD_BYTES = 256 << 20
@@ -52,7 +53,10 @@ class Frontdoor:
         self.metrics.in_flight += 1
         try:
             await self._answer(exchange, scope)
-        except ClientGone:
+        except Exception:
+            # The framework wraps what is raised after an answer has begun.
+            if not exchange.is_gone:
+                raise
             exchange.status = STATUS_CLIENT_GONE
             if (abort := scope.get("state", {}).get("abort")) is not None:
                 abort()
@@ -73,7 +77,7 @@ class Frontdoor:
             if self.metrics.in_flight > self.config.max_in_flight and scope["path"].startswith("/v1/"):
                 self.metrics.refused["busy"] += 1
                 raise retry_later(503, "the gateway has too many requests under way", "busy")
-            exchange.check_length()
+            exchange.check_head()
         except ApiError as error:
             await error.response()(scope, exchange.receive, exchange.send)
         else:
@@ -88,12 +92,14 @@ class _Exchange:
 
     def __init__(self, door: Frontdoor, scope: Scope, receive: Receive, send: Send) -> None:
         self.status = STATUS_CLIENT_GONE
+        self.is_gone = False
         self._door = door
         self._config = door.config
         self._receive = receive
         self._send = send
         self._started = time.monotonic()
         headers = Headers(scope=scope)
+        self._head_bytes = len(scope["path"]) + sum(len(name) + len(value) for name, value in headers.raw)
         length = headers.get("content-length", "")
         self._length = int(length) if length.isdecimal() else 0
         self._is_complete = not (self._length or "transfer-encoding" in headers)
@@ -104,8 +110,10 @@ class _Exchange:
         self._held = 0
         self._request_id = f"req_{secrets.token_hex(12)}"
 
-    def check_length(self) -> None:
-        """Refuse at once what says itself that it is too long."""
+    def check_head(self) -> None:
+        """Refuse at once a head that is too long, or that says so of its body."""
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise ApiError(431, f"the request's head has more than {MAX_HEAD_BYTES} bytes", "head_too_large")
         if self._length > self._limit:
             raise self._too_large()
 
@@ -149,6 +157,7 @@ class _Exchange:
             async with asyncio.timeout(self._config.send_timeout_s):
                 await self._send(message)
         except (TimeoutError, OSError):
+            self.is_gone = True
             raise ClientGone from None
 
     async def _linger(self) -> None:

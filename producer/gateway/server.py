@@ -9,7 +9,8 @@ import uvicorn
 
 from producer.gateway.app import build_app
 from producer.gateway.config import GatewayConfig
-from producer.gateway.connection import MAX_HEAD_BYTES, ConnectionLimits
+from producer.gateway.connection import ConnectionLimits
+from producer.gateway.frontdoor import MAX_HEAD_BYTES
 from producer.gateway.metrics import GatewayMetrics
 
 BACKLOG = 2048

@@ -44,6 +44,8 @@ class EngineConfig:
     """Plan step N+1 while step N runs (depth 1). None: off on CPU, on on CUDA."""
     pad_to_bucket: bool | None = None
     """Pad a step's rows and tokens to a bucket size, as CUDA graphs need. None: off on CPU."""
+    stage_inputs: bool | None = None
+    """One copy to the device per step instead of one per array. None: off on CPU, on on CUDA."""
     enforce_eager: bool = False
     """No CUDA graphs."""
     batch_invariant: bool = False

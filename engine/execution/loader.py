@@ -204,7 +204,8 @@ def _load_module(
     try:
         if is_dummy:
             torch.manual_seed(config.seed)
-            module = module_class._from_config(model_config, **options)
+            with _resolve_device(config.device):  # a large model's numbers take the CPU minutes
+                module = module_class._from_config(model_config, **options)
             tensors = dict(module.state_dict())
         else:
             tensors = family.convert_tensors(tensors, model_config)

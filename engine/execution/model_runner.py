@@ -9,6 +9,9 @@ import torch
 
 from engine.config import EngineConfig, SchedulerConfig
 from engine.execution.attention import AttentionContext, attention_context
+from engine.execution.cuda_fusion import fuse_for_cuda
+from engine.execution.cuda_graphs import DecodeGraphs
+from engine.execution.device_sampling import StagedDraws
 from engine.execution.device_tuning import require_batch_invariance, uses_cpu_kernels, warm_up_cpu_kernels
 from engine.execution.fusion import fuse
 from engine.execution.input_batch import InputBatch, StepInputs
@@ -19,6 +22,7 @@ from engine.execution.packed_linear import LinearOptions
 from engine.execution.parallel.rank_group import RankGroup
 from engine.execution.prompt_scorer import PromptLogprobs, PromptScorer
 from engine.execution.sampler import Sampler, SamplerOutput
+from engine.execution.staging import DirectTransfer, StagedTransfer
 from engine.plan import StepPlan, StepResult
 
 
@@ -49,6 +53,11 @@ class LaunchedStep:
         return result
 
 
+def captures_graphs(device: torch.device, group: RankGroup | None) -> bool:
+    """Whether decode steps can be replayed here. Not with several ranks: what they tell each other is no kernel."""
+    return device.type == "cuda" and group is None
+
+
 class ModelRunner:
     """An `Executor` on a device. One thread owns it."""
 
@@ -64,13 +73,18 @@ class ModelRunner:
         self._group = group
         self._module = model.module
         self._device = model.device
-        if uses_cpu_kernels(model.device, model.dtype):
-            warm_up_cpu_kernels(model.num_heads, shape)
         if config.batch_invariant:
             require_batch_invariance(model.device, model.dtype)
         linear = LinearOptions(config.quantization, row_invariant=config.batch_invariant)
+        is_cuda = model.device.type == "cuda"
+        if is_cuda:
+            fuse_for_cuda(model.module, linear)
         fuse(model.module, model.device, model.dtype, linear)
+        if uses_cpu_kernels(model.device, model.dtype):
+            warm_up_cpu_kernels(model.module, model.num_heads, shape)
         self.kv_cache = KVCache(shape, limits.num_kv_blocks, model.device, limits.num_host_blocks)
+        stages = is_cuda if config.stage_inputs is None else config.stage_inputs
+        self._transfer = StagedTransfer(model.device) if stages else DirectTransfer(model.device)
         self._batch = InputBatch(
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
@@ -78,21 +92,44 @@ class ModelRunner:
             device=model.device,
             pad_to_bucket=bool(config.pad_to_bucket),
             split_decodes=not config.batch_invariant,
+            transfer=self._transfer,
         )
-        self._sampler = Sampler(limits.eos_token_ids)
+        self._sampler = Sampler(limits.eos_token_ids, draws_on_device=is_cuda)
         self._prompt_scorer = PromptScorer(model.module)
+        self._graphs: DecodeGraphs | None = None
+        if captures_graphs(model.device, group) and not config.enforce_eager:
+            self._capture_graphs(limits)
+
+    @torch.inference_mode()
+    def _capture_graphs(self, limits: SchedulerConfig) -> None:
+        self._graphs = DecodeGraphs(
+            self._logits_of_all,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            block_size=limits.block_size,
+            device=self._device,
+        )
+        self._graphs.capture()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         started = time.perf_counter()
-        inputs = self._batch.apply(plan)
+        graphs = self._graphs if self._graphs is not None and self._graphs.covers(plan) else None
+        staged = self._batch.stage(plan, pad=graphs is not None)
+        work = self._sample_work(plan)
+        draws = self._sampler.stage(work, self._transfer)
+        self._transfer.send()
+        inputs = self._batch.lay_out(staged)
         self.kv_cache.move_blocks(plan)
         prepared = time.perf_counter()
-        context = AttentionContext(inputs.metadata, self.kv_cache.layers)
-        with attention_context(context):
-            logits, scored = self._forward(plan, inputs)
+        scored: list[PromptLogprobs] = []
+        if graphs is not None:
+            logits = self._pick(graphs.run(inputs), plan, inputs)
+        else:
+            with attention_context(AttentionContext(inputs.metadata, self.kv_cache.layers)):
+                logits, scored = self._forward(plan, inputs)
         forwarded = time.perf_counter()
-        output = self._choose_tokens(plan, logits) if plan.samples else None
+        output = self._choose_tokens(inputs, logits, work, draws) if work else None
         sampled = time.perf_counter()
         return LaunchedStep(
             plan, output, prepared - started, forwarded - prepared, sampled - forwarded, scored
@@ -123,25 +160,41 @@ class ModelRunner:
         assert new_row is not None, "work for a row that nothing entered"
         return new_row.num_prompt_tokens
 
-    def _choose_tokens(self, plan: StepPlan, logits: torch.Tensor) -> SamplerOutput | None:
-        """Sample, and write the tokens into the token table; ranks that don't sample are told them."""
-        output = None
-        if self._group is None or self._group.is_first:
-            output = self._sample(plan, logits)
-            token_ids = output.token_ids
-        else:
-            token_ids = torch.empty(len(plan.samples), dtype=torch.int64, device=self._device)
-        if self._group is not None:
-            self._group.broadcast(token_ids)
-        rows = torch.tensor([s.row for s in plan.samples], device=self._device)
-        positions = torch.tensor([s.position for s in plan.samples], device=self._device)
-        self._batch.token_table[rows, positions] = token_ids
-        return output
+    def _logits_of_all(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits [num_tokens, vocab_size] of every token: what graphs are captured of."""
+        with attention_context(AttentionContext(inputs.metadata, self.kv_cache.layers)):
+            logits: torch.Tensor = self._module(
+                input_ids=inputs.input_ids[None], position_ids=inputs.positions[None], use_cache=False
+            ).logits[0]
+        return logits
 
-    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> SamplerOutput:
+    @staticmethod
+    def _pick(logits: torch.Tensor, plan: StepPlan, inputs: StepInputs) -> torch.Tensor:
+        """The samples' logits from those of all the step's tokens."""
+        if all(sample.token_index == number for number, sample in enumerate(plan.samples)):
+            return logits[: len(plan.samples)]
+        return logits[inputs.logits_indices]
+
+    def _sample_work(self, plan: StepPlan) -> list[SampleWork]:
         work = []
         for sample in plan.samples:
             row = self._batch.rows[sample.row]
             assert row is not None, "a sample for a row that nothing entered"
             work.append(SampleWork(sample, row))
-        return self._sampler.sample(logits, work, self._batch.token_table)
+        return work
+
+    def _choose_tokens(
+        self, inputs: StepInputs, logits: torch.Tensor, work: list[SampleWork], draws: StagedDraws | None
+    ) -> SamplerOutput | None:
+        """Sample, and write the tokens into the token table; ranks that don't sample are told them."""
+        output = None
+        if self._group is None or self._group.is_first:
+            output = self._sampler.sample(logits, work, self._batch.token_table, draws)
+            output.start_copy()
+            token_ids = output.token_ids
+        else:
+            token_ids = torch.empty(len(work), dtype=torch.int64, device=self._device)
+        if self._group is not None:
+            self._group.broadcast(token_ids)
+        self._batch.token_table[inputs.sample_rows, inputs.sample_positions] = token_ids
+        return output

@@ -1,0 +1,213 @@
+"""Rewrites a loaded model in place for CUDA: merged products, and the fused kernels around them.
+
+Runs before `engine.execution.fusion`, which sees to the layers that are left. The operators come from
+`kernels.dispatch`, so the rewritten model computes the same on any device; only on CUDA it is faster for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.execution.attention import current_context
+from engine.execution.fusion import (
+    OFFSET_RMS_NORM,
+    RMS_NORM,
+    ROTARY_ATTENTION,
+    WINDOW_IN_CONFIG,
+    is_silu_gated,
+)
+from engine.execution.packed_linear import LinearOptions, make_linear, merged_linear
+from kernels import dispatch
+from kernels.rotation import Rotation
+from kernels.scoring import Scoring
+
+# hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden)).
+_PRE_NORM_LAYER = (
+    "GemmaDecoderLayer",
+    "LlamaDecoderLayer",
+    "MistralDecoderLayer",
+    "Phi3DecoderLayer",
+    "Qwen2DecoderLayer",
+    "Qwen3DecoderLayer",
+    "SmolLM3DecoderLayer",
+)
+
+
+def fuse_for_cuda(model: nn.Module, linear: LinearOptions) -> None:
+    """Replace the modules that are known; their weights move into the new ones."""
+    _fuse_children(model, linear)
+    for parent in model.modules():
+        for child in parent.children():
+            if isinstance(child, nn.ModuleList) and len(child) and isinstance(child[0], PreNormLayer):
+                _chain(list(child), getattr(parent, "norm", None))
+
+
+def _fuse_children(parent: nn.Module, linear: LinearOptions) -> None:
+    for name, child in parent.named_children():
+        _fuse_children(child, linear)
+        replacement = _replacement(child, linear)
+        if replacement is not None:
+            setattr(parent, name, replacement)
+
+
+def _replacement(module: Any, linear: LinearOptions) -> nn.Module | None:
+    kind = type(module).__name__
+    if kind in RMS_NORM + OFFSET_RMS_NORM:
+        return FusedRMSNorm(module)
+    if kind in ROTARY_ATTENTION:
+        return FusedRotaryAttention(module, linear)
+    if is_silu_gated(module):
+        return FusedSiluGatedMLP(module, linear)
+    if kind in _PRE_NORM_LAYER and isinstance(module.input_layernorm, FusedRMSNorm):
+        return PreNormLayer(module)
+    return None
+
+
+def _chain(layers: list[Any], last_norm: nn.Module | None) -> None:
+    """Let each layer compute the norm that reads its output: the next layer's, or the one after the last."""
+    for layer, following in zip(layers, [*layers[1:], None], strict=True):
+        norm = last_norm if following is None else getattr(following, "input_layernorm", None)
+        if isinstance(norm, FusedRMSNorm):
+            layer.add_next_norm(norm)
+
+
+class FusedRMSNorm(nn.Module):
+    """x / rms(x) * weight. Its output may be there before it is asked for."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        is_offset = type(source).__name__ in OFFSET_RMS_NORM
+        self.weight = (
+            nn.Parameter(1.0 + source.weight.float(), requires_grad=False) if is_offset else source.weight
+        )
+        self.eps = float(source.eps if is_offset else source.variance_epsilon)
+        self._input: torch.Tensor | None = None
+        self._output: torch.Tensor | None = None
+
+    def hold(self, x: torch.Tensor, normed: torch.Tensor) -> None:
+        """`normed` is the norm of `x`, should that very tensor come next."""
+        self._input, self._output = x, normed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        known, output = self._input, self._output
+        self._input = self._output = None
+        if known is x and output is not None:
+            return output
+        rows = x.reshape(-1, x.shape[-1])
+        return dispatch.rms_norm(rows, self.weight, self.eps).view(x.shape)
+
+
+class FusedSiluGatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) with gate and up as one product."""
+
+    def __init__(self, source: Any, linear: LinearOptions) -> None:
+        super().__init__()
+        if hasattr(source, "gate_up_proj"):
+            self.gate_up_proj = _fast_linear(source.gate_up_proj, linear)
+        else:
+            self.gate_up_proj = merged_linear([source.gate_proj, source.up_proj], linear)
+        self.down_proj = source.down_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate_up = self.gate_up_proj(x.reshape(-1, x.shape[-1]))
+        out: torch.Tensor = self.down_proj(dispatch.silu_and_mul(gate_up))
+        return out.view(x.shape)
+
+
+class FusedRotaryAttention(nn.Module):
+    """One product, one kernel for norms, rotation and the cache's write, then paged attention."""
+
+    def __init__(self, source: Any, linear: LinearOptions) -> None:
+        super().__init__()
+        self.layer_idx: int = source.layer_idx
+        self._head_dim: int = source.head_dim
+        # Counted in the layers: a rank has some of the configuration's heads.
+        self._num_heads: int = source.o_proj.in_features // self._head_dim
+        self._num_kv_heads: int = source.config.num_key_value_heads
+        if hasattr(source, "k_proj"):
+            self._num_kv_heads = source.k_proj.out_features // self._head_dim
+        windows = source.config if type(source).__name__ in WINDOW_IN_CONFIG else source
+        self._scoring = Scoring(
+            float(source.scaling),
+            alibi_slopes=getattr(source, "alibi_slopes", None),
+            sliding_window=getattr(windows, "sliding_window", None),
+            # Gemma 3 carries the setting along and does not use it.
+            softcap=source.attn_logit_softcapping if type(source).__name__ == "Gemma2Attention" else None,
+        )
+        self._rotates = self._scoring.alibi_slopes is None and bool(getattr(source, "use_rope", True))
+        if hasattr(source, "qkv_proj"):
+            self.qkv_proj = _fast_linear(source.qkv_proj, linear)
+        else:
+            self.qkv_proj = merged_linear([source.q_proj, source.k_proj, source.v_proj], linear)
+        self.o_proj = source.o_proj
+        self.q_norm = getattr(source, "q_norm", None)
+        self.k_norm = getattr(source, "k_norm", None)
+
+    def _rotation(self, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Rotation:
+        cos, sin = (angles[0] for angles in position_embeddings) if self._rotates else (None, None)
+        if self.q_norm is None or self.k_norm is None:
+            return Rotation(cos, sin)
+        return Rotation(cos, sin, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [1, num_tokens, hidden_size]
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos, sin [1, num_tokens, rotary_dim]
+        attention_mask: torch.Tensor | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        num_tokens, context = hidden_states.shape[1], current_context()
+        cache = context.layers[self.layer_idx]
+        qkv = self.qkv_proj(hidden_states[0]).view(num_tokens, -1, self._head_dim)
+        query, key, value = qkv.split([self._num_heads, self._num_kv_heads, self._num_kv_heads], dim=1)
+        rotation = self._rotation(position_embeddings)
+        slots = context.metadata.slot_mapping
+        query = dispatch.rotary_and_cache(query, key, value, rotation, cache, slots)
+        out = dispatch.paged_attention(query, cache, context.metadata, self._scoring)
+        return self.o_proj(out.view(num_tokens, -1))[None], None
+
+
+class PreNormLayer(nn.Module):
+    """A decoder layer whose additions are part of the norms that follow them, the next layer's included."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        self.input_layernorm: FusedRMSNorm = source.input_layernorm
+        self.self_attn = source.self_attn
+        self.post_attention_layernorm: FusedRMSNorm = source.post_attention_layernorm
+        self.mlp = source.mlp
+        self._next_norm: list[FusedRMSNorm] = []  # in a list, so that it is nobody's second parent
+        if hasattr(source, "attention_type"):  # the models that mix windows look a layer's mask up by it
+            self.attention_type = source.attention_type
+
+    def add_next_norm(self, norm: FusedRMSNorm) -> None:
+        self._next_norm.append(norm)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [1, num_tokens, hidden_size]
+        attention_mask: torch.Tensor | None = None,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        **_: Any,
+    ) -> torch.Tensor:
+        normed = self.input_layernorm(hidden_states)
+        attended, _weights = self.self_attn(normed, position_embeddings)
+        norm = self.post_attention_layernorm
+        normed_rows, residual = dispatch.add_rms_norm(attended[0], hidden_states[0], norm.weight, norm.eps)
+        out = self.mlp(normed_rows)
+        if not self._next_norm:
+            total: torch.Tensor = out + residual
+            return total[None]
+        (following,) = self._next_norm
+        normed_rows, hidden_rows = dispatch.add_rms_norm(out, residual, following.weight, following.eps)
+        hidden_states = hidden_rows[None]
+        following.hold(hidden_states, normed_rows[None])
+        return hidden_states
+
+
+def _fast_linear(layer: nn.Linear, linear: LinearOptions) -> nn.Module:
+    return make_linear(layer.weight, layer.bias, linear) or layer

@@ -1,0 +1,267 @@
+"""What only CUDA uses by default, on the CPU: staged inputs, static decode inputs, fused modules, device sampling.
+
+Each is switched on alone and together; outputs must be the ones of the plain engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
+
+from engine.execution import cuda_graphs, model_runner
+from engine.execution.attention import AttentionContext, attention_context
+from engine.execution.cuda_fusion import PreNormLayer, fuse_for_cuda
+from engine.execution.cuda_graphs import DecodeGraphs, buckets_up_to
+from engine.execution.packed_linear import LinearOptions
+from engine.execution.sampler import Sampler
+from engine.execution.staging import DirectTransfer, HostCopy, StagedTransfer
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
+from kernels.layer_cache import LayerCache
+from kernels.metadata import AttentionMetadata
+from tests.engine.tiny_model import VOCAB_SIZE, save_tiny_llama
+
+_CPU = torch.device("cpu")
+_PROMPTS = [[1, 2, 4, 5, 6], list(range(8, 40)), [9], [20, 21, 22], list(range(10, 27))]
+_PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True),
+    SamplingParams(temperature=0.9, top_p=0.8, seed=5, max_tokens=20),
+    SamplingParams(temperature=1.2, top_k=9, seed=6, n=3, max_tokens=9, presence_penalty=0.5),
+    SamplingParams(temperature=1.0, min_p=0.1, seed=7, max_tokens=12, logprobs=2),
+    SamplingParams(temperature=0.7, seed=8, max_tokens=17, ignore_eos=True),
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    save_tiny_llama(path)
+    return path
+
+
+def _outputs(directory: Path, **options: Any) -> list[list[list[int]]]:
+    settings = {"num_kv_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 24, "num_threads": 1}
+    llm = LLM(str(directory), skip_tokenizer_init=True, **(settings | options))
+    results = llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)
+    llm.engine.check_integrity()
+    return [[output.token_ids for output in result.outputs] for result in results]
+
+
+@pytest.fixture(scope="module")
+def plain(directory: Path) -> list[list[list[int]]]:
+    return _outputs(directory)
+
+
+@pytest.fixture
+def emulated_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Graphs without a GPU: a replay runs the same calls over the same static inputs. Counts the replays."""
+    replays: list[int] = []
+
+    def capture(run: Callable[[], object], pool: list[Any]) -> Callable[[], object]:
+        run()
+
+        def replay() -> None:
+            replays.append(1)
+            run()
+
+        return replay
+
+    monkeypatch.setattr(cuda_graphs, "capture_graph", capture)
+    monkeypatch.setattr(model_runner, "captures_graphs", lambda *_: True)
+    return replays
+
+
+@pytest.mark.parametrize("depth_one", [False, True], ids=["depth0", "depth1"])
+def test_staged_inputs_change_nothing(directory: Path, plain: Any, depth_one: bool) -> None:
+    assert _outputs(directory, stage_inputs=True, async_scheduling=depth_one) == plain
+
+
+@pytest.mark.parametrize("depth_one", [False, True], ids=["depth0", "depth1"])
+def test_static_decode_inputs_change_nothing(
+    directory: Path, plain: Any, depth_one: bool, emulated_graphs: list[int]
+) -> None:
+    assert _outputs(directory, stage_inputs=True, async_scheduling=depth_one) == plain
+    assert len(emulated_graphs) >= 10
+
+
+def test_enforce_eager_captures_nothing(
+    directory: Path, plain: Any, emulated_graphs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    assert _outputs(directory, enforce_eager=True) == plain
+    assert not emulated_graphs
+
+
+def test_one_copy_per_step(directory: Path) -> None:
+    llm = LLM(str(directory), skip_tokenizer_init=True, num_kv_blocks=64, stage_inputs=True, num_threads=1)
+    llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)
+    runner: Any = llm.engine._parts.executor
+    assert runner._transfer.num_copies == llm.engine.stats().steps
+
+
+def test_a_model_that_cannot_be_captured_runs_without(
+    directory: Path, plain: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(run: Callable[[], object], pool: list[Any]) -> Callable[[], object]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(cuda_graphs, "capture_graph", refuse)
+    monkeypatch.setattr(model_runner, "captures_graphs", lambda *_: True)
+    assert _outputs(directory) == plain
+    assert "can't be captured" in caplog.text
+
+
+def test_buckets() -> None:
+    assert buckets_up_to(1) == [1]
+    assert buckets_up_to(20) == [24, 16, 8, 4, 2, 1]
+    assert buckets_up_to(10**6)[0] == 512
+
+
+class TestStagedTransfer:
+    def test_tensors_hold_what_was_put_once_it_is_sent(self) -> None:
+        transfer = StagedTransfer(_CPU)
+        arrays = [
+            np.arange(7, dtype=np.int32),
+            np.zeros(0, dtype=np.int64),
+            np.arange(6, dtype=np.int64).reshape(2, 3).T,
+            np.array([0.5, -1.0], dtype=np.float64),
+        ]
+        tensors = [transfer.put(array) for array in arrays]
+        transfer.send()
+        for array, tensor in zip(arrays, tensors, strict=True):
+            assert tensor.shape == array.shape
+            assert np.array_equal(tensor.numpy(), array)
+        assert transfer.num_copies == 1
+
+    def test_tensors_outlive_the_next_step(self) -> None:
+        transfer = StagedTransfer(_CPU)
+        first = transfer.put(np.arange(5))
+        transfer.send()
+        transfer.put(np.zeros(5, dtype=np.int64))
+        transfer.send()
+        assert first.tolist() == [0, 1, 2, 3, 4]
+
+    def test_it_grows_with_a_step_that_is_too_large(self) -> None:
+        transfer = StagedTransfer(_CPU, num_bytes=64)
+        small, large = transfer.put(np.arange(6)), transfer.put(np.arange(100))
+        transfer.send()
+        assert small.tolist() == list(range(6))
+        assert large.tolist() == list(range(100))
+        assert transfer.num_copies == 2
+        for _ in range(3):
+            more = transfer.put(np.arange(100))
+            transfer.send()
+            assert more.tolist() == list(range(100))
+
+    def test_a_step_without_arrays_copies_nothing(self) -> None:
+        transfer = StagedTransfer(_CPU)
+        transfer.send()
+        assert transfer.num_copies == 0
+
+    def test_host_copy(self) -> None:
+        assert HostCopy(torch.arange(3)).wait().tolist() == [0, 1, 2]
+
+
+def test_draws_on_the_device_are_the_ones_on_the_cpu() -> None:
+    from engine.execution.logits_processors import SampleWork
+    from engine.plan import NewRow, Sample
+
+    torch.manual_seed(3)
+    logits = 3 * torch.randn(len(_PARAMS), 400)
+    work = [
+        SampleWork(Sample(row, row, 7 + row), NewRow(row, "r", 1, [1, 2, 3], 3, [], params, seed=77 + row))
+        for row, params in enumerate(_PARAMS)
+    ]
+    table = torch.ones(len(_PARAMS), 16, dtype=torch.int64)
+    here = Sampler(()).sample(logits.clone(), work, table)
+    for part in (slice(0, 5), slice(3, 5), slice(0, 1)):  # some are drawn, all are, none is
+        sampler, transfer = Sampler((), draws_on_device=True), DirectTransfer(_CPU)
+        draws = sampler.stage(work[part], transfer)
+        there = sampler.sample(logits[part].clone(), work[part], table, draws)
+        assert there.token_ids.tolist() == here.token_ids[part].tolist()
+
+
+_SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**_SMALL),
+        GemmaConfig(**_SMALL, head_dim=8, hidden_act="silu", hidden_activation="silu"),
+        MistralConfig(**_SMALL, sliding_window=6),
+        Phi3Config(**_SMALL),
+        Qwen2Config(**_SMALL),
+        Qwen3Config(**_SMALL, head_dim=16),
+        SmolLM3Config(**_SMALL, no_rope_layers=[1, 1, 0]),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_fused_modules_compute_what_they_replace(config: Any) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.3) if parameter.ndim > 1 or "norm" in name else parameter.normal_(std=0.1)
+    ids, positions = torch.randint(VOCAB_SIZE, (1, 11)), torch.arange(11)[None]
+    with torch.inference_mode():
+        truth = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        model.config._attn_implementation = "pagemill_paged"
+        fuse_for_cuda(model, LinearOptions())
+        assert sum(isinstance(module, PreNormLayer) for module in model.modules()) == 3
+        attention = model.model.layers[0].self_attn
+        shape = (2, attention._num_kv_heads, 16, attention._head_dim)
+        layers = [LayerCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(3)]
+        with attention_context(AttentionContext(_one_prompt(11), layers)):
+            out = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-4)
+
+
+def _one_prompt(length: int) -> AttentionMetadata:
+    return AttentionMetadata(
+        block_tables=torch.tensor([[1]], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, length], dtype=torch.int32),
+        seq_lens=torch.tensor([length], dtype=torch.int32),
+        slot_mapping=16 + torch.arange(length),
+        query_lens_host=[length],
+        seq_lens_host=[length],
+        num_decode_rows=0,
+        max_query_len=length,
+        max_seq_len=length,
+    )
+
+
+def test_only_covered_plans_are_replayed() -> None:
+    from engine.plan import RowWork, StepPlan
+
+    graphs = DecodeGraphs(
+        lambda _: torch.zeros(1), max_num_seqs=2, max_model_len=32, block_size=16, device=_CPU
+    )
+    assert graphs.covers(StepPlan(0, work=[RowWork(0, 4, 1), RowWork(1, 0, 1)]))
+    assert not graphs.covers(StepPlan(0, work=[RowWork(0, 4, 2)]))
+    assert not graphs.covers(StepPlan(0, work=[RowWork(row, 4, 1) for row in range(3)]))
+    assert not graphs.covers(StepPlan(0, work=[RowWork(0, 0, 1, num_prompt_logprobs=1)]))
+    assert not graphs.covers(StepPlan(0))

@@ -1,54 +1,79 @@
-"""What the kernels do on the GPU at hand: are they right, and how near do they come to the machine's limits?
+"""What the engine and its kernels do on the GPU at hand: are they right, and how near do they come to its limits?
 
-    python -m benchmarks.gpu [--section NAME ...] [--out DIR]
+    python -m benchmarks.gpu [--section NAME ...] [--out DIR] [--budget SECONDS]
+    python -m benchmarks.gpu --device cpu --dry-run      the same walk over toy sizes, without a GPU
 
 Runs every section in under ten minutes on an H200, needs nothing from outside, prints a table per section and
-rewrites DIR/gpu.json after each, so that an interrupted run keeps what it has. Exit code 1: a kernel is wrong;
-2: there is no CUDA device.
+rewrites DIR/gpu.json after each, so that an interrupted run keeps what it has. A section that no longer fits the
+budget is left out, and says so. Exit code 1: something is wrong; 2: there is no CUDA device.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import gpu_attention
-from benchmarks.gpu_timing import median_seconds
+from benchmarks import gpu_attention, gpu_correctness, gpu_engine, gpu_rows
+from benchmarks.gpu_attention import Measure, Shape
+from benchmarks.gpu_timing import host_seconds, median_seconds
+from kernels.tuning import Tile
 
 Row = dict[str, Any]
 
-_CUDA = torch.device("cuda")
+_TOY = Shape("toy", 2, 1, 64)
+_TOY_TILES = [Tile(16, 32, 4, 1)]
 
 
-def machine() -> list[Row]:
+@dataclass
+class Session:
+    """One run: where, how long, and what the sections have found so far."""
+
+    device: torch.device
+    is_dry: bool
+    deadline: float
+    done: dict[str, list[Row]] = field(default_factory=dict)
+
+    @property
+    def measure(self) -> Measure:
+        return host_seconds if self.is_dry else median_seconds
+
+    @property
+    def seconds_left(self) -> float:
+        return self.deadline - time.perf_counter()
+
+    def ceiling(self, name: str) -> float | None:
+        rows = self.done.get("ceilings", ())
+        return next((row["value"] for row in rows if row.get("ceiling") == name), None)
+
+
+def machine(session: Session) -> list[Row]:
     """What ran where. Ask for this section with every other: figures mean nothing without it."""
-    properties = torch.cuda.get_device_properties(_CUDA)
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    facts = {
-        "device": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "memory_gib": round(properties.total_memory / 2**30, 1),
-        "driver": driver.stdout.strip(),
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-    }
+    facts: dict[str, Any] = {"python": platform.python_version()}
+    if session.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(session.device)
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(command, capture_output=True, text=True, check=False)
+        facts |= {
+            "device": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "driver": driver.stdout.strip(),
+            "cuda": torch.version.cuda,
+        }
     facts |= {name: _version(name) for name in ("torch", "triton", "transformers")}
     return [{"fact": fact, "value": value} for fact, value in facts.items()]
 
@@ -60,71 +85,188 @@ def _version(distribution: str) -> str:
         return "absent"
 
 
-def ceilings() -> list[Row]:
+def ceilings(session: Session) -> list[Row]:
     """The two rates that everything else is held against: a large copy (bytes read plus written), a product."""
-    source = torch.empty(2**30, dtype=torch.float32, device=_CUDA).normal_()
+    elements, side = (2**10, 32) if session.is_dry else (2**30, 8192)
+    source = torch.empty(elements, dtype=torch.float32, device=session.device).normal_()
     target = torch.empty_like(source)
-    copy_seconds = median_seconds(lambda: target.copy_(source))
-    left = torch.empty(8192, 8192, dtype=torch.bfloat16, device=_CUDA).normal_()
+    copy_seconds = session.measure(lambda: target.copy_(source))
+    left = torch.empty(side, side, dtype=torch.bfloat16, device=session.device).normal_()
     right = torch.empty_like(left).normal_()
-    product_seconds = median_seconds(lambda: torch.mm(left, right))
+    product_seconds = session.measure(lambda: torch.mm(left, right))
     return [
-        {"ceiling": "copy_gb_per_s", "value": round(2 * source.nbytes / copy_seconds / 1e9)},
-        {"ceiling": "bf16_tflop_per_s", "value": round(2 * 8192**3 / product_seconds / 1e12)},
+        {"ceiling": "copy_gb_per_s", "value": round(2 * source.nbytes / copy_seconds / 1e9, 3)},
+        {"ceiling": "bf16_tflop_per_s", "value": round(2 * side**3 / product_seconds / 1e12, 6)},
     ]
 
 
-SECTIONS: dict[str, Callable[[dict[str, list[Row]]], list[Row]]] = {
-    "machine": lambda _: machine(),
-    "ceilings": lambda _: ceilings(),
-    "correctness": lambda _: gpu_attention.correctness(_CUDA),
-    "decode": lambda done: gpu_attention.decode(_CUDA, median_seconds, _ceiling(done, "copy_gb_per_s")),
-    "prefill": lambda done: gpu_attention.prefill(_CUDA, median_seconds, _ceiling(done, "bf16_tflop_per_s")),
-    "tiles": lambda _: gpu_attention.tiles(_CUDA, median_seconds),
-}
+def correctness(session: Session) -> list[Row]:
+    """Every kernel; in several processes, which at the same time compile what the other sections launch."""
+    return gpu_correctness.run(session.device, is_dry=session.is_dry)
 
 
-def _ceiling(done: dict[str, list[Row]], name: str) -> float | None:
-    return next((row["value"] for row in done.get("ceilings", ()) if row.get("ceiling") == name), None)
+def rows(session: Session) -> list[Row]:
+    sizes = gpu_rows.TOY_SIZES if session.is_dry else gpu_rows.LLAMA_SIZES
+    return gpu_rows.speed(session.device, session.measure, session.ceiling("copy_gb_per_s"), sizes)
+
+
+def decode(session: Session) -> list[Row]:
+    toy: dict[str, Any] = {"shapes": [_TOY], "batch_sizes": [2], "kv_lens": [32], "block_sizes": [16]}
+    return gpu_attention.decode(
+        session.device,
+        session.measure,
+        session.ceiling("copy_gb_per_s"),
+        **(toy | {"bytes_per_call": 2**14} if session.is_dry else {}),
+    )
+
+
+def prefill(session: Session) -> list[Row]:
+    toy: dict[str, Any] = {"shapes": [_TOY], "batches": [([16], [16])]}
+    ceiling = session.ceiling("bf16_tflop_per_s")
+    return gpu_attention.prefill(session.device, session.measure, ceiling, **(toy if session.is_dry else {}))
+
+
+def tiles(session: Session) -> list[Row]:
+    toy: dict[str, Any] = {"shape": _TOY, "decodes": [(1, 40)], "prefill_len": 24}
+    toy |= {"decode_tiles": _TOY_TILES, "prefill_tiles": _TOY_TILES}
+    return gpu_attention.tiles(session.device, session.measure, **(toy if session.is_dry else {}))
+
+
+def _job(session: Session, model: str, engine: str, **fields: Any) -> gpu_engine.Job:
+    """A job, or its toy."""
+    if session.is_dry:
+        small: dict[str, Any] = {"num_requests": 3, "shortest": 3, "longest": 6, "seconds": 30.0}
+        small["options"] = {"num_kv_blocks": 64, "num_threads": 1} if engine == "pagemill" else {}
+        model, fields = "tiny", fields | small
+    return gpu_engine.Job(model, engine, session.device.type, **fields)
+
+
+def switches(session: Session) -> list[Row]:
+    """How many requests differ with each of the engine's ways on instead of off: none should."""
+    job = _job(session, "tiny", "switches", num_requests=12, shortest=8, longest=48)
+    return [gpu_engine.run_in_process(job, min(600.0 if session.is_dry else 180.0, session.seconds_left))]
+
+
+def end_to_end(session: Session, model: str) -> list[Row]:
+    """All requests, and as few as the slow peer gets."""
+    found = []
+    for num_requests in (256, 64):
+        job = _job(session, model, "pagemill", num_requests=num_requests)
+        row = gpu_engine.run_in_process(job, min(200.0, session.seconds_left))
+        copy, product = session.ceiling("copy_gb_per_s"), session.ceiling("bf16_tflop_per_s")
+        if "error" not in row and copy and product:
+            rates = {"copy_gb_per_s": copy, "bf16_tflop_per_s": product}
+            floor = gpu_engine.floor_seconds(job.model, *gpu_engine.workload(job), rates)
+            row |= {"floor_s": round(floor, 3), "of_roofline": f"{floor / row['seconds']:.0%}"}
+        found.append(row)
+    return found
+
+
+def peer(session: Session, model: str) -> list[Row]:
+    """transformers' continuous batching on 64 requests, or what of them ends within 90 s."""
+    seconds = max(10.0, min(90.0, session.seconds_left - 45.0))
+    job = _job(session, model, "transformers", num_requests=64, seconds=seconds)
+    row = gpu_engine.run_in_process(job, min(seconds + 90.0, session.seconds_left))
+    ours = session.done.get(f"engine {model}", [{}])[-1]
+    if "tokens_per_s" in row and "tokens_per_s" in ours:
+        row["pagemill_over_it"] = round(ours["tokens_per_s"] / row["tokens_per_s"], 2)
+    return [row]
+
+
+@dataclass(frozen=True)
+class Section:
+    run: Callable[[Session], list[Row]]
+    needs_seconds: float = 5.0
+    """Left out where less of the budget remains."""
+
+
+def _sections() -> dict[str, Section]:
+    """In order of what a short lease should bring first."""
+    found = {
+        "machine": Section(machine, 0.0),
+        "ceilings": Section(ceilings),
+        "correctness": Section(correctness, 60.0),
+        "switches": Section(switches, 60.0),
+    }
+    models = ("llama-3.1-8b", "qwen3-0.6b")
+    for model in models:
+        found[f"engine {model}"] = Section(lambda session, model=model: end_to_end(session, model), 90.0)
+    found |= {
+        "decode": Section(decode, 30.0),
+        "prefill": Section(prefill, 30.0),
+        "rows": Section(rows, 15.0),
+    }
+    for model in models:
+        found[f"peer {model}"] = Section(lambda session, model=model: peer(session, model), 75.0)
+    return found | {"tiles": Section(tiles, 45.0)}
+
+
+SECTIONS = _sections()
 
 
 def print_table(title: str, rows: list[Row]) -> None:
-    """Columns are the first row's keys."""
     print(f"\n{title}")
-    if not rows:
-        return
-    columns = list(rows[0])
+    columns = list(dict.fromkeys(column for row in rows for column in row))
     cells = [columns] + [[str(row.get(column, "")) for column in columns] for row in rows]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
     for line in cells:
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+        print(
+            "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)), flush=True
+        )
 
 
-def main(arguments: list[str] | None = None) -> int:
+def _run_section(name: str, session: Session) -> list[Row]:
+    section = SECTIONS[name]
+    if session.seconds_left < section.needs_seconds:
+        return [{"left_out": f"{session.seconds_left:.0f} s left, {section.needs_seconds:.0f} s needed"}]
+    try:
+        return section.run(session)
+    except Exception:
+        # The device is lent by the minute: the other sections still have something to say.
+        traceback.print_exc()
+        return [{"error": traceback.format_exc().strip().splitlines()[-1]}]
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--section", action="append", choices=list(SECTIONS), help="default: all, in order")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--budget", type=float, default=570.0, help="seconds for all sections together")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--dry-run", action="store_true", help="toy sizes; with --device cpu, interpreted")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
+    if options.device == "cpu" and not options.dry_run:
+        parser.error("--device cpu measures nothing: it is for --dry-run")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parse(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
         print("benchmarks.gpu: no CUDA device here (torch.cuda.is_available() is False)", file=sys.stderr)
         return 2
+    if options.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        # Kernels bind to the interpreter when they are defined: too late in this process.
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu",
+            *(sys.argv[1:] if arguments is None else arguments),
+        ]
+        return subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, check=False).returncode
 
-    done: dict[str, list[Row]] = {}
+    session = Session(torch.device(options.device), options.dry_run, time.perf_counter() + options.budget)
     failed = False
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.section or list(SECTIONS):
         started = time.perf_counter()
-        try:
-            rows = SECTIONS[name](done)
-        except Exception:
-            # The device is lent by the minute: the other sections still have something to say.
-            traceback.print_exc()
-            rows = [{"error": traceback.format_exc().strip().splitlines()[-1]}]
-        failed = failed or any(row.get("ok") is False or "error" in row for row in rows)
-        done[name] = rows
-        (options.out / "gpu.json").write_text(json.dumps(done, indent=1) + "\n")
-        print_table(f"{name} ({time.perf_counter() - started:.0f} s)", rows)
-        torch.cuda.empty_cache()
+        found = _run_section(name, session)
+        failed = failed or any(row.get("ok") is False or "error" in row for row in found)
+        session.done[name] = found
+        (options.out / "gpu.json").write_text(json.dumps(session.done, indent=1) + "\n")
+        print_table(f"{name} ({time.perf_counter() - started:.0f} s)", found)
+        if session.device.type == "cuda":
+            torch.cuda.empty_cache()
     return 1 if failed else 0
 
 

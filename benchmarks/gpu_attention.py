@@ -102,7 +102,7 @@ def make_workload(
 
 _SHORT, _MIXED = ([1, 1, 1], [1, 16, 17]), ([1, 1, 40, 300], [700, 33, 40, 900])
 _LONG = ([1, 1, 1500], [5000, 9000, 6000])
-_EVERY_CASE: list[tuple[tuple[list[int], list[int]], Shape, dict[str, Any]]] = [
+EVERY_CASE: list[tuple[tuple[list[int], list[int]], Shape, dict[str, Any]]] = [
     *((_MIXED, shape, {}) for shape in (LLAMA_8B, QWEN_600M, FALCON_7B, GPT2, GEMMA_2B)),
     *((_MIXED, Shape(f"dim {dim}", 6, 2, dim), {}) for dim in (80, 96)),
     *((_SHORT, LLAMA_8B, {"block_size": size}) for size in (8, 16, 32, 64, 128)),
@@ -122,7 +122,7 @@ _EVERY_CASE: list[tuple[tuple[list[int], list[int]], Shape, dict[str, Any]]] = [
 
 def correctness(
     device: torch.device,
-    cases: Sequence[tuple[tuple[list[int], list[int]], Shape, dict[str, Any]]] = tuple(_EVERY_CASE),
+    cases: Sequence[tuple[tuple[list[int], list[int]], Shape, dict[str, Any]]] = tuple(EVERY_CASE),
     dtypes: Sequence[torch.dtype] = (torch.float16, torch.bfloat16, torch.float32),
 ) -> list[Row]:
     """Each case's largest error against the reference in fp64, over NaN-poisoned caches."""
@@ -165,12 +165,13 @@ def decode(
     batch_sizes: Sequence[int] = (1, 8, 64, 256),
     kv_lens: Sequence[int] = (256, 1024, 4096, 16384),
     block_sizes: Sequence[int] = (16, 64),
+    bytes_per_call: int = _BYTES_PER_CALL,
 ) -> list[Row]:
     """Bytes of keys and values per second, beside the measured copy bandwidth."""
     rows = []
     for shape, block_size, batch_size, kv_len in product(shapes, block_sizes, batch_sizes, kv_lens):
         layer_bytes = 2 * 2 * batch_size * kv_len * shape.num_kv_heads * shape.head_dim
-        num_layers = min(32, max(1, _BYTES_PER_CALL // layer_bytes))
+        num_layers = min(32, max(1, bytes_per_call // layer_bytes))
         if layer_bytes * num_layers > _LARGEST_CACHE_BYTES:
             continue
         workload = make_workload(

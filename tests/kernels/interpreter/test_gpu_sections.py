@@ -32,10 +32,16 @@ def test_correctness_reports_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[0]["ok"] is False
 
 
-def test_decode_counts_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_attention, "_BYTES_PER_CALL", 2**15)
+def test_decode_counts_bytes() -> None:
     rows = gpu_attention.decode(
-        _CPU, _call_once, 1.0, shapes=[_TINY], batch_sizes=[2], kv_lens=[32], block_sizes=[16]
+        _CPU,
+        _call_once,
+        1.0,
+        shapes=[_TINY],
+        batch_sizes=[2],
+        kv_lens=[32],
+        block_sizes=[16],
+        bytes_per_call=2**15,
     )
     # 2 tensors of 2 rows, 32 keys, 1 head, 64 dims at 2 bytes are 16 KB a layer; two layers ran in 1 ms.
     assert rows[0]["microseconds"] == 500.0

@@ -1,0 +1,240 @@
+"""The sections of `benchmarks.gpu` on everything but attention: fused row kernels, cache writes, copies, sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_attention import Measure, Row, Shape
+from kernels import dispatch, reference
+from kernels.layer_cache import FP8, LayerCache, allocate_layer, as_bytes
+from kernels.rotation import Rotation
+from kernels.sampling_rows import SamplingRows
+
+# Largest ||out - truth|| / ||truth||: a few roundings of each dtype.
+_RELATIVE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the operands are: a real model's, or toys for a walk through without a GPU."""
+
+    num_tokens: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    shape: Shape
+    num_rows: int
+    """Rows that are sampled from."""
+
+
+LLAMA_SIZES = Sizes(4096, 4096, 14336, 128256, Shape("llama-3.1-8b", 32, 8, 128), 256)
+TOY_SIZES = Sizes(5, 96, 80, 700, Shape("toy", 2, 1, 64), 3)
+# Enough for a pass over several programs, with remainders everywhere.
+CHECKED_SIZES = Sizes(133, 4096, 3000, 128256, Shape("llama-3.1-8b", 32, 8, 128), 64)
+
+
+def correctness(
+    device: torch.device,
+    sizes: Sizes = CHECKED_SIZES,
+    dtypes: Sequence[torch.dtype] = (torch.float16, torch.bfloat16, torch.float32),
+) -> list[Row]:
+    """Every kernel against the reference in fp64 on the same inputs, outputs poisoned first where they are ours."""
+    torch.manual_seed(1)
+    rows = []
+    for dtype in dtypes:
+        for name, out, truth in _dense_cases(device, sizes, dtype):
+            error = ((out.double() - truth.double()).norm() / truth.double().norm()).item()
+            rows.append(_checked(name, dtype, error, _RELATIVE[dtype]))
+        rows += _cache_cases(device, sizes, dtype)
+    return [*rows, _copied_blocks(device, sizes), *_sampled(device, sizes)]
+
+
+def _checked(name: str, dtype: torch.dtype, error: float, limit: float) -> Row:
+    row: Row = {"case": name, "dtype": str(dtype).removeprefix("torch."), "max_error": f"{error:.1e}"}
+    return row | {"ok": bool(error <= limit)}  # NaN is not
+
+
+def _dense_cases(
+    device: torch.device, sizes: Sizes, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(name, the kernel's output, the truth)."""
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    x, residual, weight = (
+        draw(*s) for s in [(sizes.num_tokens, sizes.hidden_size)] * 2 + [(sizes.hidden_size,)]
+    )
+    gate_up = draw(sizes.num_tokens, 2 * sizes.intermediate_size)
+    with dispatch.override("triton"):
+        normed = dispatch.rms_norm(x, weight, 1e-5)
+        normed_sum, total = dispatch.add_rms_norm(x, residual, weight, 1e-5)
+        gated = dispatch.silu_and_mul(gate_up)
+    yield "rms_norm", normed, reference.rms_norm(x.double(), weight.double(), 1e-5)
+    yield "add_rms_norm, norm", normed_sum, reference.rms_norm(total.double(), weight.double(), 1e-5)
+    yield "add_rms_norm, sum", total, x.double() + residual.double()
+    yield "silu_and_mul", gated, reference.silu_and_mul(gate_up.double())
+
+
+def _cache_cases(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> Iterator[Row]:
+    """Rotation and cache write, with and without norms, into every cache dtype that the device has."""
+    cache_dtypes = [dtype, torch.int8]
+    if device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9):
+        cache_dtypes.append(FP8)
+    for cache_dtype in cache_dtypes:
+        query, key, value, rotation, slots = _projected(device, sizes, dtype)
+        num_blocks = -(-sizes.num_tokens // 16) + 1
+        shape = (num_blocks, sizes.shape.num_kv_heads, 16, sizes.shape.head_dim)
+        cache, truth = (allocate_layer(*shape, cache_dtype, device) for _ in range(2))
+        for tensor in (*cache.tensors(), *truth.tensors()):
+            as_bytes(tensor).fill_(7)
+        plain, plain_truth = (LayerCache(*(t.clone() for t in cache.tensors())) for _ in range(2))
+        with dispatch.override("triton"):
+            out = dispatch.rotary_and_cache(query, key, value, rotation, cache, slots)
+            dispatch.reshape_and_cache(key, value, plain, slots)
+        expected = reference.rotary_and_cache(query, key, value, rotation, truth, slots)
+        reference.reshape_and_cache(key, value, plain_truth, slots)
+        name = f"into {str(cache_dtype).removeprefix('torch.')}"
+        error = ((out.double() - expected.double()).norm() / expected.double().norm()).item()
+        yield _checked(f"rotary_and_cache {name}, queries", dtype, error, _RELATIVE[dtype])
+        # One step of the cache's dtype where a rounding went the other way; poison elsewhere must have stayed.
+        limit = 2e-2 if cache_dtype.itemsize == 1 else _RELATIVE[dtype]
+        error = _cache_error(cache, truth)
+        yield _checked(f"rotary_and_cache {name}, cache", dtype, error, limit)
+        yield _checked(f"reshape_and_cache {name}", dtype, _cache_error(plain, plain_truth), limit)
+
+
+def _cache_error(ours: LayerCache, theirs: LayerCache) -> float:
+    """||difference|| / ||truth|| of what both hold, scales multiplied in."""
+
+    def numbers(cache: LayerCache) -> torch.Tensor:
+        keys, values = cache.keys.double(), cache.values.double()
+        if cache.key_scales is not None and cache.value_scales is not None:
+            keys, values = keys * cache.key_scales[..., None], values * cache.value_scales[..., None]
+        return torch.stack([keys, values])
+
+    truth = numbers(theirs)
+    return ((numbers(ours) - truth).norm() / truth.norm()).item()
+
+
+def _projected(
+    device: torch.device, sizes: Sizes, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Rotation, torch.Tensor]:
+    """(queries, keys, values, rotation, slots) as views of one projection; every ninth token is padding."""
+    shape, n = sizes.shape, sizes.num_tokens
+    qkv = torch.randn(n, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, device=device).to(dtype)
+    query, key, value = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+    half = torch.rand(n, shape.head_dim // 2, device=device) * 6.28
+    angles = torch.cat([half, half], dim=1)
+    weights = [torch.randn(shape.head_dim, device=device).to(dtype) for _ in range(2)]
+    rotation = Rotation(angles.cos().to(dtype), angles.sin().to(dtype), *weights, 1e-6)
+    slots = torch.randperm(n, device=device) + 16
+    slots[::9] = -1
+    return query, key, value, rotation, slots
+
+
+def _copied_blocks(device: torch.device, sizes: Sizes) -> Row:
+    shape = (40, sizes.shape.num_kv_heads, 16, sizes.shape.head_dim)
+    caches = [torch.randn(shape, device=device) for _ in range(2)]
+    expected = [cache.clone() for cache in caches]
+    pairs = [(number, number + 20) for number in range(20)]
+    with dispatch.override("triton"):
+        dispatch.copy_blocks(caches[0], caches[1], pairs)
+    reference.copy_blocks(expected[0], expected[1], pairs)
+    error = max((a - b).abs().max().item() for a, b in zip(caches, expected, strict=True))
+    return _checked("copy_blocks", torch.float32, error, 0.0)
+
+
+def _sampling_rows(device: torch.device, num_rows: int, *, filters: bool) -> SamplingRows:
+    numbers = torch.arange(num_rows, device=device)
+    off = torch.zeros(num_rows, device=device)
+    return SamplingRows(
+        temperatures=0.5 + (numbers % 4).float() / 4,
+        top_k=(numbers % 3 * 50 * filters).to(torch.int32),
+        top_p=torch.where(numbers % 2 == 0, 0.9, 1.0).double() if filters else off.double() + 1.0,
+        log_min_p=torch.where(numbers % 5 == 0, 0.02, 0.0).log() if filters else off - torch.inf,
+        seeds=numbers * 0x123456789AB + 7,
+        sample_indices=numbers % 3,
+        positions=numbers * 31,
+    )
+
+
+def _sampled(device: torch.device, sizes: Sizes) -> Iterator[Row]:
+    """Tokens equal those of a sort on the CPU for the same logits."""
+    for filters in (False, True):
+        logits = 3 * torch.randn(sizes.num_rows, sizes.vocab_size, device=device)
+        rows = _sampling_rows(device, sizes.num_rows, filters=filters)
+        with dispatch.override("triton"):
+            out = dispatch.sample_tokens(logits, logits.amax(dim=-1), rows, has_filters=filters)
+        host_rows = SamplingRows(*(field.cpu() for field in rows))
+        host = logits.cpu()
+        truth = reference.sample_tokens(host, host.amax(dim=-1), host_rows, has_filters=filters)
+        differing = (out.cpu() != truth).sum().item()
+        name = "sample_tokens, top-k, top-p, min-p" if filters else "sample_tokens"
+        # Rounding may decide between two tokens that are level; hardly ever in this many rows.
+        yield _checked(
+            f"{name}: rows that differ from the CPU", torch.float32, differing, sizes.num_rows / 64
+        )
+
+
+def speed(
+    device: torch.device, measure: Measure, copy_gb_per_s: float | None, sizes: Sizes = LLAMA_SIZES
+) -> list[Row]:
+    """Microseconds per call and the least bytes each must move, beside the measured copy bandwidth."""
+    dtype = torch.bfloat16
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    x, residual, weight = (
+        draw(*s) for s in [(sizes.num_tokens, sizes.hidden_size)] * 2 + [(sizes.hidden_size,)]
+    )
+    gate_up = draw(sizes.num_tokens, 2 * sizes.intermediate_size)
+    query, key, value, rotation, slots = _projected(device, sizes, dtype)
+    num_blocks = -(-sizes.num_tokens // 16) + 1
+    cache = allocate_layer(num_blocks, sizes.shape.num_kv_heads, 16, sizes.shape.head_dim, dtype, device)
+    logits = 3 * torch.randn(sizes.num_rows, sizes.vocab_size, device=device)
+    peaks, plain, filtered = (
+        logits.amax(dim=-1),
+        *(_sampling_rows(device, sizes.num_rows, filters=filters) for filters in (False, True)),
+    )
+    heads = query.nbytes * 2 + 4 * key.numel() * key.element_size()
+    calls: list[tuple[str, int, Callable[[], Any]]] = [
+        ("rms_norm", 2 * x.nbytes, lambda: dispatch.rms_norm(x, weight, 1e-5)),
+        ("add_rms_norm", 4 * x.nbytes, lambda: dispatch.add_rms_norm(x, residual, weight, 1e-5)),
+        ("silu_and_mul", gate_up.nbytes * 3 // 2, lambda: dispatch.silu_and_mul(gate_up)),
+        (
+            "rotary_and_cache",
+            query.numel() * 4 + heads - query.nbytes * 2,
+            lambda: dispatch.rotary_and_cache(query, key, value, rotation, cache, slots),
+        ),
+        (
+            "sample_tokens",
+            logits.nbytes,
+            lambda: dispatch.sample_tokens(logits, peaks, plain, has_filters=False),
+        ),
+        (
+            "sample_tokens, filtered",
+            logits.nbytes,
+            lambda: dispatch.sample_tokens(logits, peaks, filtered, has_filters=True),
+        ),
+        ("torch: sort of the logits", logits.nbytes, lambda: logits.sort(dim=-1)),
+    ]
+    rows = []
+    for name, num_bytes, call in calls:
+        with dispatch.override("triton"):
+            seconds = measure(call)
+        gb_per_s = num_bytes / seconds / 1e9
+        rows.append(
+            {
+                "kernel": name,
+                "microseconds": round(seconds * 1e6, 1),
+                "gb_per_s": round(gb_per_s),
+                "of_copy": f"{gb_per_s / copy_gb_per_s:.0%}" if copy_gb_per_s else "",
+            }
+        )
+    return rows

@@ -84,12 +84,6 @@ class InputBatch:
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.rows: list[NewRow | None] = [None] * max_num_seqs
 
-    def apply(self, plan: StepPlan) -> StepInputs:
-        """`stage` and `lay_out`, where nobody else has anything to send."""
-        staged = self.stage(plan)
-        self._transfer.send()
-        return self.lay_out(staged)
-
     def stage(self, plan: StepPlan, *, pad: bool = False) -> _StagedStep:
         """Put the step's arrays where the transfer takes them from; `lay_out` follows when they are sent.
 

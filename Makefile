@@ -21,7 +21,7 @@ help:
 	@echo "make setup      the virtual environment alone ($(VENV))"
 	@echo "make check      what CI runs: format, lint, types, import rules, tests"
 	@echo "make check-all  the same, with the slow sweeps"
-	@echo "make bench      the benchmark tables"
+	@echo "make bench      every benchmark table and plot, on an idle machine (hours)"
 	@echo "make format     rewrite the sources as the formatter wants them"
 	@echo "make clean      remove caches and build products, not $(VENV)"
 
@@ -69,9 +69,8 @@ check-all:
 	@$(MAKE) --no-print-directory check MARKS="slow or not slow"
 
 bench: $(STAMP)
-	@$(BIN)/python -m benchmarks
-	@$(BIN)/python -m benchmarks.queue
-	@$(BIN)/python -m benchmarks.affinity
+	@$(PIP) -c $(VENV)/constraints.txt -e '.[bench]'
+	@$(BIN)/python -m benchmarks.all
 
 format: $(STAMP)
 	@$(BIN)/ruff format .

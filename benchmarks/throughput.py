@@ -108,7 +108,7 @@ def build_request(
 
 def measure_all(
     measurements: Measurements, contenders: Sequence[Contender], request: Request, workloads: Sequence[Workload],
-    *, vocab_size: int, rounds: int, console: Console,
+    *, vocab_size: int, rounds: int, console: Console, unit: str = "tokens/s",
 ) -> Generator[str, None, None]:  # fmt: skip
     """Add to `measurements`; yields an engine's name after each of its passes.
 
@@ -141,7 +141,7 @@ def measure_all(
                 measurements.peak_memory_bytes[contender.name] = process.peak_memory_bytes()
                 console.print(
                     f"round {number} of {rounds}: {workload.name:8} {contender.name:14} "
-                    f"{timing.tokens_per_second:8.1f} tokens/s"
+                    f"{timing.tokens_per_second:8.1f} {unit}"
                 )
             if contender.name in measurements.failures:
                 del running[contender.name]

@@ -1,0 +1,63 @@
+"""Every CPU figure of docs/performance.md, one benchmark after another; needs an idle machine.
+
+`python -m benchmarks.all`: about two hours and a half on two cores with both peers (make them first with
+`python -m benchmarks --install-peers`). `--quick`: our engine and vLLM alone and few rounds, about forty minutes.
+A benchmark that fails is named at the end, and keeps none of the others from running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+
+from benchmarks.engine_process import ROOT
+
+COMMANDS: tuple[tuple[str, ...], ...] = (
+    ("benchmarks.kv_waste",),
+    ("benchmarks.scheduler",),
+    ("benchmarks.startup",),
+    ("benchmarks",),
+    ("benchmarks.bulk",),
+    ("benchmarks.growth",),
+    ("benchmarks.worker_overhead",),
+    ("benchmarks.queue",),
+    ("benchmarks.affinity",),
+)
+QUICK: dict[str, tuple[str, ...]] = {
+    "benchmarks": ("--engines", "pagemill", "vllm", "--rounds", "3"),
+    "benchmarks.bulk": ("--rounds", "1", "--rows", "1000"),
+    "benchmarks.growth": ("--repeats", "1", "--largest", "2048"),
+    "benchmarks.worker_overhead": ("--rounds", "1"),
+}
+
+
+def commands(quick: bool) -> list[list[str]]:
+    """The command lines, without the interpreter."""
+    return [["-m", *command, *(QUICK.get(command[0], ()) if quick else ())] for command in COMMANDS]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer engines, rounds and sizes")
+    parser.add_argument("--list", action="store_true", help="print the commands, and stop")
+    given = parser.parse_args()
+    failed = []
+    for command in commands(given.quick):
+        print("==> python " + " ".join(command), flush=True)
+        if given.list:
+            continue
+        started = time.monotonic()
+        if subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode != 0:
+            failed.append(" ".join(command))
+        print(f"    {time.monotonic() - started:.0f} s", flush=True)
+    if failed:
+        print("failed: " + "; ".join(failed), file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""How many rows per second are labelled, where 2,000 rows share a prompt? Beside vLLM with its prefix cache on.
+
+`python -m benchmarks.bulk`. Every output is one of a few labels. `distinct`: no two rows are equal. `repeated`: each
+row comes four times, as in data that nobody has deduplicated. Engines take turns as in `benchmarks.throughput`. Labels
+need not agree everywhere: engines cut a label into tokens in different ways, and choose token by token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine, peers
+from benchmarks.contenders import Contender
+from benchmarks.measure import Request
+from benchmarks.report import model_directory, result_path, write
+from benchmarks.throughput import Measurements, Spread, measure_all, passes_as_json
+from benchmarks.workloads import LOWEST_TOKEN_ID, Workload
+
+GOAL = 3.0
+CHOICES = ["positive", "negative", "neutral", "mixed"]
+LABEL_TOKENS = 16
+SHARED_TOKENS = 256
+OWN_TOKENS = (16, 48)
+REPEATS = 4
+OURS = Contender("pagemill", "benchmarks.bulk_engine", "this engine, offline")
+VLLM = Contender("vllm", "benchmarks.bulk_vllm", "vLLM's CPU build, offline", peers.VLLM)
+
+
+def build_workload(name: str, vocab_size: int, num_rows: int, seed: int) -> Workload:
+    """Rows with a common beginning; `max_tokens` counts labels, so that a rate is in rows per second."""
+    rng = random.Random(f"bulk {seed}")
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(LOWEST_TOKEN_ID, vocab_size) for _ in range(count)]
+
+    shared = tokens(SHARED_TOKENS)
+    num_distinct = -(-num_rows // REPEATS) if name == "repeated" else num_rows
+    distinct = [shared + tokens(rng.randint(*OWN_TOKENS)) for _ in range(num_distinct)]
+    rows = (distinct * REPEATS)[:num_rows] if name == "repeated" else distinct
+    rng.shuffle(rows)
+    return Workload(name, rows, [1] * num_rows)
+
+
+def table(measurements: Measurements, workloads: Sequence[Workload]) -> Table:
+    view = Table(title=f"Rows labelled per second (goal: {GOAL:.0f} x vLLM)")
+    for column in ("workload", "engine", "median", "lowest", "best", "pagemill is", "same labels"):
+        view.add_column(column, justify="left" if column in ("workload", "engine") else "right")
+    for workload in workloads:
+        for name in measurements.contenders:
+            rates = Spread.of(measurements.rates(name, workload.name))
+            ratios = measurements.ratios(OURS.name, name, workload.name)
+            ratio, same = "", ""
+            if name != OURS.name and ratios:
+                spread = Spread.of(ratios)
+                ratio = f"{spread.median:.2f} x ({spread.low:.2f}..{spread.high:.2f})"
+                same = "{}/{}".format(*same_labels(measurements, name, workload.name))
+            figures = (f"{rate:.1f}" for rate in (rates.median, rates.low, rates.high))
+            view.add_row(workload.name, name, *figures, ratio, same)
+    return view
+
+
+def same_labels(measurements: Measurements, contender: str, workload: str) -> tuple[int, int]:
+    ours, theirs = measurements.by_round(OURS.name, workload), measurements.by_round(contender, workload)
+    pairs = [
+        pair for n in ours if n in theirs for pair in zip(ours[n].outputs, theirs[n].outputs, strict=True)
+    ]
+    return sum(a == b for a, b in pairs), len(pairs)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--engines", nargs="+", choices=[OURS.name, VLLM.name], default=[OURS.name, VLLM.name]
+    )
+    parser.add_argument(
+        "--workloads", nargs="+", choices=["distinct", "repeated"], default=["distinct", "repeated"]
+    )
+    parser.add_argument("--model", default="smollm2", help="a Hugging Face directory, or smollm2")
+    parser.add_argument("--kv-cache-gib", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")
+    given = parser.parse_args()
+    if min(given.rows, given.rounds) < 1:
+        parser.error("--rows and --rounds must be at least 1")
+    contenders = [contender for contender in (OURS, VLLM) if contender.name in given.engines]
+    if VLLM in contenders and peers.VLLM.python() is None:
+        print("vllm: no environment for it; see python -m benchmarks --install-peers", file=sys.stderr)
+        contenders.remove(VLLM)
+    return run(given, contenders, Console(width=None if sys.stdout.isatty() else 120))
+
+
+def run(given: argparse.Namespace, contenders: Sequence[Contender], console: Console) -> int:
+    model = model_directory(given.model)
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    workloads = [build_workload(name, vocab_size, given.rows, given.seed) for name in given.workloads]
+    warmup = build_workload("distinct", vocab_size, max(2, given.rows // 50), given.seed + 1)
+    longest = max(map(len, (prompt for workload in workloads for prompt in workload.prompts))) + LABEL_TOKENS
+    request = Request(str(model), [warmup], longest, given.kv_cache_gib * 2**30, {"choices": CHOICES})
+    started, where = datetime.now(UTC), machine.describe()
+    path = given.out or result_path("bulk", started)
+    measurements = Measurements()
+    passes = measure_all(
+        measurements, contenders, request, workloads, vocab_size=vocab_size, rounds=given.rounds,
+        console=console, unit="rows/s",
+    )  # fmt: skip
+    with contextlib.closing(passes):
+        for _ in passes:
+            write(path, _report(given, measurements, started, where))
+    if not measurements.passes:
+        return 1
+    console.print(table(measurements, workloads))
+    console.print(f"written to {path}")
+    return 1 if measurements.failures else 0
+
+
+def _report(
+    given: argparse.Namespace, measurements: Measurements, started: datetime, where: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "question": "rows labelled per second, one shared prompt, greedy, fp32",
+        "date": started.isoformat(timespec="seconds"),
+        "machine": where,
+        "model": given.model,
+        "settings": {"rows": given.rows, "rounds": given.rounds, "seed": given.seed, "choices": CHOICES},
+        "versions": {name: ready.versions for name, ready in measurements.ready.items()},
+        "peak_memory_bytes": measurements.peak_memory_bytes,
+        "failures": measurements.failures,
+        "ratios": {
+            workload: measurements.ratios(OURS.name, VLLM.name, workload) for workload in given.workloads
+        },
+        "passes": [
+            {
+                ("rows_per_second" if name == "tokens_per_second" else name): value
+                for name, value in item.items()
+            }
+            for item in passes_as_json(measurements)
+        ],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

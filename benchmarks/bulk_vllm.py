@@ -1,0 +1,39 @@
+"""vLLM's CPU build as a labeller, its prefix cache on: runs in its own environment (`benchmarks.peers`)."""
+
+from __future__ import annotations
+
+from benchmarks import measure
+
+
+def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
+    import torch
+    import transformers
+    import vllm
+    from vllm.sampling_params import StructuredOutputsParams
+
+    choices: list[str] = request.options["choices"]
+    llm = vllm.LLM(
+        model=request.model,
+        dtype="float32",
+        max_model_len=request.longest,
+        enable_prefix_caching=True,
+        seed=0,
+    )
+    params = vllm.SamplingParams(
+        temperature=0.0, max_tokens=16, structured_outputs=StructuredOutputsParams(choice=choices)
+    )
+
+    def generate(prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return [[choices.index(output.outputs[0].text)] for output in outputs]
+
+    versions = {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    return generate, versions
+
+
+if __name__ == "__main__":
+    measure.run(load)

@@ -1,0 +1,144 @@
+"""How long until a worker's engine is ready, and until a lone job's first token? Beside the bare model.
+
+`python -m benchmarks.startup`. `ready`: from starting a fresh interpreter until an engine of a converted, cached model
+can take requests. `first token`: of one request that has the warm engine to itself, beside transformers' own forward
+pass of the same prompt, alternating, in one process. `--imports` lists what the imports of a start cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine
+from benchmarks.engine_process import ROOT
+from benchmarks.report import model_directory, result_path, write
+from benchmarks.workloads import LOWEST_TOKEN_ID
+
+READY_GOAL_S = 5.0
+FIRST_TOKEN_GOAL = 1.5
+PROMPT_TOKENS = (16, 128, 512)
+START = """
+import sys
+from engine.llm import LLM
+LLM(model=sys.argv[1], kv_cache_memory_bytes=2**30)
+"""
+_IMPORT_TIME = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \|( +)(\S+)")
+
+
+def ready_seconds(model: Path) -> float:
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", START, str(model)], cwd=ROOT, check=True, capture_output=True)
+    return time.perf_counter() - started
+
+
+def import_seconds(model: Path, fewest: float = 0.05) -> list[tuple[str, float]]:
+    """(module, seconds with all that it imports first), the most expensive first."""
+    command = [sys.executable, "-X", "importtime", "-c", START, str(model)]
+    finished = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return parse_import_times(finished.stderr, fewest)
+
+
+def parse_import_times(text: str, fewest: float) -> list[tuple[str, float]]:
+    found = [
+        (match[4], int(match[2]) / 1e6) for line in text.splitlines() if (match := _IMPORT_TIME.match(line))
+    ]
+    return sorted((item for item in found if item[1] >= fewest), key=lambda item: -item[1])
+
+
+def first_token_seconds(model: Path, num_tokens: int, repeats: int) -> tuple[list[float], list[float]]:
+    """(ours, the bare model's), a new prompt each time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from engine.llm import LLM
+    from engine.sampling_params import SamplingParams
+
+    llm = LLM(model=str(model), skip_tokenizer_init=True, kv_cache_memory_bytes=2**28)
+    bare = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32).eval()
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    rng = random.Random(num_tokens)
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(repeats + 1):
+        prompt = [rng.randrange(LOWEST_TOKEN_ID, bare.config.vocab_size) for _ in range(num_tokens)]
+        started = time.perf_counter()
+        token = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids[0]
+        ours.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            expected = int(bare(torch.tensor([prompt]), logits_to_keep=1).logits[0, -1].argmax())
+        theirs.append(time.perf_counter() - started)
+        if token != expected:
+            print(f"first tokens differ: {token}, bare {expected}; a near-tie, or a fault", file=sys.stderr)
+    return ours[1:], theirs[1:]  # the first of each warms up
+
+
+def table(ready: Sequence[float], first: dict[int, dict[str, Any]]) -> Table:
+    view = Table(title="Start-up and a lone job")
+    for column in ("what", "median", "lowest", "beside", "goal"):
+        view.add_column(column, justify="left" if column == "what" else "right")
+    view.add_row(
+        "ready", f"{statistics.median(ready):.2f} s", f"{min(ready):.2f} s", "", f"{READY_GOAL_S:.0f} s"
+    )
+    for num_tokens, figures in first.items():
+        ours, theirs = figures["seconds"], figures["bare_seconds"]
+        view.add_row(
+            f"first token, {num_tokens} tokens in",
+            f"{1000 * statistics.median(ours):.1f} ms",
+            f"{1000 * min(ours):.1f} ms",
+            f"{1000 * statistics.median(theirs):.1f} ms: {figures['ratio']:.2f} x",
+            f"{FIRST_TOKEN_GOAL} x",
+        )
+    return view
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=PROMPT_TOKENS)
+    parser.add_argument("--imports", action="store_true", help="also list the imports above 50 ms")
+    parser.add_argument("--model", default="smollm2", help="a Hugging Face directory, or smollm2")
+    parser.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")
+    given = parser.parse_args()
+    if given.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    if machine.is_busy():
+        print("this machine is busy: starts are slower than they are", file=sys.stderr)
+    started, where = datetime.now(UTC), machine.describe()
+    model = model_directory(given.model)
+    ready = [ready_seconds(model) for _ in range(given.repeats + 1)][1:]  # the first one fills the file cache
+    first: dict[int, dict[str, Any]] = {}
+    for num_tokens in given.prompt_tokens:
+        ours, theirs = first_token_seconds(model, num_tokens, given.repeats)
+        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+        first[num_tokens] = {"seconds": ours, "bare_seconds": theirs, "ratio": ratio}
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table(ready, first))
+    if given.imports:
+        for name, seconds in import_seconds(model):
+            console.print(f"{seconds:7.2f} s  {name}")
+    path = given.out or result_path("startup", started)
+    figures = {"ready_seconds": ready, "first_token": first}
+    report = {"date": started.isoformat(timespec="seconds"), "machine": where, "model": given.model}
+    write(path, report | figures)
+    console.print(f"written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -32,6 +32,9 @@ JOBS: dict[str, dict[str, Any]] = {
     "streamed": {"seed": 10, "stream": True, "top_k": 20},
 }
 
+COMPILING_S = 400
+"""Kernels may have to be compiled first."""
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -56,7 +59,7 @@ def settings(model: Path) -> dict[str, Any]:
 def uninterrupted(valkey_url: str, model: Path) -> dict[str, Result]:
     client = QueueClient(valkey_url, "uninterrupted")
     config = worker_config(valkey_url, client.queue, **settings(model))
-    with running_worker(config, load_patience_s=400):  # kernels may have to be compiled first
+    with running_worker(config, load_patience_s=COMPILING_S):
         outcomes = client.wait(submit(client))
     client.redis.close()
     return {name: outcome.value() for name, outcome in zip(JOBS, outcomes, strict=True)}
@@ -78,7 +81,7 @@ def interrupt(client: QueueClient, nursery: Nursery, number: int) -> tuple[list[
     """Submit the jobs, and end a worker among them: (all of them, those that had not ended). None: it was quicker."""
     ids = submit(client)
     worker = nursery.spawn()
-    eventually(lambda: all(client.generated(job_id) >= 16 for job_id in ids), "checkpoints")
+    eventually(lambda: all(client.generated(job_id) >= 16 for job_id in ids), "checkpoints", COMPILING_S)
     worker.signal(number)
     worker.wait()
     interrupted = [job_id for job_id in ids if not client.status(job_id).done]

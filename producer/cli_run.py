@@ -296,12 +296,13 @@ def _print(dataset: DatasetRun, summary: Summary, page: Path) -> None:
 
 def _print_estimate(dataset: DatasetRun, summary: Summary) -> None:
     count = dataset.source.count()
-    if not count or not summary.succeeded or not summary.seconds:
-        say("no estimate: no row succeeded, or the number of rows is not known")
+    made = summary.rows - summary.adopted
+    if not count or not summary.succeeded or not made or not summary.seconds:
+        say("no estimate: no row was done in this run, or the number of rows is not known")
         return
-    hours = count * summary.seconds / summary.rows / 3600
+    hours = count * summary.seconds / made / 3600
     cost = "" if dataset.price_per_hour is None else f", {hours * dataset.price_per_hour:.2f} at that price"
-    say(f"all {count:,} rows: about {hours:.2f} hours{cost}, going by these {summary.rows:,}")
+    say(f"all {count:,} rows: about {hours:.2f} hours{cost}, going by these {made:,}")
 
 
 def _preview(dataset: DatasetRun, model: str | None, as_json: bool) -> None:

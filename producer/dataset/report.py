@@ -30,10 +30,13 @@ def figures(summary: Summary) -> list[tuple[str, str]]:
         lines.append(("KV blocks in use", f"{_percent(summary.kv_utilization)} (mean){waste}"))
     if summary.unfinished:
         lines[0] = ("rows", lines[0][1] + f" + {summary.unfinished:,} unfinished")
+    if summary.adopted:
+        lines.append(("taken from an earlier output", f"{summary.adopted:,}"))
     if summary.merged:
         lines.append(("served by an equal row's run", f"{summary.merged:,}"))
     if summary.cost is not None:
-        per_thousand = 1000 * summary.cost / summary.succeeded if summary.succeeded else 0.0
+        made = summary.succeeded - summary.adopted
+        per_thousand = 1000 * summary.cost / made if made else 0.0
         lines.append(("cost", f"{summary.cost:.4f}, {per_thousand:.4f} per 1,000 rows"))
     if summary.wants_schema:
         lines.append(("valid outputs", _percent(facts["schema_valid_ratio"])))

@@ -73,6 +73,9 @@ class Summary:
     unfinished: int = 0
     merged: int = 0
     """Rows that were served by another row's run."""
+    adopted: int = 0
+    """Rows taken from an output that was there; they count in nothing that is per second."""
+    adopted_tokens: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -105,6 +108,8 @@ class Summary:
         """One row with its output. Tokens of a run that serves several rows count once."""
         self.rows += 1
         self.succeeded += 1
+        is_adopted = "timing" not in kept
+        self.adopted += is_adopted
         samples = kept.get("outputs") or [{}]
         self.finish_reasons.update(str(sample.get("finish_reason")) for sample in samples)
         self.schema_valid += all(sample.get("parsed") is not None for sample in samples)
@@ -114,6 +119,7 @@ class Summary:
         else:
             self.prompt_tokens += usage.get("prompt_tokens", 0)
             self.completion_tokens += usage.get("completion_tokens", 0)
+            self.adopted_tokens += usage.get("completion_tokens", 0) if is_adopted else 0
             self.cached_tokens += usage.get("cached_tokens", 0)
             self.ttft_s.add(timing.get("ttft_s"))
             self.e2e_s.add(timing.get("e2e_s"))
@@ -160,13 +166,14 @@ class Summary:
             "failed": self.failed,
             "unfinished": self.unfinished,
             "merged": self.merged,
+            "adopted": self.adopted,
             "seconds": round(self.seconds, 3),
-            "rows_per_second": self._per_second(self.succeeded),
+            "rows_per_second": self._per_second(self.succeeded - self.adopted),
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "cached_tokens": self.cached_tokens,
             "cache_hit_ratio": self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None,
-            "completion_tokens_per_second": self._per_second(self.completion_tokens),
+            "completion_tokens_per_second": self._per_second(self.completion_tokens - self.adopted_tokens),
             "cost": self.cost,
             "kv_utilization": self.kv_utilization,
             "kv_waste": self.kv_waste,

@@ -28,3 +28,15 @@ def test_the_first_failure_is_kept_in_words() -> None:
     summary.add_failure(8, "invalid_json", "torn")
     assert summary.as_json()["first_failure"] == "row 7: template_error: no such column"
     assert (summary.failed, summary.error_codes.total()) == (2, 2)
+
+
+def test_rows_of_an_earlier_output_count_in_nothing_that_is_per_second() -> None:
+    summary = Summary(seconds=2.0)
+    usage = {"prompt_tokens": 5, "completion_tokens": 3, "cached_tokens": 0}
+    earlier = {"outputs": [{"text": "a", "finish_reason": "stop"}], "usage": usage}
+    for number in range(10):
+        made = number < 4
+        summary.add_success(earlier | ({"timing": {}} if made else {}), "a", None, is_merged=False)
+    facts = summary.as_json()
+    assert (facts["succeeded"], facts["adopted"], facts["completion_tokens"]) == (10, 6, 30)
+    assert (facts["rows_per_second"], facts["completion_tokens_per_second"]) == (2.0, 6.0)

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from producer.cli import AsJson, JobId, Queue, RedisUrl, app, ask
+from producer.cli import AsJson, JobId, Queue, RedisUrl, app, ask, say
 from producer.preparing import check_id
+from producer.wire import registry
 from producer.wire.errors import JobNotFound
 from producer.wire.history import Execution, JobHistory, history
 
@@ -35,8 +36,21 @@ def inspect(
         raise JobNotFound(f"no job {job_id}: never submitted, or its record has been removed")
     if as_json:
         typer.echo(found.model_dump_json())
-    else:
-        print_history(found)
+        return
+    print_history(found)
+    if found.state == "queued":
+        _say_why_it_waits(found, redis_url)
+
+
+def _say_why_it_waits(job: JobHistory, redis_url: str | None) -> None:
+    """What an operator would type next, where there is something to be done."""
+    if ask(redis_url, registry.stats(job.queue)).paused:
+        say(f"queue {job.queue} is paused; go on with: pagemill queue resume --queue {job.queue}")
+    if not job.live_workers:
+        say(
+            f"no live worker serves {job.model}; start one (pagemill worker --model ... --queue {job.queue}), "
+            f"or see what does run: pagemill workers --queue {job.queue}"
+        )
 
 
 def print_history(job: JobHistory) -> None:

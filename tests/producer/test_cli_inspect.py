@@ -84,3 +84,13 @@ def test_a_terminal_gets_a_table(
     assert found is not None
     cli_inspect.print_history(found)
     assert "attempt 1" in capsys.readouterr().out
+
+
+def test_a_waiting_job_says_what_it_waits_for(valkey_queue: Queue) -> None:
+    valkey_queue.submit("stuck")
+    CliRunner().invoke(app, ["queue", "pause"])
+    shown = inspect("stuck")
+    assert f"pagemill queue resume --queue {valkey_queue.name}" in shown.stderr
+    assert "no live worker serves m;" in shown.stderr
+    CliRunner().invoke(app, ["queue", "resume"])
+    assert "paused" not in inspect("stuck").stderr

@@ -32,7 +32,7 @@ def test_a_dry_run_labels_every_row(tmp_path: Path) -> None:
         sys.executable, "-m", "benchmarks.bulk", "--engines", "pagemill", "--rows", "12", "--rounds", "1",
         "--kv-cache-gib", "1", "--out", str(path),
     ]  # fmt: skip
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
     assert finished.returncode == 0, finished.stderr
     report = json.loads(path.read_text())
     assert [item["workload"] for item in report["passes"]] == ["distinct", "repeated"]

@@ -39,7 +39,7 @@ def test_a_dry_run_measures_starts_and_first_tokens(tiny_llama: Path, tmp_path: 
         sys.executable, "-m", "benchmarks.startup", "--model", str(tiny_llama), "--repeats", "1",
         "--prompt-tokens", "16", "--out", str(path),
     ]  # fmt: skip
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
     assert finished.returncode == 0, finished.stderr
     report = json.loads(path.read_text())
     assert report["ready_seconds"][0] > 0

@@ -50,7 +50,8 @@ def _split_plan(
     return first, tl.maximum(even, MIN_SPLIT)
 
 
-@triton.jit
+# A number that changes from step to step must not make another kernel: serving would stop to compile it.
+@triton.jit(do_not_specialize=["stride_table_row"])
 def paged_attention_decode_kernel(
     out_ptr,  # [num_rows, num_heads, HEAD_DIM], or fp32 [num_rows, num_heads, num_splits, HEAD_DIM] if SPLIT
     lse_ptr,  # fp32 [num_rows, num_heads, num_splits], base 2; unread unless SPLIT
@@ -161,7 +162,7 @@ def paged_attention_decode_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def merge_splits_kernel(
     out_ptr,  # [num_rows, num_heads, HEAD_DIM]
     partial_ptr,  # fp32 [num_rows, num_heads, num_splits, HEAD_DIM]

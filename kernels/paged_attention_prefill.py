@@ -31,7 +31,8 @@ from kernels.transfer import to_device
 from kernels.tuning import Tile, compute_capability, next_power_of_2, prefill_tile
 
 
-@triton.jit
+# A number that changes from step to step must not make another kernel: serving would stop to compile it.
+@triton.jit(do_not_specialize=["stride_table_row"])
 def paged_attention_prefill_kernel(
     out_ptr,  # [num_tokens, num_heads, HEAD_DIM]
     query_ptr,  # [num_tokens, num_heads, HEAD_DIM]

@@ -60,7 +60,8 @@ def store_tokens(
     tl.store(cache_ptr + offsets[:, None] + dims[None, :], tokens.to(element), mask=is_element)
 
 
-@triton.jit
+# A number that changes from step to step must not make another kernel: serving would stop to compile it.
+@triton.jit(do_not_specialize=["num_tokens"])
 def reshape_and_cache_kernel(
     key_ptr,  # [num_tokens, num_kv_heads, HEAD_DIM]
     value_ptr,

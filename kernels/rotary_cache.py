@@ -66,7 +66,8 @@ def _rotated_heads(
     return x
 
 
-@triton.jit
+# A number that changes from step to step must not make another kernel: serving would stop to compile it.
+@triton.jit(do_not_specialize=["num_tokens"])
 def rotary_cache_kernel(
     out_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]: the queries
     query_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]

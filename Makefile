@@ -9,6 +9,7 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Most of the tests wait more than they compute, so more processes than two cores pay. A file stays in one process:
 # its tests share servers and workers. One thread each: several per process would fight over the cores.
 WORKERS ?= 3
+PREPARE := echo "==> what the tests share: a model and machine code" && $(BIN)/python -m tests.prepare
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 
@@ -55,6 +56,7 @@ demo: $(STAMP)
 	@$(BIN)/python -m worker.demo
 
 test: $(STAMP)
+	@$(PREPARE)
 	@echo "==> tests"
 	@$(PYTEST) -m "not slow"
 
@@ -63,6 +65,7 @@ check: $(STAMP)
 	@echo "==> lint" && $(BIN)/ruff check --no-cache .
 	@echo "==> types" && $(BIN)/mypy
 	@echo "==> import rules" && $(BIN)/lint-imports
+	@$(PREPARE)
 	@echo "==> tests" && $(PYTEST) -m "$(or $(MARKS),not slow)"
 
 check-all:

@@ -8,18 +8,25 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kernels import cpu_cache, cpu_fused, cpu_matmul, reference
+from kernels import cpu_cache, cpu_fused, cpu_matmul, cpu_noise, cpu_selection, reference
 from kernels.cpu_attention_decode import decode
 from kernels.cpu_attention_prefill import prefill
 from kernels.cpu_element import ELEMENTS
 from kernels.cpu_jit import NUMBERS_PER_THREAD, run_rows, use_torch_threads
 from kernels.cpu_memory import advise_huge_pages
 from kernels.layer_cache import LayerCache, allocate_layer, largest_number
-from kernels.metadata import AttentionMetadata
+from kernels.metadata import AttentionMetadata, warm_up_metadata
 from kernels.reference import copy_blocks
 from kernels.scoring import Scoring
 
-__all__ = ["advise_huge_pages", "copy_blocks", "paged_attention", "reshape_and_cache", "warm_up"]
+__all__ = [
+    "advise_huge_pages",
+    "copy_blocks",
+    "paged_attention",
+    "reshape_and_cache",
+    "warm_up",
+    "warm_up_layers",
+]
 
 
 def reshape_and_cache(
@@ -106,15 +113,25 @@ def paged_attention(
     return out
 
 
-def warm_up(
+def warm_up() -> None:
+    """Compile what every model runs, or load it from the disk, so that no step pays for it: seconds at first."""
+    rows = torch.zeros(2 * NUMBERS_PER_THREAD // 64, 64)
+    for n in (1, len(rows)):  # one row takes a kernel's serial form, so many its parallel one
+        cpu_fused.rms_norm(rows[:n], rows[0], 1e-5)
+    cpu_noise.warm_up()
+    cpu_selection.warm_up()
+    if cpu_matmul.is_supported():
+        cpu_matmul.multiply(rows[:1], cpu_matmul.pack(rows[:1]), torch.zeros(cpu_matmul.PANEL), 1)
+
+
+def warm_up_layers(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     block_size: int,
     cache_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Compile every kernel, or load it from the disk, so that no step pays for it: seconds the first time."""
-    # One token takes a kernel's serial form, this many its parallel one.
+    """The same for the operators of layers that are called one by one."""
     many = -(-2 * NUMBERS_PER_THREAD // (num_kv_heads * head_dim))
     query, key, value = torch.zeros(many, num_heads + 2 * num_kv_heads, head_dim).split(
         [num_heads, num_kv_heads, num_kv_heads], dim=1
@@ -125,19 +142,5 @@ def warm_up(
     for n in (1, many):
         reshape_and_cache(key[:n], value[:n], cache, torch.full((n,), -1))
         cpu_fused.rotary_embedding(query[:n], key[:n], angles[:n], angles[:n])
-        cpu_fused.rms_norm(rows[:n], rows[0], 1e-5)
         cpu_fused.silu_and_mul(rows[:n])
-    if cpu_matmul.is_supported():
-        cpu_matmul.multiply(rows[:1], cpu_matmul.pack(rows[:1]), torch.zeros(cpu_matmul.PANEL), 1)
-    metadata = AttentionMetadata(
-        block_tables=torch.zeros(2, 2, dtype=torch.int32),  # two blocks, where a block is one token
-        query_start_loc=torch.tensor([0, 1, 3], dtype=torch.int32),
-        seq_lens=torch.tensor([1, 2], dtype=torch.int32),
-        slot_mapping=torch.full((3,), -1),
-        query_lens_host=[1, 2],
-        seq_lens_host=[1, 2],
-        num_decode_rows=1,
-        max_query_len=2,
-        max_seq_len=2,
-    )
-    paged_attention(query[:3], cache, metadata, Scoring(scale=1.0))
+    paged_attention(query[:3], cache, warm_up_metadata(), Scoring(scale=1.0))

@@ -1,0 +1,31 @@
+"""`python -m tests.prepare`: make once what every test process would make for itself on a clean checkout.
+
+That is the packaged model in the form that is served, and the machine code of the CPU operators.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from engine.execution.device_tuning import uses_cpu_kernels
+from engine.execution.packaged_model import packaged_model_directory
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="    %(message)s")
+    if uses_cpu_kernels(torch.device("cpu"), torch.float32):
+        from kernels import cpu
+
+        cpu.warm_up_layers(2, 1, 16, 16)
+    llm = LLM(model=str(packaged_model_directory()), device="cpu", kv_cache_memory_bytes=64 << 20)
+    llm.generate(
+        ["Once upon a time"], SamplingParams(max_tokens=2, temperature=0.8, top_k=5, top_p=0.9, seed=1)
+    )
+
+
+if __name__ == "__main__":
+    main()

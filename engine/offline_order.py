@@ -14,13 +14,14 @@ def merge_equal(requests: Sequence[Prepared]) -> list[int]:
 
     Equal prompts with equal parameters have equal outputs where nothing is drawn, or from a given seed.
     """
-    seen: dict[tuple[int, ...], list[int]] = {}
+    seen: dict[tuple[tuple[int, ...], int | None], list[int]] = {}
     first: list[int] = []
     for number, (token_ids, params) in enumerate(requests):
         if not params.is_greedy and params.seed is None:
             first.append(number)
             continue
-        alike = seen.setdefault(tuple(token_ids), [])
+        # With the seed, since a sweep over seeds is the one usual way to ask the same a thousand times.
+        alike = seen.setdefault((tuple(token_ids), params.seed), [])
         same = next((other for other in alike if requests[other][1] == params), number)
         if same == number:
             alike.append(number)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.throughput import ROOT
+from benchmarks.engine_process import ROOT
 
 
 @pytest.mark.slow

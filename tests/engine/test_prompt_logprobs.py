@@ -88,7 +88,11 @@ def test_they_are_those_of_one_forward_pass(
 
 def test_they_survive_preemption(checkpoint: Path, expected: torch.Tensor) -> None:
     llm = make_llm(checkpoint, num_kv_blocks=26, max_num_batched_tokens=16)
-    asking = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, prompt_logprobs=NUM_TOP)
+    # Of different lengths: equal requests would run once.
+    asking = [
+        SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, prompt_logprobs=NUM_TOP)
+        for count in (20, 21, 22)
+    ]
     for result in llm.generate([PROMPT] * 3, asking, use_tqdm=False):
         check(result.prompt_logprobs, expected)
     assert llm.engine.stats().scheduler.preemptions > 0

@@ -282,7 +282,7 @@ def test_after_the_warm_up_no_step_compiles():
         cpu_cache.write_tokens,
         cpu_cache.write_tokens_parallel,
     ]
-    cpu.warm_up(num_heads=6, num_kv_heads=2, head_dim=64, block_size=16)
+    cpu.warm_up_layers(num_heads=6, num_kv_heads=2, head_dim=64, block_size=16)
     compiled = [len(kernel.signatures) for kernel in kernels]
     step = make_step([*MIXED[:3], (200, 290)])
     for options in BIASES.values():
@@ -305,7 +305,7 @@ def test_kernels_compile_where_nothing_can_be_cached():
 def test_the_number_of_threads_stays_torchs():
     script = (
         "import torch; torch.set_num_threads(1); from kernels import cpu;"
-        "cpu.warm_up(num_heads=2, num_kv_heads=1, head_dim=16, block_size=4);"
+        "cpu.warm_up(); cpu.warm_up_layers(num_heads=2, num_kv_heads=1, head_dim=16, block_size=4);"
         "import numba; assert (torch.get_num_threads(), numba.get_num_threads()) == (1, 1)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -61,7 +61,7 @@ def test_a_key_decides_whose_job_it_is(
     assert post(one, keys["shop"]).status_code == 504  # nobody serves the model: it was let in, and waited
 
     with Producer(valkey_url, queue=queue_name) as producer:
-        found = producer._connected().transport.client.keys("*}:job:*")
+        found = producer._connected().transport.client.keys(f"pagemill:{{{queue_name}}}:job:*")
         (status,) = producer.statuses([key.decode().rpartition(":")[2] for key in found])
         assert (status.tenant, status.priority, status.state) == ("shop", "high", "expired")
 

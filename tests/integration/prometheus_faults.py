@@ -29,6 +29,10 @@ def overfill(client: QueueClient, worker: Worker) -> None:
         assert stats is not None
         return stats.scheduler.recomputed_tokens > 0.15 * stats.generated_tokens
 
+    def has_fallen() -> bool:
+        stats = worker.engine.stats
+        return stats is not None and stats.scheduler.waiting < 100
+
     floods = 0
     give_up = time.monotonic() + PATIENCE_S
     full_until = time.monotonic() + FULL_S
@@ -42,7 +46,10 @@ def overfill(client: QueueClient, worker: Worker) -> None:
             worker.engine.add(
                 AddRequest(request_id=f"flood-{floods}-{i}", prompt_token_ids=prompt, params=params)
             )
-        eventually(lambda: not worker.engine.engine.has_unfinished(), "the flood's end")
+        # The next flood comes before the pool has room again.
+        time.sleep(3 * STATS_INTERVAL_S)  # until the snapshot knows of this one
+        eventually(has_fallen, "the flood to fall")
+    eventually(lambda: not worker.engine.engine.has_unfinished(), "the floods' end")
 
 
 def submit_rubbish(client: QueueClient, worker: Worker) -> None:

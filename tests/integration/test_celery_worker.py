@@ -263,6 +263,7 @@ def test_flower_shows_the_worker_and_its_tasks_and_revokes_one(
     eventually(lambda: len(engine.table) == 0, "the engine to let go")
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_a_chord(server: RedisServer, engine: Any, shop: Any, tmp_path: Path) -> None:
     """Its messages are delivered again to another worker, and what the engine has done is not done again."""
     header = [

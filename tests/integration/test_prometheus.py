@@ -6,6 +6,7 @@ reason, and the table is checked both ways.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -278,17 +279,18 @@ def test_a_fault_raises_its_alerts(
     worker: Worker,
     prometheus: PrometheusServer,
 ) -> None:
-    fault(client, worker)
     seen: set[str] = set()
 
     def all_seen() -> bool:
         seen.update(prometheus.firing())
         return expected <= seen
 
-    try:
-        eventually(all_seen, "the alerts")
-    except AssertionError:
-        pytest.fail(f"{fault.__name__} did not raise {sorted(expected - seen)}")
+    for _ in range(3):  # a machine so quick that a fault is over between two scrapes sees it again
+        fault(client, worker)
+        with contextlib.suppress(AssertionError):
+            eventually(all_seen, "the alerts", patience_s=40)
+            break
+    assert expected <= seen, f"{fault.__name__} did not raise {sorted(expected - seen)}"
     for alert in prometheus.alerts():
         for text in alert["annotations"].values():
             assert "error expanding" not in text, f"the template of {alert['labels']['alertname']}: {text}"

@@ -20,6 +20,13 @@ from tests.worker.harness import PATIENCE_S, eventually
 ASK = {"model": "echo", "prompt": "alive", "max_tokens": 5}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def serving(served: Served) -> None:
+    """The worker may not have said yet what it serves."""
+    url = f"{served.base_url}/completions"
+    eventually(lambda: httpx.post(url, json=ASK, timeout=60).status_code == 200, "the gateway to serve")
+
+
 @pytest.fixture(autouse=True)
 def still_alive(served: Served) -> Iterator[None]:
     """After each test of this module the gateway answers as before."""

@@ -135,11 +135,8 @@ class DecoderLayer:
     def __init__(self, weights: LayerWeights, scoring: Scoring, buffers: StepBuffers) -> None:
         slopes = scoring.alibi_slopes
         assert slopes is None or (slopes.dtype == torch.float32 and slopes.is_contiguous())
-        self._weights, self._slopes, self._buffers = (
-            weights,
-            slopes,
-            buffers,
-        )  # the record holds addresses only
+        self._weights, self._slopes = weights, slopes  # kept: the record holds addresses only
+        self._buffers = buffers
         self._cache: LayerCache | None = None
         self._element = ELEMENTS[torch.float32]
         self._record = np.zeros(1, _LAYER)

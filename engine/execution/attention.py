@@ -57,7 +57,7 @@ def attend(
     Returns:
         [num_tokens, num_heads, head_dim].
     """
-    context = _context.get()
+    context = current_context()
     cache = context.layers[layer_idx]
     dispatch.reshape_and_cache(key, value, cache, context.metadata.slot_mapping)
     return dispatch.paged_attention(query, cache, context.metadata, scoring)

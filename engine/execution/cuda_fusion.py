@@ -12,28 +12,19 @@ import torch
 from torch import nn
 
 from engine.execution.attention import current_context
+from engine.execution.decoder_layer import PRE_NORM_LAYERS
 from engine.execution.fusion import (
     OFFSET_RMS_NORM,
     RMS_NORM,
     ROTARY_ATTENTION,
-    WINDOW_IN_CONFIG,
+    MergedAttention,
+    RMSNorm,
+    SiluGatedMLP,
     is_silu_gated,
 )
-from engine.execution.packed_linear import LinearOptions, make_linear, merged_linear
+from engine.execution.packed_linear import LinearOptions
 from kernels import dispatch
 from kernels.rotation import Rotation
-from kernels.scoring import Scoring
-
-# hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden)).
-_PRE_NORM_LAYER = (
-    "GemmaDecoderLayer",
-    "LlamaDecoderLayer",
-    "MistralDecoderLayer",
-    "Phi3DecoderLayer",
-    "Qwen2DecoderLayer",
-    "Qwen3DecoderLayer",
-    "SmolLM3DecoderLayer",
-)
 
 
 def fuse_for_cuda(model: nn.Module, linear: LinearOptions) -> None:
@@ -60,8 +51,8 @@ def _replacement(module: Any, linear: LinearOptions) -> nn.Module | None:
     if kind in ROTARY_ATTENTION:
         return FusedRotaryAttention(module, linear)
     if is_silu_gated(module):
-        return FusedSiluGatedMLP(module, linear)
-    if kind in _PRE_NORM_LAYER and isinstance(module.input_layernorm, FusedRMSNorm):
+        return SiluGatedMLP(module, linear, dispatch.silu_and_mul)
+    if kind in PRE_NORM_LAYERS and isinstance(module.input_layernorm, FusedRMSNorm):
         return PreNormLayer(module)
     return None
 
@@ -74,16 +65,11 @@ def _chain(layers: list[Any], last_norm: nn.Module | None) -> None:
             layer.add_next_norm(norm)
 
 
-class FusedRMSNorm(nn.Module):
-    """x / rms(x) * weight. Its output may be there before it is asked for."""
+class FusedRMSNorm(RMSNorm):
+    """Its output may be there before it is asked for."""
 
     def __init__(self, source: Any) -> None:
-        super().__init__()
-        is_offset = type(source).__name__ in OFFSET_RMS_NORM
-        self.weight = (
-            nn.Parameter(1.0 + source.weight.float(), requires_grad=False) if is_offset else source.weight
-        )
-        self.eps = float(source.eps if is_offset else source.variance_epsilon)
+        super().__init__(source, dispatch.rms_norm)
         self._input: torch.Tensor | None = None
         self._output: torch.Tensor | None = None
 
@@ -96,58 +82,14 @@ class FusedRMSNorm(nn.Module):
         self._input = self._output = None
         if known is x and output is not None:
             return output
-        rows = x.reshape(-1, x.shape[-1])
-        return dispatch.rms_norm(rows, self.weight, self.eps).view(x.shape)
+        return super().forward(x)
 
 
-class FusedSiluGatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) with gate and up as one product."""
-
-    def __init__(self, source: Any, linear: LinearOptions) -> None:
-        super().__init__()
-        if hasattr(source, "gate_up_proj"):
-            self.gate_up_proj = _fast_linear(source.gate_up_proj, linear)
-        else:
-            self.gate_up_proj = merged_linear([source.gate_proj, source.up_proj], linear)
-        self.down_proj = source.down_proj
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate_up = self.gate_up_proj(x.reshape(-1, x.shape[-1]))
-        out: torch.Tensor = self.down_proj(dispatch.silu_and_mul(gate_up))
-        return out.view(x.shape)
-
-
-class FusedRotaryAttention(nn.Module):
+class FusedRotaryAttention(MergedAttention):
     """One product, one kernel for norms, rotation and the cache's write, then paged attention."""
 
-    def __init__(self, source: Any, linear: LinearOptions) -> None:
-        super().__init__()
-        self.layer_idx: int = source.layer_idx
-        self._head_dim: int = source.head_dim
-        # Counted in the layers: a rank has some of the configuration's heads.
-        self._num_heads: int = source.o_proj.in_features // self._head_dim
-        self._num_kv_heads: int = source.config.num_key_value_heads
-        if hasattr(source, "k_proj"):
-            self._num_kv_heads = source.k_proj.out_features // self._head_dim
-        windows = source.config if type(source).__name__ in WINDOW_IN_CONFIG else source
-        self._scoring = Scoring(
-            float(source.scaling),
-            alibi_slopes=getattr(source, "alibi_slopes", None),
-            sliding_window=getattr(windows, "sliding_window", None),
-            # Gemma 3 carries the setting along and does not use it.
-            softcap=source.attn_logit_softcapping if type(source).__name__ == "Gemma2Attention" else None,
-        )
-        self._rotates = self._scoring.alibi_slopes is None and bool(getattr(source, "use_rope", True))
-        if hasattr(source, "qkv_proj"):
-            self.qkv_proj = _fast_linear(source.qkv_proj, linear)
-        else:
-            self.qkv_proj = merged_linear([source.q_proj, source.k_proj, source.v_proj], linear)
-        self.o_proj = source.o_proj
-        self.q_norm = getattr(source, "q_norm", None)
-        self.k_norm = getattr(source, "k_norm", None)
-
     def _rotation(self, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Rotation:
-        cos, sin = (angles[0] for angles in position_embeddings) if self._rotates else (None, None)
+        cos, sin = (angles[0] for angles in position_embeddings) if self.rotates else (None, None)
         if self.q_norm is None or self.k_norm is None:
             return Rotation(cos, sin)
         return Rotation(cos, sin, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
@@ -159,15 +101,14 @@ class FusedRotaryAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        num_tokens, context = hidden_states.shape[1], current_context()
+        context = current_context()
         cache = context.layers[self.layer_idx]
-        qkv = self.qkv_proj(hidden_states[0]).view(num_tokens, -1, self._head_dim)
-        query, key, value = qkv.split([self._num_heads, self._num_kv_heads, self._num_kv_heads], dim=1)
+        query, key, value = self.project(hidden_states[0])
         rotation = self._rotation(position_embeddings)
         slots = context.metadata.slot_mapping
         query = dispatch.rotary_and_cache(query, key, value, rotation, cache, slots)
-        out = dispatch.paged_attention(query, cache, context.metadata, self._scoring)
-        return self.o_proj(out.view(num_tokens, -1))[None], None
+        out = dispatch.paged_attention(query, cache, context.metadata, self.scoring)
+        return self.o_proj(out.view(len(out), -1))[None], None
 
 
 class PreNormLayer(nn.Module):
@@ -207,7 +148,3 @@ class PreNormLayer(nn.Module):
         hidden_states = hidden_rows[None]
         following.hold(hidden_states, normed_rows[None])
         return hidden_states
-
-
-def _fast_linear(layer: nn.Linear, linear: LinearOptions) -> nn.Module:
-    return make_linear(layer.weight, layer.bias, linear) or layer

@@ -13,8 +13,9 @@ from engine.execution.packed_linear import PackedLinear
 if TYPE_CHECKING:
     from kernels.cpu_layer import LayerWeights, Product, StepBuffers
 
-# Norm, attention, add; norm, gated MLP, add.
-_PRE_NORM = (
+# hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden)).
+PRE_NORM_LAYERS = (
+    "GemmaDecoderLayer",
     "LlamaDecoderLayer",
     "MistralDecoderLayer",
     "Phi3DecoderLayer",
@@ -62,7 +63,7 @@ class FusedDecoderLayer(nn.Module):
 
 def can_be_compiled(layer: Any) -> bool:
     """Whether `FusedDecoderLayer` computes this layer."""
-    if type(layer).__name__ not in _PRE_NORM:
+    if type(layer).__name__ not in PRE_NORM_LAYERS:
         return False
     attention, mlp = layer.self_attn, layer.mlp
     products = [getattr(attention, "qkv_proj", None), attention.o_proj]

@@ -6,6 +6,7 @@ their structure or their class, and whatever is not known stays as it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ ROTARY_ATTENTION = (
     "Qwen3Attention",
     "SmolLM3Attention",
 )
-WINDOW_IN_CONFIG = ("MistralAttention", "Phi3Attention")
+_WINDOW_IN_CONFIG = ("MistralAttention", "Phi3Attention")
 RMS_NORM = (
     "LlamaRMSNorm",
     "MistralRMSNorm",
@@ -80,12 +81,15 @@ def _fuse_children(parent: nn.Module, options: FusionOptions) -> None:
 
 def _replacement(module: Any, options: FusionOptions) -> nn.Module | None:
     kind = type(module).__name__
-    if kind in ROTARY_ATTENTION and options.use_cpu_kernels:
-        return RotaryAttention(module, options)
-    if options.use_cpu_kernels and is_silu_gated(module):
-        return SiluGatedMLP(module, options)
-    if kind in RMS_NORM + OFFSET_RMS_NORM and options.use_cpu_kernels:
-        return RMSNorm(module)
+    if options.use_cpu_kernels:
+        from kernels import cpu_fused
+
+        if kind in ROTARY_ATTENTION:
+            return RotaryAttention(module, options.linear)
+        if is_silu_gated(module):
+            return SiluGatedMLP(module, options.linear, cpu_fused.silu_and_mul)
+        if kind in RMS_NORM + OFFSET_RMS_NORM:
+            return RMSNorm(module, cpu_fused.rms_norm)
     if isinstance(module, PartialLinear):
         module.pack(options.linear)
         return None
@@ -96,8 +100,8 @@ def _replacement(module: Any, options: FusionOptions) -> nn.Module | None:
     return None
 
 
-def _fast_linear(layer: nn.Linear, options: FusionOptions) -> nn.Module:
-    return make_linear(layer.weight, layer.bias, options.linear) or layer
+def _fast_linear(layer: nn.Linear, linear: LinearOptions) -> nn.Module:
+    return make_linear(layer.weight, layer.bias, linear) or layer
 
 
 def is_silu_gated(module: nn.Module) -> bool:
@@ -113,13 +117,15 @@ def is_silu_gated(module: nn.Module) -> bool:
 class RMSNorm(nn.Module):
     """x / rms(x) * weight in one pass."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(
+        self, source: Any, rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    ) -> None:
         super().__init__()
-        from kernels import cpu_fused
-
-        self._rms_norm = cpu_fused.rms_norm
+        self._rms_norm = rms_norm
         is_offset = type(source).__name__ in OFFSET_RMS_NORM
-        self.weight = nn.Parameter(1.0 + source.weight, requires_grad=False) if is_offset else source.weight
+        self.weight = (
+            nn.Parameter(1.0 + source.weight.float(), requires_grad=False) if is_offset else source.weight
+        )
         self.eps = float(source.eps if is_offset else source.variance_epsilon)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,15 +136,15 @@ class RMSNorm(nn.Module):
 class SiluGatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)) with gate and up as one product."""
 
-    def __init__(self, source: Any, options: FusionOptions) -> None:
+    def __init__(
+        self, source: Any, linear: LinearOptions, silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         super().__init__()
-        from kernels import cpu_fused
-
-        self._silu_and_mul = cpu_fused.silu_and_mul
+        self._silu_and_mul = silu_and_mul
         if hasattr(source, "gate_up_proj"):
-            self.gate_up_proj = _fast_linear(source.gate_up_proj, options)
+            self.gate_up_proj = _fast_linear(source.gate_up_proj, linear)
         else:
-            self.gate_up_proj = merged_linear([source.gate_proj, source.up_proj], options.linear)
+            self.gate_up_proj = merged_linear([source.gate_proj, source.up_proj], linear)
         self.down_proj = source.down_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -147,14 +153,11 @@ class SiluGatedMLP(nn.Module):
         return out.view(x.shape)
 
 
-class RotaryAttention(nn.Module):
-    """Projections as one product, rotation in place, paged attention."""
+class MergedAttention(nn.Module):
+    """One of `ROTARY_ATTENTION` with its projections as one product; what comes after it is a subclass's."""
 
-    def __init__(self, source: Any, options: FusionOptions) -> None:
+    def __init__(self, source: Any, linear: LinearOptions) -> None:
         super().__init__()
-        from kernels import cpu_fused
-
-        self._rotate = cpu_fused.rotary_embedding
         self.layer_idx: int = source.layer_idx
         self.head_dim: int = source.head_dim
         # Counted in the layers: a rank has some of the configuration's heads.
@@ -162,7 +165,7 @@ class RotaryAttention(nn.Module):
         self.num_kv_heads: int = source.config.num_key_value_heads
         if hasattr(source, "k_proj"):
             self.num_kv_heads = source.k_proj.out_features // self.head_dim
-        windows = source.config if type(source).__name__ in WINDOW_IN_CONFIG else source
+        windows = source.config if type(source).__name__ in _WINDOW_IN_CONFIG else source
         self.scoring = Scoring(
             float(source.scaling),
             alibi_slopes=getattr(source, "alibi_slopes", None),
@@ -172,13 +175,28 @@ class RotaryAttention(nn.Module):
         )
         self.rotates = self.scoring.alibi_slopes is None and bool(getattr(source, "use_rope", True))
         if hasattr(source, "qkv_proj"):
-            self.qkv_proj = _fast_linear(source.qkv_proj, options)
+            self.qkv_proj = _fast_linear(source.qkv_proj, linear)
         else:
-            projections = [source.q_proj, source.k_proj, source.v_proj]
-            self.qkv_proj = merged_linear(projections, options.linear)
+            self.qkv_proj = merged_linear([source.q_proj, source.k_proj, source.v_proj], linear)
         self.o_proj = source.o_proj
         self.q_norm = getattr(source, "q_norm", None)
         self.k_norm = getattr(source, "k_norm", None)
+
+    def project(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [num_tokens, heads, head_dim] of rows [num_tokens, hidden_size]."""
+        qkv = self.qkv_proj(rows).view(len(rows), -1, self.head_dim)
+        query, key, value = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        return query, key, value
+
+
+class RotaryAttention(MergedAttention):
+    """Projections as one product, rotation in place, paged attention."""
+
+    def __init__(self, source: Any, linear: LinearOptions) -> None:
+        super().__init__(source, linear)
+        from kernels import cpu_fused
+
+        self._rotate = cpu_fused.rotary_embedding
 
     def forward(
         self,
@@ -187,13 +205,11 @@ class RotaryAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        num_tokens = hidden_states.shape[1]
-        qkv = self.qkv_proj(hidden_states[0]).view(num_tokens, -1, self.head_dim)
-        query, key, value = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        query, key, value = self.project(hidden_states[0])
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if self.rotates:
             cos, sin = position_embeddings
             self._rotate(query, key, cos[0], sin[0])
         out = attend(self.layer_idx, query, key, value, self.scoring)
-        return self.o_proj(out.view(num_tokens, -1))[None], None
+        return self.o_proj(out.view(len(out), -1))[None], None

@@ -233,7 +233,7 @@ def test_fused_modules_compute_what_they_replace(config: Any) -> None:
         fuse_for_cuda(model, LinearOptions())
         assert sum(isinstance(module, PreNormLayer) for module in model.modules()) == 3
         attention = model.model.layers[0].self_attn
-        shape = (2, attention._num_kv_heads, 16, attention._head_dim)
+        shape = (2, attention.num_kv_heads, 16, attention.head_dim)
         layers = [LayerCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(3)]
         with attention_context(AttentionContext(_one_prompt(11), layers)):
             out = model(input_ids=ids, position_ids=positions, use_cache=False).logits

@@ -114,8 +114,7 @@ def _watch(
 ) -> str | None:
     """Until a signal comes (None) or the worker can't go on (why). Raises what loading the model raises."""
     while not signals.asked.wait(WATCH_S):
-        if worker.wait_ready(timeout=0):
-            watchdog.arm()
+        worker.wait_ready(timeout=0, on_loaded=watchdog.arm)
         if (reason := worker.failure()) is not None:
             return reason
         if server is not None:

@@ -17,7 +17,8 @@ MARGIN_S = 2.0
 class Watchdog:
     """Once armed, the process exits when its threads have stood still for `limit_s` and a margin.
 
-    Arm it when the model is loaded: native code that loads and compiles may hold the lock for long. A process that
+    Arm it when the model is loaded: native code that loads and compiles may hold the lock for long. And arm it before
+    the first job is pulled: one that holds the lock for ever leaves nobody to do so afterwards. A process that
     was stopped (SIGSTOP, a frozen machine) for as long exits when it is resumed: other workers have its jobs by
     then.
     """
@@ -28,9 +29,9 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="pagemill-watchdog", daemon=True)
 
     def arm(self) -> None:
-        """Again and again is the same as once."""
-        if self._thread.ident is None:
-            self._thread.start()
+        """The limit counts from this very call on."""
+        self._put_off()
+        self._thread.start()
 
     def disarm(self) -> None:
         self._stop.set()
@@ -39,7 +40,8 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _run(self) -> None:
-        while True:
-            faulthandler.dump_traceback_later(self._limit_s, exit=True)
-            if self._stop.wait(self._limit_s / 8):
-                return
+        while not self._stop.wait(self._limit_s / 8):
+            self._put_off()
+
+    def _put_off(self) -> None:
+        faulthandler.dump_traceback_later(self._limit_s, exit=True)

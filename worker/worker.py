@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -133,8 +134,12 @@ class Worker:
         self.leases.start()
         self._live.start()
 
-    def wait_ready(self, timeout: float | None = None) -> bool:
+    def wait_ready(
+        self, timeout: float | None = None, *, on_loaded: Callable[[], None] = lambda: None
+    ) -> bool:
         """Wait for the model, then serve. False if it is not there after `timeout` seconds.
+
+        `on_loaded` is called once, with the model there and no job pulled yet.
 
         Raises `engine.errors.EngineError`, mostly ConfigError, when the model can't be loaded.
         """
@@ -142,6 +147,7 @@ class Worker:
             return True
         if not self.engine.wait_loaded(timeout):
             return False
+        on_loaded()
         self._is_serving = True
         self.counters.model_load_seconds = time.time() - self._started_at
         self.reporter.start(self.engine)

@@ -40,8 +40,8 @@ class EngineProcess:
     """One contender's process; a context manager, after which the process and its children are gone.
 
     It has a process group of its own, in our session: a Ctrl-C reaches us alone, and one signal stops an engine with
-    all its children. Should we be killed, the engine is too (`benchmarks.measure`), and the kernel hangs up on what
-    is stopped in a group that has lost its parent.
+    all its children. A guard, which waits for our end of a pipe to close, kills the group should we be killed: a
+    process that is stopped sees no order, no end of its orders and no parent's death.
     """
 
     def __init__(self, contender: Contender, request: Request, directory: Path) -> None:
@@ -63,6 +63,10 @@ class EngineProcess:
                 pass_fds=(theirs,), process_group=0,
             )  # fmt: skip
         os.close(theirs)
+        self._guard = subprocess.Popen(
+            ["sh", "-c", f"read _; kill -s KILL -- -{self._process.pid}"],
+            stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0,
+        )  # fmt: skip
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -116,7 +120,7 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            self._signal(signal.SIGKILL)
+            self._guard.communicate()
             self._process.wait()
             os.close(self._answers)
             self._answers = -1

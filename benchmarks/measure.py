@@ -5,10 +5,8 @@ Standard library only: a peer's environment imports this file too, and has nothi
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -17,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.workloads import Workload
-
-PR_SET_PDEATHSIG = 1
 
 Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
 """(prompts, max_tokens) -> output token ids, in the order of the prompts."""
@@ -75,7 +71,6 @@ def run(load: Callable[[Request], tuple[Generate, dict[str, str]]]) -> None:
     answers go to the file descriptor, a line each, because stdout belongs to whatever the engine prints. The
     process ends when stdin does.
     """
-    _die_with_parent()
     request = Request.read(Path(sys.argv[1]))
     descriptor = int(sys.argv[2])
     os.set_inheritable(descriptor, False)
@@ -109,12 +104,6 @@ def time_pass(generate: Generate, workload: Workload) -> Timing:
             f"{workload.name}: request {wrong} is {lengths[wrong]} tokens long, not {workload.max_tokens[wrong]}"
         )
     return Timing(workload.name, seconds, sum(lengths), outputs)
-
-
-def _die_with_parent() -> None:
-    """A stopped process never sees its orders end: should our parent be killed, the kernel is to end us."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def _answer(answers: Any, message: Ready | Timing) -> None:

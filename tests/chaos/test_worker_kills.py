@@ -107,7 +107,10 @@ def test_a_frozen_worker_is_fenced_when_it_thaws(client: QueueClient, spawn: Spa
     frozen.signal(signal.SIGSTOP)
     rescuer = spawn()
     # Commits alone would not do: a quick rescuer makes them of waiting jobs, before any lease has lapsed.
-    eventually(lambda: re.search("job running .*resumed_tokens=[1-9]", rescuer.log()), "the other worker to take over")
+    eventually(
+        lambda: re.search("job running .*resumed_tokens=[1-9]", rescuer.log()),
+        "the other worker to take over",
+    )
     frozen.signal(signal.SIGCONT)
     check_all_ended_once(client, ids, texts)
     # With the next renewal, or with a commit that comes before it.

@@ -8,25 +8,21 @@ whatever the number of rows or threads.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
-from numba import prange, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import prange
 
-from kernels.cpu_jit import f32_pointer, jit, prefetch_line, use_torch_threads
+from kernels import cpu_vector as vector
+from kernels.cpu_jit import f32_pointer, jit, use_torch_threads
+from kernels.cpu_matmul_tile import MOST_ROWS, PANEL, multiply_lined_tile, multiply_tile
 from kernels.cpu_memory import advise_huge_pages
 from kernels.cpu_row import F32, VECTOR, address_of
-from kernels.cpu_vector import F32X16, LANES, call
+from kernels.cpu_vector import LANES
 
-PANEL = 2 * LANES  # output channels
 # So much of x stays in the second-level cache while all panels pass by.
 BLOCK_ROWS, BLOCK_INPUTS = 140, 768
-MOST_ROWS = 14  # 28 sums, 2 vectors of weights and a number of x fill the 32 registers of AVX-512
-
-_ir = cgutils.ir
+# With so many rows for so many panels, x is copied into lines first (`multiply_lined_tile`).
+LINED_ROWS, LINED_PANELS = 28, 12
 
 
 def is_supported() -> bool:
@@ -69,139 +65,77 @@ def multiply(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor, out_feat
     return out
 
 
-def _tile(num_rows: int) -> Any:
-    """An intrinsic: out[r, 0..PANEL) = start[r] + x[r] @ panel for `num_rows` rows; strides in bytes.
-
-    With every input it asks for the cache line at `ahead`, `ahead_step` bytes further each time.
-    """
-
-    def tile(
-        typing_context: Any,
-        out: Any,
-        out_stride: Any,
-        x: Any,
-        x_stride: Any,
-        panel: Any,
-        start: Any,
-        start_stride: Any,
-        depth: Any,
-        ahead: Any,
-        ahead_step: Any,
-    ) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            to, to_stride, at, at_stride, weights, start, start_stride, count, ahead, ahead_step = arguments
-            int64 = to.type
-
-            def vector(address: Any) -> Any:
-                return builder.inttoptr(address, F32X16.as_pointer())
-
-            def offset(address: Any, by: Any) -> Any:
-                return builder.add(address, by)
-
-            halves = (int64(0), int64(VECTOR))
-            firsts = [offset(start, builder.mul(start_stride, int64(r))) for r in range(num_rows)]
-            sums = [
-                [
-                    cgutils.alloca_once_value(builder, builder.load(vector(offset(first, half)), align=4))
-                    for half in halves
-                ]
-                for first in firsts
-            ]
-            rows = [offset(at, builder.mul(at_stride, int64(r))) for r in range(num_rows)]
-            with cgutils.for_range(builder, count, intp=int64) as loop:
-                source = offset(weights, builder.mul(loop.index, int64(2 * VECTOR)))
-                numbers = [builder.load(vector(offset(source, half)), align=4) for half in halves]
-                prefetch_line(builder, offset(ahead, builder.mul(loop.index, ahead_step)))
-                distance = builder.mul(loop.index, int64(F32))
-                for r in range(num_rows):
-                    pointer = builder.inttoptr(offset(rows[r], distance), _ir.FloatType().as_pointer())
-                    one = builder.insert_element(
-                        _ir.Constant(F32X16, _ir.Undefined),
-                        builder.load(pointer, align=4),
-                        _ir.IntType(32)(0),
-                    )
-                    lanes = _ir.Constant(_ir.VectorType(_ir.IntType(32), LANES), [0] * LANES)
-                    factor = builder.shuffle_vector(one, one, lanes)
-                    for half, total in enumerate(sums[r]):
-                        operands = [factor, numbers[half], builder.load(total)]
-                        builder.store(call(builder, "llvm.fma.v16f32", F32X16, operands), total)
-            for r in range(num_rows):
-                target = offset(to, builder.mul(to_stride, int64(r)))
-                for half, total in zip(halves, sums[r], strict=True):
-                    builder.store(builder.load(total), vector(offset(target, half)), align=4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 10), generate
-
-    return intrinsic(tile)
-
-
-_tile_1, _tile_2, _tile_3, _tile_4, _tile_5, _tile_6, _tile_7 = (_tile(n) for n in range(1, 8))
-_tile_8, _tile_9, _tile_10, _tile_11, _tile_12, _tile_13, _tile_14 = (_tile(n) for n in range(8, 15))
+@jit
+def _line_up(lined, x, x_stride, num_rows, num_lines):
+    """Copy x [num_rows, num_lines * LANES] tile by tile, each as `multiply_lined_tile` takes it."""
+    num_tiles = (num_rows + MOST_ROWS - 1) // MOST_ROWS
+    for tile in range(num_tiles):
+        first, last = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
+        target = lined + VECTOR * num_lines * first
+        for row in range(first, last):
+            for line in range(num_lines):
+                to = target + VECTOR * ((last - first) * line + row - first)
+                vector.store(to, vector.load(x + row * x_stride + VECTOR * line))
 
 
 @jit
-def _multiply_tile(num_rows, out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, step):
-    if num_rows == 14:
-        _tile_14(out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, step)
-    elif num_rows == 13:
-        _tile_13(out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, step)
-    elif num_rows == 12:
-        _tile_12(out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, step)
-    elif num_rows == 11:
-        _tile_11(out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, step)
-    elif num_rows == 10:
-        _tile_10(out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, step)
-    elif num_rows == 9:
-        _tile_9(out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, step)
-    elif num_rows == 8:
-        _tile_8(out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, step)
-    elif num_rows == 7:
-        _tile_7(out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, step)
-    elif num_rows == 6:
-        _tile_6(out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, step)
-    elif num_rows == 5:
-        _tile_5(out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, step)
-    elif num_rows == 4:
-        _tile_4(out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, step)
-    elif num_rows == 3:
-        _tile_3(out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, step)
-    elif num_rows == 2:
-        _tile_2(out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, step)
-    else:
-        _tile_1(out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, step)
-
-
-@jit
-def _multiply_panel(out, out_stride, x, x_stride, panel, start, start_stride, num_rows, depth, rest_of_panel):
-    """PANEL channels of every row, over `depth` inputs; strides in bytes.
+def _multiply_panel(
+    out, out_stride, x, x_stride, lined, panel, start, start_stride, num_rows, depth, rest_of_panel
+):
+    """PANEL channels of every row, over `depth` inputs; strides in bytes. `lined` is x in lines, or 0.
 
     The tiles fetch a share each of the weights that come next: memory works while the registers do.
     """
     num_tiles = (num_rows + MOST_ROWS - 1) // MOST_ROWS
+    num_lines = depth // LANES if lined else 0
+    done = num_lines * LANES
     next_weights = panel + F32 * PANEL * depth + rest_of_panel
     for tile in range(num_tiles):
         first, last = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
-        _multiply_tile(
-            last - first,
-            out + first * out_stride,
-            out_stride,
-            x + first * x_stride,
-            x_stride,
-            panel,
-            start + first * start_stride,
-            start_stride,
-            depth,
-            next_weights + F32 * PANEL * depth * tile // num_tiles,
-            F32 * PANEL // num_tiles,
-        )
+        to, origin, origin_stride = out + first * out_stride, start + first * start_stride, start_stride
+        ahead, step = next_weights + F32 * PANEL * depth * tile // num_tiles, F32 * PANEL // num_tiles
+        if num_lines:
+            lines = lined + VECTOR * num_lines * first
+            multiply_lined_tile(
+                last - first, to, out_stride, lines, panel, origin, origin_stride, num_lines, ahead, step
+            )
+            origin, origin_stride = to, out_stride
+        if done < depth:
+            multiply_tile(
+                last - first,
+                to,
+                out_stride,
+                x + first * x_stride + F32 * done,
+                x_stride,
+                panel + F32 * PANEL * done,
+                origin,
+                origin_stride,
+                depth - done,
+                ahead + done * step,
+                step,
+            )
 
 
 @jit
 def _multiply_block(
-    out, x, x_stride, packed, bias, first, last, num_rows, out_features, in_features, begin, end, scratch
+    out,
+    x,
+    x_stride,
+    packed,
+    bias,
+    first,
+    last,
+    num_rows,
+    out_features,
+    in_features,
+    begin,
+    end,
+    scratch,
+    lined,
 ):
     """Panels first .. last - 1 over the inputs begin .. end - 1, adding to what `out` holds from those before."""
+    if lined:
+        _line_up(lined, x + F32 * begin, x_stride, num_rows, (end - begin) // LANES)
     for panel in range(first, last):
         channel = panel * PANEL
         width = min(PANEL, out_features - channel)
@@ -215,6 +149,7 @@ def _multiply_block(
             stride,
             x + F32 * begin,
             x_stride,
+            lined,
             packed + F32 * PANEL * (panel * in_features + begin),
             start,
             start_stride,
@@ -231,6 +166,9 @@ def _multiply_block(
 @jit
 def _multiply_panels(first, last, out, x, x_stride, packed, bias, num_rows, out_features, in_features):
     scratch = np.empty((BLOCK_ROWS, PANEL), np.float32)
+    is_lined = num_rows >= LINED_ROWS and last - first >= LINED_PANELS
+    lined = np.empty((BLOCK_ROWS * BLOCK_INPUTS + LANES) if is_lined else 0, np.float32)
+    lines = (address_of(lined) + VECTOR - 1) // VECTOR * VECTOR if is_lined else 0
     num_blocks = (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS
     num_parts = (in_features + BLOCK_INPUTS - 1) // BLOCK_INPUTS
     for block in range(num_blocks):
@@ -250,22 +188,31 @@ def _multiply_panels(first, last, out, x, x_stride, packed, bias, num_rows, out_
                 in_features * part // num_parts,
                 in_features * (part + 1) // num_parts,
                 address_of(scratch),
+                lines,
             )
 
 
 @jit(parallel=True)
 def multiply_parallel(out, x, x_stride, packed, bias, num_rows, out_features, in_features, num_threads):
     num_panels = (out_features + PANEL - 1) // PANEL
+    # Rows are shared out where each thread then has a block of them: as many weights pass by, and each row of x is
+    # copied by one thread alone.
+    by_rows = num_rows > BLOCK_ROWS * (num_threads - 1)
     for thread in prange(num_threads):
+        low, high = 0, num_rows
+        first, last = num_panels * thread // num_threads, num_panels * (thread + 1) // num_threads
+        if by_rows:
+            low, high = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
+            first, last = 0, num_panels
         _multiply_panels(
-            num_panels * thread // num_threads,
-            num_panels * (thread + 1) // num_threads,
-            out,
-            x,
+            first,
+            last,
+            out + F32 * low * out_features,
+            x + F32 * low * x_stride,
             x_stride,
             packed,
             bias,
-            num_rows,
+            high - low,
             out_features,
             in_features,
         )

@@ -29,12 +29,12 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        from kernels import cpu_matmul
+        from kernels import cpu_matmul, cpu_matmul_tile
 
         self._multiply = cpu_matmul.multiply
         self.in_features, self.out_features = weight.shape[1], weight.shape[0]
         self.packed = cpu_matmul.pack(weight.detach())
-        self.bias = torch.zeros(len(self.packed) * cpu_matmul.PANEL)
+        self.bias = torch.zeros(len(self.packed) * cpu_matmul_tile.PANEL)
         if bias is not None:
             self.bias[: self.out_features] = bias.detach()
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import cpu_matmul
+from kernels import cpu_matmul, cpu_matmul_tile
 
 pytestmark = pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX-512")
 
-ROWS = [*range(1, 31), 56, 57, 141]
+ROWS = [*range(1, 31), 56, 57, 141, 290]
 
 
 @pytest.fixture(autouse=True)
@@ -25,13 +25,14 @@ def make(in_features: int, out_features: int) -> tuple[torch.Tensor, torch.Tenso
     torch.manual_seed(42)
     weight = torch.randn(out_features, in_features) * in_features**-0.5
     packed = cpu_matmul.pack(weight)
-    bias = torch.full((len(packed) * cpu_matmul.PANEL,), torch.nan)
+    bias = torch.full((len(packed) * cpu_matmul_tile.PANEL,), torch.nan)
     bias[:out_features] = torch.randn(out_features)
     return weight, packed, bias
 
 
 @pytest.mark.parametrize(
-    ("in_features", "out_features"), [(576, 96), (7, 33), (64, 1), (1, 65), (1000, 31), (1600, 40)]
+    ("in_features", "out_features"),
+    [(576, 96), (7, 33), (64, 1), (1, 65), (1000, 31), (1600, 40), (100, 800), (15, 770)],
 )
 def test_equals_fp64(in_features, out_features):
     weight, packed, bias = make(in_features, out_features)
@@ -49,14 +50,15 @@ def test_no_rows():
 
 
 def test_a_row_depends_neither_on_its_neighbours_nor_on_the_threads():
-    _, packed, bias = make(800, 200)
-    x = torch.randn(300, 800)
-    whole = cpu_matmul.multiply(x, packed, bias, 200)
+    out_features = 2 * cpu_matmul.LINED_PANELS * cpu_matmul_tile.PANEL + 8  # in lines, for two threads too
+    _, packed, bias = make(790, out_features)
+    x = torch.randn(300, 790)
+    whole = cpu_matmul.multiply(x, packed, bias, out_features)
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
         for num_rows in ROWS:
             first = (37 * num_rows) % (301 - num_rows)
-            part = cpu_matmul.multiply(x[first : first + num_rows], packed, bias, 200)
+            part = cpu_matmul.multiply(x[first : first + num_rows], packed, bias, out_features)
             assert torch.equal(part, whole[first : first + num_rows])
 
 

@@ -1,0 +1,175 @@
+"""Tiles of a product with packed weights: some rows of x times one panel, the sums in registers all the while.
+
+Each number of a tile is one chain of fused multiply-adds over the inputs in their order, so tiles of different
+heights, and of x in either layout, agree to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from kernels.cpu_jit import prefetch_line
+from kernels.cpu_row import F32, VECTOR
+from kernels.cpu_vector import F32X16, LANES, call
+
+PANEL = 2 * LANES  # output channels
+MOST_ROWS = 14  # 28 sums, 2 vectors of weights and a number of x fill the 32 registers of AVX-512
+
+_ir = cgutils.ir
+_HALVES = (0, VECTOR)  # of a panel's row, in bytes
+
+Body = Callable[[Any, int, list[Any]], None]
+"""body(builder, num_rows, the intrinsic's arguments after the number of rows): emits a tile of that height."""
+
+
+def _vector(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, F32X16.as_pointer())
+
+
+def _load(builder: Any, address: Any) -> Any:
+    return builder.load(_vector(builder, address), align=4)
+
+
+def _broadcast(builder: Any, address: Any) -> Any:
+    """The number at `address` in every lane."""
+    number = builder.load(builder.inttoptr(address, _ir.FloatType().as_pointer()), align=4)
+    int32 = _ir.IntType(32)
+    one = builder.insert_element(_ir.Constant(F32X16, _ir.Undefined), number, int32(0))
+    lanes = _ir.Constant(_ir.VectorType(int32, LANES), [0] * LANES)
+    return builder.shuffle_vector(one, one, lanes)
+
+
+def _rows_from(builder: Any, first: Any, stride: Any, num_rows: int) -> list[Any]:
+    return [builder.add(first, builder.mul(stride, first.type(row))) for row in range(num_rows)]
+
+
+def _add_input(builder: Any, weights: Any, ahead: Any, numbers: list[Any], sums: list[list[Any]]) -> None:
+    """sums[r] += numbers[r] * weights, all but the sums being addresses: one input, PANEL channels."""
+    halves = [_load(builder, builder.add(weights, weights.type(half))) for half in _HALVES]
+    prefetch_line(builder, ahead)
+    for number, totals in zip(numbers, sums, strict=True):
+        factor = _broadcast(builder, number)
+        for half, total in zip(halves, totals, strict=True):
+            operands = [factor, half, builder.load(total)]
+            builder.store(call(builder, "llvm.fma.v16f32", F32X16, operands), total)
+
+
+@contextmanager
+def _summed(
+    builder: Any, num_rows: int, out: Any, out_stride: Any, start: Any, start_stride: Any
+) -> Iterator[list[list[Any]]]:
+    """Sums that begin as `start` says and end in `out`."""
+
+    def addresses(first: Any, stride: Any) -> list[list[Any]]:
+        rows = _rows_from(builder, first, stride, num_rows)
+        return [[builder.add(row, row.type(half)) for half in _HALVES] for row in rows]
+
+    sums = [
+        [cgutils.alloca_once_value(builder, _load(builder, address)) for address in row]
+        for row in addresses(start, start_stride)
+    ]
+    yield sums
+    for totals, row in zip(sums, addresses(out, out_stride), strict=True):
+        for total, address in zip(totals, row, strict=True):
+            builder.store(builder.load(total), _vector(builder, address), align=4)
+
+
+def _by_height(heights: range, num_arguments: int, body: Body) -> Any:
+    """What an intrinsic generates that jumps to the tile of as many rows as its first argument says."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        count, *rest = arguments
+        done = builder.append_basic_block("done")
+        switch = builder.switch(count, done)
+        for height in heights:
+            case = builder.append_basic_block(f"rows{height}")
+            switch.add_case(count.type(height), case)
+            builder.position_at_end(case)
+            body(builder, height, rest)
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * num_arguments), generate
+
+
+def _strided_body(builder: Any, num_rows: int, arguments: list[Any]) -> None:
+    out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, ahead_step = arguments
+    int64 = out.type
+    rows = _rows_from(builder, x, x_stride, num_rows)
+    with (
+        _summed(builder, num_rows, out, out_stride, start, start_stride) as sums,
+        cgutils.for_range(builder, depth, intp=int64) as loop,
+    ):
+        distance = builder.mul(loop.index, int64(F32))
+        weights = builder.add(panel, builder.mul(loop.index, int64(F32 * PANEL)))
+        line = builder.add(ahead, builder.mul(loop.index, ahead_step))
+        _add_input(builder, weights, line, [builder.add(row, distance) for row in rows], sums)
+
+
+def _lined_body(builder: Any, num_rows: int, arguments: list[Any]) -> None:
+    out, out_stride, x, panel, start, start_stride, num_lines, ahead, ahead_step = arguments
+    int64 = out.type
+    with (
+        _summed(builder, num_rows, out, out_stride, start, start_stride) as sums,
+        cgutils.for_range(builder, num_lines, intp=int64) as line,
+    ):
+        lines = builder.add(x, builder.mul(line.index, int64(num_rows * VECTOR)))
+        first = builder.mul(line.index, int64(LANES))
+        with cgutils.for_range(builder, int64(LANES), intp=int64) as loop:
+            number = builder.add(lines, builder.mul(loop.index, int64(F32)))
+            index = builder.add(first, loop.index)
+            weights = builder.add(panel, builder.mul(index, int64(F32 * PANEL)))
+            next_line = builder.add(ahead, builder.mul(index, ahead_step))
+            numbers = [builder.add(number, int64(row * VECTOR)) for row in range(num_rows)]
+            _add_input(builder, weights, next_line, numbers, sums)
+
+
+@intrinsic
+def multiply_tile(
+    typing_context: Any,
+    num_rows: Any,
+    out: Any,
+    out_stride: Any,
+    x: Any,
+    x_stride: Any,
+    panel: Any,
+    start: Any,
+    start_stride: Any,
+    depth: Any,
+    ahead: Any,
+    ahead_step: Any,
+) -> Any:
+    """out[r, 0..PANEL) = start[r] + x[r] @ panel for 1 to MOST_ROWS rows over `depth` inputs; strides in bytes.
+
+    With every input it asks for the cache line at `ahead`, `ahead_step` bytes further each time.
+    """
+    return _by_height(range(1, MOST_ROWS + 1), 11, _strided_body)
+
+
+@intrinsic
+def multiply_lined_tile(
+    typing_context: Any,
+    num_rows: Any,
+    out: Any,
+    out_stride: Any,
+    x: Any,
+    panel: Any,
+    start: Any,
+    start_stride: Any,
+    num_lines: Any,
+    ahead: Any,
+    ahead_step: Any,
+) -> Any:
+    """`multiply_tile` for x as [num_lines, num_rows, LANES]: one cache line of each row, then the next of each.
+
+    x is then one stream, and every number of it lies at a fixed distance from one address: rows far apart take a
+    register each for their addresses, of which there are too few, and may fall on the same lines of the cache.
+    """
+    return _by_height(range(MOST_ROWS // 2, MOST_ROWS + 1), 10, _lined_body)

@@ -8,17 +8,19 @@ was cut into chunks.
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numba import prange
 
 from kernels import cpu_vector as vector
-from kernels.cpu_element import load_number, load_vector, size_of, transpose
+from kernels.cpu_attention_panels import PANEL_ROW, gather_keys, gather_values
+from kernels.cpu_element import size_of
 from kernels.cpu_jit import f32_pointer, i32_pointer, jit
+from kernels.cpu_matmul_tile import MOST_ROWS, PANEL, multiply_tile
 from kernels.cpu_row import (
     F32,
     I32,
     LOG2_E,
     ONE,
-    VECTOR,
     ZERO,
     address_of,
     cap_scores,
@@ -29,79 +31,47 @@ from kernels.cpu_row import (
     weigh,
 )
 
-QUERIES = 48  # rows of a tile, unless one token alone has more
+QUERIES = 96  # rows of a tile, unless one token alone has more
 KEYS = 64  # columns of a tile
+# Where vectors are shorter and registers fewer, two rows fill them.
+TILE_ROWS = MOST_ROWS if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2
 HIDDEN = np.float32(-1e30)  # a masked score; finite, so that two of them may be subtracted
 
 
 @jit
-def _add_product(c, c_stride, a, a_stride, element, b, b_stride, num_rows, num_columns, depth):
-    """c += a @ b for matrices of contiguous rows, b of `element`s; strides in bytes, `num_rows` a multiple of 4."""
-    size = size_of(element)
-    step = vector.LANES * size
-    wide = num_columns // (2 * vector.LANES) * 2 * vector.LANES
-    whole = num_columns // vector.LANES * vector.LANES
-    for row in range(0, num_rows, 4):
-        a0, a1 = f32_pointer(a + row * a_stride), f32_pointer(a + (row + 1) * a_stride)
-        a2, a3 = f32_pointer(a + (row + 2) * a_stride), f32_pointer(a + (row + 3) * a_stride)
-        for column in range(0, wide, 2 * vector.LANES):  # eight registers hold 4 x 32 sums
-            c0 = c + row * c_stride + F32 * column
-            c1, c2, c3 = c0 + c_stride, c0 + 2 * c_stride, c0 + 3 * c_stride
-            s00, s01 = vector.load(c0), vector.load(c0 + VECTOR)
-            s10, s11 = vector.load(c1), vector.load(c1 + VECTOR)
-            s20, s21 = vector.load(c2), vector.load(c2 + VECTOR)
-            s30, s31 = vector.load(c3), vector.load(c3 + VECTOR)
-            for k in range(depth):
-                source = b + k * b_stride + size * column
-                b0, b1 = load_vector(element, source), load_vector(element, source + step)
-                x0, x1 = vector.splat(a0[k]), vector.splat(a1[k])
-                x2, x3 = vector.splat(a2[k]), vector.splat(a3[k])
-                s00, s01 = vector.multiply_add(x0, b0, s00), vector.multiply_add(x0, b1, s01)
-                s10, s11 = vector.multiply_add(x1, b0, s10), vector.multiply_add(x1, b1, s11)
-                s20, s21 = vector.multiply_add(x2, b0, s20), vector.multiply_add(x2, b1, s21)
-                s30, s31 = vector.multiply_add(x3, b0, s30), vector.multiply_add(x3, b1, s31)
-            vector.store(c0, s00)
-            vector.store(c0 + VECTOR, s01)
-            vector.store(c1, s10)
-            vector.store(c1 + VECTOR, s11)
-            vector.store(c2, s20)
-            vector.store(c2 + VECTOR, s21)
-            vector.store(c3, s30)
-            vector.store(c3 + VECTOR, s31)
-        for r in range(row, row + 4):
-            x, target = f32_pointer(a + r * a_stride), c + r * c_stride
-            for column in range(wide, whole, vector.LANES):
-                total = vector.load(target + F32 * column)
-                for k in range(depth):
-                    numbers = load_vector(element, b + k * b_stride + size * column)
-                    total = vector.multiply_add(vector.splat(x[k]), numbers, total)
-                vector.store(target + F32 * column, total)
-            for column in range(whole, num_columns):
-                for k in range(depth):
-                    number = load_number(element, b + k * b_stride + size * column)
-                    f32_pointer(target)[column] += x[k] * number
-
-
-@jit
-def _transpose(target, element, source, num_rows, num_columns):
-    """target[column, row] = source[row, column]; target's rows are KEYS long, source's contiguous."""
-    size = size_of(element)
-    row_bytes, column_bytes = size * num_columns, F32 * KEYS
-    whole_rows, whole_columns = num_rows // vector.LANES, num_columns // vector.LANES
-    for i in range(whole_rows):
-        for j in range(whole_columns):
-            transpose(
-                target + j * vector.LANES * column_bytes + i * VECTOR,
-                column_bytes,
-                element,
-                source + i * vector.LANES * row_bytes + j * vector.LANES * size,
-                row_bytes,
+def _multiply_rows(
+    out,
+    out_stride,
+    x,
+    x_stride,
+    panels,
+    panel_bytes,
+    start,
+    start_stride,
+    start_step,
+    num_rows,
+    num_panels,
+    depth,
+):
+    """out[r, panel] = start[r, panel] + x[r] @ panels[panel]; strides, and `start_step` between panels, in bytes."""
+    num_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
+    for panel in range(num_panels):
+        weights = panels + panel * panel_bytes
+        for tile in range(num_tiles):
+            first, last = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
+            multiply_tile(
+                last - first,
+                out + first * out_stride + panel * PANEL_ROW,
+                out_stride,
+                x + first * x_stride,
+                x_stride,
+                weights,
+                start + first * start_stride + panel * start_step,
+                start_stride,
+                depth,
+                weights,  # all of it is at hand: nothing to fetch ahead
+                0,
             )
-    for row in range(num_rows):
-        start = whole_columns * vector.LANES if row < whole_rows * vector.LANES else 0
-        for column in range(start, num_columns):
-            number = load_number(element, source + row * row_bytes + size * column)
-            f32_pointer(target)[column * KEYS + row] = number
 
 
 @jit
@@ -120,6 +90,7 @@ def _softmax_tile(
     scores,
     stats,
     acc,
+    acc_stride,
     num_tokens,
     num_columns,
     first_key,
@@ -151,7 +122,7 @@ def _softmax_tile(
                 score[j] = HIDDEN
             stat = f32_pointer(stats + F32 * 2 * r)
             stat[0], stat[1] = _softmax_row(
-                row, num_columns, acc + F32 * r * head_dim, head_dim, stat[0], stat[1]
+                row, num_columns, acc + r * acc_stride, head_dim, stat[0], stat[1]
             )
 
 
@@ -164,58 +135,12 @@ def _load_queries(q, query, token_stride, head_stride, num_tokens, group, head_d
 
 
 @jit
-def _store_tile(out, token_stride, acc, stats, num_tokens, group, head_dim):
+def _store_tile(out, token_stride, acc, acc_stride, stats, num_tokens, group, head_dim):
     for token in range(num_tokens):
         for g in range(group):
             r = token * group + g
             target = out + F32 * (token * token_stride + g * head_dim)
-            store_scaled(target, acc + F32 * r * head_dim, head_dim, ONE / f32_pointer(stats)[2 * r + 1])
-
-
-@jit
-def _score_keys(
-    scores,
-    q,
-    transposed,
-    element,
-    keys,
-    table,
-    low,
-    high,
-    origin,
-    num_rows,
-    head_dim,
-    block_size,
-    block_bytes,
-):
-    """scores[r, key - origin] = q[r] . key for the keys low .. high - 1; returns the columns that were computed."""
-    key_bytes = size_of(element) * head_dim
-    for block in range(low // block_size, (high - 1) // block_size + 1):
-        first, last = max(low, block * block_size), min(high, (block + 1) * block_size)
-        source = keys + table[block] * block_bytes + (first - block * block_size) * key_bytes
-        _transpose(transposed + F32 * (first - origin), element, source, last - first, head_dim)
-    num_columns = (high - origin + vector.LANES - 1) // vector.LANES * vector.LANES
-    fill(scores, num_rows * KEYS, ZERO)
-    _add_product(
-        scores, F32 * KEYS, q, F32 * head_dim, ZERO, transposed, F32 * KEYS, num_rows, num_columns, head_dim
-    )
-    return num_columns
-
-
-@jit
-def _add_values(
-    acc, scores, element, values, table, low, high, origin, num_rows, head_dim, block_size, block_bytes
-):
-    """acc[r] += sum of scores[r, key - origin] * value, for the keys low .. high - 1."""
-    value_bytes = size_of(element) * head_dim
-    for block in range(low // block_size, (high - 1) // block_size + 1):
-        first, last = max(low, block * block_size), min(high, (block + 1) * block_size)
-        source = values + table[block] * block_bytes + (first - block * block_size) * value_bytes
-        weights = scores + F32 * (first - origin)
-        _add_product(
-            acc, F32 * head_dim, weights, F32 * KEYS, element, source, value_bytes, num_rows, head_dim,
-            last - first,
-        )  # fmt: skip
+            store_scaled(target, acc + r * acc_stride, head_dim, ONE / f32_pointer(stats)[2 * r + 1])
 
 
 @jit
@@ -242,16 +167,20 @@ def _attend_tile(
     softcap,
     slopes,
 ):
-    num_rows = (num_tokens * group + 3) // 4 * 4
+    num_rows = num_tokens * group
     block_bytes = size_of(element) * num_kv_heads * block_size * head_dim
     scale_stride = F32 * num_kv_heads * block_size
-    q = scratch
-    acc = q + F32 * num_rows * head_dim
-    stats = acc + F32 * num_rows * head_dim
-    scores = stats + F32 * 2 * num_rows
-    transposed = scores + F32 * num_rows * KEYS
+    num_panels = (head_dim + PANEL - 1) // PANEL
+    acc_stride = PANEL_ROW * num_panels
+    acc = scratch
+    value_panels = acc + num_rows * acc_stride
+    zeros = value_panels + PANEL_ROW * KEYS * num_panels
+    stats = zeros + PANEL_ROW
+    q = stats + F32 * 2 * num_rows
+    scores = q + F32 * num_rows * head_dim
+    key_panels = scores + F32 * num_rows * KEYS
 
-    fill(q, 2 * num_rows * head_dim, ZERO)  # acc with it
+    fill(acc, (stats - acc) // F32, ZERO)  # the values' panels with it, whose ends may stay empty
     _load_queries(q, query, query_token_stride, query_head_stride, num_tokens, group, head_dim, query_scale)
     for r in range(num_rows):
         f32_pointer(stats)[2 * r], f32_pointer(stats)[2 * r + 1] = HIDDEN, ZERO
@@ -259,27 +188,33 @@ def _attend_tile(
     begin, end = max(0, position + 1 - window) if window > 0 else 0, position + num_tokens
     for tile in range(begin // KEYS * KEYS, end, KEYS):
         low, high = max(begin, tile), min(end, tile + KEYS)
-        num_columns = _score_keys(
-            scores, q, transposed, element, keys, table, low, high, tile, num_rows, head_dim, block_size,
-            block_bytes,
+        gather_keys(key_panels, element, keys, table, low, high, tile, head_dim, block_size, block_bytes)
+        num_columns = (high - tile + PANEL - 1) // PANEL * PANEL
+        _multiply_rows(
+            scores, F32 * KEYS, q, F32 * head_dim, key_panels, PANEL_ROW * head_dim, zeros, 0, 0, num_rows,
+            num_columns // PANEL, head_dim,
         )  # fmt: skip
         if key_scales != 0:
             scale_columns(
                 scores, num_rows, F32 * KEYS, tile, table, low, high, key_scales, scale_stride, block_size
             )
         _softmax_tile(
-            scores, stats, acc, num_tokens, num_columns, tile, position, group, head_dim, window, slopes,
-            softcap,
+            scores, stats, acc, acc_stride, num_tokens, num_columns, tile, position, group, head_dim, window,
+            slopes, softcap,
         )  # fmt: skip
         if value_scales != 0:
             scale_columns(
                 scores, num_rows, F32 * KEYS, tile, table, low, high, value_scales, scale_stride, block_size
             )
-        _add_values(
-            acc, scores, element, values, table, low, high, tile, num_rows, head_dim, block_size, block_bytes
+        gather_values(
+            value_panels, KEYS, element, values, table, low, high, tile, head_dim, block_size, block_bytes
         )
+        _multiply_rows(
+            acc, acc_stride, scores + F32 * (low - tile), F32 * KEYS, value_panels + PANEL_ROW * (low - tile),
+            PANEL_ROW * KEYS, acc, acc_stride, PANEL_ROW, num_rows, num_panels, high - low,
+        )  # fmt: skip
 
-    _store_tile(out, num_kv_heads * group * head_dim, acc, stats, num_tokens, group, head_dim)
+    _store_tile(out, num_kv_heads * group * head_dim, acc, acc_stride, stats, num_tokens, group, head_dim)
 
 
 @jit
@@ -350,8 +285,10 @@ def prefill(
         visible = position + count if window == 0 else min(position + count, window + count)
         shares[task + 1] = shares[task] + (count * group + 8) * (visible + 8)
 
-    max_rows = (num_tokens_per_tile * group + 3) // 4 * 4
-    scratch_size = max_rows * (2 * head_dim + KEYS + 2) + head_dim * KEYS
+    padded = (head_dim + PANEL - 1) // PANEL * PANEL
+    scratch_size = (
+        num_tokens_per_tile * group * (padded + 2 + head_dim + KEYS) + KEYS * (padded + head_dim) + PANEL
+    )
     scratch = np.empty((num_threads, scratch_size), np.float32)
     # Scores in units of log 2 before the softmax, or as fractions of the cap before the tanh.
     query_scale = np.float32(scale) * LOG2_E if softcap == 0.0 else np.float32(scale / softcap)

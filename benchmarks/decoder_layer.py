@@ -1,6 +1,6 @@
 """What compiled decoder layers save: the same generation with them and with the modules they stand for, by turns.
 
-`python -m benchmarks.decoder_layer [--rounds N]`
+`python -m benchmarks.decoder_layer [--rounds N] [--quantization int8]`
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Switch:
         self._compiled = [layer for layer in self._layers if isinstance(layer, FusedDecoderLayer)]
         if len(self._compiled) != len(self._layers):
             raise SystemExit(
-                "this model's layers are not compiled here: they need AVX-512, fp32 and a known family"
+                "this model's layers are not compiled here: they need a known family, and AVX-512 or int8"
             )
 
     def set(self, *, compiled: bool) -> None:
@@ -48,9 +48,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decoder_layer", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--model", default="smollm2", help="a Hugging Face directory, or smollm2")
+    parser.add_argument("--quantization", choices=["int8"])
     arguments = parser.parse_args()
     llm = LLM(
-        model=str(model_directory(arguments.model)), skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 30
+        model=str(model_directory(arguments.model)),
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=1 << 30,
+        quantization=arguments.quantization,
     )
     switch = Switch(llm)
     _seconds(llm, max(NUM_ROWS), seed=-1)
@@ -65,6 +69,8 @@ def main() -> None:
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine.describe(),
+        "model": arguments.model,
+        "quantization": arguments.quantization,
         "rows": rows,
     }
     path = RESULTS / f"decoder-layer-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"

@@ -1,18 +1,21 @@
 """A whole decoder layer in machine code: norm, attention over the paged cache, norm, gated MLP.
 
 Called operator by operator, a layer of a small model spends a third of a decode step in Python and in fetching
-memory for results. Here the operators of `cpu_matmul`, `cpu_fused`, `cpu_cache` and the attention kernels call one
-another in machine code, on buffers that all layers share. Numbers are the same to the last bit.
+memory for results. Here the operators of `cpu_matmul` or `cpu_int8_matmul`, `cpu_fused`, `cpu_cache` and the attention
+kernels call one another in machine code, on buffers that all layers share. Numbers are the same to the last bit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from numba import prange
+from numba import prange, types
+from numba.extending import overload
 
+from kernels import cpu_int8_matmul, cpu_matmul
 from kernels import cpu_vector as vector
 from kernels.cpu_attention_decode import decode
 from kernels.cpu_attention_prefill import prefill
@@ -26,7 +29,6 @@ from kernels.cpu_fused import (
     silu_and_mul_rows,
 )
 from kernels.cpu_jit import NUMBERS_PER_THREAD, f32_pointer, jit, use_torch_threads
-from kernels.cpu_matmul import multiply_parallel
 from kernels.cpu_row import F32, VECTOR, ZERO, fill
 from kernels.layer_cache import LayerCache, allocate_layer, largest_number
 from kernels.metadata import AttentionMetadata, warm_up_metadata
@@ -34,6 +36,9 @@ from kernels.scoring import Scoring
 
 MLP_ROWS = 512
 """The MLP runs over so many tokens at a time: its intermediate results stay small, and in the cache."""
+
+# A scalar whose numba type stands for how a layer's weights are packed: each kind compiles when it is first used.
+_KINDS: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.uint8: np.uint8(0)}
 
 _ADDRESS = np.int64
 _LAYER = np.dtype(
@@ -60,7 +65,10 @@ _STEP = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A weight as `cpu_matmul.pack` makes it, and its bias, padded with zeros to whole panels."""
+    """A weight as `cpu_matmul.pack` (fp32) or `cpu_int8_matmul.pack` (uint8) makes it, and its bias.
+
+    The bias is padded with zeros to whole panels. A layer's products are all of one kind.
+    """
 
     packed: torch.Tensor
     bias: torch.Tensor
@@ -145,8 +153,10 @@ class DecoderLayer:
             tensor = getattr(weights, name)
             assert tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())
             layer[name] = 0 if tensor is None else tensor.data_ptr()
+        self._kind = _KINDS[weights.qkv.packed.dtype]
         for name in ("qkv", "o", "gate_up", "down"):
             product: Product = getattr(weights, name)
+            assert product.packed.dtype == weights.qkv.packed.dtype
             layer[name], layer[f"{name}_bias"] = product.packed.data_ptr(), product.bias.data_ptr()
         for name in ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "eps", "qk_eps"):
             layer[name] = getattr(weights, name)
@@ -177,12 +187,13 @@ class DecoderLayer:
             assert rotation[0].stride() == rotation[1].stride()
             cos, sin = rotation[0].data_ptr(), rotation[1].data_ptr()
             stride, half = rotation[0].stride(0), rotation[0].shape[1] // 2
-        # Three calls, so that the products are not compiled anew for every dtype of the cache.
+        # Three calls, so that the products are not compiled anew for every dtype of the cache, nor attention for
+        # every kind of product.
         num_threads, address = use_torch_threads(), hidden.data_ptr()
         layer, step = self._record, self._buffers.record
-        _project(layer, step, address, num_threads)
+        _project(self._kind, layer, step, address, num_threads)
         _place_and_attend(self._element, layer, step, cos, sin, stride, half, num_threads)
-        _finish(layer, step, address, num_threads)
+        _finish(self._kind, layer, step, address, num_threads)
 
     def warm_up(self, block_size: int, cache_dtype: torch.dtype) -> None:
         """Compile the layer for a cache of this dtype, or load it from the disk."""
@@ -204,6 +215,23 @@ class DecoderLayer:
             layer[name] = 0 if tensor is None else tensor.data_ptr()
         layer["block_size"] = cache.block_size
         layer["limit"] = largest_number(cache.keys.dtype) or 0.0
+
+
+def _multiply(kind, *arguments):
+    """`multiply_parallel` of the module that packs weights of this kind; for compiled callers alone."""
+    raise NotImplementedError
+
+
+@overload(_multiply)
+def _choose_product(kind, *arguments):
+    # Chosen while compiling, not by a branch: nobody compiles products of a kind that their model does not have.
+    module = cpu_int8_matmul if kind == types.uint8 else cpu_matmul
+    multiply_parallel = module.multiply_parallel
+
+    def run(kind, *arguments):
+        multiply_parallel(*arguments)
+
+    return run
 
 
 @jit
@@ -297,41 +325,35 @@ def _add(target, source, count):
 
 
 @jit
-def _mlp(hidden, layer, step, num_threads):
+def _mlp(kind, hidden, layer, step, num_threads):
     """hidden += down(silu(gate) * up) of `normed`, whose rows take the products' results in turn."""
     size, inner, num_tokens = layer[0].hidden_size, layer[0].intermediate_size, step[0].num_tokens
     for begin in range(0, num_tokens, MLP_ROWS):
         num_rows, at = min(MLP_ROWS, num_tokens - begin), F32 * begin * size
         normed = step[0].normed + at
-        multiply_parallel(
-            step[0].gate_up, normed, size, layer[0].gate_up, layer[0].gate_up_bias, num_rows, 2 * inner, size,
-            num_threads,
+        _multiply(
+            kind, step[0].gate_up, normed, size, layer[0].gate_up, layer[0].gate_up_bias, num_rows, 2 * inner,
+            size, num_threads,
         )  # fmt: skip
         _gate(_share(num_threads, num_rows * inner), num_rows, step[0].gate_up, step[0].gated, inner)
-        multiply_parallel(
-            normed,
-            step[0].gated,
-            inner,
-            layer[0].down,
-            layer[0].down_bias,
-            num_rows,
-            size,
-            inner,
+        _multiply(
+            kind, normed, step[0].gated, inner, layer[0].down, layer[0].down_bias, num_rows, size, inner,
             num_threads,
-        )
+        )  # fmt: skip
         _add(hidden + at, normed, num_rows * size)
 
 
 @jit
-def _project(layer, step, hidden, num_threads):
+def _project(kind, layer, step, hidden, num_threads):
     """qkv = product of the normed hidden states."""
     size, num_tokens = layer[0].hidden_size, step[0].num_tokens
     row = (layer[0].num_heads + 2 * layer[0].num_kv_heads) * layer[0].head_dim
     shares = _share(num_threads, num_tokens * size)
     _norm(shares, num_tokens, hidden, layer[0].input_norm, 0, 0, step[0].normed, size, layer[0].eps)
-    multiply_parallel(
-        step[0].qkv, step[0].normed, size, layer[0].qkv, layer[0].qkv_bias, num_tokens, row, size, num_threads
-    )
+    _multiply(
+        kind, step[0].qkv, step[0].normed, size, layer[0].qkv, layer[0].qkv_bias, num_tokens, row, size,
+        num_threads,
+    )  # fmt: skip
 
 
 @jit
@@ -344,16 +366,25 @@ def _place_and_attend(element, layer, step, cos, sin, stride, half, num_threads)
 
 
 @jit
-def _finish(layer, step, hidden, num_threads):
+def _finish(kind, layer, step, hidden, num_threads):
     """hidden += product of what was attended to, then hidden += mlp of that."""
     size, num_tokens = layer[0].hidden_size, step[0].num_tokens
     width, normed = layer[0].num_heads * layer[0].head_dim, step[0].normed
-    multiply_parallel(
-        normed, step[0].attended, width, layer[0].o, layer[0].o_bias, num_tokens, size, width, num_threads
+    _multiply(
+        kind,
+        normed,
+        step[0].attended,
+        width,
+        layer[0].o,
+        layer[0].o_bias,
+        num_tokens,
+        size,
+        width,
+        num_threads,
     )
     # The sum goes to `hidden`, its norm to `normed`: every number is read before its place is written.
     shares = _share(num_threads, num_tokens * size)
     _norm(
         shares, num_tokens, normed, layer[0].post_attention_norm, hidden, hidden, normed, size, layer[0].eps
     )
-    _mlp(hidden, layer, step, num_threads)
+    _mlp(kind, hidden, layer, step, num_threads)

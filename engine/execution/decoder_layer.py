@@ -9,6 +9,7 @@ from torch import nn
 
 from engine.execution.attention import current_context
 from engine.execution.packed_linear import PackedLinear
+from engine.execution.quantization import Int8Linear, PackedInt8Product
 
 if TYPE_CHECKING:
     from kernels.cpu_layer import LayerWeights, Product, StepBuffers
@@ -68,9 +69,15 @@ def can_be_compiled(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     products = [getattr(attention, "qkv_proj", None), attention.o_proj]
     products += [getattr(mlp, "gate_up_proj", None), mlp.down_proj]
-    return all(isinstance(product, PackedLinear) for product in products) and (
+    kinds = {type(_packed(product)) for product in products}
+    return kinds in ({PackedLinear}, {PackedInt8Product}) and (
         layer.input_layernorm.eps == layer.post_attention_layernorm.eps
     )
+
+
+def _packed(linear: Any) -> Any:
+    """The module that owns the packed weight, where there is one."""
+    return linear.product if isinstance(linear, Int8Linear) else linear
 
 
 def _weights(layer: Any) -> LayerWeights:
@@ -96,7 +103,8 @@ def _weights(layer: Any) -> LayerWeights:
     )
 
 
-def _product(linear: PackedLinear) -> Product:
+def _product(linear: PackedLinear | Int8Linear) -> Product:
     from kernels.cpu_layer import Product
 
-    return Product(linear.packed, linear.bias)
+    owner = _packed(linear)
+    return Product(owner.packed, owner.bias)

@@ -26,6 +26,7 @@ from engine.execution.packaged_model import PACKAGED_MODEL
 from engine.execution.parallel.rank_group import RankGroup
 from engine.execution.parallel.sharding import finish_sharding, sharded_class
 from engine.execution.parallel.share import ShardingPlan, Share, sharding_plan
+from engine.execution.quantization import quantization_scheme
 from engine.execution.rotary import depends_on_length, fix_frequencies, stretched_context
 from engine.tokenizer import generation_eos_token_ids
 
@@ -274,7 +275,8 @@ def _fingerprint(
             for at in (0, file.stat().st_size // 2, max(0, file.stat().st_size - 2**20)):
                 weights.seek(at)
                 digest.update(weights.read(2**20))
-    settings = (config.load_format, config.seed if config.load_format == "dummy" else 0, config.quantization,
-                config.kv_cache_dtype, str(dtype), device.type, rotary_length)  # fmt: skip
+    settings = (config.load_format, config.seed if config.load_format == "dummy" else 0,
+                quantization_scheme(config.quantization, device), config.kv_cache_dtype, str(dtype), device.type,
+                rotary_length)  # fmt: skip
     digest.update(json.dumps(settings).encode())
     return digest.hexdigest()[:16]

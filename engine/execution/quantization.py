@@ -20,6 +20,14 @@ LIMIT = 127.0
 _FEWEST_CUDA_ROWS = 32
 
 
+def quantization_scheme(quantization: str | None, device: torch.device) -> str | None:
+    """All that decides which numbers an engine with this option computes: part of a checkpoint's fingerprint."""
+    if quantization != "int8":
+        return quantization
+    shared = f"{grouped_int8.GROUP} inputs" if device.type == "cpu" else "row"
+    return f"int8 weights and activations, a scale per {shared}"
+
+
 class Int8Linear(nn.Module):
     """y = x W^T + b by an integer product; takes [..., in_features] and returns x's dtype."""
 
@@ -28,21 +36,21 @@ class Int8Linear(nn.Module):
         self.in_features, self.out_features = weight.shape[1], weight.shape[0]
         weight = weight.detach()
         bias = None if bias is None else bias.detach().float().contiguous()
-        self._product: nn.Module
+        self.product: nn.Module
         if weight.is_cuda:
-            self._product = _CudaProduct(weight, bias)
+            self.product = _CudaProduct(weight, bias)
         elif importlib.util.find_spec("numba") is not None:
-            self._product = _PackedProduct(weight, bias)
+            self.product = PackedInt8Product(weight, bias)
         else:
-            self._product = _PlainProduct(weight, bias)
+            self.product = _PlainProduct(weight, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
-        out: torch.Tensor = self._product(rows)
+        out: torch.Tensor = self.product(rows)
         return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
 
-class _PackedProduct(nn.Module):
+class PackedInt8Product(nn.Module):
     """By our own kernel, on any CPU."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,17 +11,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.execution.attention import AttentionContext, attention_context
-from engine.execution.decoder_layer import FusedDecoderLayer
+from engine.execution.decoder_layer import FusedDecoderLayer, can_be_compiled
 from engine.execution.fusion import fuse
-from engine.execution.packed_linear import LinearOptions, has_packed_products
+from engine.execution.packed_linear import LinearOptions, PackedLinear, has_packed_products
+from engine.execution.quantization import _PlainProduct
 from kernels.layer_cache import LayerCache, allocate_layer
 from kernels.metadata import AttentionMetadata
 
 cpu_matmul = pytest.importorskip("kernels.cpu_matmul")
-pytestmark = pytest.mark.skipif(
-    not (cpu_matmul.is_supported() and has_packed_products(torch.device("cpu"), torch.float32)),
-    reason="layers are compiled where the CPU has AVX-512",
-)
+HAS_FP32_PRODUCTS = cpu_matmul.is_supported() and has_packed_products(torch.device("cpu"), torch.float32)
+with_every_product = pytest.mark.parametrize("quantization", [None, "int8"])
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 4, 96, 4
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -41,7 +41,9 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def fused_model(family: str, **settings: Any) -> Any:
+def fused_model(family: str, quantization: str | None = None, **settings: Any) -> Any:
+    if quantization is None and not HAS_FP32_PRODUCTS:
+        pytest.skip("layers of fp32 products are compiled where the CPU has AVX-512")
     sizes = {
         "vocab_size": 50,
         "hidden_size": 48,
@@ -55,7 +57,7 @@ def fused_model(family: str, **settings: Any) -> Any:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
-    fuse(model, torch.device("cpu"), torch.float32, LinearOptions())
+    fuse(model, torch.device("cpu"), torch.float32, LinearOptions(quantization))
     return model
 
 
@@ -127,9 +129,10 @@ def assert_same(model: Any, metadata: AttentionMetadata, dtype: torch.dtype = to
             assert torch.equal(ours.view(torch.uint8), expected.view(torch.uint8))
 
 
+@with_every_product
 @pytest.mark.parametrize("family", FAMILIES)
-def test_same_numbers_in_every_family(family: str) -> None:
-    model = fused_model(family)
+def test_same_numbers_in_every_family(family: str, quantization: str | None) -> None:
+    model = fused_model(family, quantization)
     for query_lens, seq_lens, num_padded in (
         ([1], [1], 0),
         ([1, 1, 1], [9, 1, 17], 0),
@@ -144,22 +147,27 @@ def test_same_numbers_with_every_cache(dtype: torch.dtype) -> None:
     assert_same(fused_model("qwen3"), step([1, 1, 6], [9, 3, 15]), dtype)
 
 
-def test_same_numbers_where_sizes_are_no_multiple_of_a_vector() -> None:
-    model = fused_model("llama", hidden_size=42, intermediate_size=37, head_dim=10)
+@with_every_product
+def test_same_numbers_where_sizes_are_no_multiple_of_a_vector(quantization: str | None) -> None:
+    model = fused_model("llama", quantization, hidden_size=42, intermediate_size=37, head_dim=10)
     assert_same(model, step([1, 1, 11], [3, 30, 11], 1))
 
 
-def test_same_numbers_where_threads_share_the_rows() -> None:
-    model = fused_model("llama", hidden_size=96, intermediate_size=250, head_dim=16)
+@with_every_product
+def test_same_numbers_where_threads_share_the_rows(quantization: str | None) -> None:
+    model = fused_model("llama", quantization, hidden_size=96, intermediate_size=250, head_dim=16)
     assert_same(model, step([1] * 3 + [200], [5, 6, 7, 300]))
 
 
-def test_the_mlp_runs_over_more_tokens_than_its_buffers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+@with_every_product
+def test_the_mlp_runs_over_more_tokens_than_its_buffers_hold(
+    monkeypatch: pytest.MonkeyPatch, quantization: str | None
+) -> None:
     from kernels.cpu_layer import MLP_ROWS
 
     rows = [MLP_ROWS // 3 + 7] * 4
     monkeypatch.setattr(f"{__name__}.NUM_BLOCKS", 1024)
-    assert_same(fused_model("llama"), step(rows, rows))
+    assert_same(fused_model("llama", quantization), step(rows, rows))
 
 
 def test_buffers_shrink_and_grow_with_the_step() -> None:
@@ -168,16 +176,24 @@ def test_buffers_shrink_and_grow_with_the_step() -> None:
         assert_same(model, step([count], [count + 3]))
 
 
-def test_a_layer_of_other_products_stays_as_it_is() -> None:
-    torch.manual_seed(5)
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    fuse(model, torch.device("cpu"), torch.float32, LinearOptions(quantization="int8"))
-    assert not any(isinstance(layer, FusedDecoderLayer) for layer in model.model.layers)
+def test_a_kind_of_product_compiles_that_product_alone() -> None:
+    from numba import types
+
+    from kernels import cpu_int8_matmul, cpu_layer
+
+    for kind, module in ((types.float32, cpu_matmul), (types.uint8, cpu_int8_matmul)):
+        names = inspect.getclosurevars(cpu_layer._choose_product(kind))
+        assert [*names.nonlocals.values()] == [module.multiply_parallel]
+        assert not names.globals
+
+
+@pytest.mark.parametrize("other", [PackedLinear, _PlainProduct])
+def test_a_layer_of_other_products_stays_as_it_is(other: type[Any]) -> None:
+    layer = fused_model("llama", "int8").model.layers[0].source
+    assert can_be_compiled(layer)
+    product = other(torch.zeros(48, 72), None)
+    if other is PackedLinear:  # fp32 beside int8
+        layer.mlp.down_proj = product
+    else:  # int8, not packed: as without the kernels' compiler
+        layer.mlp.down_proj.product = product
+    assert not can_be_compiled(layer)

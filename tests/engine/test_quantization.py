@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.kv_cache import KVCacheShape, num_blocks_for
-from engine.execution.quantization import Int8Linear, quantise_rows
+from engine.execution.loader import _fingerprint
+from engine.execution.quantization import Int8Linear, quantise_rows, quantization_scheme
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from kernels import grouped_int8
@@ -59,8 +60,28 @@ def test_without_the_compiler_the_numbers_are_the_same(monkeypatch: pytest.Monke
         "importlib.util.find_spec", lambda name, *rest: None if name == "numba" else find_spec(name, *rest)
     )
     plain = Int8Linear(weight, bias)
-    assert type(plain._product) is not type(compiled._product)
+    assert type(plain.product) is not type(compiled.product)
     assert torch.equal(plain(x), compiled(x))
+
+
+def test_a_fingerprint_tells_schemes_of_int8_apart(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that were rounded otherwise belong to another function: no job goes on from their checkpoint."""
+
+    def fingerprint(quantization: Literal["int8"] | None) -> str:
+        config = EngineConfig(model=directory, quantization=quantization)
+        return _fingerprint(Path(directory), config, torch.float32, torch.device("cpu"), 0)
+
+    plain, grouped = fingerprint(None), fingerprint("int8")
+    assert plain != grouped
+    monkeypatch.setattr(grouped_int8, "GROUP", 2 * grouped_int8.GROUP)
+    assert fingerprint(None) == plain
+    assert fingerprint("int8") != grouped
+
+
+def test_cpu_and_cuda_have_schemes_of_their_own() -> None:
+    schemes = {quantization_scheme("int8", torch.device(name)) for name in ("cpu", "cuda")}
+    assert len(schemes) == 2
+    assert quantization_scheme(None, torch.device("cpu")) is None
 
 
 def test_rows_for_cuda_are_quantised_to_nearest_with_a_scale_each() -> None:

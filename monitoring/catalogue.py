@@ -1,4 +1,4 @@
-"""Every metric that a worker exports, in the order of the reference page."""
+"""Every metric that a worker or a gateway exports, in the order of the reference page."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from monitoring.engine_metrics import REQUESTS, STEPS, TOKENS
+from monitoring.gateway_metrics import GATEWAY_METRICS
 from monitoring.kv_cache_metrics import BLOCKS, MOVEMENTS, PREFIXES_AND_RESIDENCY
 from monitoring.metrics import Metric
 from monitoring.queue_metrics import JOBS_AND_WORKERS, SERVER
@@ -15,7 +16,7 @@ from monitoring.worker_metrics import ADMISSION_AND_REDIS, JOBS, LEASES_AND_COMM
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    source: Literal["engine", "queue", "worker", "scrape"]
+    source: Literal["engine", "queue", "worker", "scrape", "gateway"]
     """What its metrics are read from."""
     title: str
     intro: str
@@ -56,6 +57,17 @@ SECTIONS = (
     Section("engine", "Tokens and grammars", "", TOKENS),
     Section("worker", "Worker", "", PROCESS),
     Section("scrape", "The scrape", "", SCRAPE_METRICS),
+    Section(
+        "gateway",
+        "Gateway",
+        "Exported by each `pagemill gateway`, and by nobody else. Routes are as the router writes them, `(none)` for"
+        " what was refused before it had one; a series of a route begins with its first answer.",
+        GATEWAY_METRICS,
+    ),
 )
 
 CATALOGUE: tuple[Metric[Any], ...] = tuple(metric for section in SECTIONS for metric in section.metrics)
+
+OF_WORKERS: tuple[Metric[Any], ...] = tuple(
+    metric for section in SECTIONS if section.source != "gateway" for metric in section.metrics
+)

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from engine.outputs import EngineStats, KVCacheStats, SchedulerStats
-from monitoring.catalogue import CATALOGUE
+from monitoring.catalogue import OF_WORKERS
 from monitoring.counters import WorkerCounters
 from monitoring.engine_metrics import ENGINE_METRICS
 from monitoring.kv_cache_metrics import KV_CACHE_METRICS, accounting_errors
@@ -109,7 +109,7 @@ class _WorkerCollector(Collector):
         self._last_step = (0.0, 0.0)
 
     def describe(self) -> Iterator[Family]:
-        yield from (metric.family(None) for metric in CATALOGUE)
+        yield from (metric.family(None) for metric in OF_WORKERS)
 
     def collect(self) -> Iterator[Family]:
         engine = self._read("engine", self._engine)

@@ -20,7 +20,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
 INTRO = """\
 # Metrics
 
-What a worker serves at `/metrics`. Generated from the catalogue in `monitoring/` by
+What a worker serves at `/metrics`, and at the end what a gateway does. Generated from the catalogue in `monitoring/` by
 `python -m monitoring.metrics_page`: change the metric, not this page.
 
 Units are base units, counters end in `_total`, and no label carries a job, a tenant or a batch. Counters and gauges are
@@ -60,6 +60,7 @@ SOURCES: Mapping[str, object] = {
         accounting_errors=0,
         source_errors={"engine": 0, "queue": 0},
     ),
+    "gateway": (),
 }
 """Empty ones: they bring to light which label values there always are."""
 

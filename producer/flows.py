@@ -208,12 +208,16 @@ class _FeedReader:
         self._fresh = True
         """Nothing read of this epoch yet: what is there already comes as snapshots."""
         self._seen: dict[int, Output] = {}
+        self._stale: set[int] = set()
+        """Samples of which the reader's user has an earlier epoch's text: a snapshot has to replace it."""
 
     def read(self, feed: Feed) -> list[StreamEvent]:
         if feed.epoch != self.epoch:
             self.epoch, self.position, self._fresh = feed.epoch, 0, True
+            self._stale |= set(self._seen)
             self._seen = {}
-        events = []
+        events: list[StreamEvent] = []
+        as_a_whole: set[int] = set()
         for delta in feed.deltas:
             seen = self._seen.get(delta.index) or Output(index=delta.index)
             grown = Output.model_construct(
@@ -223,10 +227,12 @@ class _FeedReader:
                 logprobs=None if delta.logprobs is None else (seen.logprobs or ()) + delta.logprobs,
             )
             self._seen[delta.index] = grown
-            if not self._fresh:
+            if self._fresh or delta.index in self._stale:
+                as_a_whole.add(delta.index)
+            else:
                 events.append(_gain(feed.attempt, seen, grown))
-        if self._fresh:
-            events += [_snapshot(feed.attempt, self._seen[index]) for index in sorted(self._seen)]
+        events += [_snapshot(feed.attempt, self._seen[index]) for index in sorted(as_a_whole)]
+        self._stale -= as_a_whole
         self._fresh = False
         self.position += len(feed.deltas)
         for output in feed.result.outputs if feed.result else ():
@@ -237,6 +243,9 @@ class _FeedReader:
         """What the result has beyond the feed. The feed is gone once the result is there."""
         seen = self._seen.get(output.index) or Output(index=output.index)
         self._seen[output.index] = output
+        if output.index in self._stale:
+            self._stale.discard(output.index)
+            return [_snapshot(attempt, output)]
         if output.text == seen.text and output.token_ids == seen.token_ids:
             return []
         is_longer = output.token_ids[: len(seen.token_ids)] == seen.token_ids

@@ -10,6 +10,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from monitoring.dashboards.dataset_runs import dataset_runs
 from monitoring.dashboards.engine import engine
+from monitoring.dashboards.gateway import gateway
 from monitoring.dashboards.kv_cache import kv_cache
 from monitoring.dashboards.overview import overview
 from monitoring.dashboards.queue import queue
@@ -19,7 +20,7 @@ DIRECTORY = Path(__file__).parent.parent / "grafana" / "dashboards"
 
 
 def boards() -> list[Dashboard]:
-    return [overview(), kv_cache(), queue(), engine(), reliability(), dataset_runs()]
+    return [overview(), kv_cache(), queue(), engine(), reliability(), dataset_runs(), gateway()]
 
 
 def rendered() -> dict[Path, str]:

@@ -20,9 +20,14 @@ class Row:
     is_collapsed: bool = False
 
 
-def board(uid: str, title: str, description: str, rows: Sequence[Row]) -> model.Dashboard:
+Variable = dashboard.DatasourceVariable | dashboard.QueryVariable
+
+
+def board(
+    uid: str, title: str, description: str, rows: Sequence[Row], variables: Sequence[Variable] | None = None
+) -> model.Dashboard:
     """The finished board. Panels are numbered in order, so that links to one survive a new panel elsewhere only
-    at the end: add panels at the end of their row."""
+    at the end: add panels at the end of their row. `variables`: other ones than those of the workers' boards."""
     builder = (
         dashboard.Dashboard(f"Pagemill: {title}")
         .uid(f"pagemill-{uid}")
@@ -42,7 +47,7 @@ def board(uid: str, title: str, description: str, rows: Sequence[Row]) -> model.
         )
         .annotation(_firing_alerts())
     )
-    for variable in _variables():
+    for variable in workers() if variables is None else variables:
         builder = builder.with_variable(variable)
     for row in rows:
         row_panel = dashboard.Row(row.title).collapsed(row.is_collapsed)
@@ -55,10 +60,10 @@ def board(uid: str, title: str, description: str, rows: Sequence[Row]) -> model.
     return _numbered(builder.build())
 
 
-def _variables() -> list[dashboard.DatasourceVariable | dashboard.QueryVariable]:
+def workers() -> list[Variable]:
     """Each narrows the next: a board filters by `worker`, and by `queue` and `model` where a metric has them."""
     return [
-        dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"),
+        _datasource(),
         _from_labels("queue", "Queue", "label_values(pagemill_queue_jobs, queue)"),
         _from_labels(
             "model", "Model", 'label_values(pagemill_queue_serving_workers{queue=~"$queue"}, model)'
@@ -69,6 +74,18 @@ def _variables() -> list[dashboard.DatasourceVariable | dashboard.QueryVariable]
             'label_values(pagemill_worker_info{queue=~"$queue", model=~"$model"}, instance)',
         ),
     ]
+
+
+def gateways() -> list[Variable]:
+    """A gateway knows of no worker: its board filters by `gateway` alone."""
+    return [
+        _datasource(),
+        _from_labels("gateway", "Gateway", "label_values(pagemill_gateway_requests_in_flight, instance)"),
+    ]
+
+
+def _datasource() -> dashboard.DatasourceVariable:
+    return dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus")
 
 
 def _from_labels(name: str, label: str, query: str) -> dashboard.QueryVariable:

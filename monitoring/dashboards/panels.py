@@ -83,9 +83,11 @@ def number(
     )
 
 
-def heat(title: str, unit: str, metric: str, *, about: str = "", width: int = 8) -> Panel:
+def heat(
+    title: str, unit: str, metric: str, *, about: str = "", width: int = 8, selector: str = WORKER
+) -> Panel:
     """A histogram over time: how many observations fell into which bucket."""
-    expr = f"sum by (le) (increase(pagemill_{metric}_bucket{{{WORKER}}}[$__rate_interval]))"
+    expr = f"sum by (le) (increase(pagemill_{metric}_bucket{{{selector}}}[$__rate_interval]))"
     target = _target(Query(expr, "{{le}}"), 0).format(prometheus_model.PromQueryFormat.HEATMAP)
     return (
         _framed(heatmap.Panel(), title, about, width=width, height=8)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 WORKER = 'instance=~"$worker"'
 QUEUE = 'queue=~"$queue"'
+GATEWAY = 'instance=~"$gateway"'
 LANE = 'queue=~"$queue", model=~"$model"'
 
 
@@ -20,19 +21,19 @@ def rate(metric: str, selector: str = WORKER) -> str:
     return f"rate(pagemill_{metric}{{{selector}}}[$__rate_interval])"
 
 
-def rate_by(label: str, metric: str, legend: str | None = None) -> Query:
+def rate_by(label: str, metric: str, legend: str | None = None, selector: str = WORKER) -> Query:
     """A counter's rate by one of its labels, summed over the chosen workers."""
-    return Query(f"sum by ({label}) ({rate(metric)})", _named(label) if legend is None else legend)
+    return Query(f"sum by ({label}) ({rate(metric, selector)})", _named(label) if legend is None else legend)
 
 
-def total_rate(metric: str, legend: str = "") -> Query:
+def total_rate(metric: str, legend: str = "", selector: str = WORKER) -> Query:
     """A counter's rate, summed over the chosen workers and all labels."""
-    return Query(f"sum({rate(metric)})", legend)
+    return Query(f"sum({rate(metric, selector)})", legend)
 
 
-def gauge(metric: str, legend: str = "{{instance}}") -> Query:
+def gauge(metric: str, legend: str = "{{instance}}", selector: str = WORKER) -> Query:
     """A gauge of each chosen worker."""
-    return Query(f"pagemill_{metric}{{{WORKER}}}", legend)
+    return Query(f"pagemill_{metric}{{{selector}}}", legend)
 
 
 def gauge_by(label: str, metric: str, legend: str | None = None) -> Query:
@@ -52,9 +53,9 @@ def of_queue(metric: str, legend: str) -> Query:
     return Query(f"max by (queue) (pagemill_{metric}{{{QUEUE}}})", legend)
 
 
-def quantiles(metric: str, *which: float) -> list[Query]:
+def quantiles(metric: str, *which: float, selector: str = WORKER) -> list[Query]:
     """Quantiles of a histogram over the chosen workers."""
-    buckets = f"sum by (le) ({rate(metric + '_bucket')})"
+    buckets = f"sum by (le) ({rate(metric + '_bucket', selector)})"
     return [Query(f"histogram_quantile({q}, {buckets})", f"p{round(q * 100)}") for q in which]
 
 

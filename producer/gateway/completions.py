@@ -12,13 +12,10 @@ from producer.async_handles import AsyncJobHandle
 from producer.gateway.asking import Ask, read_ask
 from producer.gateway.errors import JsonResponse
 from producer.gateway.gateway import Gateway, while_connected
-from producer.gateway.streaming import CompletionStream, EventStream
+from producer.gateway.streaming import GRACE_S, CompletionStream, EventStream
 from producer.openai_format import choice, completion, total_usage
 from producer.wire.errors import QueueFull
 from producer.wire.outputs import Result
-
-GRACE_S = 5.0
-"""The queue ends a job at its deadline by itself; this is for a queue that does not."""
 
 
 async def answer(gateway: Gateway, request: Request, url: str) -> Response:
@@ -96,6 +93,7 @@ async def _streamed(
 
     def closed() -> None:
         gateway.metrics.streams -= 1
+        gateway.metrics.stream_errors += stream.has_failed
         gateway.metrics.tokens["prompt"] += stream.usage().prompt_tokens
         gateway.metrics.tokens["completion"] += stream.usage().completion_tokens
         gateway.cancel_later(stream.unfinished())

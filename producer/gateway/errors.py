@@ -86,6 +86,10 @@ def retry_later(status: int, message: str, code: str, wait_s: float = RETRY_AFTE
     return ApiError(status, message, code, headers={"retry-after": str(max(1, round(wait_s + 0.49)))})
 
 
+def stopping() -> ApiError:
+    return retry_later(503, "the gateway is being stopped", "stopping")
+
+
 def as_api_error(error: PagemillError) -> ApiError:
     """Whatever came of the queue, as an answer."""
     match error:

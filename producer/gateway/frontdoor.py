@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from producer.gateway.config import GatewayConfig
-from producer.gateway.errors import ApiError, retry_later
+from producer.gateway.errors import ApiError, retry_later, stopping
 from producer.gateway.metrics import GatewayMetrics
 
 MAX_HEAD_BYTES = 32 << 10
@@ -53,6 +53,11 @@ class Frontdoor:
         self.metrics.in_flight += 1
         try:
             await self._answer(exchange, scope)
+        except asyncio.CancelledError:
+            # Nothing but the end of the gateway's drain cancels a request; the server would answer it 500.
+            if exchange.has_begun:
+                raise
+            await stopping().response()(scope, exchange.receive, exchange.send)
         except Exception:
             # The framework wraps what is raised after an answer has begun.
             if not exchange.is_gone:
@@ -93,6 +98,8 @@ class _Exchange:
     def __init__(self, door: Frontdoor, scope: Scope, receive: Receive, send: Send) -> None:
         self.status = STATUS_CLIENT_GONE
         self.is_gone = False
+        self.has_begun = False
+        """Its answer, that is."""
         self._door = door
         self._config = door.config
         self._receive = receive
@@ -137,6 +144,7 @@ class _Exchange:
         is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self.has_begun = True
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = self._request_id
             headers["x-content-type-options"] = "nosniff"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
@@ -79,6 +80,11 @@ class Gateway:
         task.add_done_callback(self._in_background.discard)
 
     async def close(self) -> None:
+        """Once the requests that the server has cancelled have said which jobs are to end with them."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSING_S):
+                while self.metrics.in_flight:
+                    await asyncio.sleep(0.01)
         if self._in_background:
             await asyncio.wait(self._in_background, timeout=_CLOSING_S)
         await self.producer.close()

@@ -1,7 +1,8 @@
 """The gateway's figures in Prometheus' text format.
 
 Written here in full: prometheus_client belongs to monitoring, and a gateway installs without it. Labels are bounded:
-routes as they are written in the router, statuses, never a tenant, a model or a path that a client chose.
+routes as they are written in the router, statuses, never a tenant, a model or a path that a client chose. Names and
+help texts are those of monitoring/gateway_metrics.py; a test compares them.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class GatewayMetrics:
         self.requests: Counter[tuple[str, str, int]] = Counter()
         """By route, method and status; 499 where the client went away before its answer."""
         self.cancelled_jobs = 0
+        self.stream_errors = 0
         self.refused: Counter[str] = Counter({"rate": 0, "queue_full": 0, "busy": 0})
         self.tokens: Counter[str] = Counter({"prompt": 0, "completion": 0})
         self._seconds: dict[str, _Histogram] = {}
@@ -68,7 +70,11 @@ class GatewayMetrics:
         ):
             out += _head(f"gateway_{name}", help_text, "gauge")
             out.append(f"pagemill_gateway_{name} {value}")
-        out += _head("gateway_requests_total", "Requests answered, by route, method and status.", "counter")
+        out += _head(
+            "gateway_requests_total",
+            "Requests answered, by route, method and status; 499: the client was gone before its answer.",
+            "counter",
+        )
         out += [
             f'pagemill_gateway_requests_total{{route="{route}",method="{method}",status="{status}"}} {count}'
             for (route, method, status), count in sorted(self.requests.items())
@@ -79,10 +85,20 @@ class GatewayMetrics:
         ]
         out += _head("gateway_tokens_total", "Tokens that answers counted.", "counter")
         out += [f'pagemill_gateway_tokens_total{{kind="{k}"}} {v}' for k, v in sorted(self.tokens.items())]
-        out += _head(
-            "gateway_cancelled_jobs_total", "Jobs cancelled because the client went away.", "counter"
-        )
-        out.append(f"pagemill_gateway_cancelled_jobs_total {self.cancelled_jobs}")
+        for name, help_text, count in (
+            (
+                "cancelled_jobs_total",
+                "Jobs cancelled because nobody waits for them any more.",
+                self.cancelled_jobs,
+            ),
+            (
+                "stream_errors_total",
+                "Streams that a fault of ours ended after their head: the status of each was 200.",
+                self.stream_errors,
+            ),
+        ):
+            out += _head(f"gateway_{name}", help_text, "counter")
+            out.append(f"pagemill_gateway_{name} {count}")
         out += _head(
             "gateway_request_seconds", "From a request's head to the end of its answer.", "histogram"
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import socket
+from collections.abc import Generator
 
 import uvicorn
 
@@ -43,7 +45,17 @@ def build_server(config: GatewayConfig) -> uvicorn.Server:
         log_config=None,
         lifespan="on",
     )
-    return uvicorn.Server(settings)
+    return _Server(settings)
+
+
+class _Server(uvicorn.Server):
+    """Ends like a worker: a drain that SIGTERM asked for is a success, and not the signal's doing."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        with super().capture_signals():
+            yield
+            self._captured_signals.clear()
 
 
 def bind(config: GatewayConfig) -> socket.socket:

@@ -19,11 +19,13 @@ from starlette.types import Receive, Scope, Send
 
 from producer.async_handles import AsyncJobHandle
 from producer.gateway.asking import Ask
-from producer.gateway.errors import ApiError, as_api_error
+from producer.gateway.errors import ApiError, as_api_error, stopping
 from producer.openai_format import completion_id, is_chat, logprobs_body, total_usage, usage_body
-from producer.wire.errors import PagemillError
+from producer.wire.errors import PagemillError, ResultTimeout
 from producer.wire.outputs import PositionLogprobs, Result, StreamEvent, Usage
 
+GRACE_S = 5.0
+"""The queue ends a job at its deadline by itself; this is for a queue that does not."""
 END_PATIENCE_S = 10.0
 """The result is there when the stream has ended."""
 _DONE = b"data: [DONE]\n\n"
@@ -41,13 +43,18 @@ class _Sample:
     seen: str = ""
     has_begun: bool = False
 
+    def check_end(self) -> None:
+        """Raises ApiError when the job has ended before it came to what was sent."""
+        if self.seen != self.sent:
+            raise diverged()
+
     def take(self, event: StreamEvent) -> tuple[str, tuple[PositionLogprobs, ...] | None]:
         """The text and the log probabilities to send now. Raises ApiError when the job contradicts itself."""
         self.seen = event.text if event.type == "snapshot" else self.seen + event.text
         if not self.seen.startswith(self.sent):
             if self.sent.startswith(self.seen):
                 return "", None
-            raise ApiError(500, "the generation began again and went another way", "stream_diverged")
+            raise diverged()
         text = self.seen[len(self.sent) :]
         self.sent = self.seen
         if event.logprobs is None:
@@ -57,16 +64,23 @@ class _Sample:
         return text, news
 
 
+def diverged() -> ApiError:
+    return ApiError(500, "the generation began again and went another way", "stream_diverged")
+
+
 class CompletionStream:
     """The chunks of one request's answer."""
 
     def __init__(self, ask: Ask, handles: Sequence[AsyncJobHandle]) -> None:
         self._ask = ask
+        self._ends_at = asyncio.get_running_loop().time() + ask.timeout_s + GRACE_S
         self._handles = handles
         self._samples = {(p, i): _Sample() for p in range(len(handles)) for i in range(ask.n)}
         self._results: dict[int, Result] = {}
         self._ended: set[int] = set()
         self._created = int(time.time())
+        self.has_failed = False
+        """A fault of the server's ended it after its head."""
 
     def unfinished(self) -> list[AsyncJobHandle]:
         """Jobs that go on though nobody listens."""
@@ -80,7 +94,7 @@ class CompletionStream:
         """Events to send. Before the first one errors are raised, after it they are sent."""
         has_begun = False
         try:
-            async for number, event in self._events():
+            async for number, event in self._timely(self._events()):
                 for chunk in await self._chunks_of(number, event):
                     has_begun = True
                     yield chunk
@@ -88,11 +102,26 @@ class CompletionStream:
             if not has_begun:
                 raise
             told = error if isinstance(error, ApiError) else as_api_error(error)
+            self.has_failed = told.status >= 500
             yield _event(told.body())
             return
         if self._ask.include_usage:
             yield _event(self._chunk([], usage_body(self.usage())))
         yield _DONE
+
+    async def _timely(
+        self, events: AsyncIterator[tuple[int, StreamEvent]]
+    ) -> AsyncIterator[tuple[int, StreamEvent]]:
+        """A queue that answers ends its jobs at their deadline. Raises ResultTimeout for one that does not."""
+        while True:
+            try:
+                async with asyncio.timeout_at(self._ends_at):
+                    event = await anext(events)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise ResultTimeout("the queue does not say how the job ended") from None
+            yield event
 
     async def _events(self) -> AsyncIterator[tuple[int, StreamEvent]]:
         if len(self._handles) == 1:
@@ -119,6 +148,7 @@ class CompletionStream:
         self._results[number] = result
         chunks = []
         for output in result.outputs:
+            self._samples[number, output.index].check_end()
             chunks += self._begin(number, output.index)
             chunks.append(
                 self._piece(number, output.index, "", None, finish_reason=output.finish_reason or "stop")
@@ -242,6 +272,10 @@ class EventStream(Response):
                     return
                 if not gone.done():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except asyncio.CancelledError:
+            # The gateway ends: what the client has is not all.
+            await send({"type": "http.response.body", "body": _event(stopping().body()), "more_body": False})
+            raise
         finally:
             await self._close(gone, following)
 

@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a worker under load, and an exporter beside it.
+"""A real Prometheus scrapes a worker under load, and an exporter and a gateway beside it.
 
 Every query of every board and alert runs on what it finds. What a query cannot find here stands in a table with the
 reason, and the table is checked both ways.
@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from engine.outputs import HistogramSnapshot
+from engine.outputs import EngineStats, HistogramSnapshot
 from monitoring.engine_metrics import ENGINE_METRICS
 from monitoring.kv_cache_metrics import KV_CACHE_METRICS
 from tests.conftest import RedisServer, server_binary
+from tests.integration.prometheus_clients import Clients
 from tests.integration.prometheus_faults import FAULTS, Fault
 from tests.monitoring.prometheus_server import (
     SERIES,
@@ -27,12 +28,14 @@ from tests.monitoring.prometheus_server import (
     program,
     substituted,
 )
+from tests.producer.gateway.serving import Served, gateway
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, worker_config
 from worker.queue_exporter import QueueExporter, QueueSet
 from worker.worker import Worker
 
 JOB = "pagemill-workers"
 EXPORTER_JOB = "pagemill-exporter"
+GATEWAY_JOB = "pagemill-gateways"
 PREFIX = "One shared beginning of every prompt, long enough to fill a few blocks of the KV cache. "
 LABELS = ["positive", "negative", "neutral"]
 
@@ -115,6 +118,12 @@ def exporter(client: QueueClient) -> Iterator[QueueExporter]:
     exporter.close()
 
 
+@pytest.fixture(scope="module")
+def served(client: QueueClient) -> Iterator[Served]:
+    with gateway(client.url, client.queue, models=("echo",)) as served:
+        yield served
+
+
 def address(url: str | None) -> str:
     assert url is not None
     return url.removeprefix("http://")
@@ -122,9 +131,13 @@ def address(url: str | None) -> str:
 
 @pytest.fixture(scope="module")
 def prometheus(
-    worker: Worker, exporter: QueueExporter, tmp_path_factory: pytest.TempPathFactory
+    worker: Worker, exporter: QueueExporter, served: Served, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PrometheusServer]:
-    targets = {JOB: [address(worker.http_url)], EXPORTER_JOB: [address(exporter.url)]}
+    targets = {
+        JOB: [address(worker.http_url)],
+        EXPORTER_JOB: [address(exporter.url)],
+        GATEWAY_JOB: [address(served.url)],
+    }
     server = PrometheusServer(tmp_path_factory.mktemp("prometheus"), targets)
     server.start()
     yield server
@@ -178,13 +191,13 @@ class Load:
 
 
 def test_every_panel_shows_something_under_load(
-    client: QueueClient, worker: Worker, prometheus: PrometheusServer
+    client: QueueClient, worker: Worker, served: Served, prometheus: PrometheusServer
 ) -> None:
     def empty() -> set[str]:
         queries = ((place, substituted(expr, window="30s")) for place, expr in panel_queries())
         return {place for place, expr in queries if not prometheus.numbers(expr)}
 
-    with Load(client):
+    with Clients(client, served), Load(client):
         missing: set[str] = set()
 
         def only_what_the_table_says() -> bool:
@@ -203,10 +216,13 @@ def test_prometheus_has_the_engines_own_numbers(
     client: QueueClient, worker: Worker, prometheus: PrometheusServer
 ) -> None:
     """Every sample of every engine metric, once the worker is idle; the queue's from both who export it."""
-    stats = worker.engine.stats
-    assert stats is not None
+
+    def idle() -> EngineStats | None:
+        stats = worker.engine.stats
+        return stats if stats is not None and not stats.scheduler.running else None
+
+    stats = eventually(idle, "an idle engine")
     assert stats.generated_tokens > 0
-    assert not stats.scheduler.running
     expected = {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for metric in (*KV_CACHE_METRICS, *ENGINE_METRICS)
@@ -271,6 +287,34 @@ AT_THE_END = {
 """Raised by what follows the faults."""
 
 
+AT_THE_GATEWAY = {
+    "PagemillGatewayErrors",
+    "PagemillGatewayStreamsBreakOff",
+    "PagemillGatewayRefusesRequests",
+}
+"""Raised by the requests of the test below; the first also by Redis' absence."""
+
+
+def test_a_gateway_that_fails_its_clients_says_so(
+    client: QueueClient, served: Served, prometheus: PrometheusServer
+) -> None:
+    """A full queue refuses some, deadlines end others before and within their streams."""
+    clients = Clients(client, served)
+    seen: set[str] = set()
+
+    def all_seen() -> bool:
+        clients.break_off()
+        clients.overfill()
+        seen.update(prometheus.firing())
+        return seen >= AT_THE_GATEWAY
+
+    try:
+        eventually(all_seen, "the alerts")
+    except AssertionError:
+        pytest.fail(f"did not fire: {sorted(AT_THE_GATEWAY - seen)}")
+    clients.wait_for_the_end()
+
+
 @pytest.mark.parametrize(("fault", "expected"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
 def test_a_fault_raises_its_alerts(
     fault: Fault,
@@ -297,19 +341,20 @@ def test_a_fault_raises_its_alerts(
 
 
 def test_every_alert_is_provoked_or_listed() -> None:
-    provoked = AT_THE_END.union(*(expected for _, expected in FAULTS))
+    provoked = (AT_THE_END | AT_THE_GATEWAY).union(*(expected for _, expected in FAULTS))
     assert provoked.isdisjoint(NOT_PROVOKED)
     assert provoked | set(NOT_PROVOKED) == {alert.name for alert in alerts()}
 
 
 def test_without_its_server_the_worker_says_so_and_recovers(
-    server: RedisServer, client: QueueClient, worker: Worker, prometheus: PrometheusServer
+    server: RedisServer, client: QueueClient, worker: Worker, served: Served, prometheus: PrometheusServer
 ) -> None:
     client.redis.config_set("maxmemory", 0)
     client.pause(False)
     (job_id,) = client.submit({"prompt": "0123456789" * 40, "max_tokens": 400})
     eventually(lambda: client.generated(job_id) >= 1, "a job that runs")
     server.kill()
+    assert Clients(client, served).ask(max_tokens=1) == 503
     seen: set[str] = set()
     at_redis = AT_THE_END - {"PagemillTargetDown", "PagemillScrapeIncomplete"}
 

@@ -1,0 +1,190 @@
+"""What happens in the middle of requests: jobs that are run again, the gateway's own end, a server that goes away."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from producer.wire.transitions import PulledJob
+from tests.conftest import RedisServer, server_binary
+from tests.producer.driving import Queue, delta, open_queue
+from tests.producer.gateway.listening import Listener, listening
+from tests.producer.gateway.serving import Served, gateway, gateway_process
+from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
+
+LONG = {"model": "echo", "prompt": "y" * 1200, "max_tokens": 1200, "ignore_eos": True}
+"""More than two seconds' work for the echo worker below."""
+ENDLESS = {"model": "echo", "prompt": "x" * 20, "max_tokens": 4_000, "ignore_eos": True}
+"""As good as endless for a worker that takes 20 ms for a token."""
+
+
+@pytest.fixture
+def by_hand(valkey_url: str, queue_name: str) -> Iterator[Queue]:
+    """A queue whose worker is the test."""
+    queue = open_queue(valkey_url, queue_name)
+    yield queue
+    queue.transport.close()
+
+
+@pytest.fixture
+def before_it(by_hand: Queue) -> Iterator[Served]:
+    with gateway(by_hand.url, by_hand.name, models=("m",), ping_s=0.2) as served:
+        yield served
+
+
+def pulled(queue: Queue) -> PulledJob:
+    jobs: list[PulledJob] = eventually(lambda: queue.pull(1), "a job")
+    return jobs[0]
+
+
+def begin(queue: Queue, listener: Listener) -> PulledJob:
+    """The job of a stream that has said one thing and is then to be run again from its prompt."""
+    job = pulled(queue)
+    assert queue.checkpoint(job, delta(0, 1, 2, text="one two")) == "ok"
+    eventually(lambda: listener.text == "one two", "the first words")
+    assert queue.retry(job, restart=True) == "retrying"
+    queue.make_due(job.job_id)
+    return pulled(queue)
+
+
+def test_a_stream_whose_job_repeats_itself_goes_on(by_hand: Queue, before_it: Served) -> None:
+    with listening(before_it, model="m") as listener:
+        job = begin(by_hand, listener)
+        by_hand.checkpoint(job, delta(0, 1, text="one"))
+        by_hand.checkpoint(job, delta(1, 2, 3, text=" two three"))
+        eventually(lambda: listener.text == "one two three", "what is new")
+        by_hand.commit(job, "one two three")
+    assert listener.text == "one two three"
+    assert listener.is_done
+    assert not listener.error
+
+
+def test_a_stream_whose_job_contradicts_itself_ends_with_an_error(by_hand: Queue, before_it: Served) -> None:
+    with listening(before_it, model="m") as listener:
+        job = begin(by_hand, listener)
+        by_hand.checkpoint(job, delta(0, 1, text="one"))
+        by_hand.checkpoint(job, delta(1, 3, text=" three"))
+    assert listener.text == "one two"
+    assert listener.error["code"] == "stream_diverged"
+    assert not listener.is_done
+    assert "pagemill_gateway_stream_errors_total 1\n" in before_it.metrics()
+    eventually(
+        lambda: by_hand.checkpoint(job, delta(2, 4, text=" four")) == "cancelled", "the end of its job"
+    )
+
+
+def test_a_stream_whose_job_ends_before_what_was_sent(by_hand: Queue, before_it: Served) -> None:
+    """The client has words that are not in the result."""
+    with listening(before_it, model="m") as listener:
+        job = begin(by_hand, listener)
+        by_hand.commit(job, "one")
+    assert listener.text == "one two"
+    assert listener.error["code"] == "stream_diverged"
+    assert not listener.is_done
+
+
+def test_sigterm_lets_open_requests_end(valkey_url: str, queue_name: str) -> None:
+    config = worker_config(valkey_url, queue_name, model="echo:2", max_num_seqs=64)
+    with (
+        running_worker(config),
+        gateway_process(valkey_url, queue_name, drain_s=round(PATIENCE_S)) as (served, process),
+        ThreadPoolExecutor(1) as thread,
+    ):
+        with ExitStack() as streams:
+            listeners = [streams.enter_context(listening(served, **LONG)) for _ in range(3)]
+            whole = thread.submit(httpx.post, f"{served.base_url}/completions", json=LONG, timeout=PATIENCE_S)
+            idle = streams.enter_context(served.connect())
+            eventually(lambda: all(listener.text for listener in listeners), "the streams' begin")
+            eventually(lambda: "requests_in_flight 5\n" in served.metrics(), "the request beside them")
+            process.send_signal(signal.SIGTERM)
+            assert idle.recv(1) == b""
+        assert [listener.text for listener in listeners] == [LONG["prompt"]] * 3
+        assert all(listener.is_done for listener in listeners)
+        assert whole.result().json()["choices"][0]["text"] == LONG["prompt"]
+        assert process.wait(PATIENCE_S) == 0
+        with pytest.raises(httpx.ConnectError):
+            served.is_alive()
+
+
+def test_what_outlasts_the_drain_is_told_so_and_its_jobs_end(valkey_url: str, queue_name: str) -> None:
+    config = worker_config(valkey_url, queue_name, model="echo:20", max_num_seqs=64)
+    with (
+        running_worker(config),
+        gateway_process(valkey_url, queue_name, drain_s=1) as (served, process),
+        ThreadPoolExecutor(1) as thread,
+    ):
+        with ExitStack() as streams:
+            listeners = [streams.enter_context(listening(served, **ENDLESS)) for _ in range(3)]
+            whole = thread.submit(
+                httpx.post, f"{served.base_url}/completions", json=ENDLESS, timeout=PATIENCE_S
+            )
+            eventually(lambda: all(listener.text for listener in listeners), "the streams' begin")
+            eventually(lambda: "requests_in_flight 5\n" in served.metrics(), "the request beside them")
+            process.send_signal(signal.SIGTERM)
+        assert [listener.error.get("code") for listener in listeners] == ["stopping"] * 3
+        answer = whole.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "stopping")
+        assert answer.headers["retry-after"]
+        assert process.wait(PATIENCE_S) == 0
+        client = QueueClient(valkey_url, queue_name)
+        eventually(lambda: client.stats().counts.get("cancelled") == 4, "the end of every job")
+        client.redis.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server that can go away."""
+    server = RedisServer(server_binary("valkey-server"), tmp_path / "valkey")
+    server.start()
+    yield server
+    server.stop()
+
+
+def test_requests_outlive_a_server_that_comes_back(server: RedisServer, queue_name: str) -> None:
+    config = worker_config(server.url, queue_name, model="echo:2", max_num_seqs=64, lease_s=30.0)
+    with (
+        running_worker(config),
+        gateway(server.url, queue_name) as served,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        url = f"{served.base_url}/completions"
+        with listening(served, **LONG) as listener:
+            whole = thread.submit(httpx.post, url, json=LONG, timeout=PATIENCE_S)
+            eventually(lambda: "requests_in_flight 3\n" in served.metrics(), "two requests and ours")
+            eventually(lambda: listener.text, "the stream's begin")
+            server.kill()
+            new = httpx.post(url, json=LONG, timeout=PATIENCE_S)
+            assert (new.status_code, new.json()["error"]["code"]) == (503, "queue_unavailable")
+            assert new.headers["retry-after"]
+            assert not served.is_alive()
+            assert httpx.get(f"{served.url}/healthz", timeout=PATIENCE_S).status_code == 200
+            server.start()
+        assert (listener.text, listener.is_done, listener.error) == (LONG["prompt"], True, {})
+        assert whole.result().json()["choices"][0]["text"] == LONG["prompt"]
+        eventually(served.is_alive, "the gateway to be ready")
+        eventually(lambda: httpx.post(url, json=LONG, timeout=PATIENCE_S).status_code == 200, "an answer")
+
+
+def test_a_server_that_stays_away_holds_no_request_beyond_its_deadline(
+    server: RedisServer, queue_name: str
+) -> None:
+    queue = open_queue(server.url, queue_name)
+    with gateway(server.url, queue_name, models=("m",), timeout_s=3.0) as served:
+        with listening(served, model="m") as begun, listening(served, model="m") as waiting:
+            jobs = [pulled(queue), pulled(queue)]
+            queue.checkpoint(jobs[0], delta(0, 1, 2, text="one two"))
+            eventually(lambda: begun.text or waiting.text, "the first words")
+            server.kill()
+        queue.transport.close()
+        ends = sorted([begun, waiting], key=lambda listener: listener.text)
+        assert [listener.status for listener in ends] == [504, 200]
+        assert ends[1].error["code"] == "deadline_exceeded"
+        eventually(
+            lambda: "pagemill_gateway_requests_in_flight 1\n" in served.metrics(), "no request but ours"
+        )

@@ -1,0 +1,63 @@
+"""What a reader of a job's stream is told when the job begins again, read by read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from producer import flows
+from producer.effects import Emit, Wait
+from producer.wire.outputs import StreamEvent
+from tests.producer.driving import Queue, delta
+
+
+class Reader:
+    """A stream that looks at its job only when it is told to."""
+
+    def __init__(self, queue: Queue, job_id: str) -> None:
+        self._queue = queue
+        self._flow = flows.stream(queue.name, job_id)
+        self._asked: Any = next(self._flow)
+
+    def look(self) -> list[tuple[str, int, str]]:
+        """The news: type, sample and text of each event."""
+        events: list[StreamEvent] = []
+        try:
+            while not isinstance(self._asked, Wait):
+                if isinstance(self._asked, Emit):
+                    events.append(self._asked.item)
+                    self._asked = next(self._flow)
+                else:
+                    self._asked = self._flow.send(self._queue.run(self._asked))
+            self._asked = next(self._flow)
+        except StopIteration:
+            pass
+        return [(event.type, event.index, event.text) for event in events]
+
+
+def begun_again(queue: Queue) -> tuple[Reader, Any]:
+    """A reader that has words of two samples, and has seen that nothing is left of them."""
+    queue.submit("job", n=2)
+    job = queue.pull_one()
+    queue.checkpoint(job, delta(0, 1, text="old "), delta(0, 1, index=1, text="too "))
+    reader = Reader(queue, "job")
+    assert reader.look() == [("snapshot", 0, "old "), ("snapshot", 1, "too ")]
+    queue.retry(job, restart=True)
+    assert reader.look() == []
+    queue.make_due("job")
+    return reader, queue.pull_one()
+
+
+def test_each_sample_replaces_what_was_told_before(queue: Queue) -> None:
+    reader, job = begun_again(queue)
+    queue.checkpoint(job, delta(0, 2, text="new"))
+    assert reader.look() == [("snapshot", 0, "new")]
+    queue.checkpoint(job, delta(1, 3, text="er"), delta(0, 4, index=1, text="also"))
+    assert reader.look() == [("token", 0, "er"), ("snapshot", 1, "also")]
+    queue.checkpoint(job, delta(1, 5, index=1, text=" new"))
+    assert reader.look() == [("token", 1, " new")]
+
+
+def test_a_result_without_a_feed_replaces_it_too(queue: Queue) -> None:
+    reader, job = begun_again(queue)
+    queue.commit(job, "short")
+    assert reader.look() == [("snapshot", 0, "short"), ("end", 0, "")]

@@ -189,6 +189,16 @@ def test_the_probes_ask_for_what_is_served(name: str, valkey_url: str, queue_nam
     assert answers == [200] * len(paths)
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_prometheus_is_told_where_to_scrape(name: str) -> None:
+    annotations = find(base(), "Deployment", f"pagemill-{name}")["spec"]["template"]["metadata"][
+        "annotations"
+    ]
+    assert annotations["prometheus.io/scrape"] == "true"
+    ports = {str(port["containerPort"]) for port in container(name)["ports"]}
+    assert annotations["prometheus.io/port"] in ports
+
+
 def test_the_redis_command_keeps_what_is_queued_and_asks_for_a_password(tmp_path: Path) -> None:
     (made,) = pod(find(base(), "StatefulSet", "pagemill-redis"))["containers"]
     assert [volume["mountPath"] for volume in made["volumeMounts"]] == ["/data"]

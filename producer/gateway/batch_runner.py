@@ -50,6 +50,8 @@ class BatchRunner:
         self._gateway = gateway
         self._news = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
+        self._is_blind = False
+        """The queue does not answer."""
 
     def look_now(self) -> None:
         """There may be something to do."""
@@ -78,8 +80,11 @@ class BatchRunner:
                     api_batches.claim(config.queue, int(1000 * config.batch_lease_s))
                 )
             except PagemillError as error:
-                logger.warning("open batches cannot be looked for now: %s", error)
+                if not self._is_blind:  # said once, not at every try
+                    logger.warning("open batches cannot be looked for now: %s", error)
+                self._is_blind = True
                 return
+            self._is_blind = False
             if claim is None:
                 return
             task = asyncio.create_task(BatchRun(self._gateway, claim).run())

@@ -146,7 +146,9 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
     server.stop()
 
 
-def test_requests_outlive_a_server_that_comes_back(server: RedisServer, queue_name: str) -> None:
+def test_requests_outlive_a_server_that_comes_back(
+    server: RedisServer, queue_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     config = worker_config(server.url, queue_name, model="echo:2", max_num_seqs=64, lease_s=30.0)
     with (
         running_worker(config),
@@ -164,6 +166,11 @@ def test_requests_outlive_a_server_that_comes_back(server: RedisServer, queue_na
             assert new.headers["retry-after"]
             assert not served.is_alive()
             assert httpx.get(f"{served.url}/healthz", timeout=PATIENCE_S).status_code == 200
+            missed = "open batches cannot be looked for now"
+            eventually(lambda: missed in caplog.text, "the log's word")
+            for _ in range(5):  # each takes as long as the next look for batches
+                assert not served.is_alive()
+            assert caplog.text.count(missed) == 1
             server.start()
         assert (listener.text, listener.is_done, listener.error) == (LONG["prompt"], True, {})
         assert whole.result().json()["choices"][0]["text"] == LONG["prompt"]

@@ -4,8 +4,10 @@
     python -m benchmarks.gpu --device cpu --dry-run      the same walk over toy sizes, without a GPU
 
 Runs every section in under ten minutes on an H200, needs nothing from outside, prints a table per section and
-rewrites DIR/gpu.json after each, so that an interrupted run keeps what it has. A section that no longer fits the
-budget is left out, and says so. Exit code 1: something is wrong; 2: there is no CUDA device.
+rewrites DIR/gpu.json after each row, so that an interrupted run keeps what it has. Sections run in processes of their
+own: one that fails, hangs or loses the device costs no other its results, and keeps its own rows so far; what engines
+wrote to stderr is in DIR/*.log. A section that no longer fits the budget is left out, and says so. Exit code 1:
+something is wrong; 2: there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +30,7 @@ import torch
 
 from benchmarks import gpu_attention, gpu_correctness, gpu_engine, gpu_rows
 from benchmarks.gpu_attention import Measure, Shape
+from benchmarks.gpu_process import DeviceProcess
 from benchmarks.gpu_timing import host_seconds, median_seconds
 from kernels.tuning import Tile
 
@@ -44,6 +47,7 @@ class Session:
     device: torch.device
     is_dry: bool
     deadline: float
+    out: Path
     done: dict[str, list[Row]] = field(default_factory=dict)
 
     @property
@@ -100,17 +104,17 @@ def ceilings(session: Session) -> list[Row]:
     ]
 
 
-def correctness(session: Session) -> list[Row]:
+def correctness(session: Session) -> Iterator[Row]:
     """Every kernel; in several processes, which at the same time compile what the other sections launch."""
     return gpu_correctness.run(session.device, is_dry=session.is_dry)
 
 
-def rows(session: Session) -> list[Row]:
+def rows(session: Session) -> Iterator[Row]:
     sizes = gpu_rows.TOY_SIZES if session.is_dry else gpu_rows.LLAMA_SIZES
     return gpu_rows.speed(session.device, session.measure, session.ceiling("copy_gb_per_s"), sizes)
 
 
-def decode(session: Session) -> list[Row]:
+def decode(session: Session) -> Iterator[Row]:
     toy: dict[str, Any] = {"shapes": [_TOY], "batch_sizes": [2], "kv_lens": [32], "block_sizes": [16]}
     return gpu_attention.decode(
         session.device,
@@ -120,16 +124,21 @@ def decode(session: Session) -> list[Row]:
     )
 
 
-def prefill(session: Session) -> list[Row]:
+def prefill(session: Session) -> Iterator[Row]:
     toy: dict[str, Any] = {"shapes": [_TOY], "batches": [([16], [16])]}
     ceiling = session.ceiling("bf16_tflop_per_s")
     return gpu_attention.prefill(session.device, session.measure, ceiling, **(toy if session.is_dry else {}))
 
 
-def tiles(session: Session) -> list[Row]:
+def tiles(session: Session) -> Iterator[Row]:
     toy: dict[str, Any] = {"shape": _TOY, "decodes": [(1, 40)], "prefill_len": 24}
     toy |= {"decode_tiles": _TOY_TILES, "prefill_tiles": _TOY_TILES}
     return gpu_attention.tiles(session.device, session.measure, **(toy if session.is_dry else {}))
+
+
+def _answer(session: Session, job: gpu_engine.Job, timeout_s: float) -> Row:
+    log = session.out / f"{job.engine}-{job.model}-{job.num_requests}.log"
+    return gpu_engine.run_in_process(job, min(timeout_s, session.seconds_left), log)
 
 
 def _job(session: Session, model: str, engine: str, **fields: Any) -> gpu_engine.Job:
@@ -144,29 +153,27 @@ def _job(session: Session, model: str, engine: str, **fields: Any) -> gpu_engine
 def switches(session: Session) -> list[Row]:
     """How many requests differ with each of the engine's ways on instead of off: none should."""
     job = _job(session, "tiny", "switches", num_requests=12, shortest=8, longest=48)
-    return [gpu_engine.run_in_process(job, min(600.0 if session.is_dry else 180.0, session.seconds_left))]
+    return [_answer(session, job, 600.0 if session.is_dry else 180.0)]
 
 
-def end_to_end(session: Session, model: str) -> list[Row]:
+def end_to_end(session: Session, model: str) -> Iterator[Row]:
     """All requests, and as few as the slow peer gets."""
-    found = []
     for num_requests in (256, 64):
         job = _job(session, model, "pagemill", num_requests=num_requests)
-        row = gpu_engine.run_in_process(job, min(200.0, session.seconds_left))
+        row = _answer(session, job, 200.0)
         copy, product = session.ceiling("copy_gb_per_s"), session.ceiling("bf16_tflop_per_s")
         if "error" not in row and copy and product:
             rates = {"copy_gb_per_s": copy, "bf16_tflop_per_s": product}
             floor = gpu_engine.floor_seconds(job.model, *gpu_engine.workload(job), rates)
             row |= {"floor_s": round(floor, 3), "of_roofline": f"{floor / row['seconds']:.0%}"}
-        found.append(row)
-    return found
+        yield row
 
 
 def peer(session: Session, model: str) -> list[Row]:
     """transformers' continuous batching on 64 requests, or what of them ends within 90 s."""
     seconds = max(10.0, min(90.0, session.seconds_left - 45.0))
     job = _job(session, model, "transformers", num_requests=64, seconds=seconds)
-    row = gpu_engine.run_in_process(job, min(seconds + 90.0, session.seconds_left))
+    row = _answer(session, job, seconds + 90.0)
     ours = session.done.get(f"engine {model}", [{}])[-1]
     if "tokens_per_s" in row and "tokens_per_s" in ours:
         row["pagemill_over_it"] = round(ours["tokens_per_s"] / row["tokens_per_s"], 2)
@@ -175,30 +182,32 @@ def peer(session: Session, model: str) -> list[Row]:
 
 @dataclass(frozen=True)
 class Section:
-    run: Callable[[Session], list[Row]]
+    run: Callable[[Session], Iterable[Row]]
     needs_seconds: float = 5.0
     """Left out where less of the budget remains."""
+    limit_seconds: float | None = None
+    """Runs in the device's process, and no longer than this; None: makes its own processes, and ends in time."""
 
 
 def _sections() -> dict[str, Section]:
     """In order of what a short lease should bring first."""
     found = {
-        "machine": Section(machine, 0.0),
-        "ceilings": Section(ceilings),
-        "correctness": Section(correctness, 60.0),
+        "machine": Section(machine, 0.0, 60.0),
+        "ceilings": Section(ceilings, 5.0, 60.0),
+        "correctness": Section(correctness, 60.0, 180.0),
         "switches": Section(switches, 60.0),
     }
     models = ("llama-3.1-8b", "qwen3-0.6b")
     for model in models:
         found[f"engine {model}"] = Section(lambda session, model=model: end_to_end(session, model), 90.0)
     found |= {
-        "decode": Section(decode, 30.0),
-        "prefill": Section(prefill, 30.0),
-        "rows": Section(rows, 15.0),
+        "decode": Section(decode, 30.0, 90.0),
+        "prefill": Section(prefill, 30.0, 75.0),
+        "rows": Section(rows, 15.0, 45.0),
     }
     for model in models:
         found[f"peer {model}"] = Section(lambda session, model=model: peer(session, model), 75.0)
-    return found | {"tiles": Section(tiles, 45.0)}
+    return found | {"tiles": Section(tiles, 30.0, 120.0)}
 
 
 SECTIONS = _sections()
@@ -215,23 +224,44 @@ def print_table(title: str, rows: list[Row]) -> None:
         )
 
 
-def _run_section(name: str, session: Session) -> list[Row]:
+def _run_section(name: str, session: Session, device: DeviceProcess) -> None:
+    """Append what the section finds to what is done, row by row."""
     section = SECTIONS[name]
+    found = session.done[name] = []
     if session.seconds_left < section.needs_seconds:
-        return [{"left_out": f"{session.seconds_left:.0f} s left, {section.needs_seconds:.0f} s needed"}]
+        found.append({"left_out": f"{session.seconds_left:.0f} s left, {section.needs_seconds:.0f} s needed"})
+        return
     try:
-        return section.run(session)
+        rows = section.run(session) if section.limit_seconds is None else _on_device(section, session, device)
+        for row in rows:
+            found.append(row)
+            _save(session)
     except Exception:
         # The device is lent by the minute: the other sections still have something to say.
         traceback.print_exc()
-        return [{"error": traceback.format_exc().strip().splitlines()[-1]}]
+        found.append({"error": traceback.format_exc().strip().splitlines()[-1]})
+
+
+def _on_device(section: Section, session: Session, device: DeviceProcess) -> Iterator[Row]:
+    assert section.limit_seconds is not None
+    # In the interpreter time says nothing.
+    limit = session.seconds_left if session.is_dry else min(section.limit_seconds, session.seconds_left)
+    return device.rows(section.run, session, limit)
+
+
+def _save(session: Session) -> None:
+    """Rewrite the results; whoever is killed while writing leaves the old ones."""
+    path = session.out / "gpu.json"
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(session.done, indent=1) + "\n")
+    new.replace(path)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--section", action="append", choices=list(SECTIONS), help="default: all, in order")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--budget", type=float, default=570.0, help="seconds for all sections together")
+    parser.add_argument("--budget", type=float, default=560.0, help="seconds for all sections together")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dry-run", action="store_true", help="toy sizes; with --device cpu, interpreted")
     options = parser.parse_args(arguments)
@@ -255,18 +285,20 @@ def main(arguments: list[str] | None = None) -> int:
         ]
         return subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, check=False).returncode
 
-    session = Session(torch.device(options.device), options.dry_run, time.perf_counter() + options.budget)
-    failed = False
     options.out.mkdir(parents=True, exist_ok=True)
-    for name in options.section or list(SECTIONS):
-        started = time.perf_counter()
-        found = _run_section(name, session)
-        failed = failed or any(row.get("ok") is False or "error" in row for row in found)
-        session.done[name] = found
-        (options.out / "gpu.json").write_text(json.dumps(session.done, indent=1) + "\n")
-        print_table(f"{name} ({time.perf_counter() - started:.0f} s)", found)
-        if session.device.type == "cuda":
-            torch.cuda.empty_cache()
+    deadline = time.perf_counter() + options.budget
+    session = Session(torch.device(options.device), options.dry_run, deadline, options.out)
+    device, failed = DeviceProcess(), False
+    try:
+        for name in options.section or list(SECTIONS):
+            started = time.perf_counter()
+            _run_section(name, session, device)
+            _save(session)
+            found = sorted(session.done[name], key=lambda row: bool(row.get("ok", True)))
+            failed = failed or any(row.get("ok") is False or "error" in row for row in found)
+            print_table(f"{name} ({time.perf_counter() - started:.0f} s)", found)
+    finally:
+        device.stop()
     return 1 if failed else 0
 
 

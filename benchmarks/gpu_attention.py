@@ -6,13 +6,14 @@ Every section takes its device, so that the tests can walk through it without a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from triton.runtime.errors import OutOfResources
 
 from kernels import dispatch, reference
 from kernels.layer_cache import FP8, LayerCache
@@ -40,6 +41,9 @@ QWEN_600M = Shape("qwen3-0.6b", 16, 8, 128)
 FALCON_7B = Shape("falcon-7b", 71, 1, 64)
 GPT2 = Shape("gpt2", 12, 12, 64)
 GEMMA_2B = Shape("gemma-2b", 8, 1, 256)
+
+TIMED_SHAPES = (LLAMA_8B, QWEN_600M, FALCON_7B, GEMMA_2B)
+TIMED_BLOCK_SIZES = (16, 64)
 
 # One timed call walks over enough layers that none of their keys is still in the L2 cache when its turn comes.
 _BYTES_PER_CALL = 512 * 2**20
@@ -124,9 +128,8 @@ def correctness(
     device: torch.device,
     cases: Sequence[tuple[tuple[list[int], list[int]], Shape, dict[str, Any]]] = tuple(EVERY_CASE),
     dtypes: Sequence[torch.dtype] = (torch.float16, torch.bfloat16, torch.float32),
-) -> list[Row]:
+) -> Iterator[Row]:
     """Each case's largest error against the reference in fp64, over NaN-poisoned caches."""
-    rows = []
     for ((query_lens, seq_lens), shape, options), dtype in product(cases, dtypes):
         case = make_case(
             query_lens,
@@ -152,8 +155,7 @@ def correctness(
             assert_close(out, truth, case, TOLERANCE[dtype])
         except AssertionError as error:
             row |= {"ok": False, "why": str(error)}
-        rows.append(row)
-    return rows
+        yield row
 
 
 def decode(
@@ -164,11 +166,10 @@ def decode(
     shapes: Sequence[Shape] = (LLAMA_8B, QWEN_600M, FALCON_7B),
     batch_sizes: Sequence[int] = (1, 8, 64, 256),
     kv_lens: Sequence[int] = (256, 1024, 4096, 16384),
-    block_sizes: Sequence[int] = (16, 64),
+    block_sizes: Sequence[int] = TIMED_BLOCK_SIZES,
     bytes_per_call: int = _BYTES_PER_CALL,
-) -> list[Row]:
+) -> Iterator[Row]:
     """Bytes of keys and values per second, beside the measured copy bandwidth."""
-    rows = []
     for shape, block_size, batch_size, kv_len in product(shapes, block_sizes, batch_sizes, kv_lens):
         layer_bytes = 2 * 2 * batch_size * kv_len * shape.num_kv_heads * shape.head_dim
         num_layers = min(32, max(1, bytes_per_call // layer_bytes))
@@ -184,18 +185,15 @@ def decode(
         )
         seconds = measure(workload.run) / num_layers
         gb_per_s = layer_bytes / seconds / 1e9
-        rows.append(
-            {
-                "shape": shape.name,
-                "block_size": block_size,
-                "batch_size": batch_size,
-                "kv_len": kv_len,
-                "microseconds": round(seconds * 1e6, 1),
-                "gb_per_s": round(gb_per_s),
-                "of_copy": _share(gb_per_s, copy_gb_per_s),
-            }
-        )
-    return rows
+        yield {
+            "shape": shape.name,
+            "block_size": block_size,
+            "batch_size": batch_size,
+            "kv_len": kv_len,
+            "microseconds": round(seconds * 1e6, 1),
+            "gb_per_s": round(gb_per_s),
+            "of_copy": _share(gb_per_s, copy_gb_per_s),
+        }
 
 
 _PREFILLS = (
@@ -215,9 +213,8 @@ def prefill(
     *,
     shapes: Sequence[Shape] = (LLAMA_8B, QWEN_600M, GEMMA_2B),
     batches: Sequence[tuple[list[int], list[int]]] = _PREFILLS,
-) -> list[Row]:
+) -> Iterator[Row]:
     """Floating-point operations of visible keys per second; beside it torch's own attention without paging."""
-    rows = []
     for shape, (query_lens, seq_lens) in product(shapes, batches):
         workload = make_workload(shape, query_lens, seq_lens, device)
         operations = _prefill_operations(shape, query_lens, seq_lens)
@@ -234,8 +231,7 @@ def prefill(
         if query_lens == seq_lens:
             dense_seconds = measure(_dense_prefill(shape, len(query_lens), query_lens[0], device))
             row["torch_tflop_per_s"] = round(operations / dense_seconds / 1e12, 1)
-        rows.append(row)
-    return rows
+        yield row
 
 
 def _prefill_operations(shape: Shape, query_lens: Sequence[int], seq_lens: Sequence[int]) -> int:
@@ -257,13 +253,14 @@ def _dense_prefill(
     return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
-_DECODE_TILES = [
+DECODE_TILES = [
     Tile(16, block_n, num_warps, num_stages)
     for block_n, num_warps, num_stages in [
         (32, 4, 3), (32, 4, 5), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 4, 3), (128, 8, 3),
     ]
 ]  # fmt: skip
-_PREFILL_TILES = [
+_TILE_LAYERS = 4  # of 64 MiB and more: together they are several times the L2 cache
+PREFILL_TILES = [
     Tile(*numbers)
     for numbers in [
         (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 32, 8, 3), (128, 64, 4, 2), (128, 64, 8, 2),
@@ -279,36 +276,49 @@ def tiles(
     shape: Shape = LLAMA_8B,
     decodes: Sequence[tuple[int, int]] = ((1, 16384), (64, 2048)),
     prefill_len: int = 4096,
-    decode_tiles: Sequence[Tile] = tuple(_DECODE_TILES),
-    prefill_tiles: Sequence[Tile] = tuple(_PREFILL_TILES),
-) -> list[Row]:
-    """Other tiles than the tuning table's: what to put there."""
-    rows = []
+    decode_tiles: Sequence[Tile] = tuple(DECODE_TILES),
+    prefill_tiles: Sequence[Tile] = tuple(PREFILL_TILES),
+) -> Iterator[Row]:
+    """Other tiles than the tuning table's: what to put there. One that the device has no room for says so."""
     chosen = decode_tile(shape.head_dim, shape.num_heads // shape.num_kv_heads, 2)
-    for (batch_size, kv_len), tile in product(decodes, decode_tiles):
-        workload = make_workload(shape, [1] * batch_size, [kv_len] * batch_size, device)
-        seconds = measure(_decode_call(workload, tile))
-        rows.append(_tile_row(f"decode {batch_size} x {kv_len}", tile, seconds, tile == chosen))
+    for batch_size, kv_len in decodes:
+        workload = make_workload(
+            shape, [1] * batch_size, [kv_len] * batch_size, device, num_layers=_TILE_LAYERS
+        )
+        for tile in decode_tiles:
+            row = _tile_row(f"decode {batch_size} x {kv_len}", tile, tile == chosen)
+            yield row | _tile_time(measure, _decode_call(workload, tile), _TILE_LAYERS)
     chosen = prefill_tile(shape.head_dim, 2, compute_capability(device))
     workload = make_workload(shape, [prefill_len], [prefill_len], device)
     for tile in prefill_tiles:
-        seconds = measure(_prefill_call(workload, tile))
-        rows.append(_tile_row(f"prefill {prefill_len}", tile, seconds, tile == chosen))
-    return rows
+        row = _tile_row(f"prefill {prefill_len}", tile, tile == chosen)
+        yield row | _tile_time(measure, _prefill_call(workload, tile), 1)
+
+
+def _tile_time(measure: Measure, run: Callable[[], None], num_layers: int) -> Row:
+    try:
+        return {"microseconds": round(measure(run) / num_layers * 1e6, 1)}
+    except OutOfResources as error:
+        return {"microseconds": None, "why": str(error)}
 
 
 def _decode_call(workload: Workload, tile: Tile) -> Callable[[], None]:
     out = torch.empty_like(workload.query)
-    return lambda: paged_attention_decode(
-        out,
-        workload.query,
-        workload.layers[0],
-        workload.metadata.block_tables,
-        workload.metadata.seq_lens,
-        workload.scoring,
-        max_seq_len=workload.metadata.max_seq_len,
-        tile=tile,
-    )
+
+    def run() -> None:
+        for layer in workload.layers:
+            paged_attention_decode(
+                out,
+                workload.query,
+                layer,
+                workload.metadata.block_tables,
+                workload.metadata.seq_lens,
+                workload.scoring,
+                max_seq_len=workload.metadata.max_seq_len,
+                tile=tile,
+            )
+
+    return run
 
 
 def _prefill_call(workload: Workload, tile: Tile) -> Callable[[], None]:
@@ -318,14 +328,13 @@ def _prefill_call(workload: Workload, tile: Tile) -> Callable[[], None]:
     )
 
 
-def _tile_row(what: str, tile: Tile, seconds: float, is_chosen: bool) -> Row:
+def _tile_row(what: str, tile: Tile, is_chosen: bool) -> Row:
     return {
         "what": what,
         "block_m": tile.block_m,
         "block_n": tile.block_n,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
-        "microseconds": round(seconds * 1e6, 1),
         "in_table": "yes" if is_chosen else "",
     }
 

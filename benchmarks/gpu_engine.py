@@ -8,16 +8,18 @@ are drawn on the device and prompts are token ids, so nothing comes from outside
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 Row = dict[str, Any]
 
@@ -57,20 +59,32 @@ class Job:
     """Of `EngineConfig`."""
 
 
-def run_in_process(job: Job, timeout_s: float) -> Row:
-    """The answer of a process of its own, whose failure is a row and not ours."""
-    with tempfile.TemporaryDirectory() as directory:
+def run_in_process(job: Job, timeout_s: float, log: Path) -> Row:
+    """The answer of a process of its own, whose failure is a row and not ours; `log` gets its stderr."""
+    with tempfile.TemporaryDirectory() as directory, log.open("w+") as stderr:
         path = Path(directory) / "job.json"
         path.write_text(json.dumps(asdict(job)))
         command = [sys.executable, "-m", "benchmarks.gpu_engine", str(path)]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
+        )
         try:
-            run = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-        except subprocess.TimeoutExpired as error:
-            return {"error": f"no answer after {error.timeout:.0f} s"}
-    if run.returncode != 0:
-        return {"error": " | ".join(run.stderr.strip().splitlines()[-4:])}
-    answer: Row = json.loads(run.stdout.strip().splitlines()[-1])
+            stdout, _ = process.communicate(timeout=max(1.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            return {"error": f"no answer after {timeout_s:.0f} s | {_last_lines(stderr)}"}
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with whatever it has started
+            process.wait()
+        if process.returncode != 0:
+            return {"error": f"exit code {process.returncode} | {_last_lines(stderr)}"}
+    answer: Row = json.loads(stdout.strip().splitlines()[-1])
     return answer
+
+
+def _last_lines(file: TextIO) -> str:
+    file.seek(0)
+    return " | ".join(file.read().strip().splitlines()[-4:])
 
 
 def workload(job: Job) -> tuple[list[list[int]], list[int]]:
@@ -157,7 +171,7 @@ def _row(job: Job, seconds: float, output_tokens: int, start_seconds: float) -> 
 def run_transformers(job: Job, directory: Path) -> Row:
     """transformers' continuous batching over the same requests, what has ended by the time limit."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     prompts, lengths = workload(job)
     started = time.perf_counter()
@@ -165,7 +179,9 @@ def run_transformers(job: Job, directory: Path) -> Row:
     with torch.device(job.device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     settings = GenerationConfig(do_sample=False, max_new_tokens=4, eos_token_id=-1, pad_token_id=0)
-    manager = model.init_continuous_batching(generation_config=settings)
+    # A GPU's memory it divides up by itself; of a CPU's it would take nearly all that the machine has.
+    room = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64) if job.device == "cpu" else None
+    manager = model.init_continuous_batching(generation_config=settings, continuous_batching_config=room)
     manager.start()
     manager.add_request(prompts[0], max_new_tokens=4)
     while manager.get_result(timeout=1.0) is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,8 +31,11 @@ class Sizes:
     """Rows that are sampled from."""
 
 
-LLAMA_SIZES = Sizes(4096, 4096, 14336, 128256, Shape("llama-3.1-8b", 32, 8, 128), 256)
+# Tokens enough that no operand is still in the L2 cache (60 MB on an H200) when the next replay wants it.
+LLAMA_SIZES = Sizes(32768, 4096, 14336, 128256, Shape("llama-3.1-8b", 32, 8, 128), 256)
 TOY_SIZES = Sizes(5, 96, 80, 700, Shape("toy", 2, 1, 64), 3)
+# The kernels of LLAMA_SIZES, without its gigabytes.
+COMPILED_SIZES = replace(LLAMA_SIZES, num_tokens=64)
 # Enough for a pass over several programs, with remainders everywhere.
 CHECKED_SIZES = Sizes(133, 4096, 3000, 128256, Shape("llama-3.1-8b", 32, 8, 128), 64)
 
@@ -41,16 +44,16 @@ def correctness(
     device: torch.device,
     sizes: Sizes = CHECKED_SIZES,
     dtypes: Sequence[torch.dtype] = (torch.float16, torch.bfloat16, torch.float32),
-) -> list[Row]:
+) -> Iterator[Row]:
     """Every kernel against the reference in fp64 on the same inputs, outputs poisoned first where they are ours."""
     torch.manual_seed(1)
-    rows = []
     for dtype in dtypes:
         for name, out, truth in _dense_cases(device, sizes, dtype):
             error = ((out.double() - truth.double()).norm() / truth.double().norm()).item()
-            rows.append(_checked(name, dtype, error, _RELATIVE[dtype]))
-        rows += _cache_cases(device, sizes, dtype)
-    return [*rows, _copied_blocks(device, sizes), *_sampled(device, sizes)]
+            yield _checked(name, dtype, error, _RELATIVE[dtype])
+        yield from _cache_cases(device, sizes, dtype)
+    yield _copied_blocks(device, sizes)
+    yield from _sampled(device, sizes)
 
 
 def _checked(name: str, dtype: torch.dtype, error: float, limit: float) -> Row:
@@ -183,7 +186,7 @@ def _sampled(device: torch.device, sizes: Sizes) -> Iterator[Row]:
 
 def speed(
     device: torch.device, measure: Measure, copy_gb_per_s: float | None, sizes: Sizes = LLAMA_SIZES
-) -> list[Row]:
+) -> Iterator[Row]:
     """Microseconds per call and the least bytes each must move, beside the measured copy bandwidth."""
     dtype = torch.bfloat16
 
@@ -224,17 +227,13 @@ def speed(
         ),
         ("torch: sort of the logits", logits.nbytes, lambda: logits.sort(dim=-1)),
     ]
-    rows = []
     for name, num_bytes, call in calls:
         with dispatch.override("triton"):
             seconds = measure(call)
         gb_per_s = num_bytes / seconds / 1e9
-        rows.append(
-            {
-                "kernel": name,
-                "microseconds": round(seconds * 1e6, 1),
-                "gb_per_s": round(gb_per_s),
-                "of_copy": f"{gb_per_s / copy_gb_per_s:.0%}" if copy_gb_per_s else "",
-            }
-        )
-    return rows
+        yield {
+            "kernel": name,
+            "microseconds": round(seconds * 1e6, 1),
+            "gb_per_s": round(gb_per_s),
+            "of_copy": f"{gb_per_s / copy_gb_per_s:.0%}" if copy_gb_per_s else "",
+        }

@@ -28,10 +28,11 @@ from kernels.tuning import (
     decode_splits,
     decode_tile,
     multiprocessors,
-    next_power_of_2,
+    padded_head_dim,
 )
 
-# Partial results that the merge kernel takes at once; rows rarely have more.
+# Partial results that the merge kernel takes at once; rows rarely have more. One number for all: a step with another
+# number of splits must not make another kernel.
 _MERGE_SPLITS = 16
 
 
@@ -272,7 +273,7 @@ def paged_attention_decode(
         block_tables.stride(0),
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=next_power_of_2(head_dim),
+        HEAD_DIM_PADDED=padded_head_dim(head_dim),
         BLOCK_SIZE=block_size,
         SLIDING_WINDOW=scoring.sliding_window or 0,
         SOFTCAP=scoring.softcap or 0.0,
@@ -293,10 +294,10 @@ def paged_attention_decode(
             seq_lens,
             num_splits,
             HEAD_DIM=head_dim,
-            HEAD_DIM_PADDED=next_power_of_2(head_dim),
+            HEAD_DIM_PADDED=padded_head_dim(head_dim),
             SLIDING_WINDOW=scoring.sliding_window or 0,
             MIN_SPLIT=min_split_tokens,
             BLOCK_N=tile.block_n,
-            MERGE_SPLITS=min(_MERGE_SPLITS, next_power_of_2(num_splits)),
+            MERGE_SPLITS=_MERGE_SPLITS,
             num_warps=4,
         )

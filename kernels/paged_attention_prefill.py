@@ -28,7 +28,7 @@ from kernels.layer_cache import LayerCache
 from kernels.metadata import AttentionMetadata
 from kernels.scoring import Scoring
 from kernels.transfer import to_device
-from kernels.tuning import Tile, compute_capability, next_power_of_2, prefill_tile
+from kernels.tuning import Tile, compute_capability, padded_head_dim, prefill_tile
 
 
 # A number that changes from step to step must not make another kernel: serving would stop to compile it.
@@ -246,7 +246,7 @@ def paged_attention_prefill(
         metadata.block_tables.stride(0),
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=next_power_of_2(head_dim),
+        HEAD_DIM_PADDED=padded_head_dim(head_dim),
         BLOCK_SIZE=block_size,
         SLIDING_WINDOW=scoring.sliding_window or 0,
         SOFTCAP=scoring.softcap or 0.0,

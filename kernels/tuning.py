@@ -45,6 +45,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def padded_head_dim(head_dim: int) -> int:
+    """Columns of a tile of heads: a power of two, and no fewer than the 16 that a tensor-core product sums over."""
+    return max(16, next_power_of_2(head_dim))
+
+
 def row_warps(size: int) -> int:
     """Warps of a program that holds a whole row of `size` numbers: 16 numbers a thread, as far as warps go."""
     return max(1, min(16, next_power_of_2(size) // 512))

@@ -2,15 +2,25 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import gpu_correctness
 from benchmarks.gpu import SECTIONS
-from benchmarks.gpu_engine import floor_seconds
+from benchmarks.gpu_attention import Shape
+from benchmarks.gpu_correctness import Job, run_jobs
+from benchmarks.gpu_engine import Job as EngineJob
+from benchmarks.gpu_engine import floor_seconds, run_in_process
+from benchmarks.gpu_process import DeviceProcess, SectionFailed
+from kernels.tuning import Tile
 
 _ROOT = Path(__file__).parents[2]
 
@@ -73,6 +83,70 @@ def test_a_section_that_does_not_fit_is_left_out(tmp_path: Path) -> None:
     found = _dry_run(tmp_path, "--budget", "20", "--section", "machine", "--section", "decode")
     assert found["machine"][0]["fact"] == "python"
     assert "left_out" in found["decode"][0]
+
+
+def _section(ending: str) -> Iterator[dict[str, Any]]:
+    yield {"process": os.getpid()}
+    if ending == "raises":
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nand advice")
+    if ending == "dies":
+        os._exit(3)
+    if ending == "hangs":
+        time.sleep(3600)
+
+
+def test_a_section_that_fails_keeps_its_rows_and_costs_the_next_one_nothing() -> None:
+    device = DeviceProcess()
+    try:
+        processes = [row["process"] for _ in range(2) for row in device.rows(_section, "ends", 300.0)]
+        assert processes[0] == processes[1] != os.getpid()
+        for ending, why in (("raises", "illegal memory access"), ("dies", "has ended"), ("ends", "")):
+            rows = device.rows(_section, ending, 300.0)
+            processes.append(next(rows)["process"])
+            if why:
+                with pytest.raises(SectionFailed, match=why):
+                    next(rows)
+            else:
+                assert list(rows) == []
+        assert len(set(processes)) == 3, "a process that a section has failed in is not used again"
+        with pytest.raises(SectionFailed, match="not done after 1 s"):
+            list(device.rows(_section, "hangs", 1.0))
+        with pytest.raises(ProcessLookupError):
+            os.kill(processes[-1], 0)
+    finally:
+        device.stop()
+
+
+def test_a_case_that_fails_has_a_row_and_the_others_keep_theirs() -> None:
+    jobs = [Job(ending, _section, (ending,)) for ending in ("ends", "raises", "dies", "ends")]
+    rows = list(run_jobs(jobs, 1))
+    failed = {row["case"]: row["why"] for row in rows if row.get("ok") is False}
+    assert set(failed) == {"raises", "dies"}
+    assert "illegal memory access" in failed["raises"]
+    assert sum("process" in row for row in rows) == 2
+
+
+def test_the_jobs_that_only_a_gpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They reach their processes, and ask the sections for what these take; nothing is launched."""
+    cpu = torch.device("cpu")
+    jobs = [*gpu_correctness._checks(cpu), *gpu_correctness._compilations(cpu)]
+    assert pickle.loads(pickle.dumps(jobs)) == jobs
+    launches: list[object] = []
+    monkeypatch.setattr(gpu_correctness, "_once", lambda run: launches.append(run) or 1.0)
+    toy = Shape("toy", 2, 1, 64)
+    gpu_correctness._compile_decode(cpu, toy, 16)
+    gpu_correctness._compile_prefill(cpu, toy)
+    gpu_correctness._compile_tiles(cpu, [Tile(16, 64, 4, 2)], [Tile(128, 64, 8, 3)])
+    assert len(launches) == 2 + 1 + 3
+    gpu_correctness._compile_rows(cpu)
+    assert len(launches) > 10
+
+
+def test_an_engine_that_fails_leaves_its_last_words(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    row = run_in_process(EngineJob("tiny", "no such engine", "cpu"), 300.0, log)
+    assert "KeyError" in row["error"]
+    assert "Traceback" in log.read_text()
 
 
 def test_the_floor_counts_operations_and_bytes() -> None:

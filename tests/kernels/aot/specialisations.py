@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernels.tuning import MIN_SPLIT_TOKENS, Tile, next_power_of_2
+from kernels.tuning import MIN_SPLIT_TOKENS, Tile, padded_head_dim
 
 SCALED = ("i8", "fp8e4nv")
 
@@ -41,7 +41,7 @@ def decode_arguments(
         "stride_table_row": "i32",
         "GROUP_SIZE": group_size,
         "HEAD_DIM": head_dim,
-        "HEAD_DIM_PADDED": next_power_of_2(head_dim),
+        "HEAD_DIM_PADDED": padded_head_dim(head_dim),
         "BLOCK_SIZE": block_size,
         "SLIDING_WINDOW": sliding_window,
         "SOFTCAP": softcap,
@@ -85,7 +85,7 @@ def prefill_arguments(
         "stride_table_row": "i32",
         "GROUP_SIZE": group_size,
         "HEAD_DIM": head_dim,
-        "HEAD_DIM_PADDED": next_power_of_2(head_dim),
+        "HEAD_DIM_PADDED": padded_head_dim(head_dim),
         "BLOCK_SIZE": block_size,
         "SLIDING_WINDOW": sliding_window,
         "SOFTCAP": softcap,

@@ -74,6 +74,11 @@ def test_other_head_dims(head_dim: int, capability: int) -> None:
     assert decode.wide_loads >= 16, "padding to a power of two must not cut the loads up"
 
 
+def test_heads_smaller_than_a_tensor_core_product(capability: int) -> None:
+    _prefill("bf16", 8, capability)
+    _decode("bf16", 8, 4, capability)
+
+
 @pytest.mark.parametrize(
     "options",
     [

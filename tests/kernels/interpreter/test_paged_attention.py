@@ -84,7 +84,7 @@ def test_group_sizes_in_a_mixed_batch(num_heads: int, num_kv_heads: int, dtype: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
 def test_head_dims_in_a_mixed_batch(head_dim: int, dtype: torch.dtype) -> None:
     """bf16 by the upcast the interpreter needs: it shows that no product of bf16 tiles is left in a kernel."""
     _check(make_case([1, 6], [33, 40], num_heads=4, num_kv_heads=2, head_dim=head_dim, dtype=dtype))

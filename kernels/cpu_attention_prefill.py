@@ -21,6 +21,7 @@ from kernels.cpu_row import (
     I32,
     LOG2_E,
     ONE,
+    VECTOR,
     ZERO,
     address_of,
     cap_scores,
@@ -31,8 +32,8 @@ from kernels.cpu_row import (
     weigh,
 )
 
-QUERIES = 96  # rows of a tile, unless one token alone has more
-KEYS = 64  # columns of a tile
+QUERIES = 144  # rows of a tile, unless one token alone has more
+KEYS = 4 * vector.LANES  # columns of a tile
 # Where vectors are shorter and registers fewer, two rows fill them.
 TILE_ROWS = MOST_ROWS if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2
 HIDDEN = np.float32(-1e30)  # a masked score; finite, so that two of them may be subtracted
@@ -74,15 +75,43 @@ def _multiply_rows(
             )
 
 
-@jit
+@jit(exact=True)
 def _softmax_row(scores, num_columns, acc, head_dim, largest, total):
     """Turn one row's scores into weights; rescale what the row has gathered; return its new maximum and sum."""
+    if num_columns == KEYS:
+        return _softmax_whole_row(scores, acc, head_dim, largest, total)
     new_largest = max_of(scores, num_columns, largest)
     if new_largest > largest:
-        factor = vector.first_lane(vector.exp2(vector.splat(largest - new_largest)))
-        total *= factor
-        store_scaled(acc, acc, head_dim, factor)
+        total *= _rescale(acc, head_dim, largest - new_largest)
     return new_largest, total + weigh(scores, num_columns, new_largest)
+
+
+@jit(exact=True)
+def _softmax_whole_row(scores, acc, head_dim, largest, total):
+    """The same for KEYS columns, which registers hold from the maximum to the sum; to the last bit."""
+    at_b, at_c, at_d = scores + VECTOR, scores + 2 * VECTOR, scores + 3 * VECTOR
+    a, b, c, d = vector.load(scores), vector.load(at_b), vector.load(at_c), vector.load(at_d)
+    new_largest = vector.max_lanes(vector.maximum(vector.maximum(a, b), vector.maximum(c, d)))
+    if new_largest > largest:
+        total *= _rescale(acc, head_dim, largest - new_largest)
+    else:
+        new_largest = largest
+    shift = vector.splat(new_largest)
+    a, b = vector.exp2(vector.subtract(a, shift)), vector.exp2(vector.subtract(b, shift))
+    c, d = vector.exp2(vector.subtract(c, shift)), vector.exp2(vector.subtract(d, shift))
+    vector.store(scores, a)
+    vector.store(at_b, b)
+    vector.store(at_c, c)
+    vector.store(at_d, d)
+    return new_largest, total + vector.sum_lanes(vector.add(vector.add(vector.add(a, b), c), d))
+
+
+@jit(exact=True)
+def _rescale(acc, head_dim, difference):
+    """acc *= 2 ** difference; returns the factor."""
+    factor = vector.first_lane(vector.exp2(vector.splat(difference)))
+    store_scaled(acc, acc, head_dim, factor)
+    return factor
 
 
 @jit

@@ -61,7 +61,7 @@ def peak_of(source, count):
     return peak
 
 
-@jit
+@jit(exact=True)
 def weigh(scores, count, largest):
     """scores = 2 ** (scores - largest) in place; return their sum. `count` is a whole number of vectors."""
     shift, sums = vector.splat(largest), vector.splat(ZERO)

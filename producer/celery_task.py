@@ -13,7 +13,7 @@ from typing import Any
 
 from celery import Celery, Task
 
-from producer.wire.errors import InvalidJob, JobError
+from producer.wire.errors import FINAL_CODES, InvalidJob, JobError
 from producer.wire.outputs import Result
 
 TASK_NAME = "pagemill.generate"
@@ -86,11 +86,8 @@ def plain_result(result: Result) -> dict[str, Any]:
 def plain_error(error: Exception) -> Exception:
     """An error that unpickles where none of our code is: ValueError for a wrong job, else RuntimeError."""
     code = error.code if isinstance(error, JobError | InvalidJob) else type(error).__name__
-    kind = "invalid" if isinstance(error, InvalidJob) or code in _FINAL else "other"
+    kind = "invalid" if isinstance(error, InvalidJob) or code in FINAL_CODES else "other"
     return _PLAIN_ERRORS[kind](f"{code}: {error}")
-
-
-_FINAL = frozenset({"invalid_job", "prompt_too_long", "never_fits", "schema_invalid", "unsupported_feature"})
 
 
 def _prompt(given: Any) -> dict[str, Any]:

@@ -17,7 +17,9 @@ from producer.preparing import check_id
 from producer.wire.dead_letters import DeadLetter, OpenedLetter
 
 dead_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Dead letters: jobs that used up their attempts."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Dead letters: jobs that used up their attempts, or killed workers.",
 )
 app.add_typer(dead_app, name="dead")
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
+import unicodedata
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -34,12 +36,16 @@ from producer.local_worker import LocalWorker, WorkerFailed, has_server, live_wo
 from producer.wire.discovery import find_redis
 from producer.wire.errors import PagemillError
 from producer.wire.protocol import Job
+from producer.wire.registry import WorkerInfo
 
 EXIT_INCOMPLETE = 1
 EXIT_FAILED_ROWS = 4
 TRIAL_ROWS = 100
 PREVIEW_ROWS = 3
 SAMPLED_ROWS = 1_000
+GRACE_S = 1
+"""Of a worker started here, after Ctrl-C: what it hands back goes on from its checkpoint."""
+POLL_S = 0.1
 PIPE_WIDTH = 200
 """In a log or a pipe a figure stays on its line."""
 
@@ -202,9 +208,7 @@ def reported(out: Path) -> Any:
         say(cli.describe(error) + (f"\n{again}" if partial.exists() else ""))
         raise typer.Exit(cli.exit_code(error)) from None
     except KeyboardInterrupt:
-        say(
-            f"\nstopped; jobs that were submitted go on where a worker runs (--cancel ends them). To go on, {again}"
-        )
+        say(f"\nstopped; jobs that were submitted go on where a worker runs (--cancel ends them)\n{again}")
         raise typer.Exit(cli.EXIT_INTERRUPTED) from None
 
 
@@ -217,22 +221,40 @@ def server(
     quiet: bool,
 ) -> tuple[str, str | None]:
     """Where the queue is and where a worker's metrics are; starts a worker if the model asks for one."""
-    alive = []
+    serving = []
     if model is None or has_server(url):
         url = find_redis(url)
-        alive = live_workers(url, queue)
-    serving = [info for info in alive if model is None or served_name(model) in info.models]
+        serving = _serving(url, queue, model, quiet)
     if model is None or serving or not _is_local(model):
         if not serving and not quiet:
             say(f"no live worker of queue {queue} serves {model or 'anything'}; the jobs will wait for one")
         metrics = next((f"{info.url}/metrics" for info in serving if info.url), None)
         assert url is not None
         return url, metrics
-    settings = [word for option in options for word in ("--option", option)]
+    settings = [word for option in [f"drain_grace_s={GRACE_S}", *options] for word in ("--option", option)]
     worker = stack.enter_context(LocalWorker(model, queue=queue, url=url, options=settings))
-    with Console(stderr=True, quiet=quiet).status(f"starting a worker, loading {model}"):
+    console, news = Console(stderr=True, quiet=quiet), f"starting a worker, loading {model}"
+    if not (quiet or console.is_terminal):
+        say(news)
+    with console.status(news):
         url, info = worker.wait_ready()
     return url, f"{info.url}/metrics" if info.url else None
+
+
+def _serving(url: str, queue: str, model: str | None, quiet: bool) -> list[WorkerInfo]:
+    """The workers that serve the model. One that is still loading may be about to: a second would halve the machine."""
+    give_up = time.monotonic() + cli.LOADING_PATIENCE_S
+    has_told = quiet
+    while True:
+        alive = live_workers(url, queue)
+        serving = [info for info in alive if model is None or served_name(model) in info.models]
+        is_loading = any(info.state == "loading" for info in alive)
+        if serving or model is None or not (is_loading and _is_local(model)) or time.monotonic() > give_up:
+            return serving
+        if not has_told:
+            say(f"waiting for the worker of queue {queue} to load its model")
+            has_told = True
+        time.sleep(POLL_S)
 
 
 def _is_local(model: str) -> bool:
@@ -336,5 +358,13 @@ def _preview(dataset: DatasetRun, model: str | None, as_json: bool) -> None:
 def prompt_text(job: Job) -> str:
     """A job's prompt for people."""
     if job.messages is not None:
-        return "\n".join(f"[{message.role}] {message.content}" for message in job.messages)
-    return job.prompt if job.prompt is not None else f"{len(job.prompt_token_ids or ())} token ids"
+        return "\n".join(f"[{message.role}] {_visible(message.content)}" for message in job.messages)
+    return _visible(job.prompt) if job.prompt is not None else f"{len(job.prompt_token_ids or ())} token ids"
+
+
+def _visible(text: str) -> str:
+    """Control characters as escapes: data must not move the cursor or set the title of whoever looks at it."""
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) != "Cc" else f"\\x{ord(char):02x}"
+        for char in text
+    )

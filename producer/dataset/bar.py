@@ -76,7 +76,7 @@ class RunBar:
         if self._kv.ratio is not None:
             parts.append(f"KV {self._kv.ratio:.0%}")
         if tally.failed:
-            parts.append(f"{tally.failed:,} errors")
+            parts.append("1 error" if tally.failed == 1 else f"{tally.failed:,} errors")
         return "  ".join(parts)
 
 

@@ -238,10 +238,15 @@ class MemorySource:
             return None
 
 
+def _where(error: json.JSONDecodeError) -> str:
+    return f"{error.msg.removesuffix(' at')} (character {error.pos + 1})"
+
+
 def checked_row(number: int, fields: Any) -> Row:
     """A row from a mapping, its values made JSON: dates as ISO text, bytes as base64, NaN as null."""
     if not isinstance(fields, Mapping):
-        message = f"a row must be an object with named fields, not {type(fields).__name__}"
+        kind = "null" if fields is None else type(fields).__name__
+        message = f"a row must be an object with named fields, not {kind}"
         return Row(number, error=RowError("invalid_row", message, shorten(repr(fields))))
     try:
         return Row(number, {_name(name): _plain(value, MAX_DEPTH) for name, value in fields.items()})
@@ -274,9 +279,10 @@ def _parse_line(line: bytes | None, encoding: str) -> tuple[dict[str, Any] | Non
         message = f"not {encoding} text (byte {error.start}); name the file's --encoding"
         return None, RowError("invalid_encoding", message, raw)
     try:
-        fields = json.loads(text, parse_constant=_refuse_constant)
+        # Without the line's end: in a string that was cut off it would be blamed as a control character.
+        fields = json.loads(text.rstrip("\r\n"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error) or "nested too deep"
+        reason = _where(error) if isinstance(error, json.JSONDecodeError) else str(error) or "nested too deep"
         return None, RowError("invalid_json", reason, shorten(text.strip()))
     row = checked_row(0, fields)
     if row.error is not None:

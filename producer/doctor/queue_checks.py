@@ -72,7 +72,6 @@ def _oldest(stats: QueueStats) -> Finding:
 
 def _dead(queue: str, stats: QueueStats) -> Finding:
     if stats.dead:
-        return Finding(
-            "dead letters", "warning", f"{stats.dead} jobs are dead", f"pagemill dead list --queue {queue}"
-        )
+        jobs = "1 job is" if stats.dead == 1 else f"{stats.dead} jobs are"
+        return Finding("dead letters", "warning", f"{jobs} dead", f"pagemill dead list --queue {queue}")
     return Finding("dead letters", "ok", "none")

@@ -16,7 +16,9 @@ from celery import chain, chord
 
 from producer import InvalidJob
 from producer.celery_relay import Relay
+from producer.celery_task import plain_error
 from producer.wire import outbox
+from producer.wire.errors import END_CODES, FINAL_CODES, RETRYABLE_CODES, JobDead, JobFailed
 from tests.conftest import RedisServer, server_binary
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
@@ -155,3 +157,9 @@ def test_an_end_is_relayed_to_its_own_box(shop: Any, server: RedisServer) -> Non
     assert queue.run(outbox.settle("native", handle.id, notice.tries, 0, relay="celery"))
     assert Relay(shop.app, server.url, "native").relay() == 1
     assert handle.get(timeout=PATIENCE_S)["text"] == "mine"
+
+
+def test_a_wrong_job_is_a_value_error_whatever_is_wrong() -> None:
+    assert {type(plain_error(JobFailed("no", code))) for code in FINAL_CODES} == {ValueError}
+    others = RETRYABLE_CODES | END_CODES
+    assert {type(plain_error(JobDead("no", code))) for code in others} == {RuntimeError}

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from producer.wire import registry
+from producer.wire.registry import WorkerInfo
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
 Finished = subprocess.CompletedProcess[str]
@@ -130,6 +132,34 @@ def test_a_dry_run_submits_nothing(pagemill: Callable[..., Finished], tmp_path: 
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl"}
 
 
+def test_a_dry_run_shows_control_characters_as_escapes(
+    pagemill: Callable[..., Finished], tmp_path: Path
+) -> None:
+    (tmp_path / "in.jsonl").write_text(json.dumps({"text": "a\x1b]0;title\x07\tb\nc\x9b1m é"}) + "\n")
+    done = pagemill(*RUN, "--model", "echo", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "a\\x1b]0;title\\x07\tb\nc\\x9b1m é\n" in done.stdout
+
+
+def test_a_run_waits_for_a_worker_that_is_loading(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", 3)
+    client = QueueClient(valkey_url, queue_name)
+    loading = WorkerInfo(id="loading", models=(), state="loading")
+    client.run(registry.heartbeat(queue_name, loading, ttl_ms=600_000))
+    command = [sys.executable, "-m", "worker", *RUN, "--model", "echo"]
+    run = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(valkey_url, queue_name), stderr=subprocess.PIPE, text=True
+    )
+    assert run.stderr is not None
+    assert "waiting for the worker" in run.stderr.readline()
+    with running_worker(worker_config(valkey_url, queue_name)):
+        _, said = run.communicate(timeout=PATIENCE_S)
+    client.redis.close()
+    assert run.returncode == 0, said
+    assert "starting a worker" not in said
+    assert len(outputs(tmp_path / "out.jsonl")) == 3
+
+
 def test_no_server_is_exit_code_3(tmp_path: Path, pagemill: Callable[..., Finished]) -> None:
     write_rows(tmp_path / "in.jsonl", 2)
     done = pagemill(*RUN, "--redis-url", "redis://127.0.0.1:1/0")
@@ -185,7 +215,7 @@ def test_interrupted_and_started_again(
         _, said = first.communicate(timeout=PATIENCE_S)
         assert first.returncode == (130 if ending == signal.SIGINT else -signal.SIGKILL), said
         if ending == signal.SIGINT:
-            assert "run the same command again" in said
+            assert "(--cancel ends them)\nrun the same command again to go on;" in said
         waiting.pause(False)
         waiting.redis.close()
         again = pagemill(*RUN, "--model", "echo")
@@ -202,6 +232,7 @@ def test_a_run_brings_its_own_worker(tmp_path: Path, pagemill: Callable[..., Fin
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(outputs(tmp_path / "out.jsonl")) == 5
+    assert "starting a worker, loading echo" in done.stderr
     assert not (tmp_path / "state" / "server.json").exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import subprocess
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from producer import cli_run
+from producer.local_worker import WorkerFailed
 from tests.integration.test_cli_run import environment
 from tests.worker.harness import PATIENCE_S, running_worker, worker_config
 from worker.cli import app
@@ -124,6 +127,7 @@ def test_every_kind_of_bad_row_is_told_apart(run: Callable[..., Result], tmp_pat
     errors = [json.loads(line) for line in (tmp_path / "out.jsonl.errors.jsonl").read_text().splitlines()]
     assert [error["row"] for error in errors] == [2, 3, 4, 5, 6, 7]
     assert [error["code"] for error in errors[:5]] == list(rows)
+    assert errors[0]["message"] == "Unterminated string starting (character 10)"
     assert errors[5]["code"] == "template_error"
     assert "1048576 characters" in errors[5]["message"]
     assert all(len(error["raw"]) < 3_000 and error["message"] for error in errors)
@@ -145,6 +149,21 @@ def test_a_schema_that_nothing_satisfies(
     assert done.exit_code in (2, 4), done.stderr
     assert says in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_worker_of_ones_own_drains_briefly_unless_told_otherwise(
+    valkey_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+
+    def start(model: str, *, options: list[str], **_: Any) -> Any:
+        given.extend(options)
+        raise WorkerFailed(model)
+
+    monkeypatch.setattr(cli_run, "LocalWorker", start)
+    with contextlib.ExitStack() as stack, pytest.raises(WorkerFailed):
+        cli_run.server(stack, valkey_url, queue_name, "echo", ["drain_grace_s=5"], True)
+    assert given == ["--option", "drain_grace_s=1", "--option", "drain_grace_s=5"]
 
 
 def test_what_ends_without_an_output_is_json_too(run: Callable[..., Result], tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def test_jobs_that_nobody_serves_a_pause_and_dead_letters_are_warnings(queue: Qu
     queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w1", models=("m",))))
     queue.fail(queue.pull_one(), "dead")
     queue.run(registry.set_paused(queue.name, True))
+    assert "1 job is dead" in doctor(queue.url, "--queue", queue.name).stdout
     told = levels(queue)
     assert (told["models"], told["queue"], told["dead letters"]) == ("warning", "warning", "warning")
     assert told["workers"] == "ok"

@@ -48,6 +48,19 @@ def test_every_key_has_a_row(queue: Queue) -> None:
         assert f"`{word}`" in text or f"`{word}:" in text, word
 
 
+def test_every_field_of_a_record_is_named() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    written = "".join(scripts.source(name) for name in scripts.names())
+    listed = re.search(r"local OPTIONAL = \{(.*?)\}", written, re.DOTALL)
+    assert listed is not None
+    fields = set(re.findall(r"'([a-z_]+)'", listed[1]))
+    for arguments in re.findall(r"'HSET', P \.\. 'job:' \.\. [\w.]+, ([^()]+)", written):
+        fields |= {name.strip("'") for name in arguments.split(", ")[::2] if name.startswith("'")}
+    assert {"relay", "crashes", "replayed_as"} <= fields
+    described = text[text.index("Fields of `job:<id>`") : text.index("Names: a queue is")]
+    assert [name for name in sorted(fields) if f"`{name}`" not in described] == []
+
+
 def test_every_error_code_is_of_one_kind() -> None:
     kinds = (FINAL_CODES, RETRYABLE_CODES, END_CODES)
     assert sum(len(kind) for kind in kinds) == len(frozenset().union(*kinds))

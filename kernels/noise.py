@@ -76,9 +76,16 @@ def argmax_with_noise(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return argmax_of_sums(logits, keys)
 
 
-def argmax_of_sums(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """`argmax_with_noise` as it is defined: noise for every token."""
-    token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+def argmax_of_sums(
+    logits: torch.Tensor, keys: torch.Tensor, token_ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`argmax_with_noise` as it is defined: noise for every token.
+
+    With `token_ids` [num_columns], ascending, the columns are those tokens' instead of the whole vocabulary's, and
+    columns are what is returned.
+    """
+    if token_ids is None:
+        token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
     return (logits + gumbel_noise(keys, token_ids)).argmax(dim=-1)
 
 

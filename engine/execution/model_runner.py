@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,7 @@ from engine.execution.input_batch import InputBatch, StepInputs
 from engine.execution.kv_cache import KVCache, KVCacheShape
 from engine.execution.loader import LoadedModel
 from engine.execution.logits_processors import SampleWork
+from engine.execution.narrow_head import NarrowHead, NarrowVocabulary
 from engine.execution.packed_linear import LinearOptions
 from engine.execution.parallel.rank_group import RankGroup
 from engine.execution.prompt_scorer import PromptLogprobs, PromptScorer
@@ -96,6 +98,7 @@ class ModelRunner:
         )
         self._sampler = Sampler(limits.eos_token_ids, draws_on_device=is_cuda)
         self._prompt_scorer = PromptScorer(model.module)
+        self._narrow_head = None if is_cuda or group is not None else NarrowHead.of(model.module)
         self._graphs: DecodeGraphs | None = None
         if captures_graphs(model.device, group) and not config.enforce_eager:
             self._capture_graphs(limits)
@@ -123,20 +126,31 @@ class ModelRunner:
         self.kv_cache.move_blocks(plan)
         prepared = time.perf_counter()
         scored: list[PromptLogprobs] = []
+        vocabulary = None
         if graphs is not None:
             logits = self._pick(graphs.run(inputs), plan, inputs)
         else:
             with attention_context(AttentionContext(inputs.metadata, self.kv_cache.layers)):
-                logits, scored = self._forward(plan, inputs)
+                vocabulary = self._narrow_vocabulary(plan, work)
+                logits, scored = self._forward(plan, inputs, vocabulary)
         forwarded = time.perf_counter()
-        output = self._choose_tokens(inputs, logits, work, draws) if work else None
+        output = self._choose_tokens(inputs, logits, work, draws, vocabulary) if work else None
         sampled = time.perf_counter()
         return LaunchedStep(
             plan, output, prepared - started, forwarded - prepared, sampled - forwarded, scored
         )
 
-    def _forward(self, plan: StepPlan, inputs: StepInputs) -> tuple[torch.Tensor, list[PromptLogprobs]]:
-        """Logits [num_samples, vocab_size], and those of the prompt's tokens where the plan asks for them."""
+    def _narrow_vocabulary(self, plan: StepPlan, work: list[SampleWork]) -> NarrowVocabulary | None:
+        """The tokens whose logits the step needs; None: all."""
+        if self._narrow_head is None or any(item.num_prompt_logprobs is not None for item in plan.work):
+            return None
+        return self._narrow_head.vocabulary(work)
+
+    def _forward(
+        self, plan: StepPlan, inputs: StepInputs, vocabulary: NarrowVocabulary | None
+    ) -> tuple[torch.Tensor, list[PromptLogprobs]]:
+        """Logits [num_samples, tokens], of the narrow vocabulary where there is one, and the log probabilities of the
+        prompt's tokens where the plan asks for them."""
         if any(work.num_prompt_logprobs is not None for work in plan.work):
             return self._prompt_scorer.forward(
                 plan,
@@ -146,13 +160,17 @@ class ModelRunner:
                 self._batch.token_table,
                 self._num_prompt_tokens,
             )
-        logits = self._module(
-            input_ids=inputs.input_ids[None],
-            position_ids=inputs.positions[None],
-            use_cache=False,
-            # An empty index would mean every token to some families; one row is the least to ask for.
-            logits_to_keep=inputs.logits_indices if plan.samples else inputs.positions.new_zeros(1),
-        ).logits[0]
+        head: AbstractContextManager[None] = nullcontext()
+        if self._narrow_head is not None and vocabulary is not None:
+            head = self._narrow_head.only(vocabulary.token_ids)
+        with head:
+            logits = self._module(
+                input_ids=inputs.input_ids[None],
+                position_ids=inputs.positions[None],
+                use_cache=False,
+                # An empty index would mean every token to some families; one row is the least to ask for.
+                logits_to_keep=inputs.logits_indices if plan.samples else inputs.positions.new_zeros(1),
+            ).logits[0]
         return logits, []
 
     def _num_prompt_tokens(self, row: int) -> int:
@@ -184,12 +202,20 @@ class ModelRunner:
         return work
 
     def _choose_tokens(
-        self, inputs: StepInputs, logits: torch.Tensor, work: list[SampleWork], draws: StagedDraws | None
+        self,
+        inputs: StepInputs,
+        logits: torch.Tensor,
+        work: list[SampleWork],
+        draws: StagedDraws | None,
+        vocabulary: NarrowVocabulary | None,
     ) -> SamplerOutput | None:
         """Sample, and write the tokens into the token table; ranks that don't sample are told them."""
         output = None
         if self._group is None or self._group.is_first:
-            output = self._sampler.sample(logits, work, self._batch.token_table, draws)
+            if vocabulary is None:
+                output = self._sampler.sample(logits, work, self._batch.token_table, draws)
+            else:
+                output = self._sampler.sample_narrow(logits, work, vocabulary)
             output.start_copy()
             token_ids = output.token_ids
         else:

@@ -44,6 +44,11 @@ class PackedLinear(nn.Module):
             *x.shape[:-1], self.out_features
         )
 
+    def of_channels(self, channels: torch.Tensor) -> PackedLinear:
+        """The layer with these outputs alone, the same to the last bit."""
+        panel = self.packed.shape[2]
+        return PackedLinear(self.packed[channels // panel, :, channels % panel], self.bias[channels])
+
 
 class OneDNNLinear(nn.Module):
     """The same with oneDNN's packing, for CPUs that our kernel is not made for.

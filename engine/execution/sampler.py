@@ -15,9 +15,10 @@ from engine.execution.device_sampling import StagedDraws, draw, stage_draws
 from engine.execution.logits_filters import filter_logits
 from engine.execution.logits_processors import LogitsProcessors, SampleWork
 from engine.execution.logprobs import TopLogprobs
+from engine.execution.narrow_head import NarrowVocabulary
 from engine.execution.staging import HostCopy, Transfer
 from engine.plan import StepResult, TokenLogprobs
-from kernels.noise import argmax_with_noise, noise_keys
+from kernels.noise import argmax_of_sums, argmax_with_noise, noise_keys
 
 
 @dataclass(slots=True)
@@ -116,19 +117,43 @@ class Sampler:
         return output
 
     @staticmethod
+    def sample_narrow(
+        logits: torch.Tensor, work: list[SampleWork], vocabulary: NarrowVocabulary
+    ) -> SamplerOutput:
+        """What `sample` chooses, from logits [num_samples, num_tokens] of a narrow vocabulary; overwrites them."""
+        logits = logits.float()
+        is_valid = torch.isfinite(logits.amax(dim=-1))
+        if vocabulary.barred is not None:
+            logits.masked_fill_(vocabulary.barred, -torch.inf)
+        columns = logits.argmax(dim=-1)
+        token_ids = torch.tensor(vocabulary.token_ids)
+        random = [number for number, item in enumerate(work) if not item.params.is_greedy]
+        if random:
+            index, drawn = torch.tensor(random), [work[number] for number in random]
+            columns[index] = argmax_of_sums(_cooled(logits[index], drawn), _keys(drawn), token_ids)
+        return SamplerOutput(token_ids[columns], is_valid)
+
+    @staticmethod
     def _draw(logits: torch.Tensor, work: list[SampleWork]) -> torch.Tensor:
         """Overwrites the logits."""
-        device = logits.device
-        temperatures = torch.tensor([item.params.temperature for item in work], device=device)
-        # A tiny temperature must not overflow: what matters is the distance to the best logit.
-        logits = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(temperatures[:, None])
+        logits = _cooled(logits, work)
         filter_logits(logits, [item.params for item in work])
-        keys = noise_keys(
-            torch.tensor([item.row.seed for item in work], dtype=torch.int64, device=device),
-            torch.tensor([item.row.sample_index for item in work], device=device),
-            torch.tensor([item.output_position for item in work], device=device),
-        )
-        return argmax_with_noise(logits, keys)
+        return argmax_with_noise(logits, _keys(work, logits.device))
+
+
+def _cooled(logits: torch.Tensor, work: list[SampleWork]) -> torch.Tensor:
+    """Logits over temperature, the largest of each row 0; in place."""
+    temperatures = torch.tensor([item.params.temperature for item in work], device=logits.device)
+    # A tiny temperature must not overflow: what matters is the distance to the best logit.
+    return logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(temperatures[:, None])
+
+
+def _keys(work: list[SampleWork], device: torch.device | None = None) -> torch.Tensor:
+    return noise_keys(
+        torch.tensor([item.row.seed for item in work], dtype=torch.int64, device=device),
+        torch.tensor([item.row.sample_index for item in work], device=device),
+        torch.tensor([item.output_position for item in work], device=device),
+    )
 
 
 def _best(row: torch.Tensor, work: SampleWork) -> tuple[torch.Tensor, torch.Tensor]:

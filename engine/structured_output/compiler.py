@@ -18,20 +18,20 @@ from engine.structured_output.vocabulary import GrammarVocabulary
 _MAX_CACHED = 256
 _NUM_THREADS = 2
 """So that one schema that runs into its time limit does not keep all others waiting."""
-COMPILE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 class SchemaCompiler:
     """Texts to compiled schemas. `compile` and `load_vocabulary` are for the engine's thread."""
 
-    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary, seconds: Histogram) -> None:
+        """`seconds` hears how long each compilation took."""
         self._vocabulary = vocabulary
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._compiled: OrderedDict[tuple[str, str], Future[CompiledSchema]] = OrderedDict()
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="pagemill-schemas")
         self._own = threading.local()
         self._lock = threading.Lock()
-        self.seconds = Histogram(COMPILE_BUCKETS)
+        self.seconds = seconds
         self.hits = 0
         self.misses = 0
 

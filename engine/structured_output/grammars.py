@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceType
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.errors import EngineError, InvalidRequest, UnsupportedFeature
 from engine.outputs import Histogram, HistogramSnapshot, LabelValues
 from engine.sampling_params import StructuredOutputs
 from engine.scheduling.request import Grammar, Request
 from engine.structured_output.choice import ChoiceCompiler, CompiledChoice
-from engine.structured_output.compiler import COMPILE_BUCKETS, SchemaCompiler
-from engine.structured_output.matcher import CompiledSchema
-from engine.structured_output.vocabulary import GrammarVocabulary
 from engine.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from engine.structured_output.compiler import SchemaCompiler
+    from engine.structured_output.matcher import CompiledSchema
+
+_COMPILE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _FEW_CHARACTERS = 2048
 """Labels up to this size are tokenised at once, in about a millisecond."""
 
@@ -49,14 +51,19 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._choices: ChoiceCompiler | None = None
         self._schemas: SchemaCompiler | None = None
+        self._compile_seconds = Histogram(_COMPILE_BUCKETS)
         self._waiting: dict[str, _Waiting] = {}
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="pagemill-choices")
         if tokenizer is None:
             return
         self._choices = ChoiceCompiler(tokenizer, eos_token_ids[0] if eos_token_ids else None)
+        # Not at the top: an engine without a tokenizer, as benchmarks have it, does without llguidance.
+        from engine.structured_output.compiler import SchemaCompiler
+        from engine.structured_output.vocabulary import GrammarVocabulary
+
         vocabulary = GrammarVocabulary.of(tokenizer, vocab_size, eos_token_ids)
         if vocabulary is not None:
-            self._schemas = SchemaCompiler(vocabulary)
+            self._schemas = SchemaCompiler(vocabulary, self._compile_seconds)
 
     def load_vocabulary(self) -> None:
         """See `SchemaCompiler.load_vocabulary`."""
@@ -72,8 +79,7 @@ class Grammars:
         return self._schemas.misses if self._schemas is not None else 0
 
     def histograms(self) -> dict[str, dict[LabelValues, HistogramSnapshot]]:
-        seconds = self._schemas.seconds if self._schemas is not None else Histogram(COMPILE_BUCKETS)
-        return {"grammar_compile_seconds": {(): seconds.snapshot()}}
+        return {"grammar_compile_seconds": {(): self._compile_seconds.snapshot()}}
 
     def __len__(self) -> int:
         """Requests that wait for their schema."""

@@ -12,6 +12,7 @@ import signal
 import pytest
 
 from engine.errors import EngineError, InvalidRequest, SchemaInvalid, SchemaTooComplex, UnsupportedFeature
+from engine.outputs import Histogram
 from engine.structured_output.compiler import SchemaCompiler
 from engine.structured_output.matcher import CompiledSchema, MatcherGrammar, compile_schema
 from engine.structured_output.probe import SchemaProbe
@@ -219,7 +220,7 @@ def test_a_probe_that_was_killed_is_started_again(probe: SchemaProbe) -> None:
 
 def test_each_text_is_compiled_once_and_so_is_each_mistake() -> None:
     assert VOCABULARY is not None
-    compiler = SchemaCompiler(VOCABULARY)
+    compiler = SchemaCompiler(VOCABULARY, Histogram((1.0,)))
     first = compiler.compile("regex", "a+")
     assert (
         first.result().start().token_mask() == compiler.compile("regex", "a+").result().start().token_mask()
@@ -234,7 +235,7 @@ def test_each_text_is_compiled_once_and_so_is_each_mistake() -> None:
 
 def test_a_failure_that_is_not_the_schema_s_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert VOCABULARY is not None
-    compiler = SchemaCompiler(VOCABULARY)
+    compiler = SchemaCompiler(VOCABULARY, Histogram((1.0,)))
     with monkeypatch.context() as broken:
         broken.setattr("sys.executable", "/bin/false")
         with pytest.raises(EngineError, match="does not start"):

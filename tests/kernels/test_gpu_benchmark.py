@@ -126,13 +126,29 @@ def test_a_case_that_fails_has_a_row_and_the_others_keep_theirs() -> None:
     assert sum("process" in row for row in rows) == 2
 
 
+def test_a_gpu_machine_needs_no_more_than_torch_and_transformers() -> None:
+    """Nothing can be installed where a GPU is lent: what only producers and structured outputs use stays unloaded."""
+    code = (
+        "import sys\n"
+        "for name in ('llguidance', 'pydantic', 'redis'): sys.modules[name] = None\n"
+        "import benchmarks.gpu, engine.llm, engine.engine_builder, engine.execution.model_runner\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
 def test_the_jobs_that_only_a_gpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """They reach their processes, and ask the sections for what these take; nothing is launched."""
     cpu = torch.device("cpu")
     jobs = [*gpu_correctness._checks(cpu), *gpu_correctness._compilations(cpu)]
     assert pickle.loads(pickle.dumps(jobs)) == jobs
     launches: list[object] = []
-    monkeypatch.setattr(gpu_correctness, "_once", lambda run: launches.append(run) or 1.0)
+
+    def note(run: object) -> float:
+        launches.append(run)
+        return 1.0
+
+    monkeypatch.setattr(gpu_correctness, "_once", note)
     toy = Shape("toy", 2, 1, 64)
     gpu_correctness._compile_decode(cpu, toy, 16)
     gpu_correctness._compile_prefill(cpu, toy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from producer.gateway.config import GatewayConfig
+from producer.gateway.gateway import Gateway
+from producer.gateway.metrics import GatewayMetrics
 from producer.wire.transitions import PulledJob
 from tests.conftest import RedisServer, server_binary
 from tests.producer.driving import Queue, delta, open_queue
@@ -135,6 +139,27 @@ def test_what_outlasts_the_drain_is_told_so_and_its_jobs_end(valkey_url: str, qu
         client = QueueClient(valkey_url, queue_name)
         eventually(lambda: client.stats().counts.get("cancelled") == 4, "the end of every job")
         client.redis.close()
+
+
+async def test_the_gateway_closes_after_its_last_requests_word(valkey_url: str, queue_name: str) -> None:
+    """The server does not wait for the requests that it cancels; what they leave behind is seen through."""
+    gateway = Gateway(GatewayConfig(redis_url=valkey_url, queue=queue_name), GatewayMetrics())
+    is_seen_through = asyncio.Event()
+
+    async def last_word() -> None:
+        await asyncio.sleep(0.05)
+        is_seen_through.set()
+
+    async def cancelled_request() -> None:
+        await asyncio.sleep(0.05)
+        gateway.in_background(last_word())
+        gateway.metrics.in_flight -= 1
+
+    gateway.metrics.in_flight += 1
+    async with asyncio.TaskGroup() as requests:
+        requests.create_task(cancelled_request())
+        await gateway.close()
+        assert is_seen_through.is_set()
 
 
 @pytest.fixture

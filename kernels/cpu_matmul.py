@@ -168,12 +168,13 @@ def _multiply_panels(first, last, out, x, x_stride, packed, bias, num_rows, out_
     scratch = np.empty((BLOCK_ROWS, PANEL), np.float32)
     is_lined = num_rows >= LINED_ROWS and last - first >= LINED_PANELS
     lined = np.empty((BLOCK_ROWS * BLOCK_INPUTS + LANES) if is_lined else 0, np.float32)
-    lines = (address_of(lined) + VECTOR - 1) // VECTOR * VECTOR if is_lined else 0
     num_blocks = (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS
     num_parts = (in_features + BLOCK_INPUTS - 1) // BLOCK_INPUTS
     for block in range(num_blocks):
         low, high = num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks
         for part in range(num_parts):
+            # Asked for in the loop: an array lives until its last use, and an address is none.
+            lines = (address_of(lined) + VECTOR - 1) // VECTOR * VECTOR if is_lined else 0
             _multiply_block(
                 out + F32 * low * out_features,
                 x + F32 * low * x_stride,

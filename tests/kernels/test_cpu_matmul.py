@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -72,3 +76,20 @@ def test_nan_and_infinity_stay_in_their_row():
     assert not out[17].isfinite().any()
     others = [row for row in range(20) if row not in (3, 17)]
     assert torch.equal(out[others], clean[others])
+
+
+TALL_PRODUCTS = """
+import torch
+from kernels import cpu_matmul
+torch.set_num_threads(1)
+packed, x = cpu_matmul.pack(torch.randn(1024, 96)), torch.randn(64, 96)
+for _ in range(20):
+    cpu_matmul.multiply(x, packed, torch.zeros(1024), 1024)
+"""
+
+
+def test_a_kernels_arrays_outlive_the_addresses_it_takes_of_them():
+    """With arrays mapped one by one, whoever reads what was freed gets a segmentation fault, always."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
+    done = subprocess.run([sys.executable, "-c", TALL_PRODUCTS], env=environment, check=False)
+    assert done.returncode == 0

@@ -27,6 +27,17 @@ STOP_LIMIT_S = 30.0
 POLL_S = 0.1
 LOG_LINES = 15
 
+# Runs between fork and exec: a run that is killed, or whose terminal is closed, must not leave a model in memory. The
+# kernel then sends SIGTERM, and the worker hands its jobs back. Linux only.
+_END_WITH_PARENT = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
 
 class WorkerFailed(PagemillError):
     """The worker did not start, or ended in the middle; the message ends with what it last wrote."""
@@ -35,7 +46,8 @@ class WorkerFailed(PagemillError):
 class LocalWorker:
     """Runs `pagemill worker` as a child. As a context manager it ends it with SIGTERM, as an operator would.
 
-    It is a process and not a thread, so that its step loop shares no interpreter with the caller's own work.
+    It is a process and not a thread, so that its step loop shares no interpreter with the caller's own work. On Linux
+    it ends with the thread that made this, too.
     """
 
     def __init__(
@@ -54,7 +66,8 @@ class LocalWorker:
         self._url = url
         self._state_dir = state_dir
         self._log = tempfile.NamedTemporaryFile(prefix="pagemill-worker-", suffix=".log")  # noqa: SIM115
-        command = [sys.executable, "-m", "worker", "worker", "--model", model, "--queue", queue]
+        command = [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, str(os.getpid())]
+        command += [sys.executable, "-m", "worker", "worker", "--model", model, "--queue", queue]
         if state_dir is not None:
             command += ["--state-dir", str(state_dir)]
         environment = dict(os.environ)

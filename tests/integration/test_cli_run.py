@@ -236,6 +236,25 @@ def test_a_run_brings_its_own_worker(tmp_path: Path, pagemill: Callable[..., Fin
     assert not (tmp_path / "state" / "server.json").exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
+def test_a_run_that_is_killed_takes_its_own_worker_along(
+    valkey_url: str, queue_name: str, tmp_path: Path
+) -> None:
+    write_rows(tmp_path / "in.jsonl", 3)
+    client = QueueClient(valkey_url, queue_name)
+    client.pause()  # the run can't end before it is killed
+    run = subprocess.Popen(
+        [sys.executable, "-m", "worker", *RUN, "--model", "echo"], cwd=tmp_path,
+        env=environment(valkey_url, queue_name),
+    )  # fmt: skip
+    call = registry.workers(queue_name)
+    eventually(lambda: any(info.state == "ready" for info in client.run(call)), "the run's own worker")
+    run.kill()
+    run.wait(timeout=PATIENCE_S)
+    eventually(lambda: not client.run(call), "the worker's end")
+    client.redis.close()
+
+
 def test_a_batch_file(pagemill: Callable[..., Finished], worker: Any, tmp_path: Path) -> None:
     requests = [
         {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions",

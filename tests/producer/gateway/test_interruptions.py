@@ -7,7 +7,6 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import httpx
 import pytest
@@ -16,7 +15,7 @@ from producer.gateway.config import GatewayConfig
 from producer.gateway.gateway import Gateway
 from producer.gateway.metrics import GatewayMetrics
 from producer.wire.transitions import PulledJob
-from tests.conftest import RedisServer, server_binary
+from tests.conftest import RedisServer
 from tests.producer.driving import Queue, delta, open_queue
 from tests.producer.gateway.listening import Listener, listening
 from tests.producer.gateway.serving import Served, gateway, gateway_process
@@ -162,22 +161,13 @@ async def test_the_gateway_closes_after_its_last_requests_word(valkey_url: str, 
         assert is_seen_through.is_set()
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A server that can go away."""
-    server = RedisServer(server_binary("valkey-server"), tmp_path / "valkey")
-    server.start()
-    yield server
-    server.stop()
-
-
 def test_requests_outlive_a_server_that_comes_back(
-    server: RedisServer, queue_name: str, caplog: pytest.LogCaptureFixture
+    own_valkey: RedisServer, queue_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = worker_config(server.url, queue_name, model="echo:2", max_num_seqs=64, lease_s=30.0)
+    config = worker_config(own_valkey.url, queue_name, model="echo:2", max_num_seqs=64, lease_s=30.0)
     with (
         running_worker(config),
-        gateway(server.url, queue_name) as served,
+        gateway(own_valkey.url, queue_name) as served,
         ThreadPoolExecutor(1) as thread,
     ):
         url = f"{served.base_url}/completions"
@@ -185,7 +175,7 @@ def test_requests_outlive_a_server_that_comes_back(
             whole = thread.submit(httpx.post, url, json=LONG, timeout=PATIENCE_S)
             eventually(lambda: "requests_in_flight 3\n" in served.metrics(), "two requests and ours")
             eventually(lambda: listener.text, "the stream's begin")
-            server.kill()
+            own_valkey.kill()
             new = httpx.post(url, json=LONG, timeout=PATIENCE_S)
             assert (new.status_code, new.json()["error"]["code"]) == (503, "queue_unavailable")
             assert new.headers["retry-after"]
@@ -196,7 +186,7 @@ def test_requests_outlive_a_server_that_comes_back(
             for _ in range(5):  # each takes as long as the next look for batches
                 assert not served.is_alive()
             assert caplog.text.count(missed) == 1
-            server.start()
+            own_valkey.start()
         assert (listener.text, listener.is_done, listener.error) == (LONG["prompt"], True, {})
         assert whole.result().json()["choices"][0]["text"] == LONG["prompt"]
         eventually(served.is_alive, "the gateway to be ready")
@@ -204,15 +194,15 @@ def test_requests_outlive_a_server_that_comes_back(
 
 
 def test_a_server_that_stays_away_holds_no_request_beyond_its_deadline(
-    server: RedisServer, queue_name: str
+    own_valkey: RedisServer, queue_name: str
 ) -> None:
-    queue = open_queue(server.url, queue_name)
-    with gateway(server.url, queue_name, models=("m",), timeout_s=3.0) as served:
+    queue = open_queue(own_valkey.url, queue_name)
+    with gateway(own_valkey.url, queue_name, models=("m",), timeout_s=3.0) as served:
         with listening(served, model="m") as begun, listening(served, model="m") as waiting:
             jobs = [pulled(queue), pulled(queue)]
             queue.checkpoint(jobs[0], delta(0, 1, 2, text="one two"))
             eventually(lambda: begun.text or waiting.text, "the first words")
-            server.kill()
+            own_valkey.kill()
         queue.transport.close()
         ends = sorted([begun, waiting], key=lambda listener: listener.text)
         assert [listener.status for listener in ends] == [504, 200]

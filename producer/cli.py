@@ -23,6 +23,7 @@ from producer import cli_options as options
 from producer import cli_views as views
 from producer.client import Producer
 from producer.handles import JobHandle
+from producer.local_worker import LOADING_PATIENCE_S
 from producer.wire import registry
 from producer.wire.connecting import ServerAddress, has_password, open_client, redacted
 from producer.wire.discovery import PASSWORD_VARIABLE, URL_VARIABLE, find_redis
@@ -44,9 +45,6 @@ EXIT_USAGE = 2
 EXIT_REDIS = 3
 EXIT_QUEUE_FULL = 5
 EXIT_INTERRUPTED = 130
-
-LOADING_PATIENCE_S = 60.0
-"""How long a worker that is still loading may take to name its models."""
 
 T = TypeVar("T")
 

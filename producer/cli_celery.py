@@ -15,7 +15,7 @@ import typer
 
 from producer import cli_options as options
 from producer.cli import Queue, RedisUrl, app, say
-from producer.local_worker import LocalWorker, has_server, live_workers, served_name
+from producer.local_worker import LocalWorker, has_server, served_name, serving_workers
 from producer.wire.discovery import find_redis
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _serving(stack: contextlib.ExitStack, url: str | None, queue: str, model: st
     """The queue's address, with a worker for the model: one that is there, or a child of ours."""
     if has_server(url):
         url = find_redis(url)
-        if any(served_name(model) in info.models for info in live_workers(url, queue)):
+        if serving_workers(url, queue, model, say):
             say(f"a live worker of queue {queue} serves {served_name(model)}; using it")
             return url
     settings = [word for option in options for word in ("--option", option)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 import unicodedata
 from dataclasses import replace
 from itertools import islice
@@ -32,7 +31,14 @@ from producer.dataset.summary import Summary
 from producer.dataset.tokens import TokenCounter
 from producer.dataset.work import WINDOW, TooManyErrors
 from producer.dataset.writers import OUTPUT
-from producer.local_worker import LocalWorker, WorkerFailed, has_server, live_workers, served_name
+from producer.local_worker import (
+    LocalWorker,
+    WorkerFailed,
+    has_server,
+    live_workers,
+    served_name,
+    serving_workers,
+)
 from producer.wire.discovery import find_redis
 from producer.wire.errors import PagemillError
 from producer.wire.protocol import Job
@@ -45,7 +51,6 @@ PREVIEW_ROWS = 3
 SAMPLED_ROWS = 1_000
 GRACE_S = 1
 """Of a worker started here, after Ctrl-C: what it hands back goes on from its checkpoint."""
-POLL_S = 0.1
 PIPE_WIDTH = 200
 """In a log or a pipe a figure stays on its line."""
 
@@ -242,19 +247,11 @@ def server(
 
 
 def _serving(url: str, queue: str, model: str | None, quiet: bool) -> list[WorkerInfo]:
-    """The workers that serve the model. One that is still loading may be about to: a second would halve the machine."""
-    give_up = time.monotonic() + cli.LOADING_PATIENCE_S
-    has_told = quiet
-    while True:
+    """Those whose metrics are of interest, or that make a worker of our own superfluous."""
+    if model is None or not _is_local(model):
         alive = live_workers(url, queue)
-        serving = [info for info in alive if model is None or served_name(model) in info.models]
-        is_loading = any(info.state == "loading" for info in alive)
-        if serving or model is None or not (is_loading and _is_local(model)) or time.monotonic() > give_up:
-            return serving
-        if not has_told:
-            say(f"waiting for the worker of queue {queue} to load its model")
-            has_told = True
-        time.sleep(POLL_S)
+        return [info for info in alive if model is None or served_name(model) in info.models]
+    return serving_workers(url, queue, model, (lambda _: None) if quiet else say)
 
 
 def _is_local(model: str) -> bool:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,6 +24,8 @@ from producer.wire.transport import SyncTransport
 START_LIMIT_S = 600.0
 """Covers the packaged model's one-time conversion on a slow machine."""
 STOP_LIMIT_S = 30.0
+LOADING_PATIENCE_S = 60.0
+"""How long a worker that is still loading may take to name its models."""
 POLL_S = 0.1
 LOG_LINES = 15
 
@@ -130,6 +132,28 @@ def live_workers(url: str, queue: str) -> list[WorkerInfo]:
     """The workers of a queue. Raises RedisUnavailable."""
     with open_client(url, queue) as client:
         return SyncTransport(client).run(registry.workers(queue))
+
+
+def serving_workers(url: str, queue: str, model: str, say: Callable[[str], None]) -> list[WorkerInfo]:
+    """The workers that serve the model. One that is still loading may be about to: a second would halve the machine.
+
+    Args:
+        say: is told, once, when there is something to wait for.
+
+    Raises RedisUnavailable.
+    """
+    give_up = time.monotonic() + LOADING_PATIENCE_S
+    has_told = False
+    while True:
+        alive = live_workers(url, queue)
+        serving = [info for info in alive if served_name(model) in info.models]
+        is_loading = any(info.state == "loading" for info in alive)
+        if serving or not is_loading or time.monotonic() > give_up:
+            return serving
+        if not has_told:
+            say(f"waiting for the worker of queue {queue} to load its model")
+            has_told = True
+        time.sleep(POLL_S)
 
 
 def served_name(model: str) -> str:

@@ -23,8 +23,10 @@ import redis
 from celery import chain, chord, group
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 
+from producer.wire import registry
+from producer.wire.registry import WorkerInfo
 from tests.conftest import RedisServer, server_binary
-from tests.worker.harness import PATIENCE_S, eventually, running_worker, worker_config
+from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = "pagemill.generate"
@@ -54,11 +56,13 @@ def shop(server: RedisServer) -> Any:
 
 
 @contextmanager
-def celery_worker(url: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def celery_worker(
+    url: str, log: Path, *options: str, until: str = " ready."
+) -> Iterator[subprocess.Popen[bytes]]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
     environment = kept | {"PYTHONPATH": str(ROOT), "SHOP_BROKER": url, "PAGEMILL_REDIS_URL": url}
     command = [
-        sys.executable, "-m", "worker", "celery-worker", "--model", "echo", "--concurrency", "100",
+        sys.executable, "-m", "worker", "celery-worker", "--model", "echo", "--concurrency", "100", *options,
         "--celery-app", "tests.integration.celery_shop:app", "--", "-n", f"{uuid.uuid4().hex[:8]}@test",
     ]  # fmt: skip
     with log.open("ab") as file:
@@ -66,7 +70,7 @@ def celery_worker(url: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
             command, env=environment, stdout=file, stderr=file, cwd=ROOT, start_new_session=True
         )
     try:
-        eventually(lambda: process.poll() is not None or b" ready." in log.read_bytes(), "the Celery worker")
+        eventually(lambda: process.poll() is not None or until in log.read_text(), "the Celery worker")
         assert process.poll() is None, log.read_text()
         yield process
     finally:
@@ -261,6 +265,22 @@ def test_flower_shows_the_worker_and_its_tasks_and_revokes_one(
         doomed.get(timeout=PATIENCE_S)
     eventually(lambda: is_listed(doomed.id, "REVOKED"), "Flower to show the revocation")
     eventually(lambda: len(engine.table) == 0, "the engine to let go")
+
+
+def test_a_worker_that_is_loading_is_waited_for(server: RedisServer, queue_name: str, tmp_path: Path) -> None:
+    client = QueueClient(server.url, queue_name)
+    loading = WorkerInfo(id="loading", models=(), state="loading")
+    client.run(registry.heartbeat(queue_name, loading, ttl_ms=600_000))
+    client.redis.close()
+    log = tmp_path / "celery.log"
+    options = ("--queue", queue_name, "--native-queue", queue_name)
+    with (
+        celery_worker(server.url, log, *options, until="waiting for the worker") as process,
+        running_worker(worker_config(server.url, queue_name)),
+    ):
+        eventually(lambda: process.poll() is not None or " ready." in log.read_text(), "the Celery worker")
+    assert f"a live worker of queue {queue_name} serves echo; using it" in log.read_text()
+    assert "starting a worker" not in log.read_text()
 
 
 def received(url: str) -> bool:

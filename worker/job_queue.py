@@ -21,7 +21,7 @@ from producer.wire.connecting import open_client
 from producer.wire.durability import sync
 from producer.wire.errors import AccessDenied, RedisUnavailable
 from producer.wire.scripts import Call
-from producer.wire.transitions import PullReply, RenewReply
+from producer.wire.transitions import PullReply, RenewReply, SweepReply
 from producer.wire.transport import SyncTransport, wrap_errors
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,13 @@ class JobQueue:
         call = transitions.pull(
             self.queue, self.worker_id, models, max_jobs, max_cost_tokens, self.lease_ms, holding=holding
         )
-        return self.run(call)
+        reply = self.run(call)
+        self._warn_of_burials(reply.swept)
+        return reply
+
+    def sweep(self, patience_ms: int = 0) -> None:
+        """See `transitions.sweep`."""
+        self._warn_of_burials(self.run(transitions.sweep(self.queue, patience_ms=patience_ms)))
 
     def renew(self, held: Sequence[tuple[str, int]]) -> RenewReply:
         return self.run(transitions.renew(self.queue, self.worker_id, held, self.lease_ms))
@@ -195,6 +201,16 @@ class JobQueue:
 
     def close(self) -> None:
         self._client.close()
+
+    def _warn_of_burials(self, swept: SweepReply) -> None:
+        """Their workers died without a word: nobody else can tell of it."""
+        for job_id, crashes in swept.buried:
+            logger.warning(
+                "job is dead: its workers died while they ran it; see: pagemill inspect %s --queue %s",
+                job_id,
+                self.queue,
+                extra={"job_id": job_id, "code": "crash_suspect", "crashes": crashes},
+            )
 
     def _guard(self, operation: Callable[[], T]) -> T:
         try:

@@ -15,7 +15,6 @@ from typing import Protocol
 from redis.client import PubSub
 
 from monitoring.counters import WorkerCounters
-from producer.wire import transitions
 from producer.wire.errors import RedisUnavailable
 from producer.wire.registry import WorkerInfo, heartbeat, leave
 from worker.job_queue import Backoff, JobQueue, ServerClock
@@ -122,7 +121,7 @@ class LeaseKeeper:
         self._was_well = is_well
         self._clock.set(self._queue.server_time())
         self._queue.run(heartbeat(self._queue.queue, self._describe()))
-        self._queue.run(transitions.sweep(self._queue.queue))
+        self._queue.sweep()
 
     def _renew_leases(self) -> None:
         began = time.monotonic()

@@ -17,7 +17,7 @@ from types import FrameType
 
 from monitoring.queue_exposition import QueueExposition, QueueReadings
 from monitoring.queue_figures import QueueFigures
-from producer.wire import keys, transitions
+from producer.wire import keys
 from producer.wire.connecting import open_client
 from producer.wire.errors import AccessDenied, RedisUnavailable
 from producer.wire.transport import wrap_errors
@@ -92,7 +92,7 @@ class QueueSet:
         if not self._may_sweep:
             return
         try:
-            queue.run(transitions.sweep(queue.queue, patience_ms=self._lease_patience_ms))
+            queue.sweep(self._lease_patience_ms)
         except AccessDenied as error:
             logger.warning("%s; without a worker nobody makes delayed jobs due", error)
             self._may_sweep = False

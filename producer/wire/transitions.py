@@ -89,7 +89,7 @@ class PulledJob:
 
 @dataclass(frozen=True, slots=True)
 class SweepReply:
-    """What a sweep did, and in how many milliseconds the next delayed job is due (None: there is none)."""
+    """What a sweep did, in how many ms the next delayed job is due (None: none is), and the crashes of the dead."""
 
     reclaimed: int = 0
     dead: int = 0
@@ -97,6 +97,7 @@ class SweepReply:
     expired: int = 0
     promoted: int = 0
     next_due_ms: int | None = None
+    buried: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,9 +341,10 @@ def _submit_replies(ids: tuple[str, ...], reply: bytes) -> list[SubmitReply]:
     return [SubmitReply(word, other or own) for own, (word, _, other) in zip(ids, words, strict=True)]  # type: ignore[arg-type]
 
 
-def _sweep_reply(reply: list[int]) -> SweepReply:
-    reclaimed, dead, cancelled, expired, promoted, due = reply
-    return SweepReply(reclaimed, dead, cancelled, expired, promoted, due if due >= 0 else None)
+def _sweep_reply(reply: list[Any]) -> SweepReply:
+    reclaimed, dead, cancelled, expired, promoted, due, deaths = reply
+    buried = tuple((job_id.decode(), crashes) for job_id, crashes in deaths)
+    return SweepReply(reclaimed, dead, cancelled, expired, promoted, due if due >= 0 else None, buried)
 
 
 def _pull_reply(reply: list[Any]) -> PullReply:

@@ -14,7 +14,7 @@ local function reclaim(id, job)
   end
   if crashes >= 5 then
     finish(id, job, 'dead', CRASHED)
-    return 'dead'
+    return 'dead', crashes
   end
   -- The suspects' record is kept under the worker, so detach needs the job as it was; the lane, as it is now.
   detach(id, job)
@@ -46,8 +46,11 @@ local function sweep_leases(limit, patience, done)
       finish(id, job, ending, ENDED[ending])
       done[ending] = done[ending] + 1
     else
-      local became = reclaim(id, job)
+      local became, crashes = reclaim(id, job)
       done[became] = done[became] + 1
+      if became == 'dead' then
+        done.buried[#done.buried + 1] = {id, crashes}
+      end
     end
   end
 end
@@ -120,9 +123,10 @@ local function sweep_workers(limit)
   end
 end
 
--- Returns reclaimed, dead, cancelled, expired, promoted, and ms until the next delayed job is due (or -1).
+-- Returns reclaimed, dead, cancelled, expired, promoted, ms until the next delayed job is due (or -1), and the id and
+-- crashes of each that became dead.
 local function sweep(limit, patience)
-  local done = {reclaimed = 0, dead = 0, cancelled = 0, expired = 0, promoted = 0}
+  local done = {reclaimed = 0, dead = 0, cancelled = 0, expired = 0, promoted = 0, buried = {}}
   sweep_leases(limit, patience, done)
   cut_leases(limit)
   sweep_deadlines(limit, done)
@@ -132,5 +136,5 @@ local function sweep(limit, patience)
   redis.call('ZREMRANGEBYSCORE', P .. 'dead', '-inf', int(NOW - DEAD_TTL))
   local due = redis.call('ZRANGE', P .. 'delayed', 0, 0, 'WITHSCORES')[2]
   local wait = due and math.max(0, due - NOW) or -1
-  return {done.reclaimed, done.dead, done.cancelled, done.expired, done.promoted, wait}
+  return {done.reclaimed, done.dead, done.cancelled, done.expired, done.promoted, wait, done.buried}
 end

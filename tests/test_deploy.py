@@ -12,6 +12,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from producer.cli_gateway import DEFAULT_PORT
+from producer.gateway.config import GatewayConfig
+from producer.gateway.gateway import CLOSE_S
+from tests.monitoring.prometheus_server import promtool
 from worker.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,14 +80,33 @@ def test_prometheus_reads_the_rules_that_are_mounted_and_the_ports_that_are_serv
     mounted = [v.split(":")[1] for v in COMPOSE["services"]["prometheus"]["volumes"]]
     for pattern in prometheus["rule_files"]:
         assert f"/etc/prometheus/{pattern.partition('/')[0]}" in mounted
-    worker, exporter = prometheus["scrape_configs"]
-    assert (
-        str(worker["dns_sd_configs"][0]["port"])
-        == COMPOSE["services"]["worker"]["environment"]["PAGEMILL_HTTP_PORT"]
-    )
-    assert exporter["static_configs"][0]["targets"] == [
-        f"exporter:{COMPOSE['services']['exporter']['command'][-1]}"
-    ]
+    jobs = {config["job_name"]: config for config in prometheus["scrape_configs"]}
+    services = COMPOSE["services"]
+    # Workers and gateways by name, so that `--scale` is seen.
+    ports = {
+        "worker": services["worker"]["environment"]["PAGEMILL_HTTP_PORT"],
+        "gateway": services["gateway"]["ports"][0].rpartition(":")[2],
+    }
+    for name, port in ports.items():
+        (found,) = jobs.pop(f"pagemill-{name}s")["dns_sd_configs"]
+        assert (found["names"], found["type"], str(found["port"])) == ([name], "A", port)
+    assert "--port" not in services["gateway"]["command"]
+    assert ports["gateway"] == str(DEFAULT_PORT)
+    exporter = jobs.pop("pagemill-exporter")
+    assert exporter["static_configs"][0]["targets"] == [f"exporter:{services['exporter']['command'][-1]}"]
+    assert not jobs
+
+
+def test_prometheus_takes_its_configuration_and_rules_as_they_are_mounted(tmp_path: Path) -> None:
+    for volume in COMPOSE["services"]["prometheus"]["volumes"]:
+        source, target, *_ = volume.split(":")
+        if source.startswith("./"):
+            mounted = tmp_path / target.removeprefix("/etc/prometheus/")
+            mounted.parent.mkdir(exist_ok=True)
+            mounted.symlink_to((ROOT / source).resolve())
+    checked = promtool("check", "config", tmp_path / "prometheus.yml")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "SUCCESS" in checked.stdout
 
 
 def test_redis_keeps_what_is_queued() -> None:
@@ -93,5 +116,10 @@ def test_redis_keeps_what_is_queued() -> None:
     assert options["--appendonly"] == "yes"
 
 
-def test_a_worker_has_time_to_drain() -> None:
-    assert int(COMPOSE["services"]["worker"]["stop_grace_period"].rstrip("s")) >= 30
+def test_what_is_stopped_has_time_to_drain() -> None:
+    seconds = {
+        name: int(COMPOSE["services"][name]["stop_grace_period"].rstrip("s"))
+        for name in ("worker", "gateway")
+    }
+    assert seconds["worker"] >= 30
+    assert seconds["gateway"] >= GatewayConfig().drain_s + CLOSE_S + 5

@@ -45,10 +45,7 @@ def build_app(config: GatewayConfig, metrics: GatewayMetrics | None = None) -> F
         try:
             yield
         finally:
-            batches.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await batches
-            await gateway.close()
+            await gateway.close(batches)
 
     app = Starlette(
         routes=routes,

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_CLOSING_S = 5.0
+CLOSE_S = 10.0
+"""How long the end may take once open requests have had their time: their last words, and those of batches."""
 
 
 class Gateway:
@@ -79,15 +80,21 @@ class Gateway:
         self._in_background.add(task)
         task.add_done_callback(self._in_background.discard)
 
-    async def close(self) -> None:
-        """Once the requests that the server has cancelled have said which jobs are to end with them."""
+    async def close(self, batches: asyncio.Task[Any] | None = None) -> None:
+        """End what runs batches, and see through what the last requests leave behind; all in `CLOSE_S`.
+
+        The server has cancelled those requests, and does not wait until they have said which jobs end with them.
+        """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSING_S):
+            async with asyncio.timeout(CLOSE_S):
+                if batches is not None:
+                    batches.cancel()
+                    await asyncio.wait({batches})
                 while self.metrics.in_flight:
                     await asyncio.sleep(0.01)
-        if self._in_background:
-            await asyncio.wait(self._in_background, timeout=_CLOSING_S)
-        await self.producer.close()
+                while self._in_background:
+                    await asyncio.wait(self._in_background)
+                await self.producer.close()
 
     async def _cancel(self, handle: AsyncJobHandle) -> None:
         try:

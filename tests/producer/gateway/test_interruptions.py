@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
+from producer.gateway import gateway as gateway_module
 from producer.gateway.config import GatewayConfig
 from producer.gateway.gateway import Gateway
 from producer.gateway.metrics import GatewayMetrics
@@ -159,6 +161,54 @@ async def test_the_gateway_closes_after_its_last_requests_word(valkey_url: str, 
         requests.create_task(cancelled_request())
         await gateway.close()
         assert is_seen_through.is_set()
+
+
+async def test_the_gateway_does_not_wait_for_what_never_ends(
+    valkey_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One limit for the whole end: whoever stops the process counts on it."""
+    monkeypatch.setattr(gateway_module, "CLOSE_S", 0.1)
+    never = asyncio.Event()
+    for stuck in ("batches", "request", "word"):
+        gateway = Gateway(GatewayConfig(redis_url=valkey_url, queue=queue_name), GatewayMetrics())
+        batches = asyncio.create_task(_deaf(never) if stuck == "batches" else never.wait())
+        await asyncio.sleep(0)
+        gateway.metrics.in_flight += stuck == "request"
+        if stuck == "word":
+            gateway.in_background(_deaf(never))
+        async with asyncio.timeout(PATIENCE_S):
+            await gateway.close(batches)
+        assert batches.cancelling()
+        assert batches.done() == (stuck != "batches")
+    never.set()
+
+
+async def _deaf(until: asyncio.Event) -> None:
+    while not until.is_set():
+        with contextlib.suppress(asyncio.CancelledError):
+            await until.wait()
+
+
+def test_a_server_that_hangs_does_not_hold_the_end_up(own_valkey: RedisServer, queue_name: str) -> None:
+    """It takes connections and answers nothing, with a request under way and one to cancel."""
+    queue = open_queue(own_valkey.url, queue_name)
+    with (
+        gateway_process(own_valkey.url, queue_name, drain_s=1, models=["m"]) as (served, process),
+        ThreadPoolExecutor(1) as thread,
+    ):
+        asked = {"model": "m", "prompt": "x", "max_tokens": 5}
+        whole = thread.submit(httpx.post, f"{served.base_url}/completions", json=asked, timeout=PATIENCE_S)
+        pulled(queue)
+        assert own_valkey.process is not None
+        own_valkey.process.send_signal(signal.SIGSTOP)
+        try:
+            process.send_signal(signal.SIGTERM)
+            answer = whole.result()
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "stopping")
+            assert process.wait(PATIENCE_S) == 0
+        finally:
+            own_valkey.process.send_signal(signal.SIGCONT)
+    queue.transport.close()
 
 
 def test_requests_outlive_a_server_that_comes_back(

@@ -6,8 +6,9 @@
 Runs every section in under ten minutes on an H200, needs nothing from outside, prints a table per section and
 rewrites DIR/gpu.json after each row, so that an interrupted run keeps what it has. Sections run in processes of their
 own: one that fails, hangs or loses the device costs no other its results, and keeps its own rows so far; what engines
-wrote to stderr is in DIR/*.log. A section that no longer fits the budget is left out, and says so. Exit code 1:
-something is wrong; 2: there is no CUDA device.
+wrote to stderr is in DIR/*.log. A section leaves those behind it the time that they need, except for the proof that the
+kernels are right; one that no longer fits the budget is left out, and says so; so is `ranks`, one
+model on two GPUs, where there is one. Exit code 1: something is wrong; 2: there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class Session:
     device: torch.device
     is_dry: bool
     deadline: float
+    """Of the section that it is handed to, by `time.perf_counter`."""
     out: Path
     done: dict[str, list[Row]] = field(default_factory=dict)
 
@@ -156,11 +158,25 @@ def switches(session: Session) -> list[Row]:
     return [_answer(session, job, 600.0 if session.is_dry else 180.0)]
 
 
+def ranks(session: Session) -> Iterator[Row]:
+    """One model on two GPUs: the same tokens as on one, then the speed of it."""
+    num_gpus = torch.cuda.device_count()
+    if not session.is_dry and num_gpus < 2:
+        yield {"left_out": f"{num_gpus} GPU here, 2 needed"}
+        return
+    job = _job(session, "tiny", "ranks", num_requests=12, shortest=8, longest=48)
+    yield _answer(session, job, 600.0 if session.is_dry else 180.0)
+    if not session.is_dry:
+        options = {"tensor_parallel_size": 2}
+        job = _job(session, "llama-3.1-8b", "pagemill", num_requests=256, options=options)
+        yield _answer(session, job, 240.0) | options
+
+
 def end_to_end(session: Session, model: str) -> Iterator[Row]:
     """All requests, and as few as the slow peer gets."""
-    for num_requests in (256, 64):
+    for num_requests, share in ((256, 0.6), (64, 1.0)):
         job = _job(session, model, "pagemill", num_requests=num_requests)
-        row = _answer(session, job, 200.0)
+        row = _answer(session, job, min(200.0, share * session.seconds_left))
         copy, product = session.ceiling("copy_gb_per_s"), session.ceiling("bf16_tflop_per_s")
         if "error" not in row and copy and product:
             rates = {"copy_gb_per_s": copy, "bf16_tflop_per_s": product}
@@ -187,6 +203,8 @@ class Section:
     """Left out where less of the budget remains."""
     limit_seconds: float | None = None
     """Runs in the device's process, and no longer than this; None: makes its own processes, and ends in time."""
+    comes_first: bool = False
+    """Takes its time, whatever is left for those behind it."""
 
 
 def _sections() -> dict[str, Section]:
@@ -194,7 +212,7 @@ def _sections() -> dict[str, Section]:
     found = {
         "machine": Section(machine, 0.0, 60.0),
         "ceilings": Section(ceilings, 5.0, 60.0),
-        "correctness": Section(correctness, 60.0, 180.0),
+        "correctness": Section(correctness, 60.0, 180.0, comes_first=True),
         "switches": Section(switches, 60.0),
     }
     models = ("llama-3.1-8b", "qwen3-0.6b")
@@ -206,11 +224,13 @@ def _sections() -> dict[str, Section]:
         "rows": Section(rows, 15.0, 45.0),
     }
     for model in models:
-        found[f"peer {model}"] = Section(lambda session, model=model: peer(session, model), 75.0)
-    return found | {"tiles": Section(tiles, 30.0, 120.0)}
+        found[f"peer {model}"] = Section(lambda session, model=model: peer(session, model), 60.0)
+    return found | {"ranks": Section(ranks, 90.0), "tiles": Section(tiles, 30.0, 120.0)}
 
 
 SECTIONS = _sections()
+_SPARE = ("ranks", "tiles")
+"""They get what the others leave: nothing is kept for them."""
 
 
 def print_table(title: str, rows: list[Row]) -> None:
@@ -224,13 +244,24 @@ def print_table(title: str, rows: list[Row]) -> None:
         )
 
 
-def _run_section(name: str, session: Session, device: DeviceProcess) -> None:
+def allowance(section: Section, later: Sequence[str], seconds_left: float) -> float:
+    """Seconds that a section may take: all that is left but for what `later` ones need, and at least its own need."""
+    if section.comes_first:
+        return seconds_left
+    kept = sum(SECTIONS[name].needs_seconds for name in later if name not in _SPARE)
+    return min(seconds_left, max(section.needs_seconds, seconds_left - kept))
+
+
+def _run_section(name: str, later: Sequence[str], session: Session, device: DeviceProcess) -> None:
     """Append what the section finds to what is done, row by row."""
-    section = SECTIONS[name]
+    section, left = SECTIONS[name], session.seconds_left
     found = session.done[name] = []
-    if session.seconds_left < section.needs_seconds:
-        found.append({"left_out": f"{session.seconds_left:.0f} s left, {section.needs_seconds:.0f} s needed"})
+    if left < section.needs_seconds:
+        found.append({"left_out": f"{left:.0f} s left, {section.needs_seconds:.0f} s needed"})
         return
+    if not session.is_dry:  # in the interpreter time says nothing
+        seconds = allowance(section, later, left)
+        session = replace(session, deadline=session.deadline - left + seconds)
     try:
         rows = section.run(session) if section.limit_seconds is None else _on_device(section, session, device)
         for row in rows:
@@ -290,9 +321,10 @@ def main(arguments: list[str] | None = None) -> int:
     session = Session(torch.device(options.device), options.dry_run, deadline, options.out)
     device, failed = DeviceProcess(), False
     try:
-        for name in options.section or list(SECTIONS):
+        names = options.section or list(SECTIONS)
+        for number, name in enumerate(names):
             started = time.perf_counter()
-            _run_section(name, session, device)
+            _run_section(name, names[number + 1 :], session, device)
             _save(session)
             found = sorted(session.done[name], key=lambda row: bool(row.get("ok", True)))
             failed = failed or any(row.get("ok") is False or "error" in row for row in found)

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -48,7 +49,7 @@ class Job:
 
     model: str
     engine: str
-    """pagemill, transformers, or switches: the engine's own variants against each other."""
+    """pagemill, transformers; or switches, ranks: the engine's own variants against each other."""
     device: str
     num_requests: int = 256
     shortest: int = 100
@@ -199,16 +200,13 @@ def run_transformers(job: Job, directory: Path) -> Row:
     return _row(job, seconds, sum(ended), ready - started) | {"ended": len(ended)}
 
 
-def run_switches(job: Job, directory: Path) -> Row:
-    """Tokens with overlap, graphs and one copy per step on and off, against transformers' own greedy choice.
+def _saved_model(job: Job, directory: Path) -> Any:
+    """A model with random weights, and in `directory`.
 
     Small and in fp32, where rows of a product may add up in another order but hardly ever change a token.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-
-    from engine.llm import LLM
-    from engine.sampling_params import SamplingParams
 
     torch.manual_seed(0)
     save_config(job.model, directory)
@@ -218,6 +216,14 @@ def run_switches(job: Job, directory: Path) -> Row:
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.2)  # wide, so that candidates are rarely close
     model.save_pretrained(directory)
+    return model
+
+
+def _tokens(job: Job, directory: Path, **options: Any) -> list[list[int]]:
+    """What a saved model makes of the workload, every other request greedy; `options` of `EngineConfig`."""
+    from engine.llm import LLM
+    from engine.sampling_params import SamplingParams
+
     prompts, lengths = workload(job)
     params = [
         SamplingParams(
@@ -225,13 +231,22 @@ def run_switches(job: Job, directory: Path) -> Row:
         )
         for number, length in enumerate(lengths)
     ]
-
-    def tokens(**options: Any) -> list[list[int]]:
-        settings = {"dtype": "float32", "skip_tokenizer_init": True, "num_kv_blocks": 256, "num_threads": 1}
-        llm = LLM(str(directory), **(settings | {"device": job.device} | job.options | options))
+    settings = {"dtype": "float32", "skip_tokenizer_init": True, "num_kv_blocks": 256, "num_threads": 1}
+    llm = LLM(str(directory), **(settings | {"device": job.device} | job.options | options))
+    try:
         results = llm.generate(prompts, params, use_tqdm=False)
-        return [result.outputs[0].token_ids for result in results]
+    finally:
+        llm.close()
+    return [result.outputs[0].token_ids for result in results]
 
+
+def run_switches(job: Job, directory: Path) -> Row:
+    """Tokens with overlap, graphs and one copy per step on and off, against transformers' own greedy choice."""
+    import torch
+
+    model = _saved_model(job, directory)
+    prompts, _lengths = workload(job)
+    tokens = partial(_tokens, job, directory)
     off = {"enforce_eager": True, "async_scheduling": False, "stage_inputs": False}
     plain = tokens(**off)
     row: Row = {"engine": "pagemill", "requests": len(prompts)}
@@ -248,7 +263,23 @@ def run_switches(job: Job, directory: Path) -> Row:
     return row | {"ok": all(row[name] == 0 for name in (*off, "all", "transformers"))}
 
 
-_ENGINES = {"pagemill": run_pagemill, "transformers": run_transformers, "switches": run_switches}
+def run_ranks(job: Job, directory: Path) -> Row:
+    """How many requests differ with the model spread over two devices: none should."""
+    _saved_model(job, directory)
+    whole = _tokens(job, directory)
+    row: Row = {"engine": "pagemill", "requests": len(whole)}
+    for name, options in (("2 ranks", {}), ("2 ranks, no overlap", {"async_scheduling": False})):
+        spread = _tokens(job, directory, tensor_parallel_size=2, **options)
+        row[name] = sum(a != b for a, b in zip(whole, spread, strict=True))
+    return row | {"ok": row["2 ranks"] == row["2 ranks, no overlap"] == 0}
+
+
+_ENGINES = {
+    "pagemill": run_pagemill,
+    "transformers": run_transformers,
+    "switches": run_switches,
+    "ranks": run_ranks,
+}
 
 
 def main() -> None:

@@ -80,6 +80,8 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
 
     tune_device(config)
     group = None if ranks is None else ranks.group
+    if group is not None:
+        group.claim_device(config.device)
     model = load_model(config, group)
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, model.dtype, model.device)
     shape = replace(model.kv_cache_shape(config.block_size), dtype=cache_dtype)
@@ -114,7 +116,7 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
         from engine.execution.parallel.executor import TensorParallelExecutor
 
         weight_bytes += ranks.wait_ready()
-        executor = TensorParallelExecutor(runner, ranks)
+        executor = TensorParallelExecutor(runner, ranks, model.device)
     return EngineParts(
         executor=executor,
         tokenizer=tokenizer,

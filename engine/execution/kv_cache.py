@@ -130,6 +130,7 @@ def num_host_blocks_for(config: EngineConfig, shape: KVCacheShape) -> int:
 
 def _free_bytes(config: EngineConfig, device: torch.device) -> int:
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading has let go of is free
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - (1.0 - config.gpu_memory_utilization) * total))
     available = int(psutil.virtual_memory().available * _CPU_SHARE)

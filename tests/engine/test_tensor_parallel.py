@@ -18,6 +18,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PhiConfig,
     PhiForCausalLM,
     Qwen2Config,
@@ -58,6 +60,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "gpt-neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**sizes())),
     "phi": lambda: PhiForCausalLM(PhiConfig(**sizes(num_key_value_heads=2))),
+    "phi3": lambda: Phi3ForCausalLM(
+        Phi3Config(**sizes(num_key_value_heads=2, sliding_window=12, pad_token_id=0))
+    ),
 }
 
 
@@ -210,6 +215,22 @@ def test_every_family_over_two_and_four_ranks(name: str, size: int, tmp_path: Pa
         assert generate(llm, PROMPTS, params) == expected  # now with prefixes that are cached
     finally:
         llm.close()
+
+
+@pytest.mark.slow
+def test_phi3_splits_where_its_layers_stay_as_they_are(tmp_path: Path) -> None:
+    """In half precision on a CPU transformers' own attention runs, which tells queries from keys by a configuration."""
+    directory = save("phi3", tmp_path)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, **GREEDY)
+    found = []
+    for size in (1, 2):
+        llm = make_llm(directory, dtype="bfloat16", tensor_parallel_size=size)
+        results = llm.generate(PROMPTS, params, use_tqdm=False)
+        llm.close()
+        scored = [entry for result in results for entry in result.prompt_logprobs or () if entry is not None]
+        found.append(torch.tensor([entry.logprob for entry in scored]))
+    whole, split = found
+    assert (whole - split).abs().mean() < 0.1 < 1.0 < whole.std()
 
 
 @pytest.mark.slow

@@ -7,14 +7,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu_correctness
-from benchmarks.gpu import SECTIONS
+from benchmarks import gpu, gpu_correctness
+from benchmarks.gpu import SECTIONS, Section, Session
 from benchmarks.gpu_attention import Shape
 from benchmarks.gpu_correctness import Job, run_jobs
 from benchmarks.gpu_engine import Job as EngineJob
@@ -58,7 +60,7 @@ def _dry_run(out: Path, *arguments: str) -> dict[str, list[dict[str, object]]]:
 @pytest.mark.timeout(900)
 def test_every_kernel_section_walks_through(tmp_path: Path) -> None:
     """Nothing may be left for the GPU's minutes to find."""
-    sections = [name for name in SECTIONS if not name.startswith(("engine", "peer", "switches"))]
+    sections = [name for name in SECTIONS if not name.startswith(("engine", "peer", "switches", "ranks"))]
     chosen = [word for name in sections for word in ("--section", name)]
     found = _dry_run(tmp_path, "--budget", "1000", *chosen)
     assert list(found) == sections
@@ -74,6 +76,7 @@ def test_the_whole_walk(tmp_path: Path) -> None:
     assert list(found) == list(SECTIONS)
     assert not any("left_out" in row or "error" in row for rows in found.values() for row in rows)
     assert found["switches"][0]["ok"]
+    assert found["ranks"][0]["ok"]
     assert found["engine llama-3.1-8b"][0]["output_tokens"]
     assert found["peer qwen3-0.6b"][0]["ended"] == 3
     assert "pagemill_over_it" in found["peer qwen3-0.6b"][0]
@@ -83,6 +86,45 @@ def test_a_section_that_does_not_fit_is_left_out(tmp_path: Path) -> None:
     found = _dry_run(tmp_path, "--budget", "20", "--section", "machine", "--section", "decode")
     assert found["machine"][0]["fact"] == "python"
     assert "left_out" in found["decode"][0]
+
+
+@pytest.mark.parametrize("greedy", [set(SECTIONS), {"switches"}, set()], ids=["all", "one", "none"])
+def test_sections_that_take_all_they_may_end_in_time(
+    greedy: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that only sections move."""
+    now = 0.0
+    took: dict[str, float] = {}
+
+    def made_up(name: str, section: Section) -> Section:
+        def run(session: Session) -> Iterator[dict[str, Any]]:
+            nonlocal now
+            limit = min(section.limit_seconds or 1e9, session.seconds_left)
+            took[name] = limit if name in greedy else min(1.0, limit)
+            now += took[name]
+            yield {"section": name}
+
+        return replace(section, run=run, limit_seconds=None)
+
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(gpu, "SECTIONS", {name: made_up(name, section) for name, section in SECTIONS.items()})
+    session, device, names = (
+        Session(torch.device("cpu"), False, 560.0, tmp_path),
+        DeviceProcess(),
+        list(SECTIONS),
+    )
+    for number, name in enumerate(names):
+        gpu._run_section(name, names[number + 1 :], session, device)
+        gpu._save(session)
+    assert now <= 560.0
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert list(found) == names
+    assert all(found.values())
+    assert took["correctness"] == (180.0 if "correctness" in greedy else 1.0)
+    if greedy == {"switches"}:
+        assert set(took) == set(names), "it costs no other its place"
+    assert {"decode", "prefill", "rows"} <= set(took)
+    assert all(took[name] >= SECTIONS[name].needs_seconds for name in took if name in greedy)
 
 
 def _section(ending: str) -> Iterator[dict[str, Any]]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
+from engine.errors import RankLost
 from engine.execution.model_runner import LaunchedStep, ModelRunner
 from engine.execution.parallel.plan_delta import encode
 from engine.execution.parallel.rank_processes import RankProcesses
 from engine.plan import StepPlan, StepResult
+
+_POLL_S = 50e-6
 
 
 class TensorParallelExecutor:
@@ -18,20 +24,31 @@ class TensorParallelExecutor:
     Raises `RankLost` from then on, which no other request is retried after.
     """
 
-    def __init__(self, runner: ModelRunner, ranks: RankProcesses) -> None:
+    def __init__(self, runner: ModelRunner, ranks: RankProcesses, device: torch.device) -> None:
         self._runner = runner
         self._ranks = ranks
+        self._device = device
 
     def launch(self, plan: StepPlan) -> ParallelStep:
         with _fatal(self._ranks):
             self._ranks.send(encode(plan))
-            return ParallelStep(self._runner.launch(plan), self._ranks)
+            return ParallelStep(self._runner.launch(plan), self._ranks, self._mark())
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """Reached by the device when it has done all that it was given until now."""
+        if self._device.type != "cuda":
+            return None
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record()
+        return mark
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelStep:
     step: LaunchedStep
     ranks: RankProcesses
+    end: torch.cuda.Event | None = None
+    """Where the device has done the step; None: it had when the step was launched, as with gloo."""
 
     @property
     def plan(self) -> StepPlan:
@@ -39,6 +56,11 @@ class ParallelStep:
 
     def wait(self) -> StepResult:
         with _fatal(self.ranks):
+            # On a GPU a collective waits for a rank that has died, and whoever waits for the GPU with it.
+            while self.end is not None and not self.end.query():  # type: ignore[no-untyped-call]
+                if (reason := self.ranks.failure()) is not None:
+                    raise RankLost(reason)
+                time.sleep(_POLL_S)
             return self.step.wait()
 
 

@@ -62,6 +62,8 @@ class GatheredHead(PartialLinear):
     The other ranks get zeros, in no memory of their own: nobody reads their logits.
     """
 
+    _rows_bias: torch.Tensor | None
+
     def __init__(self, whole: nn.Linear, share: Share, group: RankGroup) -> None:
         rows = share.of(whole.out_features)
         super().__init__(
@@ -73,7 +75,10 @@ class GatheredHead(PartialLinear):
         )
         # Views: of weights that are tied to the embeddings nothing is copied.
         self.weight = nn.Parameter(whole.weight.detach()[rows], requires_grad=False)
-        self._rows_bias = None if whole.bias is None else whole.bias.detach()[rows]
+        # A buffer, so that it goes to the device with the rest.
+        self.register_buffer(
+            "_rows_bias", None if whole.bias is None else whole.bias.detach()[rows], persistent=False
+        )
         self._vocab_size = whole.out_features
         self._widths = [
             part.stop - part.start

@@ -33,6 +33,14 @@ class RankGroup:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    def claim_device(self, name: str) -> None:
+        """Rank r computes on GPU r, on the calling thread from now on. `name`: `EngineConfig.device`.
+
+        Rank 0 says so too: a program that has chosen another GPU for itself would have two ranks meet on one.
+        """
+        if name != "cpu" and torch.cuda.is_available():
+            torch.cuda.set_device(self.rank)
+
     def connect(self, rendezvous: str, device: torch.device) -> None:
         """Meet the others at a file that nobody else uses. Returns when all are there; raises RuntimeError."""
         store = dist.FileStore(rendezvous, self.size)  # type: ignore[attr-defined]
@@ -40,6 +48,8 @@ class RankGroup:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _TIMEOUT
             self._backend = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            # NCCL meets the others in its first collective: now, and not in somebody's first request.
+            self.all_reduce(torch.zeros(1, device=device)).item()
         else:
             # On the loopback device: by default gloo asks what address the machine's name stands for, which
             # needs not resolve, and would listen there.
@@ -60,5 +70,14 @@ class RankGroup:
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Everybody's tensor, on rank 0; elsewhere none."""
         tensors = [torch.empty_like(tensor) for _ in range(self.size)] if self.is_first else []
-        self._backend.gather(tensors, tensor, 0).wait()
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        # The others give no list at all, and not an empty one: NCCL refuses that.
+        self._backend.gather([tensors] if self.is_first else [], [tensor], options).wait()
         return tensors
+
+    def close(self) -> None:
+        """Leave the others; whatever still waits for them on the device ends. Again is no error."""
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.abort()

@@ -49,13 +49,13 @@ def main(connection: Connection) -> NoReturn:
             level=logging.WARNING, format=f"%(asctime)s rank {task.rank} %(levelname)s %(message)s"
         )
         try:
-            runner = _get_ready(connection, task)
+            runner, plans = _get_ready(connection, task)
         except Exception as error:
             if not isinstance(error, ConfigError):
                 logger.exception("rank %d can't get ready", task.rank)
             connection.send(Failed(str(error) or type(error).__name__, isinstance(error, ConfigError)))
             _leave(1)
-        _run_plans(runner, Inbox(connection))
+        _run_plans(runner, plans)
     except (EOFError, OSError):  # rank 0 has gone while this one was loading
         _leave(0)
     except Exception:
@@ -63,10 +63,8 @@ def main(connection: Connection) -> NoReturn:
         _leave(1)
 
 
-def _get_ready(connection: Connection, task: Any) -> Any:
-    """Load the rank's share, agree on limits, meet the others; returns the `ModelRunner`."""
-    import torch
-
+def _get_ready(connection: Connection, task: Any) -> tuple[Any, Inbox]:
+    """Load the rank's share, agree on limits, meet the others; returns the `ModelRunner`, and what brings its plans."""
     from engine.execution.device_tuning import tune_device
     from engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
     from engine.execution.loader import load_model
@@ -75,19 +73,21 @@ def _get_ready(connection: Connection, task: Any) -> Any:
     from engine.execution.parallel.rank_group import RankGroup
 
     config = task.config
-    if torch.cuda.is_available() and config.device != "cpu":
-        torch.cuda.set_device(task.rank)
     tune_device(config)
     group = RankGroup(task.rank, config.tensor_parallel_size)
+    group.claim_device(config.device)
     model = load_model(config, group)
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, model.dtype, model.device)
     shape = replace(model.kv_cache_shape(config.block_size), dtype=cache_dtype)
     connection.send(Loaded(num_blocks_for(config, shape, model.device), num_host_blocks_for(config, shape)))
     limits = connection.recv()
+    plans = Inbox(
+        connection
+    )  # already: the others are waited for, and kernels compiled, only while rank 0 lives
     group.connect(task.rendezvous, model.device)
     runner = ModelRunner(model, config, limits, shape, group)
     connection.send(Ready(model.weight_bytes()))
-    return runner
+    return runner, plans
 
 
 def _run_plans(runner: Any, inbox: Inbox) -> NoReturn:

@@ -111,6 +111,7 @@ class RankProcesses:
     def close(self) -> None:
         """End the processes. Again is no error."""
         self._end()
+        self.group.close()  # after them: they would take it for a failure of theirs
 
     def _answers(self, kind: type[Answer]) -> list[Answer]:
         answers = []

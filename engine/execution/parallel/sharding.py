@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -34,6 +35,15 @@ def finish_sharding(module: Any, plan: ShardingPlan, group: RankGroup) -> None:
         slopes = getattr(child, "alibi_slopes", None)
         if isinstance(slopes, torch.Tensor):
             child.alibi_slopes = slopes[plan.share.of(len(slopes))].clone()
+        if hasattr(child, "qkv_proj"):
+            _give_own_heads(child, plan)
+
+
+def _give_own_heads(attention: Any, plan: ShardingPlan) -> None:
+    """An attention that tells queries from keys by its configuration's heads gets one with the rank's."""
+    attention.config = copy.copy(attention.config)
+    attention.config.num_attention_heads = plan.num_heads
+    attention.config.num_key_value_heads = attention.num_key_value_heads = plan.num_kv_heads
 
 
 def _shrink_layers(module: nn.Module, plan: ShardingPlan, group: RankGroup) -> None:
@@ -53,10 +63,9 @@ def _part_of(layer: nn.Linear, name: str, style: str, plan: ShardingPlan, group:
     if style != COLUMNS:
         inputs = plan.share.of(layer.in_features)
         return RowParallelLinear(layer, inputs.stop - inputs.start, group)
-    outputs = plan.outputs(name, layer.out_features)
     return nn.Linear(
         layer.in_features,
-        outputs.stop - outputs.start,
+        sum(part.stop - part.start for part in plan.outputs(name, layer.out_features)),
         bias=layer.bias is not None,
         device=layer.weight.device,
         dtype=layer.weight.dtype,

@@ -15,7 +15,11 @@ COLUMNS, ROWS = "colwise", "rowwise"
 """transformers' words. Columns: a rank has some of the outputs. Rows: it has some of the inputs, and what the ranks
 compute from theirs is summed."""
 _REPLICATED = ("replicated_with_grad_allreduce",)
-_KV_PROJECTION = re.compile(r"(^|\.)(k_proj|v_proj)\.")
+# Phi 3's layers that hold several projections in one, and those that read what comes of them. transformers has every
+# rank gather the whole product, because a plain cut of it would give one rank the queries and the next one the keys.
+# Here each projection in it is cut by itself, so that a rank goes on with its own heads and channels.
+_MERGED, _BEHIND_MERGED = "colwise_gather_output", "rowwise_split_input"
+_MERGED_LAYERS = ("qkv_proj", "gate_up_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +46,14 @@ class Share:
 class ShardingPlan:
     """A model's plan: which of its linear layers are split, and along which side."""
 
-    def __init__(self, styles: Mapping[str, str], share: Share, num_kv_heads: int) -> None:
+    def __init__(self, styles: Mapping[str, str], share: Share, num_heads: int, num_kv_heads: int) -> None:
         """`styles`: by module name, with a * for the number of a layer."""
         self.share = share
-        self._num_kv_heads = num_kv_heads
+        self.num_heads = num_heads // share.size
+        """Of the rank; the same goes for `num_kv_heads`."""
+        kv_heads = share.of_kv_heads(num_kv_heads)
+        self.num_kv_heads = kv_heads.stop - kv_heads.start
+        self._all_heads, self._all_kv_heads = num_heads, num_kv_heads
         self._styles = [
             (re.compile(rf"(?:^|\.){re.escape(name).replace(re.escape('*'), '[0-9]+')}$"), style)
             for name, style in styles.items()
@@ -56,13 +64,26 @@ class ShardingPlan:
         """How a module is split; None: every rank has all of it."""
         return next((style for pattern, style in self._styles if pattern.search(module_name)), None)
 
-    def outputs(self, module_name: str, count: int) -> slice:
-        """A rank's part of a column-parallel layer's outputs."""
-        if _KV_PROJECTION.search(f"{module_name}."):
-            heads = self.share.of_kv_heads(self._num_kv_heads)
-            head_size = count // self._num_kv_heads
-            return slice(heads.start * head_size, heads.stop * head_size)
-        return self.share.of(count)
+    def outputs(self, module_name: str, count: int) -> list[slice]:
+        """A rank's parts of a column-parallel layer's outputs, in their order."""
+        match module_name.rpartition(".")[2]:
+            case "k_proj" | "v_proj":
+                return [self._kv_outputs(0, count // self._all_kv_heads)]
+            case "qkv_proj":
+                head_size = count // (self._all_heads + 2 * self._all_kv_heads)
+                keys = self._all_heads * head_size
+                values = keys + self._all_kv_heads * head_size
+                queries = self.share.of(keys)
+                return [queries, self._kv_outputs(keys, head_size), self._kv_outputs(values, head_size)]
+            case "gate_up_proj":
+                gate = self.share.of(count // 2)
+                return [gate, slice(gate.start + count // 2, gate.stop + count // 2)]
+        return [self.share.of(count)]
+
+    def _kv_outputs(self, begin: int, head_size: int) -> slice:
+        """Where a rank's KV heads are in a projection that begins at output `begin`."""
+        heads = self.share.of_kv_heads(self._all_kv_heads)
+        return slice(begin + heads.start * head_size, begin + heads.stop * head_size)
 
     def cut(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A checkpoint's tensors, cut to a rank's share. Of a mapped file only what is kept is ever read."""
@@ -72,7 +93,8 @@ class ShardingPlan:
         module_name, _, kind = name.rpartition(".")
         match self.style(module_name):
             case "colwise":
-                return tensor[self.outputs(module_name, tensor.shape[0])]
+                parts = [tensor[part] for part in self.outputs(module_name, tensor.shape[0])]
+                return parts[0] if len(parts) == 1 else torch.cat(parts)
             case "rowwise" if kind == "weight":
                 return tensor[:, self.share.of(tensor.shape[1])].contiguous()
         return tensor
@@ -86,7 +108,8 @@ def sharding_plan(model_config: Any, share: Share, num_kv_heads: int) -> Shardin
     Raises:
         ConfigError: the model has no plan, or one that can't be carried out here, or a number does not divide.
     """
-    styles: dict[str, str] = dict(getattr(model_config, "base_model_tp_plan", None) or {})
+    planned: dict[str, str] = dict(getattr(model_config, "base_model_tp_plan", None) or {})
+    styles = {name: _without_gathering(name, style) for name, style in planned.items()}
     kind = model_config.model_type
     if not styles:
         raise ConfigError(
@@ -99,7 +122,14 @@ def sharding_plan(model_config: Any, share: Share, num_kv_heads: int) -> Shardin
             "which is not supported; use 1"
         )
     _check_sizes(model_config, share.size, num_kv_heads)
-    return ShardingPlan(styles, share, num_kv_heads)
+    return ShardingPlan(styles, share, model_config.num_attention_heads, num_kv_heads)
+
+
+def _without_gathering(name: str, style: str) -> str:
+    """A layer's style where the projections merged in it are cut one by one."""
+    if style == _MERGED and name.rpartition(".")[2] in _MERGED_LAYERS:
+        return COLUMNS
+    return ROWS if style == _BEHIND_MERGED else style
 
 
 def _check_sizes(model_config: Any, size: int, num_kv_heads: int) -> None:

@@ -1,0 +1,171 @@
+"""What several GPUs would meet first, as far as it can be seen without one."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from engine.config import EngineConfig, SchedulerConfig
+from engine.errors import RankLost
+from engine.execution.parallel.executor import ParallelStep
+from engine.execution.parallel.linear import GatheredHead, RowParallelLinear
+from engine.execution.parallel.messages import Loaded, LoadShare
+from engine.execution.parallel.rank_group import RankGroup
+from engine.execution.parallel.rank_processes import _spawn
+from engine.execution.parallel.share import Share
+from engine.plan import StepPlan, StepResult
+from tests.worker.harness import PATIENCE_S, eventually
+
+
+class Ranks:
+    """Processes of which one has died."""
+
+    def __init__(self, asked_before: int) -> None:
+        self._asked_before = asked_before
+
+    def failure(self) -> str | None:
+        self._asked_before -= 1
+        return None if self._asked_before > 0 else "the process of rank 1 was ended by SIGKILL"
+
+    def give_up(self, error: Exception) -> RankLost:
+        return RankLost(str(error))
+
+
+class Device:
+    """A mark on a stream: reached after so many questions, or never."""
+
+    def __init__(self, questions: float) -> None:
+        self._questions = questions
+
+    def query(self) -> bool:
+        self._questions -= 1
+        return self._questions < 0
+
+
+def step(device: Device, ranks: Ranks) -> ParallelStep:
+    done = StepResult(1, token_ids=[[7]], prepare_s=0.0, forward_s=0.0, sample_s=0.0)
+    launched = SimpleNamespace(plan=StepPlan(1), wait=lambda: done)
+    return ParallelStep(cast(Any, launched), cast(Any, ranks), cast(Any, device))
+
+
+def test_a_step_is_not_waited_for_beside_a_dead_rank() -> None:
+    """With NCCL the device itself would wait, for minutes, and nobody who waits for the device gets a word in."""
+    with pytest.raises(RankLost, match="rank 1 was ended by SIGKILL"):
+        step(Device(float("inf")), Ranks(asked_before=5)).wait()
+
+
+def test_a_step_that_ends_is_collected_whatever_becomes_of_the_ranks_after_it() -> None:
+    assert step(Device(3), Ranks(asked_before=100)).wait().token_ids == [[7]]
+    assert step(Device(0), Ranks(asked_before=0)).wait().token_ids == [[7]]
+
+
+@pytest.mark.parametrize("name", ["cuda", "auto"])
+def test_each_rank_takes_the_gpu_of_its_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 too: the program around it may have chosen another one for itself."""
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    for rank in range(2):
+        RankGroup(rank, 2).claim_device(name)
+        RankGroup(rank, 2).claim_device("cpu")
+    assert taken == [0, 1]
+
+
+class Nccl:
+    """Stands in for torch's: says what it was made of, and takes what NCCL takes."""
+
+    class Options:
+        _timeout = timedelta(0)
+
+    made: Any = None
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        Nccl.made = self
+        self.rank, self.size, self.options = rank, size, options
+        self.calls: list[str] = []
+
+    def _done(self, name: str) -> Any:
+        self.calls.append(name)
+        return SimpleNamespace(wait=lambda: None)
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        return self._done("allreduce")
+
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> Any:
+        assert options.rootRank == 0
+        assert len(inputs) == 1
+        assert [len(group) for group in outputs] == ([self.size] if self.rank == 0 else [])
+        return self._done("gather")
+
+    def abort(self) -> None:
+        self._done("abort")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nccl_meets_the_others_at_once_and_lets_go_of_them_at_the_end(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape))
+    group = RankGroup(rank, 2)
+    group.connect(str(tmp_path / "store"), torch.device("cuda"))
+    assert Nccl.made.calls == ["allreduce"]
+    assert Nccl.made.options._timeout > timedelta(seconds=60)
+    assert len(group.gather(torch.ones(2, 3))) == (2 if rank == 0 else 0)
+    group.close()
+    group.close()
+    assert Nccl.made.calls == ["allreduce", "gather", "abort"]
+
+
+def test_a_rank_that_waits_for_the_others_sees_rank_0_go(tmp_path: Path) -> None:
+    """A meeting waits for minutes, with a GPU's memory taken."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 61, "hidden_size": 32,
+        "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = EngineConfig(
+        model=str(tmp_path), device="cpu", load_format="dummy", num_kv_blocks=4, tensor_parallel_size=2,
+        skip_tokenizer_init=True, num_threads=1,
+    )  # fmt: skip
+    ours, theirs = Pipe()
+    with theirs:
+        rank = _spawn(theirs.fileno(), 1)
+    try:
+        ours.send(LoadShare(settings, 1, str(tmp_path / "store")))
+        assert ours.poll(PATIENCE_S)
+        assert isinstance(ours.recv(), Loaded)
+        limits = SchedulerConfig(
+            block_size=16, num_kv_blocks=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16
+        )
+        ours.send(limits)
+        # It has registered: the meeting is under way.
+        eventually(lambda: (tmp_path / "store").exists() and (tmp_path / "store").stat().st_size, "the rank")
+        assert rank.poll() is None
+        ours.close()
+        assert rank.wait(PATIENCE_S) == 0
+    finally:
+        rank.kill()
+        rank.wait()
+
+
+def test_all_of_a_split_layer_moves_to_the_device() -> None:
+    group = RankGroup(0, 2)
+    whole = nn.Linear(6, 9)
+    for layer in (GatheredHead(whole, Share(0, 2), group), RowParallelLinear(whole, 3, group)):
+        state = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+        assert not state, "a plain attribute stays where it was made"
+        layer.to("meta")
+        assert {tensor.device.type for tensor in [*layer.parameters(), *layer.buffers()]} == {"meta"}
+        assert len([*layer.parameters(), *layer.buffers()]) == 2

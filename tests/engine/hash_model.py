@@ -40,7 +40,7 @@ class HashOracle:
     ) -> int:
         candidates = range(self.vocab_size) if allowed_token_ids is None else allowed_token_ids
         if num_output_tokens < params.min_tokens:
-            banned = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+            banned = {*params.stop_token_ids, *self.eos_token_ids}
             candidates = [token for token in candidates if token not in banned]
         noise = () if params.is_greedy else (seed, sample_index)
         return candidates[hash((tuple(token_ids), noise)) % len(candidates)]
@@ -51,7 +51,7 @@ class HashOracle:
         """A made-up log probability for every token that may follow, best first."""
         banned: set[int] = set()
         if num_output_tokens < params.min_tokens:
-            banned = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+            banned = {*params.stop_token_ids, *self.eos_token_ids}
         scored = [
             (token, -(hash((tuple(token_ids), token)) % 2**40 + 1) / 2**37)
             for token in range(self.vocab_size)

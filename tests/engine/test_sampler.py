@@ -182,6 +182,10 @@ def test_stop_tokens_are_barred_before_min_tokens() -> None:
     assert greedy(logits, (0,), min_tokens=1) == 5
     assert greedy(logits, (0,), min_tokens=1, stop_token_ids=(5,)) == 2
     assert greedy(logits, (0, 1), min_tokens=1, stop_token_ids=(5,)) == EOS
+    assert greedy(logits, (0,), ignore_eos=True) == EOS
+    assert greedy(logits, (0,), ignore_eos=True, min_tokens=1) == 5, (
+        "min_tokens bars EOS beside ignore_eos too"
+    )
 
 
 def test_repetition_penalty_counts_prompt_and_output() -> None:

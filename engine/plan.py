@@ -7,6 +7,7 @@ so that step N+1 can be planned before step N's tokens are known on the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -40,11 +41,11 @@ class RowWork:
     row: int
     start: int
     num_tokens: int
-    new_block_ids: list[int] = field(default_factory=list)
+    new_block_ids: SequenceType[int] = ()
     """Blocks appended to the row's table by this step."""
-    replaced_blocks: list[tuple[int, int]] = field(default_factory=list)
+    replaced_blocks: SequenceType[tuple[int, int]] = ()
     """(index in the block table, new block id): the row's entries after a copy-on-write."""
-    forced_token_ids: list[tuple[int, int]] = field(default_factory=list)
+    forced_token_ids: SequenceType[tuple[int, int]] = ()
     """(position, token id): tokens that a grammar forced after a sampled one, or that a search chose in place of
     it. Execution never sampled them, so it writes them into the row's token table before the forward pass."""
     num_prompt_logprobs: int | None = None

@@ -141,6 +141,9 @@ class Request:
     """Prompt + max_tokens, within the model's context: where `length` ends it. Set by the scheduler."""
     cache_salt: str = ""
     """Only requests with the same salt share prefix cache blocks."""
+    is_plain: bool = False
+    """One sample, and neither a search nor a grammar nor log probabilities of the prompt: what it computes next
+    follows from its numbers of tokens alone. Set by `classify`."""
     beam_search: BeamSearch | None = None
     """The search over this request's sequences, which are then beams. Set by the scheduler."""
     was_admitted: bool = False
@@ -167,6 +170,15 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return all(sequence.is_finished for sequence in self.sequences)
+
+    def classify(self) -> None:
+        """Set `is_plain`, once everything else is set."""
+        self.is_plain = (
+            len(self.sequences) == 1
+            and self.sequences[0].grammar is None
+            and self.beam_search is None
+            and not self.prompt_logprobs
+        )
 
     def lacks_prompt_logprobs(self, start: int = 0, end: int | None = None) -> bool:
         """Whether computing the tokens from `start` to before `end` would tell a logprob that is still unknown."""

@@ -52,6 +52,8 @@ class RunningBatch:
                 break
             if sequence.row is None:
                 continue
+            if self._schedule_newest(step, sequence):
+                continue
             if sequence.request.beam_search is None:
                 self._schedule_sequence(step, sequence, preempted)
             elif sequence.request is not search:
@@ -124,6 +126,24 @@ class RunningBatch:
         for sequence in self.preemption.swapped:
             assert sequence.swapped_blocks
             assert sequence.status is SequenceStatus.WAITING
+
+    def _schedule_newest(self, step: StepBuilder, sequence: Sequence) -> bool:
+        """What nearly every row of nearly every step needs, in one go: a plain sequence computes its newest token in a
+        block that it has. False: nothing has changed, `_schedule_sequence` would know.
+        """
+        request = sequence.request
+        if not request.is_plain:
+            return False
+        known = len(request.prompt_token_ids) + len(sequence.output_token_ids)
+        pending = sequence.num_pending_tokens
+        is_one_behind = known + pending - sequence.num_computed_tokens == 1
+        if not is_one_behind or (pending and known + pending >= request.max_num_tokens):
+            return False
+        if not self._kv.append_slot(sequence):
+            return False
+        step.add_newest(sequence)
+        self._kv.register_full_blocks(sequence)
+        return True
 
     def _schedule_sequence(self, step: StepBuilder, sequence: Sequence, preempted: list[Sequence]) -> None:
         num_tokens = self._num_plannable(sequence, step.budget)

@@ -80,6 +80,7 @@ class Scheduler:
         check_fits(request, self._config)
         if request.params.beam_width is not None:
             request.beam_search = BeamSearch.of(request, self._eos_token_ids)
+        request.classify()
         request.insertion = self._num_insertions
         self._num_insertions += 1
         self._requests[request.request_id] = request
@@ -141,7 +142,7 @@ class Scheduler:
         updates = [SequenceUpdate(s) for s in step.prefilling if s.status is SequenceStatus.RUNNING]
         beams: dict[Request, list[tuple[Sequence, Candidates]]] = {}
         for number, sequence in enumerate(step.sampled):
-            if sequence.is_finished:
+            if sequence.status is SequenceStatus.FINISHED:
                 self._discarded_tokens += len(result.token_ids[number])
                 continue
             sequence.num_pending_tokens -= 1
@@ -150,7 +151,7 @@ class Scheduler:
             elif sequence.request.beam_search is not None:
                 beams.setdefault(sequence.request, []).append((sequence, result.candidates[number]))
             else:
-                updates += self._append(sequence, number, result)
+                self._append(sequence, number, result, updates)
         for request, candidates in beams.items():
             updates += self._advance_beams(request, candidates)
         self._clear_suspects(step)
@@ -292,7 +293,9 @@ class Scheduler:
             step.is_short = False
         self._schedule_running(step, [s for s in self._batch.sequences if s.request not in self._suspects])
 
-    def _append(self, sequence: Sequence, number: int, result: StepResult) -> list[SequenceUpdate]:
+    def _append(
+        self, sequence: Sequence, number: int, result: StepResult, updates: list[SequenceUpdate]
+    ) -> None:
         update = append_sampled(
             sequence, result.token_ids[number], result.logprobs.get(number), self._eos_token_ids
         )
@@ -301,8 +304,9 @@ class Scheduler:
         if sequence.finish_reason is not None:
             self._end(sequence)
         elif failure is not None:
-            return self._end_request(sequence.request.request_id, "error", str(failure), failure.code)
-        return [update]
+            updates += self._end_request(sequence.request.request_id, "error", str(failure), failure.code)
+            return
+        updates.append(update)
 
     def _advance_beams(
         self, request: Request, beams: list[tuple[Sequence, Candidates]]

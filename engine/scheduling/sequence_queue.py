@@ -21,6 +21,8 @@ class SequenceQueue:
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
+        self._keys: list[_Key] = []
+        """Parallel to `_sequences`, so that a bisection asks no sequence for its key."""
         self._num_requests = 0
 
     def __len__(self) -> int:
@@ -46,27 +48,31 @@ class SequenceQueue:
         return self._num_requests
 
     def add(self, sequence: Sequence) -> None:
-        index = bisect_left(self._sequences, scheduling_key(sequence), key=scheduling_key)
+        key = scheduling_key(sequence)
+        index = bisect_left(self._keys, key)
         if not self._borders_sibling(index, sequence):
             self._num_requests += 1
         self._sequences.insert(index, sequence)
+        self._keys.insert(index, key)
 
     def discard(self, sequence: Sequence) -> bool:
         """Remove a sequence; False if it was not there."""
         index = self._find(sequence)
         if index is None:
             return False
-        del self._sequences[index]
+        del self._sequences[index], self._keys[index]
         if not self._borders_sibling(index, sequence):
             self._num_requests -= 1
         return True
 
     def _borders_sibling(self, index: int, sequence: Sequence) -> bool:
         """Whether a sequence of the same request stands on either side of the gap before `index`."""
-        beside = self._sequences[max(0, index - 1) : index + 1]
-        return any(other.request is sequence.request for other in beside)
+        request, sequences = sequence.request, self._sequences
+        return (index > 0 and sequences[index - 1].request is request) or (
+            index < len(sequences) and sequences[index].request is request
+        )
 
     def _find(self, sequence: Sequence) -> int | None:
-        index = bisect_left(self._sequences, scheduling_key(sequence), key=scheduling_key)
+        index = bisect_left(self._keys, scheduling_key(sequence))
         found = index < len(self._sequences) and self._sequences[index] is sequence
         return index if found else None

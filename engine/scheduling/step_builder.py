@@ -70,6 +70,15 @@ class StepBuilder:
             )
         )
 
+    def add_newest(self, sequence: Sequence) -> None:
+        """Compute the one token that a plain sequence lacks: `add_work` without what such a sequence never has."""
+        row, start = sequence.row, sequence.num_computed_tokens
+        assert row is not None
+        self.budget -= 1
+        sequence.num_computed_tokens = start + 1
+        sequence.last_step_id = self.step_id
+        self._decodes.append((RowWork(row, start, 1), sequence, True))
+
     def add_work(self, sequence: Sequence, num_tokens: int, slots: AllocatedSlots) -> bool:
         """Compute a sequence's next tokens. Advances the sequence; True if that brings it up to date."""
         assert sequence.row is not None
@@ -101,19 +110,23 @@ class StepBuilder:
         swap_in: list[tuple[int, int]],
     ) -> InFlightStep:
         """The step; see `StepPlan` for the arguments."""
+        entries = self._decodes + self._prefills
         plan = StepPlan(self.step_id, freed_rows, self._new_rows, swap_out, swap_in, self._block_copies)
-        step = InFlightStep(plan)
+        plan.work = [work for work, _, _ in entries]
+        step = InFlightStep(plan, [sequence for _, sequence, _ in entries])
         token_index = -1
-        for work, sequence, is_caught_up in self._decodes + self._prefills:
+        for work, sequence, is_caught_up in entries:
             token_index += work.num_tokens
-            plan.work.append(work)
-            step.computed.append(sequence)
-            if is_caught_up:
+            if not is_caught_up:
+                step.prefilling.append(sequence)
+            elif sequence.request.is_plain:  # `_add_sample` without what such a sequence never has
+                plan.samples.append(Sample(work.row, token_index, sequence.num_computed_tokens))
+                step.sampled.append(sequence)
+                sequence.num_pending_tokens += 1
+            else:
                 self._add_sample(step, sequence, token_index)
                 for sibling in self._siblings.get(work.row, ()):
                     self._add_sample(step, sibling, token_index)
-            else:
-                step.prefilling.append(sequence)
         return step
 
     @staticmethod

@@ -19,6 +19,8 @@ def append_sampled(
     with the last allowed token ends in `stop`, not in `length`. One that fails ends nothing: that is for the
     scheduler, because it concerns the whole request.
     """
+    if len(token_ids) == 1 and sequence.grammar is None and sequence.request.params.logprobs is None:
+        return _append_alone(sequence, token_ids[0], eos_token_ids)
     update = SequenceUpdate(sequence)
     if sequence.request.params.logprobs is not None:
         update.new_logprobs = []
@@ -34,6 +36,14 @@ def append_sampled(
             sequence.finish_reason = "length"
             break
     return update
+
+
+def _append_alone(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int]) -> SequenceUpdate:
+    """What `append_sampled` does with the one token of most steps, which brings nothing along."""
+    sequence.output_token_ids.append(token_id)
+    if not _stops(sequence, token_id, eos_token_ids) and _is_full(sequence):
+        sequence.finish_reason = "length"
+    return SequenceUpdate(sequence, [token_id])
 
 
 def _follow_grammar(update: SequenceUpdate, token_id: int, eos_token_ids: frozenset[int]) -> bool:
@@ -77,4 +87,5 @@ def _stops(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int]) -> 
 
 
 def _is_full(sequence: Sequence) -> bool:
-    return sequence.num_known_tokens >= sequence.request.max_num_tokens
+    request = sequence.request
+    return len(request.prompt_token_ids) + len(sequence.output_token_ids) >= request.max_num_tokens

@@ -233,7 +233,7 @@ class TestScheduling:
             (1, [*PROMPT, 2], [1, 2])
         ]
         assert second.block_copies == [(2, 3)]
-        assert [work.forced_token_ids for work in second.work] == [[(6, 1)], []]
+        assert [work.forced_token_ids for work in second.work] == [[(6, 1)], ()]
         # Both best continuations are the second beam's: the first beam ends, and its row is the other's fork.
         harness.scheduler.update(
             second,

@@ -36,7 +36,7 @@ class TestForks:
         third = schedule(harness)
         # The first two to write into the shared block copy it; the third is then alone in it.
         assert third.block_copies == [(2, 3), (2, 4)]
-        assert [work.replaced_blocks for work in third.work] == [[(1, 3)], [(1, 4)], []]
+        assert [work.replaced_blocks for work in third.work] == [[(1, 3)], [(1, 4)], ()]
 
     def test_two_requests_do_not_wait_for_each_others_rows(self) -> None:
         harness = Harness(make_config(max_num_seqs=3, max_num_batched_tokens=4))
@@ -85,7 +85,7 @@ def test_the_paged_attention_article_s_story_block_by_block() -> None:
     # B is then alone in block 2 and writes in place.
     plan = schedule(harness)
     assert plan.block_copies == [(2, 3)]
-    assert [work.replaced_blocks for work in plan.work] == [[(1, 3)], []]
+    assert [work.replaced_blocks for work in plan.work] == [[(1, 3)], ()]
     assert (a.block_ids, b.block_ids) == ([1, 3], [1, 2])
     assert [blocks[block_id].ref_count for block_id in (1, 2, 3)] == [2, 1, 1]
     assert [blocks[block_id].num_filled for block_id in (1, 2, 3)] == [4, 3, 3]
@@ -95,7 +95,7 @@ def test_the_paged_attention_article_s_story_block_by_block() -> None:
 
     # No more copies: each goes on in its own block, and the prompt's first block stays shared to the end.
     plan = schedule(harness)
-    assert (plan.block_copies, [work.replaced_blocks for work in plan.work]) == ([], [[], []])
+    assert (plan.block_copies, [work.replaced_blocks for work in plan.work]) == ([], [(), ()])
     harness.scheduler.update(plan, result(plan, 52, 62))
     plan = schedule(harness)
     assert blocks[1].ref_count == 2

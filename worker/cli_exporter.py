@@ -8,7 +8,7 @@ import typer
 
 from producer.cli import EXIT_USAGE, RedisUrl, app, say
 from producer.wire import keys
-from producer.wire.connecting import ServerAddress, redacted
+from producer.wire.connecting import redacted
 from producer.wire.discovery import find_redis
 
 DEFAULT_EXPORTER_PORT = 9791
@@ -19,9 +19,7 @@ DISCOVER_EVERY_S = 60.0
 def exporter(
     queue: Annotated[
         list[str] | None,
-        typer.Option(
-            "--queue", help="A queue to export; may be repeated. Default: every queue on the server."
-        ),
+        typer.Option("--queue", help="A queue to export; may be repeated. Default: every queue there is."),
     ] = None,
     redis_url: RedisUrl = None,
     http_host: Annotated[
@@ -39,10 +37,6 @@ def exporter(
     for name in queue or []:
         keys.prefix(name)
     url = find_redis(redis_url)
-    if not queue and ServerAddress.parse(url).kind == "cluster":
-        raise typer.BadParameter(
-            "on a Cluster, name the queues: each lives on a node of its own (--queue NAME)"
-        )
     try:
         from monitoring.logging import configure_logging
         from worker.queue_exporter import QueueSet, run_exporter

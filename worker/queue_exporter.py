@@ -7,6 +7,7 @@ that what waits for a worker is counted as waiting.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
@@ -18,7 +19,7 @@ from types import FrameType
 from monitoring.queue_exposition import QueueExposition, QueueReadings
 from monitoring.queue_figures import QueueFigures
 from producer.wire import keys
-from producer.wire.connecting import open_client
+from producer.wire.connecting import open_masters
 from producer.wire.errors import AccessDenied, RedisUnavailable
 from producer.wire.transport import wrap_errors
 from worker.http import Health, Probes, StatusServer
@@ -36,10 +37,15 @@ _SEEN_IN = ("counts", "workers")
 
 
 def discover(url: str) -> list[str]:
-    """Every queue on the server. Walks the keyspace, a thousand keys at a time. Raises RedisUnavailable."""
-    with open_client(url, "default") as client, wrap_errors():
-        # One pattern for both names: one walk.
-        found = {key.decode() for key in client.scan_iter("pagemill:{*}:[cw]o*s", count=SCAN_COUNT)}
+    """Every queue on the server, or on any master of a Cluster. Raises RedisUnavailable.
+
+    Walks the keyspace, a thousand keys at a time.
+    """
+    found: set[str] = set()
+    with wrap_errors(), contextlib.ExitStack() as stack:
+        for client in [stack.enter_context(client) for client in open_masters(url)]:
+            # One pattern for both names: one walk.
+            found |= {key.decode() for key in client.scan_iter("pagemill:{*}:[cw]o*s", count=SCAN_COUNT)}
     names = (key.removeprefix("pagemill:{").partition("}:") for key in found)
     return sorted(
         {name for name, _, rest in names if rest in _SEEN_IN and keys.QUEUE_PATTERN.fullmatch(name)}

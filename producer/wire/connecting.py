@@ -108,6 +108,22 @@ def open_client(url: str, queue: str, **options: Any) -> redis.Redis:
     return redis.Redis.from_pool(connection.ConnectionPool(**given))
 
 
+def open_masters(url: str) -> list[redis.Redis]:
+    """A client for every server that may hold queues: each master of a Cluster, else the one server there is.
+
+    A Cluster is asked at once: raises redis' ConnectionError when no node answers. ValueError as `open_client`.
+    """
+    address = ServerAddress.parse(url)
+    locator = address.locator("default")
+    if not isinstance(locator, ClusterLocator):
+        return [open_client(url, "default")]
+    given = connection_options(url) | connection.parse_url(address.url)
+    pools = (
+        connection.ConnectionPool(**given | {"host": host, "port": port}) for host, port in locator.masters()
+    )
+    return [redis.Redis.from_pool(pool) for pool in pools]
+
+
 def open_async_client(url: str, queue: str, *, max_connections: int, **options: Any) -> redis.asyncio.Redis:
     """As `open_client`, for asyncio. At most `max_connections`; who finds them all in use waits."""
     address = ServerAddress.parse(url)

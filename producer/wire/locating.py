@@ -8,13 +8,15 @@ left to do is to ask again whenever a connection is made, and to drop connection
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import redis
 from redis import crc, sentinel
 
 Address = tuple[str, int]
+SlotRange = tuple[int, int, Address]
+"""The first and the last slot, and the master that owns them."""
 
 ASK_TIMEOUT_S = 2.0
 """For one question to one server; then the next is asked."""
@@ -63,20 +65,32 @@ class ClusterLocator:
         self._known: list[Address] = []
 
     def locate(self) -> Address:
-        with self._lock:
-            nodes = list(dict.fromkeys((*self._known, *self._seeds)))
-        reasons = []
-        for node in nodes:
-            try:
-                ranges = self._slots(node)
-            except (redis.RedisError, OSError) as error:
-                reasons.append(f"{node[0]}:{node[1]}: {error}")
-                continue
-            owner = self._owner(ranges, node)
-            if owner is not None:
-                return owner
+        reasons: list[str] = []
+        for node, ranges in self._answers(reasons):
+            for first, last, owner in ranges:
+                if first <= self.slot <= last:
+                    return owner
             reasons.append(f"{node[0]}:{node[1]}: nobody serves slot {self.slot}")
         raise redis.ConnectionError("no Cluster node can be asked: " + "; ".join(reasons))
+
+    def masters(self) -> list[Address]:
+        """Every master that owns slots. Raises as `locate` does."""
+        reasons: list[str] = []
+        for node, ranges in self._answers(reasons):
+            if ranges:
+                return list(dict.fromkeys(owner for _, _, owner in ranges))
+            reasons.append(f"{node[0]}:{node[1]}: nobody serves any slot")
+        raise redis.ConnectionError("no Cluster node can be asked: " + "; ".join(reasons))
+
+    def _answers(self, reasons: list[str]) -> Iterator[tuple[Address, list[SlotRange]]]:
+        """What each node that answers says, one node after the other; why the others don't goes into `reasons`."""
+        with self._lock:
+            nodes = list(dict.fromkeys((*self._known, *self._seeds)))
+        for node in nodes:
+            try:
+                yield node, self._owned(self._slots(node), node)
+            except (redis.RedisError, OSError) as error:
+                reasons.append(f"{node[0]}:{node[1]}: {error}")
 
     def _slots(self, node: Address) -> list[Any]:
         with redis.Redis(
@@ -93,19 +107,16 @@ class ClusterLocator:
             reply: list[Any] = connection.read_response()
         return reply
 
-    def _owner(self, ranges: list[Any], asked: Address) -> Address | None:
-        owner = None
-        masters = []
+    def _owned(self, ranges: list[Any], asked: Address) -> list[SlotRange]:
+        owned = []
         for first, last, master, *_ in ranges:
             # A node that does not know its own address says so with an empty one: it is the one we reached.
             host = _text(master[0])
             address = (host if host and host != "?" else asked[0], int(master[1]))
-            masters.append(address)
-            if int(first) <= self.slot <= int(last):
-                owner = address
+            owned.append((int(first), int(last), address))
         with self._lock:
-            self._known = masters
-        return owner
+            self._known = [owner for _, _, owner in owned]
+        return owned
 
 
 def _text(value: bytes | str | None) -> str:

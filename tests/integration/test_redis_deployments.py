@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -257,6 +259,28 @@ def test_a_slot_moves_while_jobs_are_submitted_and_run(cluster: ClusterSetup) ->
         assert batches[0].wait(timeout=120).succeeded == 600
         assert worker.counters.leases_lost.read() == 0
     assert cluster.owner(queue) == 1
+
+
+def test_the_exporter_finds_the_queues_of_every_master(cluster: ClusterSetup) -> None:
+    queues = [cluster.queue_of(node) for node in range(3)]
+    for queue in queues:
+        with Producer(cluster.url, queue=queue) as producer:
+            producer.submit(prompt="p", model="nobody-serves-it")
+    # One seed is enough, and it need not be the first.
+    url = f"redis+cluster://127.0.0.1:{_free_port()},127.0.0.1:{cluster.nodes[1].port}"
+    command = [sys.executable, "-m", "worker", "exporter", "--redis-url", url, "--http-port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        address = next((found[1] for line in lines if (found := re.search(r"metrics at (\S+)", line))), None)
+        assert address is not None, "it ended"
+        _, metrics = get(address)
+    finally:
+        process.kill()
+        process.communicate()
+    found = set(re.findall(r'pagemill_queue_jobs\{queue="([^"]+)",state="waiting"\} [1-9]', metrics.decode()))
+    assert set(queues) <= found
 
 
 def test_forgotten_scripts_are_taught_to_the_owner_again(cluster: ClusterSetup) -> None:

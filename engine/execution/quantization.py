@@ -16,8 +16,9 @@ from kernels import grouped_int8
 from kernels.layer_cache import SMALLEST_PEAK
 
 LIMIT = 127.0
-# cuBLAS multiplies int8 only from this many rows on.
+# torch._int_mm on CUDA wants more than 16 rows on the left, and inputs and outputs in multiples of 8.
 _FEWEST_CUDA_ROWS = 32
+_CUDA_MULTIPLE = 8
 
 
 def quantization_scheme(quantization: str | None, device: torch.device) -> str | None:
@@ -38,7 +39,7 @@ class Int8Linear(nn.Module):
         bias = None if bias is None else bias.detach().float().contiguous()
         self.product: nn.Module
         if weight.is_cuda:
-            self.product = _CudaProduct(weight, bias)
+            self.product = CudaInt8Product(weight, bias)
         elif importlib.util.find_spec("numba") is not None:
             self.product = PackedInt8Product(weight, bias)
         else:
@@ -81,19 +82,26 @@ class _PlainProduct(nn.Module):
         return grouped_int8.multiply(rows, self._numbers, self._scales, self._bias)
 
 
-class _CudaProduct(nn.Module):
+class CudaInt8Product(nn.Module):
+    """By cuBLAS; what it cannot take (a vocabulary of 50,257, a lone row) is padded with zeros and cut off again."""
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
+        self._out_features, in_features = weight.shape
         numbers, self._scales = quantise_rows(weight)
-        self._numbers = numbers.t()
+        self._missing_inputs = -in_features % _CUDA_MULTIPLE
+        missing_outputs = -self._out_features % _CUDA_MULTIPLE
+        self._numbers = nn.functional.pad(numbers, (0, self._missing_inputs, 0, missing_outputs)).t()
         self._bias = bias
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         numbers, scales = quantise_rows(rows)
         num_rows = len(numbers)
-        if num_rows < _FEWEST_CUDA_ROWS:
-            numbers = torch.nn.functional.pad(numbers, (0, 0, 0, _FEWEST_CUDA_ROWS - num_rows))
-        out = torch._int_mm(numbers, self._numbers)[:num_rows] * self._scales * scales[:, None]
+        missing_rows = max(0, _FEWEST_CUDA_ROWS - num_rows)
+        if missing_rows or self._missing_inputs:
+            numbers = nn.functional.pad(numbers, (0, self._missing_inputs, 0, missing_rows))
+        sums = torch._int_mm(numbers, self._numbers)[:num_rows, : self._out_features]
+        out = sums * self._scales * scales[:, None]
         return out if self._bias is None else out.add_(self._bias)
 
 

@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.kv_cache import KVCacheShape, num_blocks_for
 from engine.execution.loader import _fingerprint
-from engine.execution.quantization import Int8Linear, quantise_rows, quantization_scheme
+from engine.execution.quantization import CudaInt8Product, Int8Linear, quantise_rows, quantization_scheme
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from kernels import grouped_int8
@@ -91,6 +91,34 @@ def test_rows_for_cuda_are_quantised_to_nearest_with_a_scale_each() -> None:
     numbers, scales = quantise_rows(x)
     assert ((numbers * scales[:, None] - x).abs() <= scales[:, None] * 0.50001).all()
     assert (numbers[0] == 0).all()
+
+
+def cuda_int_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Exact, and as particular as `torch._int_mm` is on CUDA."""
+    assert left.dtype is right.dtype is torch.int8
+    assert left.shape[0] > 16
+    assert left.shape[1] % 8 == 0
+    assert right.shape[1] % 8 == 0
+    assert left.is_contiguous()
+    assert right.t().is_contiguous(), "cuBLAS multiplies int8 only with the right matrix transposed"
+    return left.int() @ right.int()
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("in_features", "out_features"), [(80, 96), (80, 50257), (83, 96), (5, 3)])
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 40])
+def test_cuda_gets_only_shapes_that_it_takes(
+    num_rows: int, in_features: int, out_features: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "_int_mm", cuda_int_mm)
+    torch.manual_seed(42)
+    weight, x = torch.randn(out_features, in_features), torch.randn(num_rows, in_features)
+    bias = torch.randn(out_features) if has_bias else None
+    out = CudaInt8Product(weight, bias)(x)
+    (numbers, scales), (weights, weight_scales) = quantise_rows(x), quantise_rows(weight)
+    expected = (numbers.int() @ weights.int().t()) * weight_scales * scales[:, None]
+    assert out.shape == (num_rows, out_features)
+    assert torch.equal(out, expected if bias is None else expected + bias)
 
 
 def test_an_outlier_in_one_row_changes_no_other() -> None:

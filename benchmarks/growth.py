@@ -111,6 +111,12 @@ SWEEPS: dict[str, Callable[[Requests, int], tuple[float, int]]] = {
 }
 
 
+def chosen_sizes(name: str, largest: int | None) -> tuple[int, ...]:
+    """A sweep's sizes up to `largest`, but two of them at least: a line needs two points."""
+    sizes = SIZES[name]
+    return sizes if largest is None else sizes[: max(2, sum(size <= largest for size in sizes))]
+
+
 def measure(name: str, sizes: Sequence[int], model: Path, repeats: int, kv_cache_gib: int) -> Iterator[Point]:
     """One sweep's points. A pool is as large as its engine, so that sweep has an engine per point."""
     from engine.llm import LLM
@@ -198,7 +204,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sweeps", nargs="+", choices=list(SWEEPS), default=list(SWEEPS))
-    parser.add_argument("--largest", type=int, help="leave out larger sizes, for a dry run")
+    parser.add_argument("--largest", type=int, help="leave out larger sizes, for a dry run; two stay")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", default="smollm2", help="a Hugging Face directory, or smollm2")
     parser.add_argument("--kv-cache-gib", type=int, default=4)
@@ -216,7 +222,7 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 100)
     sweeps: dict[str, list[dict[str, Any]]] = {}
     for name in given.sweeps:
-        sizes = [size for size in SIZES[name] if given.largest is None or size <= given.largest]
+        sizes = chosen_sizes(name, given.largest)
         points = list(measure(name, sizes, model, given.repeats, given.kv_cache_gib))
         points = points if name == "pool" else with_theory(points)
         sweeps[name] = [asdict(point) for point in points]

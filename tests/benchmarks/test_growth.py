@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine_process import ROOT
-from benchmarks.growth import Point, plot, with_theory
+from benchmarks.growth import SIZES, Point, chosen_sizes, plot, with_theory
 
 
 def points(*times: float) -> list[Point]:
@@ -20,6 +20,17 @@ def test_theory_is_a_straight_line_and_a_knee_stands_off_it() -> None:
     assert [point.theory_seconds for point in straight] == pytest.approx([3.0, 5.0, 9.0, 17.0])
     bent = with_theory(points(3.0, 5.0, 9.0, 60.0))
     assert any(abs((point.theory_seconds or 0) / point.seconds - 1) > 0.2 for point in bent)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_smallest_dry_run_has_a_line_to_draw(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots are drawn by the bench extra")
+    assert chosen_sizes(name, None) == SIZES[name]
+    assert chosen_sizes(name, 256)[-1] == 256 or name == "batch"
+    sizes = chosen_sizes(name, 1)
+    assert sizes == SIZES[name][:2]
+    few = with_theory([Point(size, 1.0 + size, 1.0, 2**30) for size in sizes])
+    assert plot(name, few, "a machine, a date", tmp_path) is not None
 
 
 def test_a_plot_is_a_png(tmp_path: Path) -> None:

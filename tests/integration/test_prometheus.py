@@ -330,7 +330,7 @@ def test_a_fault_raises_its_alerts(
         return expected <= seen
 
     for _ in range(3):  # a machine so quick that a fault is over between two scrapes sees it again
-        fault(client, worker)
+        fault(client, worker, all_seen)
         with contextlib.suppress(AssertionError):
             eventually(all_seen, "the alerts", patience_s=40)
             break

@@ -18,6 +18,9 @@ MAX_LINES = 400
 LONGER: dict[str, str] = {}
 """Files that may be longer than `MAX_LINES`, each with the reason why it is one noun all the same."""
 
+MAX_FUNCTION_LINES = 70
+"""Outside kernels/: a compiled function is one loop nest, and what is cut out of it is compiled into it again."""
+
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "stuff"}
 
 
@@ -33,6 +36,18 @@ def test_one_noun_per_file(path: Path) -> None:
     lines = len(path.read_text().splitlines())
     name = str(path.relative_to(ROOT))
     assert lines <= MAX_LINES or name in LONGER, f"{name} has {lines} lines: split it at a noun"
+
+
+def test_a_function_fits_a_screen() -> None:
+    paths = [path for path in (*SOURCES, *(ROOT / "tests").rglob("*.py")) if path.parent != ROOT / "kernels"]
+    long = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES
+    ]
+    assert not long, f"more than {MAX_FUNCTION_LINES} lines: {long}"
 
 
 def test_every_module_says_what_it_owns() -> None:

@@ -103,6 +103,43 @@ class _Blocks:
         return stored
 
 
+class _Pool:
+    """The blocks of a layer, which rows take in a random order."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        generator: torch.Generator,
+    ) -> None:
+        """`shape`: [num_blocks, num_kv_heads, block_size, head_dim]."""
+        self._keys, self._values = (_Blocks(shape, dtype, cache_dtype) for _ in range(2))
+        self._free = torch.randperm(shape[0], generator=generator).tolist()
+        self._block_size = shape[2]
+
+    def put(self, table: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first_kept: int) -> None:
+        """Store a row's keys and values, and their blocks in its table; those that end before token `first_kept` are
+        given up. `keys` and `values` become what is stored of them."""
+        for index, start in enumerate(range(0, len(keys), self._block_size)):
+            if start + self._block_size <= first_kept:
+                continue
+            block = self._free.pop()
+            table[index] = block
+            part = slice(start, start + self._block_size)
+            keys[part] = self._keys.put(block, keys[part])
+            values[part] = self._values.put(block, values[part])
+
+    def slots(self, table: torch.Tensor, first: int, end: int) -> list[int]:
+        """Where a row's tokens `first` to `end` are."""
+        size = self._block_size
+        return [int(table[at // size]) * size + at % size for at in range(first, end)]
+
+    def cache(self) -> LayerCache:
+        keys, values = self._keys, self._values
+        return LayerCache(keys.numbers, values.numbers, keys.scales, values.scales)
+
+
 def make_case(
     query_lens: list[int],
     seq_lens: list[int],
@@ -138,28 +175,17 @@ def make_case(
     seq_lens = seq_lens[:decodes] + [0] * padded_decode_rows + seq_lens[decodes:]
 
     blocks_of = [math.ceil(seq_len / block_size) for seq_len in seq_lens]
-    num_blocks = sum(blocks_of) + 3
-    shape = (num_blocks, num_kv_heads, block_size, head_dim)
-    key_blocks, value_blocks = (_Blocks(shape, dtype, cache_dtype or dtype) for _ in range(2))
+    shape = (sum(blocks_of) + 3, num_kv_heads, block_size, head_dim)
+    pool = _Pool(shape, dtype, cache_dtype or dtype, generator)
     tables = torch.full((len(seq_lens), max(blocks_of) + 2), WILD_BLOCK_ID, dtype=torch.int32)
-    free_blocks = torch.randperm(num_blocks, generator=generator).tolist()
     dense_keys, dense_values, slots = [], [], []
-    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+    for table, query_len, seq_len in zip(tables, query_lens, seq_lens, strict=True):
         keys, values = draw(seq_len, num_kv_heads, head_dim), draw(seq_len, num_kv_heads, head_dim)
+        window = sliding_window if free_outside_window else None
+        pool.put(table, keys, values, seq_len - query_len + 1 - window if window else 0)
         dense_keys.append(keys)
         dense_values.append(values)
-        first_seen = max(0, seq_len - query_len + 1 - sliding_window) if sliding_window else 0
-        for index in range(blocks_of[row]):
-            if free_outside_window and (index + 1) * block_size <= first_seen:
-                continue
-            block = free_blocks.pop()
-            tables[row, index] = block
-            part = slice(index * block_size, min(seq_len, (index + 1) * block_size))
-            keys[part] = key_blocks.put(block, keys[part])
-            values[part] = value_blocks.put(block, values[part])
-        for position in range(seq_len - query_len, seq_len):
-            block = int(tables[row, position // block_size]) if seq_len else -1
-            slots.append(block * block_size + position % block_size if seq_len else -1)
+        slots += pool.slots(table, seq_len - query_len, seq_len) if seq_len else [-1] * query_len
 
     num_tokens = sum(query_lens) + padded_tokens
     query = draw(num_tokens, num_heads, head_dim)
@@ -175,9 +201,8 @@ def make_case(
         max_seq_len=max(seq_lens),
     )
     slopes = torch.rand(num_heads, generator=generator) if alibi else None
-    cache = LayerCache(key_blocks.numbers, value_blocks.numbers, key_blocks.scales, value_blocks.scales)
     scoring = Scoring(head_dim**-0.5, slopes, sliding_window, softcap)
-    case = PagedCase(query, cache, metadata, dense_keys, dense_values, scoring)
+    case = PagedCase(query, pool.cache(), metadata, dense_keys, dense_values, scoring)
     case.query[~case.real_tokens()] = math.nan
     return case
 

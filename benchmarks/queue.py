@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from benchmarks.server import BINARIES, start_server
+from benchmarks.server import kinds, start_server, used_memory
 from producer import Producer
 from producer.wire import transitions
 from producer.wire.transport import SyncTransport
@@ -132,9 +132,9 @@ def measure_memory(figures: Figures, url: str, waiting: int) -> None:
     with redis.Redis.from_url(url) as client:
         submit_many(url, 50)
         client.flushdb()
-        before = client.info("memory")["used_memory"]
+        before = used_memory(client)
         submit_many(url, waiting)
-        used = client.info("memory")["used_memory"] - before
+        used = used_memory(client) - before
     figures.bytes_per_job = used / waiting
     figures.waiting_megabytes = used / 1e6
 
@@ -190,7 +190,7 @@ def table(measured: list[Figures], waiting: int) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.queue", description=__doc__.splitlines()[0])
-    parser.add_argument("--servers", nargs="+", choices=list(BINARIES), default=list(BINARIES))
+    parser.add_argument("--servers", nargs="+", choices=kinds(), default=kinds())
     parser.add_argument("--jobs", type=int, default=40_000, help="jobs of one timed bulk submit")
     parser.add_argument("--waiting", type=int, default=100_000, help="jobs of the memory measurement")
     parser.add_argument("--pulls", type=int, default=500)

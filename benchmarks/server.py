@@ -3,20 +3,57 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import redis
 
 from tests.conftest import RedisServer, server_binary
 
 BINARIES = {"valkey": "valkey-server", "redis62": "redis-server"}
+"""Kinds that come with the packages of the dev extra."""
+SYSTEM_KIND = "redis7"
+"""The operating system's redis-server, where that is a Redis 7: Debian 12 has 7.0."""
+PATIENCE_S = 120.0
+
+
+def kinds() -> list[str]:
+    """Every kind of server that this machine has."""
+    return [*BINARIES, *([SYSTEM_KIND] if _system_server() is not None else [])]
 
 
 @contextlib.contextmanager
 def start_server(kind: str, directory: Path, *options: str) -> Iterator[str]:
-    """The URL of a server that ends with the block. `kind`: valkey or redis62."""
-    server = RedisServer(server_binary(BINARIES[kind]), directory / kind, options)
+    """The URL of a server that ends with the block. `kind`: one of `kinds()`."""
+    binary = _system_server() if kind == SYSTEM_KIND else server_binary(BINARIES[kind])
+    if binary is None:
+        raise FileNotFoundError("the redis-server of this machine is no Redis 7, or there is none")
+    server = RedisServer(binary, directory / kind, options)
     server.start()
     try:
         yield server.url
     finally:
         server.stop()
+
+
+def used_memory(client: redis.Redis) -> int:
+    """Bytes that the data takes: without what is being freed, and what is held back while the file is rewritten."""
+    give_up = time.monotonic() + PATIENCE_S
+    while time.monotonic() < give_up:
+        memory, persistence = client.info("memory"), client.info("persistence")
+        rewriting = persistence["aof_rewrite_in_progress"] or persistence["aof_rewrite_scheduled"]
+        if not rewriting and not memory["lazyfree_pending_objects"]:
+            return int(memory["used_memory"])
+        time.sleep(0.05)
+    raise TimeoutError("the server does not come to rest")
+
+
+def _system_server() -> Path | None:
+    found = shutil.which("redis-server")
+    if found is None:
+        return None
+    version = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout
+    return Path(found) if "v=7." in version else None

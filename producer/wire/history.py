@@ -89,7 +89,7 @@ def _history(queue: str, job_id: str, reply: list[Any]) -> JobHistory | None:
         key=record.get("key"),
         leader=record.get("leader"),
         replay_of=record.get("replay_of"),
-        created_at=int(record["created_at"]) / 1000,
+        created_at=int(record["at"]) / 1000,
         finished_at=_seconds(record.get("finished_at")),
         deadline=_seconds(record.get("deadline")),
         due_at=_seconds(record.get("due_at")),

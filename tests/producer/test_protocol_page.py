@@ -1,4 +1,4 @@
-"""docs/protocol.md says what the code does; `python tests/producer/test_protocol_page.py` rewrites its script."""
+"""docs/protocol.md says what the code does; `python -m tests.producer.test_protocol_page` rewrites its script."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def test_high_before_normal_before_low(queue: Queue) -> None:
 
 def test_every_eighth_job_is_the_one_that_waited_longest(queue: Queue) -> None:
     queue.submit("old", priority="low")
-    queue.client.hset(f"{queue.prefix}job:old", "created_at", 1)
+    queue.client.hset(f"{queue.prefix}job:old", "at", 1)
     queue.submit(*(f"h{i}" for i in range(10)), priority="high")
     pulled = [job.job_id for job in queue.pull(10)]
     assert pulled.index("old") == 7

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from producer.wire import batches, dead_letters, limits, reading, registry, transitions
+from producer.wire.affinity import prompt_affinity
 from producer.wire.outputs import ACTIVE_STATES, END_STATES
 from producer.wire.protocol import Job
 from producer.wire.transitions import PulledJob
@@ -37,6 +38,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.results: dict[str, str] = {}
         self.purged: set[str] = set()
         """Dead, and forgotten."""
+        self.affinities: dict[str, str | None] = {}
         self.forgotten: set[str] = set()
         """Dead, and no letters any more, but still their batch's."""
 
@@ -69,6 +71,7 @@ class QueueMachine(RuleBasedStateMachine):
         (status,) = self.queue.submit(job_id, batch_id="b" if batch else None, **fields)
         if status == "created":
             self.jobs.append(job_id)
+            self.affinities[job_id] = prompt_affinity(fields["prompt"])
             if batch:
                 self.in_batch.add(job_id)
         else:
@@ -97,6 +100,7 @@ class QueueMachine(RuleBasedStateMachine):
             if was_dead and job_id not in self.in_batch:
                 self.jobs.remove(job_id)
                 self.purged.add(job_id)
+                self.ended.pop(job_id, None)
             elif was_dead:
                 self.forgotten.add(job_id)
 
@@ -214,7 +218,10 @@ class QueueMachine(RuleBasedStateMachine):
         names = self.queue.names()
         waiting = [name for name in names if name.startswith("wait:")]
         following = [job_id for name in names if name.startswith("followers:") for job_id in members(name)]
-        in_lanes = [entry.split(" ")[0] for name in waiting for entry in members(name)]
+        entries = [entry.partition(" ") for name in waiting for entry in members(name)]
+        in_lanes = [job_id for job_id, _, _ in entries]
+        for job_id, _, affinity in entries:
+            assert affinity == (self.affinities.get(job_id) or ""), "it is lost on the way back to the lane"
         assert sorted(in_lanes + following) == having("queued")
         assert int(client.hget(f"{prefix}meta", "followers") or 0) == len(following)
         assert {m.decode() for m in client.smembers(f"{prefix}lanes")} == {n[5:] for n in waiting}

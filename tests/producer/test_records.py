@@ -38,7 +38,7 @@ def test_workers_are_listed_while_they_live(queue: Queue) -> None:
 def test_stats_tell_depth_and_age_by_lane(queue: Queue) -> None:
     queue.submit("a", "b", priority="high", tenant="t")
     queue.submit("c")
-    queue.client.hset(f"{queue.prefix}job:a", "created_at", 1)
+    queue.client.hset(f"{queue.prefix}job:a", "at", 1)
     stats = queue.run(registry.stats(queue.name))
     assert stats.waiting == {("high", "t", "m"): 2, ("normal", "default", "m"): 1}
     assert stats.oldest_s["high", "t", "m"] > 1e9

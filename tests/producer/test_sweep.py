@@ -135,7 +135,7 @@ def test_an_old_suspect_makes_one_busy_worker_run_empty(queue: Queue) -> None:
     queue.submit("poison")
     for _ in range(3):
         lose(queue)
-    queue.client.hset(f"{queue.prefix}job:poison", "created_at", 1)
+    queue.client.hset(f"{queue.prefix}job:poison", "at", 1)
     queue.submit("a", "b")
     assert queue.pull(worker="w1", holding=1) == []
     assert [job.job_id for job in queue.pull(1, worker="w2", holding=1)] == ["a"]

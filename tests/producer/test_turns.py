@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from producer.wire import limits, registry, transitions
+from producer.wire.affinity import prompt_affinity
 from producer.wire.errors import InvalidJob
 from tests.producer.driving import Queue
 
@@ -20,6 +21,11 @@ def set_weights(queue: Queue, **weights: int) -> dict[str, int]:
 def tenants(queue: Queue, count: int) -> list[str]:
     """Whose jobs come, the first letter of an id being its tenant."""
     return [job.job_id[0] for job in queue.pull(count)]
+
+
+def lane_of(queue: Queue) -> list[str]:
+    """The entries of the one lane that these tests use."""
+    return [entry.decode() for entry in queue.client.zrange(f"{queue.prefix}wait:1:1:default:m", 0, -1)]
 
 
 def test_tenants_have_turns_by_weight(queue: Queue) -> None:
@@ -71,7 +77,7 @@ def test_nothing_starves_under_a_flood_of_urgent_jobs(queue: Queue) -> None:
         queue.submit(f"low-{tenant}", priority="low", tenant=tenant)
         queue.submit(f"normal-{tenant}", priority="normal", tenant=tenant)
         for name in (f"low-{tenant}", f"normal-{tenant}"):
-            queue.client.hset(f"{queue.prefix}job:{name}", "created_at", 1)
+            queue.client.hset(f"{queue.prefix}job:{name}", "at", 1)
     rounds, waiting = 0, 6
     while waiting:
         rounds += 1
@@ -96,13 +102,49 @@ def test_a_worker_goes_on_with_the_prefix_it_has(queue: Queue) -> None:
                 messages=[{"role": "system", "content": letter}, {"role": "user", "content": str(i)}],
             )
     assert [job.job_id for job in queue.pull(1, worker="w1")] == ["a0"]
-    queue.client.hset(
-        f"{queue.prefix}warm", "w2", queue.client.hget(f"{queue.prefix}job:b0", "affinity") or b""
-    )
+    (affinity,) = (entry.removeprefix("b0 ") for entry in lane_of(queue) if entry.startswith("b0 "))
+    queue.client.hset(f"{queue.prefix}warm", "w2", affinity)
     assert [job.job_id for job in queue.pull(2, worker="w2")] == ["b0", "b1"]
     assert [job.job_id for job in queue.pull(2, worker="w1")] == ["a1", "a2"]
     assert [job.job_id for job in queue.pull(3, worker="w1")] == ["a3", "b2", "b3"]
     assert "overtaken" not in queue.names()
+
+
+def test_a_job_keeps_its_affinity_on_every_way_back_to_its_lane(queue: Queue) -> None:
+    """While it waits, its lane alone knows it."""
+    entry = f"a {prompt_affinity(LONG)}"
+    queue.submit("a", prompt=LONG)
+    assert lane_of(queue) == [entry]
+    queue.release(queue.pull_one())
+    assert lane_of(queue) == [entry]
+    queue.pull_one()
+    queue.lapse("a")
+    queue.run(transitions.sweep(queue.name))
+    assert lane_of(queue) == [entry]
+    queue.retry(queue.pull_one(), 3600)
+    assert lane_of(queue) == []
+    queue.make_due("a")
+    queue.run(transitions.sweep(queue.name))
+    assert lane_of(queue) == [entry]
+
+
+def test_delayed_jobs_and_followers_come_to_their_lane_with_their_affinity(queue: Queue) -> None:
+    affinity = prompt_affinity(LONG)
+    queue.submit("later", prompt=LONG, delay=3600)
+    queue.submit("lead", "follow", prompt=LONG, dedupe=True, temperature=0.0)
+    queue.make_due("later")
+    queue.run(transitions.sweep(queue.name))
+    assert lane_of(queue) == [f"later {affinity}", f"lead {affinity}"]
+    queue.cancel("lead")
+    assert lane_of(queue) == [f"later {affinity}", f"follow {affinity}"]
+
+
+def test_who_leaves_the_lane_takes_nobody_along(queue: Queue) -> None:
+    queue.submit("a", "b", "c", prompt=LONG)
+    assert [queue.status(name).position for name in "abc"] == [0, 1, 2]
+    queue.cancel("b")
+    assert [queue.status(name).position for name in "abc"] == [0, None, 1]
+    assert [entry[0] for entry in lane_of(queue)] == ["a", "c"]
 
 
 def test_the_oldest_is_overtaken_64_times_at_most(queue: Queue) -> None:
@@ -129,7 +171,7 @@ def test_the_turn_of_the_longest_waiting_is_its_own(queue: Queue) -> None:
     queue.submit("warm-up", prompt=f"a {LONG}")
     queue.pull_one()
     queue.submit("old", prompt=f"b {LONG}")
-    queue.client.hset(f"{queue.prefix}job:old", "created_at", 1)
+    queue.client.hset(f"{queue.prefix}job:old", "at", 1)
     queue.submit(*(f"a{i}" for i in range(30)), prompt=f"a {LONG}")
     assert [job.job_id for job in queue.pull(30)].index("old") <= 7
 

@@ -41,8 +41,8 @@ local function oldest(lane)
 end
 
 local function age(lane)
-  local id = string.match(window(lane).members[oldest(lane)], '^%S+')
-  return NOW - tonumber(redis.call('HGET', P .. 'job:' .. id, 'created_at') or NOW)
+  local id = split_member(window(lane).members[oldest(lane)])
+  return NOW - tonumber(redis.call('HGET', P .. 'job:' .. id, 'at') or NOW)
 end
 
 -- The lane of a class and model whose tenant's turn it is. One that has run empty loses its place here.
@@ -120,7 +120,7 @@ end
 local function places(seen)
   seen.places = {}
   for i, name in ipairs(seen.members) do
-    local affinity = name and string.match(name, ' (%w+)$')
+    local _, affinity = split_member(name or '')
     if affinity then
       seen.places[affinity] = seen.places[affinity] or {next = 1}
       table.insert(seen.places[affinity], i)
@@ -137,7 +137,8 @@ local function candidate(lane, in_order)
     return at
   end
   local seen = window(lane)
-  if string.sub(seen.members[at], -#warm) == warm then
+  local _, affinity = split_member(seen.members[at])
+  if affinity == warm then
     return at
   end
   local same = (seen.places or places(seen))[warm]

@@ -22,6 +22,12 @@ local function member(id, affinity)
   return affinity and id .. ' ' .. affinity or id
 end
 
+-- The id, and the affinity or nil.
+local function split_member(name)
+  local id, affinity = string.match(name, '^(%S*) ?(%S*)$')
+  return id, affinity ~= '' and affinity or nil
+end
+
 local function split_lane(lane)
   return string.match(lane, '^(%d+):(%w):([^:]+):(.+)$')
 end

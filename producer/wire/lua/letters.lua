@@ -2,7 +2,7 @@
 -- A dead letter: {id, died_at, lane, created_at, attempts, crashes, batch, key, the job it was replayed as,
 -- metadata, error}; false for a job that is not dead
 local function letter(id)
-  local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'finished_at', 'lane', 'created_at', 'failures', 'crashes',
+  local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'finished_at', 'lane', 'at', 'failures', 'crashes',
     'batch', 'key', 'replayed_as')
   if job[1] ~= 'dead' then
     return false

@@ -15,7 +15,7 @@ local jobs, leases, moved = {}, {}, {}
 local token
 
 -- Give a job that has left its lane to the worker.
-local function give(id, job, payload, alone)
+local function give(id, job, affinity, payload, alone)
   -- Tokens are taken by the handful: a gap between two does no harm.
   token = (token or redis.call('HINCRBY', P .. 'meta', 'token', max_jobs) - max_jobs) + 1
   leases[#leases + 1] = int(NOW + lease)
@@ -28,6 +28,10 @@ local function give(id, job, payload, alone)
   end
   redis.call('HSET', P .. 'job:' .. id, 'state', 'running', 'worker', worker, 'token', token, 'started_at', int(NOW),
     'attempt', attempt)
+  if affinity and not job.affinity then
+    -- It may come back to the lane.
+    redis.call('HSET', P .. 'job:' .. id, 'affinity', affinity)
+  end
   if job.batch then
     moved[job.batch] = (moved[job.batch] or 0) + 1
   end
@@ -35,7 +39,7 @@ local function give(id, job, payload, alone)
     redis.call('HSET', P .. 'suspects', worker, id)
   end
   jobs[#jobs + 1] = {
-    id, token, payload, attempt, tonumber(job.crashes or 0), alone and 1 or 0, job.created_at, job.deadline or '',
+    id, token, payload, attempt, tonumber(job.crashes or 0), alone and 1 or 0, job.at, job.deadline or '',
     job.fingerprint or '', entries
   }
 end
@@ -45,7 +49,7 @@ end
 local function take(lane, in_order, alone)
   local at = candidate(lane, in_order)
   local name = window(lane).members[at]
-  local id, affinity = string.match(name, '^(%S+) ?(%S*)$')
+  local id, affinity = split_member(name)
   local job = load(id)
   local payload = job and redis.call('GET', P .. 'in:' .. id)
   if not job or job.state ~= 'queued' then
@@ -61,10 +65,10 @@ local function take(lane, in_order, alone)
     end
     credit = credit - cost
     redis.call('ZREM', P .. 'wait:' .. lane, name)
-    give(id, job, payload, alone)
+    give(id, job, affinity, payload, alone)
     note_turn(lane)
   end
-  note_taken(lane, at, affinity ~= '' and affinity or nil)
+  note_taken(lane, at, affinity)
   return true
 end
 

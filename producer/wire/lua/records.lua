@@ -2,7 +2,7 @@
 -- The end of a job: {id, state or '', key, metadata, outcome, the id it copied its end from or '', created_at,
 -- finished_at, checkpoint entries (unless it succeeded)}
 local function end_record(id)
-  local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'key', 'leader', 'created_at', 'finished_at')
+  local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'key', 'leader', 'at', 'finished_at')
   local entries = {}
   if job[1] ~= 'succeeded' then
     entries = redis.call('LRANGE', P .. 'ckpt:' .. id, 0, -1)

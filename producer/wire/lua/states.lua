@@ -58,8 +58,9 @@ local function detach(id, job)
     redis.call('ZREM', P .. 'followers:' .. job.leader, id)
     redis.call('HINCRBY', P .. 'meta', 'followers', -1)
   elseif job.state == 'queued' then
+    -- By its rank, which no other job has: its affinity is known only there, until it was pulled.
     local lane = waiting_lane(job.lane, job.crashes)
-    redis.call('ZREM', P .. 'wait:' .. lane, member(id, job.affinity))
+    redis.call('ZREMRANGEBYSCORE', P .. 'wait:' .. lane, job.seq, job.seq)
     close_lane(lane)
   elseif job.state == 'delayed' then
     redis.call('ZREM', P .. 'delayed', id)

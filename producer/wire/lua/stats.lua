@@ -6,7 +6,7 @@
 local lanes = {}
 for i, lane in ipairs(redis.call('SMEMBERS', P .. 'lanes')) do
   local first = redis.call('ZRANGE', P .. 'wait:' .. lane, 0, 0)[1] or ''
-  local created = redis.call('HGET', P .. 'job:' .. string.match(first, '^%S*'), 'created_at') or NOW
+  local created = redis.call('HGET', P .. 'job:' .. split_member(first), 'at') or NOW
   lanes[i] = {lane, redis.call('ZCARD', P .. 'wait:' .. lane), int(math.max(0, NOW - created))}
 end
 local meta = redis.call('HMGET', P .. 'meta', 'paused', 'followers')

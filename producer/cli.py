@@ -148,7 +148,9 @@ Timeout = Annotated[
 
 @app.command()
 def submit(
-    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from standard input.")
+    ],
     model: Annotated[
         str | None, typer.Option("--model", help="A served name. Default: what the live workers serve.")
     ] = None,
@@ -157,11 +159,14 @@ def submit(
     ] = False,
     system: Annotated[str | None, typer.Option("--system", help="System message; implies --chat.")] = None,
     max_tokens: options.MaxTokens = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", min=0.0)] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", min=0.0, help="0: the likeliest token each time. Default: 1."),
+    ] = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
     choice: Annotated[
-        list[str] | None, typer.Option("--choice", help="The output is one of these; repeat it.")
+        list[str] | None, typer.Option("--choice", help="The output is one of these; may be repeated.")
     ] = None,
     priority: Annotated[str | None, typer.Option("--priority", help="high, normal or low.")] = None,
     field: options.Field = None,
@@ -172,7 +177,7 @@ def submit(
     queue: Queue = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Submit one job; prints its id, or with --wait or --stream what it generates."""
+    """Submit one job. Prints its id, or with --wait or --stream what it generates."""
     if wait and stream:
         raise typer.BadParameter("give --wait or --stream, not both")
     text = sys.stdin.read() if prompt == "-" else prompt

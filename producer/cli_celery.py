@@ -69,7 +69,10 @@ def celery_relay(
     redis_url: RedisUrl = None,
     queue: Queue = "default",
 ) -> None:
-    """Hand the ends of jobs that Celery tasks submitted (producer.celery) to Celery, until SIGTERM."""
+    """Tell Celery how the jobs that its tasks submitted ended.
+
+    The tasks are those of producer.celery. Runs until SIGTERM.
+    """
     application = _loaded(celery_app)
     from producer.celery_relay import Relay
 

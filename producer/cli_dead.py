@@ -19,7 +19,7 @@ from producer.wire.dead_letters import DeadLetter, OpenedLetter
 dead_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Dead letters: jobs that used up their attempts, or killed workers.",
+    help="Jobs that used up their attempts, or killed workers.",
 )
 app.add_typer(dead_app, name="dead")
 
@@ -27,7 +27,7 @@ Error = Annotated[
     str | None,
     typer.Option("--error", metavar="CODE", help="Only letters of this error code, or of this cause."),
 ]
-JobIds = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Dead jobs.")]
+JobIds = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Dead jobs.")]
 All = Annotated[bool, typer.Option("--all", help="Every dead letter of the queue.")]
 
 
@@ -54,7 +54,7 @@ def dead_list(
 def dead_show(
     job_id: JobId, redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False
 ) -> None:
-    """One dead letter: why it died, the job as it was submitted, and what had been generated."""
+    """One dead letter, with its prompt. Why it died, the job as submitted, and what had been generated."""
     with Producer(redis_url, queue=queue) as producer:
         opened = producer.dead_letters().show(check_id(job_id))
     if as_json:
@@ -72,7 +72,7 @@ def dead_replay(
     queue: Queue = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Submit dead jobs again, as new jobs; each once, however often this is run.
+    """Submit dead jobs again, as new jobs. Each once, however often this is run.
 
     Exit code 1: some could not be.
     """

@@ -19,7 +19,10 @@ DEFAULT_PORT = 8000
 
 @app.command()
 def gateway(
-    host: Annotated[str, typer.Option("--host", envvar="PAGEMILL_GATEWAY_HOST")] = "127.0.0.1",
+    host: Annotated[
+        str,
+        typer.Option("--host", envvar="PAGEMILL_GATEWAY_HOST", help="0.0.0.0 to be reached from elsewhere."),
+    ] = "127.0.0.1",
     port: Annotated[
         int,
         typer.Option(
@@ -42,12 +45,16 @@ def gateway(
     timeout: Annotated[
         float, typer.Option("--timeout", min=0.1, max=86_400.0, help="Seconds a request may take.")
     ] = 600.0,
-    max_connections: Annotated[int, typer.Option("--max-connections", min=1)] = 20_000,
-    max_in_flight: Annotated[int, typer.Option("--max-in-flight", min=1)] = 2_000,
+    max_connections: Annotated[
+        int, typer.Option("--max-connections", min=1, help="Beyond, the idlest is closed.")
+    ] = 20_000,
+    max_in_flight: Annotated[
+        int, typer.Option("--max-in-flight", min=1, help="Requests under way; beyond, 503.")
+    ] = 2_000,
     redis_url: RedisUrl = None,
     queue: Queue = "default",
 ) -> None:
-    """OpenAI's HTTP interface in front of the queue, until SIGTERM. Start as many as you like."""
+    """OpenAI's HTTP interface in front of the queue. Runs until SIGTERM; start as many as you like."""
     _need_extra()
     from producer.gateway.api_keys import KeyFileError
     from producer.gateway.config import GatewayConfig
@@ -83,18 +90,22 @@ def gateway(
 
 @app.command("gateway-key")
 def gateway_key(
-    name: Annotated[str, typer.Argument(help="What the key is called in the file and in its rate.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="What the key is called in the file and in its rate.")
+    ],
     tenant: Annotated[str | None, typer.Option("--tenant", help="Whose jobs. Default: the name.")] = None,
     priority: Annotated[str, typer.Option("--priority", help="high, normal or low.")] = "normal",
     rate: Annotated[float | None, typer.Option("--rate", min=0.0, help="Requests per second.")] = None,
     burst: Annotated[int | None, typer.Option("--burst", min=1, help="How many at once.")] = None,
-    model: Annotated[list[str] | None, typer.Option("--model", help="One it may use; repeat it.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="One it may use; may be repeated. Default: all.")
+    ] = None,
     keys: Annotated[
         Path | None, typer.Option("--keys", dir_okay=False, help="Add it to this file, made if need be.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make an API key: the key is shown once, the file gets its hash."""
+    """Make an API key for the gateway. The key is shown once, the file gets its hash."""
     _need_extra()
     from pydantic import ValidationError
 

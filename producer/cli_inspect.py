@@ -30,7 +30,7 @@ _COLOURS = {
 def inspect(
     job_id: JobId, redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False
 ) -> None:
-    """A job's timeline: submit, every execution with its worker, errors, end. Shows no prompt and no output."""
+    """A job's timeline: submit, executions, errors, end. Names the workers; shows no prompt and no output."""
     found = ask(redis_url, history(queue, check_id(job_id)))
     if found is None:
         raise JobNotFound(f"no job {job_id}: never submitted, or its record has been removed")

@@ -13,7 +13,9 @@ ServedModel = Annotated[
     str | None,
     typer.Option("--model", help="A served name; or smollm2 or a directory, served here if no worker does."),
 ]
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", min=1, help="Of output, per sample.")]
+MaxTokens = Annotated[
+    int | None, typer.Option("--max-tokens", min=1, help="Tokens of output at most, per sample.")
+]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="The same seed, the same samples.")]
 Stop = Annotated[Texts, typer.Option("--stop", help="Stop string; may be repeated.")]
 Field = Annotated[

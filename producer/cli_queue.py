@@ -33,7 +33,7 @@ def queue_limit(
     queue: Queue = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Set limits of the queue, and print what they are; what is not named stays."""
+    """Set limits of the queue, and print them. What is not named stays."""
     current = ask(redis_url, limits.limits(queue))
     wanted = QueueLimits() if clear else current
     if jobs is not None:
@@ -66,13 +66,13 @@ def queue_limit(
 def queue_weights(
     pairs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TENANT=WEIGHT]...", help="1 to 1000; everybody else's is 1."),
+        typer.Argument(metavar="TENANT=WEIGHT", help="1 to 1000; everybody else's is 1."),
     ] = None,
     redis_url: RedisUrl = None,
     queue: Queue = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Set tenants' weights, and print them: of 3, a tenant has three turns for another's one."""
+    """Set tenants' weights, and print them. With 3, a tenant has three turns for another's one."""
     wanted = dict(_pair(text) for text in pairs or [])
     call = limits.set_weights(queue, wanted) if wanted else limits.weights(queue)
     current = ask(redis_url, call)

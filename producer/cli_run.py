@@ -92,7 +92,7 @@ def run(
     queue: Queue = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Send every row of a dataset through the model; run the same command again after any interruption."""
+    """Send every row of a dataset through the model. After any interruption, run the same command again."""
     fields = _job_fields(choices, json_schema, regex, max_tokens, temperature, seed, stop, field)
     text = _template_text(template, template_file)
     page = report_file or out.with_name(out.name + ".report.html")

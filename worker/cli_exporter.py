@@ -25,13 +25,15 @@ def exporter(
     http_host: Annotated[
         str, typer.Option("--http-host", help="0.0.0.0 to be scraped from elsewhere.")
     ] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option("--http-port", min=0, max=65535)] = DEFAULT_EXPORTER_PORT,
+    http_port: Annotated[
+        int, typer.Option("--http-port", min=0, max=65535, help="0: any that is free.")
+    ] = DEFAULT_EXPORTER_PORT,
     discover_every: Annotated[
         float, typer.Option("--discover-every", min=1.0, help="Seconds between two looks for new queues.")
     ] = DISCOVER_EVERY_S,
     log_format: Annotated[str, typer.Option(help="console or json.")] = "console",
 ) -> None:
-    """Export queue gauges to Prometheus until SIGTERM, without a worker. Metrics at /metrics, port 9791."""
+    """Export queue gauges to Prometheus, without a worker. Runs until SIGTERM; metrics are at /metrics."""
     if log_format not in ("console", "json"):
         raise typer.BadParameter("--log-format is console or json")
     for name in queue or []:

@@ -35,7 +35,7 @@ def top(
     queue: Queue = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Watch a worker and its queue until Ctrl-C: KV blocks, throughput, running jobs, ends. Needs no torch."""
+    """Watch a worker and its queue in the terminal. KV blocks, throughput, running jobs, ends; needs no torch."""
     logging.getLogger().addHandler(logging.NullHandler())  # what can't be had is on the screen
     source = TopSource(_redis(redis_url, url), queue, url=url, worker_id=worker)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from datetime import timedelta
 from multiprocessing import Pipe
 from pathlib import Path
@@ -20,7 +21,7 @@ from engine.execution.parallel.executor import ParallelStep
 from engine.execution.parallel.linear import GatheredHead, RowParallelLinear
 from engine.execution.parallel.messages import Loaded, LoadShare
 from engine.execution.parallel.rank_group import RankGroup
-from engine.execution.parallel.rank_processes import _spawn
+from engine.execution.parallel.rank_processes import RankProcesses, _spawn
 from engine.execution.parallel.share import Share
 from engine.plan import StepPlan, StepResult
 from tests.worker.harness import PATIENCE_S, eventually
@@ -128,17 +129,27 @@ def test_nccl_meets_the_others_at_once_and_lets_go_of_them_at_the_end(
     assert Nccl.made.calls == ["allreduce", "gather", "abort"]
 
 
-def test_a_rank_that_waits_for_the_others_sees_rank_0_go(tmp_path: Path) -> None:
-    """A meeting waits for minutes, with a GPU's memory taken."""
+LIMITS = SchedulerConfig(
+    block_size=16, num_kv_blocks=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16
+)
+
+
+def tiny(directory: Path) -> EngineConfig:
+    """A model for two ranks, in `directory`."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 61, "hidden_size": 32,
         "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 64,
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    settings = EngineConfig(
-        model=str(tmp_path), device="cpu", load_format="dummy", num_kv_blocks=4, tensor_parallel_size=2,
+    (directory / "config.json").write_text(json.dumps(config))
+    return EngineConfig(
+        model=str(directory), device="cpu", load_format="dummy", num_kv_blocks=4, tensor_parallel_size=2,
         skip_tokenizer_init=True, num_threads=1,
     )  # fmt: skip
+
+
+def test_a_rank_that_waits_for_the_others_sees_rank_0_go(tmp_path: Path) -> None:
+    """A meeting waits for minutes, with a GPU's memory taken."""
+    settings = tiny(tmp_path)
     ours, theirs = Pipe()
     with theirs:
         rank = _spawn(theirs.fileno(), 1)
@@ -146,10 +157,7 @@ def test_a_rank_that_waits_for_the_others_sees_rank_0_go(tmp_path: Path) -> None
         ours.send(LoadShare(settings, 1, str(tmp_path / "store")))
         assert ours.poll(PATIENCE_S)
         assert isinstance(ours.recv(), Loaded)
-        limits = SchedulerConfig(
-            block_size=16, num_kv_blocks=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16
-        )
-        ours.send(limits)
+        ours.send(LIMITS)
         # It has registered: the meeting is under way.
         eventually(lambda: (tmp_path / "store").exists() and (tmp_path / "store").stat().st_size, "the rank")
         assert rank.poll() is None
@@ -158,6 +166,26 @@ def test_a_rank_that_waits_for_the_others_sees_rank_0_go(tmp_path: Path) -> None
     finally:
         rank.kill()
         rank.wait()
+
+
+def test_rank_0_does_not_wait_for_a_rank_that_dies_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = threading.Event()
+    ranks = RankProcesses(tiny(tmp_path))
+
+    def connect(rendezvous: str, device: torch.device) -> None:
+        (rank,) = ranks._processes
+        rank.kill()
+        never.wait()
+
+    monkeypatch.setattr(ranks.group, "connect", connect)
+    try:
+        with pytest.raises(RankLost, match="the process of rank 1 was ended by SIGKILL"):
+            ranks.agree(LIMITS, torch.device("cpu"))
+    finally:
+        never.set()
+        ranks.close()
 
 
 def test_all_of_a_split_layer_moves_to_the_device() -> None:

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -28,6 +30,8 @@ from engine.execution.parallel.rank_group import RankGroup
 _CHILD = "engine.execution.parallel.rank_process"
 _END_S = 2.0
 """How long a process may take to end by itself once its connection is closed."""
+_LOOK_S = 0.2
+"""How often it is looked whether all processes live while they are waited for."""
 _NOTICE_S = 1.0
 """After a connection broke, how long the kernel may take to tell how the process ended."""
 
@@ -75,10 +79,29 @@ class RankProcesses:
             with self._watch(rank):
                 connection.send(limits)
         try:
-            self.group.connect(self._rendezvous, device)
+            self._meet(device)
         except RuntimeError as error:
             raise RankLost(self._why(f"the ranks can't connect: {error}")) from error
         return limits
+
+    def _meet(self, device: torch.device) -> None:
+        """Connect the ranks: on a thread, since a rank that dies meanwhile would be waited for for minutes."""
+        met: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                self.group.claim_device(device.type)
+                self.group.connect(self._rendezvous, device)
+            except Exception as error:
+                met.set_exception(error)
+            else:
+                met.set_result(None)
+
+        threading.Thread(target=run, name="pagemill-ranks", daemon=True).start()
+        while not wait([met], _LOOK_S).done:
+            if (reason := self.failure()) is not None:
+                raise RankLost(reason)
+        met.result()
 
     def wait_ready(self) -> int:
         """Wait until all take plans; returns the bytes of their weights together. Raises as `agree` does."""

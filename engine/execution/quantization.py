@@ -8,6 +8,7 @@ library's product has no groups, for a whole row, which costs accuracy (docs/qua
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -50,6 +51,12 @@ class Int8Linear(nn.Module):
         out: torch.Tensor = self.product(rows)
         return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
+    def of_channels(self, channels: torch.Tensor) -> nn.Module | None:
+        """The layer with these outputs alone, the same to the last bit; None where the product has no such thing."""
+        if not isinstance(self.product, PackedInt8Product):
+            return None
+        return _Int8Channels(self.product, channels)
+
 
 class PackedInt8Product(nn.Module):
     """By our own kernel, on any CPU."""
@@ -62,12 +69,32 @@ class PackedInt8Product(nn.Module):
         self._multiply = cpu_int8_matmul.multiply
         self._out_features = len(weight)
         self.packed = cpu_int8_matmul.pack(weight)
-        self.bias = torch.zeros(len(self.packed) * cpu_int8_matmul.PANEL)
+        self.panel = cpu_int8_matmul.PANEL
+        self.bias = torch.zeros(len(self.packed) * self.panel)
         if bias is not None:
             self.bias[: self._out_features] = bias
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self._multiply(rows.float(), self.packed, self.bias, self._out_features)
+
+    def of_panels(self, panels: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The product with some panels alone: all of their channels, in the order of `panels`."""
+        packed, bias = self.packed[panels], self.bias.view(-1, self.panel)[panels].flatten()
+        return lambda rows: self._multiply(rows.float(), packed, bias, len(bias))
+
+
+class _Int8Channels(nn.Module):
+    """Some channels of a packed product: it multiplies by the whole panels that they are in."""
+
+    def __init__(self, product: PackedInt8Product, channels: torch.Tensor) -> None:
+        super().__init__()
+        panels, places = torch.unique(channels // product.panel, return_inverse=True)
+        self._multiply = product.of_panels(panels)
+        self._columns = places * product.panel + channels % product.panel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self._multiply(x.reshape(-1, x.shape[-1]))[:, self._columns]
+        return out.to(x.dtype).view(*x.shape[:-1], len(self._columns))
 
 
 class _PlainProduct(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from engine.execution import narrow_head
 from engine.execution.logits_processors import SampleWork
 from engine.execution.narrow_head import NarrowHead, NarrowVocabulary
 from engine.execution.packed_linear import LinearOptions, PackedLinear, make_linear
+from engine.execution.quantization import Int8Linear
 from engine.execution.sampler import Sampler
 from engine.llm import LLM
 from engine.plan import NewRow, Sample
@@ -25,6 +27,14 @@ from tests.engine.families.tiny import VOCAB_SIZE
 
 SIZE = 200
 needs_own_kernel = pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX-512")
+
+
+def int8_head(out_features: int = SIZE, in_features: int = 19) -> Int8Linear:
+    torch.manual_seed(5)
+    options = LinearOptions(quantization="int8")
+    layer = make_linear(torch.randn(out_features, in_features), torch.randn(out_features), options)
+    assert isinstance(layer, Int8Linear)
+    return layer
 
 
 def head(out_features: int = SIZE, in_features: int = 19) -> PackedLinear:
@@ -58,6 +68,28 @@ def test_selected_channels_have_the_bits_that_they_have_in_the_whole_product() -
             for num_rows in (1, 5, 30):
                 x = torch.randn(num_rows, in_features)
                 assert torch.equal(layer.of_channels(channels)(x), layer(x)[:, channels])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_selected_channels_of_int8_weights_have_their_bits_too(dtype: torch.dtype) -> None:
+    rng = random.Random(1)
+    for out_features, in_features in ((SIZE, 19), (33, 64), (64, 7), (1, 5)):
+        layer = int8_head(out_features, in_features)
+        for count in (1, out_features // 2 + 1):
+            channels = torch.tensor(rng.sample(range(out_features), min(count, out_features)))
+            selected = layer.of_channels(channels)
+            assert selected is not None
+            for num_rows in (1, 5, 30):
+                x = torch.randn(1, num_rows, in_features).to(dtype)
+                assert torch.equal(selected(x), layer(x)[..., channels])
+
+
+def test_int8_without_the_compiler_keeps_the_head_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *rest: None if name == "numba" else find_spec(name, *rest)
+    )
+    assert NarrowHead.of(Model(int8_head())) is None
 
 
 @needs_own_kernel
@@ -210,6 +242,25 @@ def test_a_familys_outputs_are_the_same(
     with everything_computed(monkeypatch):
         assert run() == got
     assert len(widths) == narrow_steps
+
+
+def test_an_int8_models_choices_are_the_same(
+    tmp_path: Path, widths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = str(write_llama(tmp_path))
+    llm = LLM(directory, num_threads=1, num_kv_blocks=64, block_size=4, quantization="int8")
+    params = SamplingParams(max_tokens=4, temperature=1.0, seed=3, allowed_token_ids=(1, 2, 9, 40, 41))
+
+    def run() -> list[list[int]]:
+        prompts = [[number, 7, 8] for number in range(6)]
+        return [result.outputs[0].token_ids for result in llm.generate(prompts, params, use_tqdm=False)]
+
+    got = run()
+    assert set(widths) == {5}
+    widths.clear()
+    with everything_computed(monkeypatch):
+        assert run() == got
+    assert not widths
 
 
 LABELS = ("positive", "negative", "neutral", "mixed", "posit", "other one", "other two")

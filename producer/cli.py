@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -108,6 +109,25 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Generation jobs through Redis, into a continuously batched engine with a paged KV cache.",
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"pagemill {version('pagemill')}")
+        raise typer.Exit
+
+
+@app.callback()
+def every_command(
+    asks_version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    # What may stand before any command.
+    pass
+
+
 queue_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The queue as a whole.")
 app.add_typer(queue_app, name="queue")
 

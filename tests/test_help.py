@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from worker.cli import app
+from producer.cli import app
+from worker import cli as _all_commands  # noqa: F401 - registers them
 
 
 def commands(command: Any = None, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
@@ -34,6 +36,11 @@ def shown(path: tuple[str, ...]) -> str:
 def test_a_list_of_commands_cuts_no_sentence_off(name: str) -> None:
     listed = shown(COMMANDS[name][0]).partition("Commands:")[2]
     assert "..." not in listed, listed
+
+
+def test_the_version_is_told() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"pagemill {version('pagemill')}\n")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -280,7 +280,7 @@ def tiles(
     prefill_tiles: Sequence[Tile] = tuple(PREFILL_TILES),
 ) -> Iterator[Row]:
     """Other tiles than the tuning table's: what to put there. One that the device has no room for says so."""
-    chosen = decode_tile(shape.head_dim, shape.num_heads // shape.num_kv_heads, 2)
+    chosen = decode_tile(shape.head_dim, shape.num_heads // shape.num_kv_heads, 2, compute_capability(device))
     for batch_size, kv_len in decodes:
         workload = make_workload(
             shape, [1] * batch_size, [kv_len] * batch_size, device, num_layers=_TILE_LAYERS

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from kernels.transfer import to_device
+from kernels.tuning import LAUNCHES
 
 # Four 16-byte accesses per thread at four warps and two bytes an element. Not yet measured on a GPU.
-_CHUNK = 4096
+_LAUNCH = LAUNCHES["copy_blocks"]
 
 
 @triton.jit
@@ -43,12 +44,12 @@ def copy_blocks(
         return
     pairs = to_device(np.array(block_pairs, dtype=np.int64), key_cache.device)
     elements = key_cache[0].numel()
-    copy_blocks_kernel[(len(block_pairs), triton.cdiv(elements, _CHUNK))](
+    copy_blocks_kernel[(len(block_pairs), triton.cdiv(elements, _LAUNCH.block))](
         key_cache,
         value_cache,
         pairs,
         elements,
         key_cache.stride(0),
-        CHUNK=_CHUNK,
-        num_warps=4,
+        CHUNK=_LAUNCH.block,
+        num_warps=_LAUNCH.num_warps,
     )

@@ -23,8 +23,10 @@ from kernels.attention_tile import (
 from kernels.layer_cache import LayerCache
 from kernels.scoring import Scoring
 from kernels.tuning import (
+    LAUNCHES,
     MIN_SPLIT_TOKENS,
     Tile,
+    compute_capability,
     decode_splits,
     decode_tile,
     multiprocessors,
@@ -33,7 +35,7 @@ from kernels.tuning import (
 
 # Partial results that the merge kernel takes at once; rows rarely have more. One number for all: a step with another
 # number of splits must not make another kernel.
-_MERGE_SPLITS = 16
+_MERGE = LAUNCHES["merge_splits"]
 
 
 @triton.jit
@@ -241,7 +243,13 @@ def paged_attention_decode(
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = cache.num_kv_heads, cache.block_size
     group_size = num_heads // num_kv_heads
-    tile = tile or decode_tile(head_dim, group_size, query.element_size(), is_scaled=cache.is_scaled)
+    tile = tile or decode_tile(
+        head_dim,
+        group_size,
+        query.element_size(),
+        compute_capability(query.device),
+        is_scaled=cache.is_scaled,
+    )
     assert min_split_tokens % tile.block_n == 0
     assert out.is_contiguous()
     kv_programs = num_kv_heads * triton.cdiv(group_size, tile.block_m)
@@ -298,6 +306,6 @@ def paged_attention_decode(
             SLIDING_WINDOW=scoring.sliding_window or 0,
             MIN_SPLIT=min_split_tokens,
             BLOCK_N=tile.block_n,
-            MERGE_SPLITS=_MERGE_SPLITS,
-            num_warps=4,
+            MERGE_SPLITS=_MERGE.block,
+            num_warps=_MERGE.num_warps,
         )

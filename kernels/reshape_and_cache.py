@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 
 from kernels.layer_cache import SMALLEST_PEAK, LayerCache, as_bytes, largest_number
-from kernels.tuning import next_power_of_2
+from kernels.tuning import LAUNCHES, next_power_of_2
 
 # 16 tokens of 128 dims are two 16-byte accesses per thread and tensor at four warps. Not yet measured on a
 # GPU.
-_BLOCK_TOKENS = 16
+_LAUNCH = LAUNCHES["reshape_and_cache"]
 _SMALLEST_PEAK = tl.constexpr(SMALLEST_PEAK)
 # Added and taken away again, it rounds an fp32 number of up to 22 bits to the nearest integer, ties to even.
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)
@@ -136,7 +136,7 @@ def reshape_and_cache(
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return
-    reshape_and_cache_kernel[(triton.cdiv(num_tokens, _BLOCK_TOKENS), num_kv_heads)](
+    reshape_and_cache_kernel[(triton.cdiv(num_tokens, _LAUNCH.block), num_kv_heads)](
         key,
         value,
         as_bytes(cache.keys),
@@ -154,8 +154,8 @@ def reshape_and_cache(
         BLOCK_SIZE=cache.block_size,
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=next_power_of_2(head_dim),
-        BLOCK_TOKENS=_BLOCK_TOKENS,
+        BLOCK_TOKENS=_LAUNCH.block,
         LIMIT=largest_number(cache.keys.dtype) or 0.0,
         INTEGER=cache.keys.dtype is torch.int8,
-        num_warps=4,
+        num_warps=_LAUNCH.num_warps,
     )

@@ -13,16 +13,16 @@ import triton.language as tl
 from kernels.layer_cache import LayerCache, as_bytes, largest_number
 from kernels.reshape_and_cache import store_tokens
 from kernels.rotation import Rotation
-from kernels.tuning import next_power_of_2
+from kernels.tuning import LAUNCHES, next_power_of_2
 
 # Numbers of one head that a program takes: a 16-byte access per thread and tensor at four warps of bf16. Not yet
 # measured on a GPU.
-_BLOCK_NUMBERS = 1024
+_LAUNCH = LAUNCHES["rotary_cache"]
 
 
 def block_tokens(head_dim: int) -> int:
     """Tokens of one head that a program takes."""
-    return max(1, _BLOCK_NUMBERS // next_power_of_2(head_dim))
+    return max(1, _LAUNCH.block // next_power_of_2(head_dim))
 
 
 @triton.jit
@@ -193,6 +193,6 @@ def rotary_and_cache(
         BLOCK_TOKENS=block_tokens(head_dim),
         LIMIT=largest_number(cache.keys.dtype) or 0.0,
         INTEGER=cache.keys.dtype is torch.int8,
-        num_warps=4,
+        num_warps=_LAUNCH.num_warps,
     )
     return out

@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 
 from kernels.sampling_rows import SamplingRows
-from kernels.tuning import MAX_SAMPLING_SPLITS, sampling_splits
+from kernels.tuning import LAUNCHES, MAX_SAMPLING_SPLITS, sampling_splits
 
 # Vocabulary entries a program looks at together. 16 candidates times 512 fp64 sums over eight warps are 64
 # registers a thread.
-_THRESHOLD_BLOCK = 512
-_DRAW_BLOCK = 1024
+_CUTS = LAUNCHES["sampling_cuts"]
+_DRAW = LAUNCHES["gumbel_argmax"]
 _DIGIT = tl.constexpr(16)
 _NUM_DIGITS = tl.constexpr(8)  # four bits each, 31 in all: a distance has no sign
 _EVERYTHING = tl.constexpr(2**31 - 1)
@@ -202,10 +202,10 @@ def sample_tokens(
             rows.log_min_p,
             vocab_size,
             logits.stride(0),
-            BLOCK=_THRESHOLD_BLOCK,
-            num_warps=8,
+            BLOCK=_CUTS.block,
+            num_warps=_CUTS.num_warps,
         )
-    num_splits = sampling_splits(num_rows, vocab_size, _DRAW_BLOCK, logits.device)
+    num_splits = sampling_splits(num_rows, vocab_size, _DRAW.block, logits.device)
     assert num_splits <= MAX_SAMPLING_SPLITS
     best = logits.new_empty((num_rows, num_splits))
     ids = logits.new_empty((num_rows, num_splits), dtype=torch.int64)
@@ -220,9 +220,9 @@ def sample_tokens(
         rows.sample_indices,
         rows.positions,
         vocab_size,
-        triton.cdiv(triton.cdiv(vocab_size, num_splits), _DRAW_BLOCK) * _DRAW_BLOCK,
+        triton.cdiv(triton.cdiv(vocab_size, num_splits), _DRAW.block) * _DRAW.block,
         logits.stride(0),
-        BLOCK=_DRAW_BLOCK,
-        num_warps=4,
+        BLOCK=_DRAW.block,
+        num_warps=_DRAW.num_warps,
     )
     return ids.gather(1, best.argmax(dim=1, keepdim=True))[:, 0]

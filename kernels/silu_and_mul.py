@@ -6,8 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.tuning import LAUNCHES
+
 # Two 16-byte accesses per thread and tensor at four warps of bf16. Not yet measured on a GPU.
-_BLOCK = 2048
+_LAUNCH = LAUNCHES["silu_and_mul"]
 
 
 @triton.jit
@@ -34,7 +36,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_rows, size))
     if num_rows:
-        silu_and_mul_kernel[(num_rows, triton.cdiv(size, _BLOCK))](
-            out, gate_up, size, gate_up.stride(0), BLOCK=_BLOCK, num_warps=4
+        silu_and_mul_kernel[(num_rows, triton.cdiv(size, _LAUNCH.block))](
+            out, gate_up, size, gate_up.stride(0), BLOCK=_LAUNCH.block, num_warps=_LAUNCH.num_warps
         )
     return out

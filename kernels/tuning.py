@@ -1,15 +1,16 @@
-"""Tile shapes of the attention kernels, by plain if and else.
+"""How kernels are launched: a table of tile shapes for attention, one of block sizes for the other kernels.
 
 Never autotuned: a serving process must not time kernels on its first requests, a key lookup costs tens of
 microseconds per launch, and a captured graph could not re-tune. The tests compile every entry ahead of time for
-sm_80 and sm_90, and refuse spills and too much shared memory. None has been measured on a GPU yet: an entry's
-"because" is what the compiler's output showed (Triton 3.9).
+the architectures that it names, and refuse spills and too much shared memory. None has been measured on a GPU yet:
+an entry's reason is what the compiler's output showed (Triton 3.9).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import torch
 
@@ -35,9 +36,81 @@ class Tile:
     num_stages: int
 
 
-# Because fp32 products (ieee, no tf32) run on the plain cores with both operands in registers: any larger, or at
-# four warps, sm_90 spills from 128 dims on. fp32 is for comparisons and exactness, not for speed.
-_FP32_TILE = Tile(block_m=16, block_n=32, num_warps=8, num_stages=1)
+ANY = 1 << 30
+"""As many as there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionEntry:
+    """Where a tile is used. Of the entries that cover a launch, the first one is meant."""
+
+    kernel: Literal["decode", "prefill"]
+    architectures: tuple[int, ...]
+    """90 stands for what is newer, too."""
+    numbers: Literal["half", "fp32"]
+    """The queries'."""
+    is_scaled: bool | None
+    """Of the cache, whose tiles then pass through registers on their way. None: either."""
+    head_dim: int
+    """At most so many dims, rounded up to a power of two."""
+    rows: int
+    """Decode: at most so many query heads to a KV head, rounded up to a power of two."""
+    tile: Tile
+
+
+# fp32: products (ieee, no tf32) run on the plain cores with both operands in registers: any larger tile, or one at four
+# warps, spills on sm_90 from 128 dims on. fp32 is for comparisons and exactness, not for speed.
+# decode, 128 dims: 16 rows over 64 keys take 96 registers and 39 KB on sm_90: five programs to a multiprocessor, enough
+# bytes in flight to cover the memory's latency. Of a scaled cache, two stages: three spill where a head's dims must be
+# masked.
+# decode, 256 dims: converting fp8 spills at three stages; 128 rows spill, and so do 64 at four warps.
+# prefill, half: at least 64 rows, so that sm_90 compiles to wgmma; 16 or 32 would fall back to the older mma.sync.
+# prefill, sm_90: 128 keys a step take 253 registers, and spill once ALiBi is added. Of 256 dims, 128 rows spill at any
+# number of warps, and so do 64 rows at four; and 64 keys of fp8.
+# prefill, sm_80, 128 dims: 64 keys a step spill: without wgmma, scores and output share the registers. Of a scaled
+# cache 128 rows spill, with all that a conversion needs.
+ATTENTION_TILES = (
+    # kernel, sm, numbers, is_scaled, head_dim, rows; rows and keys of a tile, warps, stages
+    AttentionEntry("decode", (80, 90), "fp32", None, ANY, ANY, Tile(16, 32, 8, 1)),
+    AttentionEntry("decode", (80, 90), "half", False, 128, 16, Tile(16, 64, 4, 3)),
+    AttentionEntry("decode", (80, 90), "half", True, 128, 16, Tile(16, 64, 4, 2)),
+    AttentionEntry("decode", (80, 90), "half", False, 128, 32, Tile(32, 64, 4, 3)),
+    AttentionEntry("decode", (80, 90), "half", True, 128, 32, Tile(32, 64, 4, 2)),
+    AttentionEntry("decode", (80, 90), "half", None, 128, 64, Tile(64, 64, 4, 2)),
+    AttentionEntry("decode", (80, 90), "half", None, 128, ANY, Tile(128, 64, 8, 2)),
+    AttentionEntry("decode", (80, 90), "half", False, ANY, 16, Tile(16, 32, 4, 3)),
+    AttentionEntry("decode", (80, 90), "half", True, ANY, 16, Tile(16, 32, 4, 2)),
+    AttentionEntry("decode", (80, 90), "half", False, ANY, 32, Tile(32, 32, 4, 3)),
+    AttentionEntry("decode", (80, 90), "half", True, ANY, 32, Tile(32, 32, 4, 2)),
+    AttentionEntry("decode", (80, 90), "half", None, ANY, ANY, Tile(64, 32, 8, 2)),
+    AttentionEntry("prefill", (80, 90), "fp32", None, ANY, ANY, Tile(16, 32, 8, 1)),
+    AttentionEntry("prefill", (90,), "half", None, 128, ANY, Tile(128, 64, 8, 3)),
+    AttentionEntry("prefill", (90,), "half", False, ANY, ANY, Tile(64, 64, 8, 2)),
+    AttentionEntry("prefill", (90,), "half", True, ANY, ANY, Tile(64, 32, 8, 2)),
+    AttentionEntry("prefill", (80,), "half", None, 64, ANY, Tile(128, 64, 8, 2)),
+    AttentionEntry("prefill", (80,), "half", False, 128, ANY, Tile(128, 32, 8, 2)),
+    AttentionEntry("prefill", (80,), "half", True, 128, ANY, Tile(64, 64, 8, 2)),
+    AttentionEntry("prefill", (80,), "half", None, ANY, ANY, Tile(64, 32, 8, 2)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The shape of a kernel that is no attention: what a program takes at a time, and by how many warps."""
+
+    block: int
+    num_warps: int
+
+
+LAUNCHES = {
+    "merge_splits": Launch(16, 4),  # splits
+    "reshape_and_cache": Launch(16, 4),  # tokens of a head
+    "rotary_cache": Launch(1024, 4),  # numbers of tokens of a head
+    "silu_and_mul": Launch(2048, 4),  # columns
+    "copy_blocks": Launch(4096, 4),  # numbers of a block
+    "sampling_cuts": Launch(512, 8),  # logits
+    "gumbel_argmax": Launch(1024, 4),  # logits
+}
 
 
 def next_power_of_2(n: int) -> int:
@@ -71,59 +144,49 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def decode_tile(head_dim: int, group_size: int, element_size: int, *, is_scaled: bool = False) -> Tile:
+@cache
+def _tile(
+    kernel: str, capability: tuple[int, int], element_size: int, is_scaled: bool, head_dim: int, rows: int
+) -> Tile:
+    architecture = 90 if capability >= (9, 0) else 80
+    numbers = "fp32" if element_size >= 4 else "half"
+    for entry in ATTENTION_TILES:
+        if (
+            entry.kernel == kernel
+            and architecture in entry.architectures
+            and entry.numbers == numbers
+            and entry.is_scaled in (None, is_scaled)
+            and next_power_of_2(head_dim) <= entry.head_dim
+            and next_power_of_2(rows) <= entry.rows
+        ):
+            return entry.tile
+    raise AssertionError(
+        f"no tile for {kernel} of {numbers}, {head_dim} dims, {rows} rows on sm_{architecture}"
+    )
+
+
+def decode_tile(
+    head_dim: int,
+    group_size: int,
+    element_size: int,
+    capability: tuple[int, int],
+    *,
+    is_scaled: bool = False,
+) -> Tile:
     """The decode kernel's tile for one KV head's `group_size` query heads.
 
     Rows are the query heads of a group, padded to the 16 that a tensor-core product takes. A group larger than
     `block_m` is cut into several programs; each of them reads the keys again, from the L2 cache if all is well.
-    `element_size` is the queries'; the tiles of an `is_scaled` cache pass through registers on their way.
+    `element_size` is the queries'.
     """
-    padded = next_power_of_2(head_dim)
-    rows = max(16, next_power_of_2(group_size))
-    if element_size >= 4:
-        return _FP32_TILE
-    if padded >= 256:
-        if rows >= 64:
-            # Because 128 rows of 256 dims spill, and so do 64 at four warps.
-            return Tile(block_m=64, block_n=32, num_warps=8, num_stages=2)
-        # Because converting fp8 spills at three stages.
-        return Tile(block_m=rows, block_n=32, num_warps=4, num_stages=2 if is_scaled else 3)
-    if rows >= 128:
-        return Tile(block_m=128, block_n=64, num_warps=8, num_stages=2)
-    if rows == 64:
-        return Tile(block_m=64, block_n=64, num_warps=4, num_stages=2)
-    # Because 16 rows over 64 keys of 128 dims take 96 registers and 39 KB on sm_90: five programs to a
-    # multiprocessor, enough bytes in flight to cover the memory's latency.
-    # Of a scaled cache, two stages: three spill where a head's dims must be masked.
-    return Tile(block_m=rows, block_n=64, num_warps=4, num_stages=2 if is_scaled else 3)
+    return _tile("decode", capability, element_size, is_scaled, head_dim, group_size)
 
 
 def prefill_tile(
     head_dim: int, element_size: int, capability: tuple[int, int], *, is_scaled: bool = False
 ) -> Tile:
-    """The prefill kernel's tile. `block_m` counts (token, head of the group) pairs.
-
-    At least 64 rows of half precision, so that sm_90 compiles to wgmma; 16 or 32 would fall back to the older
-    mma.sync.
-    """
-    padded = next_power_of_2(head_dim)
-    if element_size >= 4:
-        return _FP32_TILE
-    if capability >= (9, 0):
-        if padded >= 256:
-            # Because 128 rows spill at any number of warps, and so do 64 rows at four; and 64 keys of fp8.
-            return Tile(block_m=64, block_n=32 if is_scaled else 64, num_warps=8, num_stages=2)
-        # Because 128 keys a step take 253 registers, and spill once ALiBi is added.
-        return Tile(block_m=128, block_n=64, num_warps=8, num_stages=3)
-    if padded >= 256:
-        return Tile(block_m=64, block_n=32, num_warps=8, num_stages=2)
-    if padded >= 128 and is_scaled:
-        # Because 128 rows spill, with all that a conversion needs.
-        return Tile(block_m=64, block_n=64, num_warps=8, num_stages=2)
-    if padded >= 128:
-        # Because 64 keys a step spill: without wgmma, scores and output share the registers.
-        return Tile(block_m=128, block_n=32, num_warps=8, num_stages=2)
-    return Tile(block_m=128, block_n=64, num_warps=8, num_stages=2)
+    """The prefill kernel's tile. `block_m` counts (token, head of the group) pairs."""
+    return _tile("prefill", capability, element_size, is_scaled, head_dim, 1)
 
 
 def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) -> int:
@@ -132,7 +195,7 @@ def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) 
     Read from host numbers only, so a captured graph keeps its grid; how many of the splits a row uses, the
     kernel decides from the row's own length. `num_programs` is rows times KV heads before the cut.
     """
-    # Four programs of a decode tile fit on a multiprocessor (see decode_tile).
+    # Four programs of a decode tile fit on a multiprocessor (see ATTENTION_TILES).
     wanted = (4 * num_multiprocessors) // max(1, num_programs)
     most = -(-max_kv_len // MIN_SPLIT_TOKENS)
     return max(1, min(wanted, most, MAX_SPLITS))

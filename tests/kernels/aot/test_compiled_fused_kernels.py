@@ -11,8 +11,9 @@ from kernels.rms_norm import rms_norm_kernel
 from kernels.rotary_cache import block_tokens, rotary_cache_kernel
 from kernels.sampling import gumbel_argmax_kernel, sampling_cuts_kernel
 from kernels.silu_and_mul import silu_and_mul_kernel
-from kernels.tuning import Tile, next_power_of_2, row_warps
+from kernels.tuning import LAUNCHES, Tile, next_power_of_2, row_warps
 from tests.kernels.aot.compiler import check_resources, compile_kernel
+from tests.kernels.aot.specialisations import row_tile
 
 pytestmark = pytest.mark.parametrize("capability", [80, 90], ids=["sm_80", "sm_90"])
 
@@ -45,9 +46,9 @@ def test_gated_activation(capability: int) -> None:
         "gate_up_ptr": "*bf16",
         "size": "i32",
         "stride_row": "i32",
-        "BLOCK": 2048,
+        "BLOCK": LAUNCHES["silu_and_mul"].block,
     }
-    compiled = compile_kernel(silu_and_mul_kernel, arguments, capability, Tile(0, 0, 4, 1))
+    compiled = compile_kernel(silu_and_mul_kernel, arguments, capability, row_tile("silu_and_mul"))
     check_resources(compiled, capability)
     assert compiled.wide_loads > 0
 
@@ -102,7 +103,7 @@ def test_rotation_and_cache(head_dim: int, rotary_dim: int, norm: bool, cache: s
         "LIMIT": {"i8": INTEGER_LIMIT, "u8": FP8_LIMIT}.get(cache, 0.0),
         "INTEGER": cache == "i8",
     }
-    compiled = compile_kernel(rotary_cache_kernel, arguments, capability, Tile(0, 0, 4, 1))
+    compiled = compile_kernel(rotary_cache_kernel, arguments, capability, row_tile("rotary_cache"))
     check_resources(compiled, capability)
     assert compiled.wide_loads > 0
 
@@ -118,9 +119,10 @@ def test_sampling_cuts(capability: int) -> None:
         "log_min_p_ptr": "*fp32",
         "vocab_size": "i32",
         "stride_row": "i32",
-        "BLOCK": 512,
+        "BLOCK": LAUNCHES["sampling_cuts"].block,
     }
-    check_resources(compile_kernel(sampling_cuts_kernel, arguments, capability, Tile(0, 0, 8, 1)), capability)
+    compiled = compile_kernel(sampling_cuts_kernel, arguments, capability, row_tile("sampling_cuts"))
+    check_resources(compiled, capability)
 
 
 @pytest.mark.parametrize("filters", [True, pytest.param(False, marks=slow)])
@@ -138,8 +140,8 @@ def test_drawing(filters: bool, capability: int) -> None:
         "vocab_size": "i32",
         "split_size": "i32",
         "stride_row": "i32",
-        "BLOCK": 1024,
+        "BLOCK": LAUNCHES["gumbel_argmax"].block,
     }
-    compiled = compile_kernel(gumbel_argmax_kernel, arguments, capability, Tile(0, 0, 4, 1))
+    compiled = compile_kernel(gumbel_argmax_kernel, arguments, capability, row_tile("gumbel_argmax"))
     check_resources(compiled, capability)
     assert compiled.wide_loads > 0

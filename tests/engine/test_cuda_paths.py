@@ -5,6 +5,8 @@ Each is switched on alone and together; outputs must be the ones of the plain en
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,12 @@ from transformers import (
     SmolLM3Config,
 )
 
+from engine.config import EngineConfig
 from engine.execution import cuda_graphs, model_runner
 from engine.execution.attention import AttentionContext, attention_context
 from engine.execution.cuda_fusion import PreNormLayer, fuse_for_cuda
 from engine.execution.cuda_graphs import DecodeGraphs, buckets_up_to
+from engine.execution.kv_cache import KVCacheShape, num_blocks_for
 from engine.execution.packed_linear import LinearOptions
 from engine.execution.sampler import Sampler
 from engine.execution.staging import DirectTransfer, HostCopy, StagedTransfer
@@ -238,6 +242,42 @@ def test_fused_modules_compute_what_they_replace(config: Any) -> None:
         with attention_context(AttentionContext(_one_prompt(11), layers)):
             out = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-4)
+
+
+def test_what_fusing_replaces_is_freed_at_once() -> None:
+    """Not only when the collector comes by: on a GPU it is memory that the KV pool could have."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    merged = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    replaced = [
+        weakref.ref(parameter)
+        for name, parameter in model.named_parameters()
+        if any(part in name for part in merged)
+    ]
+    assert len(replaced) == 2 * len(merged)
+    gc.disable()
+    try:
+        fuse_for_cuda(model, LinearOptions())
+        assert not any(parameter() is not None for parameter in replaced)
+    finally:
+        gc.enable()
+
+
+def test_memory_that_loading_let_go_of_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib, held = 2**30, 9 * 2**30
+
+    def empty_cache() -> None:
+        nonlocal held
+        held = 0
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * gib - held, 80 * gib))
+    config = EngineConfig(model="echo", gpu_memory_utilization=0.5)
+    shape = KVCacheShape(num_layers=1, num_kv_heads=1, head_dim=64, block_size=16, dtype=torch.float16)
+    assert num_blocks_for(config, shape, torch.device("cuda")) == 20 * gib // shape.block_bytes
 
 
 def _one_prompt(length: int) -> AttentionMetadata:

@@ -65,3 +65,12 @@ def gather_values(
             for i in range(whole, head_dim):
                 to = target + PANEL_ROW * num_keys * (i // PANEL) + F32 * (i % PANEL)
                 f32_pointer(to)[0] = load_number(element, source + size * i)
+
+
+@jit
+def num_common_blocks(table, other, count):
+    """How many of the first `count` blocks of two rows are the same ones."""
+    block = 0
+    while block < count and table[block] == other[block]:
+        block += 1
+    return block

@@ -27,6 +27,8 @@ PAGED_ATTENTION = "pagemill_paged"
 class AttentionContext:
     metadata: AttentionMetadata
     layers: list[LayerCache]
+    read_tokens: torch.Tensor | None = None
+    """[any] int64, ascending: the tokens whose last hidden states are read; None = all."""
 
 
 _context: ContextVar[AttentionContext] = ContextVar("attention_context")

@@ -40,6 +40,8 @@ class FusedDecoderLayer(nn.Module):
         self.source = source
         self._attention = source.self_attn
         self._layer = DecoderLayer(_weights(source), self._attention.scoring, buffers)
+        self.is_last = False
+        """Whether only norm and head come after it: then it need not finish tokens that nobody reads."""
         if hasattr(source, "attention_type"):  # the models that mix windows look a layer's mask up by it
             self.attention_type = source.attention_type
 
@@ -55,8 +57,14 @@ class FusedDecoderLayer(nn.Module):
         cos, sin = position_embeddings
         rotation = (cos[0], sin[0]) if self._attention.rotates else None
         cache = context.layers[self._attention.layer_idx]
-        self._layer.run(hidden_states[0], rotation, cache, context.metadata)
+        read_tokens = context.read_tokens if self.is_last else None
+        self._layer.run(hidden_states[0], rotation, cache, context.metadata, read_tokens)
         return hidden_states
+
+    @property
+    def layer_idx(self) -> int:
+        index: int = self._attention.layer_idx
+        return index
 
     def warm_up(self, block_size: int, cache_dtype: torch.dtype) -> None:
         self._layer.warm_up(block_size, cache_dtype)

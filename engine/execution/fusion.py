@@ -66,6 +66,10 @@ def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype, linear: Lin
 
         buffers = StepBuffers()
     _fuse_children(model, FusionOptions(use_cpu_kernels, linear, buffers))
+    config: Any = model.config
+    for layer in model.modules():
+        if isinstance(layer, FusedDecoderLayer):
+            layer.is_last = layer.layer_idx == config.get_text_config().num_hidden_layers - 1
 
 
 def _fuse_children(parent: nn.Module, options: FusionOptions) -> None:

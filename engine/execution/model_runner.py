@@ -130,7 +130,8 @@ class ModelRunner:
         if graphs is not None:
             logits = self._pick(graphs.run(inputs), plan, inputs)
         else:
-            with attention_context(AttentionContext(inputs.metadata, self.kv_cache.layers)):
+            read_tokens = self._read_tokens(plan, inputs)
+            with attention_context(AttentionContext(inputs.metadata, self.kv_cache.layers, read_tokens)):
                 vocabulary = self._narrow_vocabulary(plan, work)
                 logits, scored = self._forward(plan, inputs, vocabulary)
         forwarded = time.perf_counter()
@@ -145,6 +146,15 @@ class ModelRunner:
         if self._narrow_head is None or any(item.num_prompt_logprobs is not None for item in plan.work):
             return None
         return self._narrow_head.vocabulary(work)
+
+    def _read_tokens(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor | None:
+        """The tokens whose last hidden states the head reads, once each; None: all of them may be."""
+        if self._device.type != "cpu" or any(work.num_prompt_logprobs is not None for work in plan.work):
+            return None
+        if not plan.samples:
+            return inputs.positions.new_zeros(1)  # as `_forward` asks for it
+        tokens = sorted({sample.token_index for sample in plan.samples})
+        return torch.tensor(tokens) if len(tokens) < len(inputs.positions) else None
 
     def _forward(
         self, plan: StepPlan, inputs: StepInputs, vocabulary: NarrowVocabulary | None

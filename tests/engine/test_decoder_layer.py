@@ -163,11 +163,40 @@ def test_same_numbers_where_threads_share_the_rows(quantization: str | None) -> 
 def test_the_mlp_runs_over_more_tokens_than_its_buffers_hold(
     monkeypatch: pytest.MonkeyPatch, quantization: str | None
 ) -> None:
-    from kernels.cpu_layer import MLP_ROWS
+    from kernels.cpu_layer_steps import MLP_ROWS
 
     rows = [MLP_ROWS // 3 + 7] * 4
     monkeypatch.setattr(f"{__name__}.NUM_BLOCKS", 1024)
     assert_same(fused_model("llama", quantization), step(rows, rows))
+
+
+@with_every_product
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_layer_finishes_what_is_read_and_caches_the_rest(
+    family: str, quantization: str | None
+) -> None:
+    # Wider than queries, keys and values together: their buffer holds hidden states here.
+    sizes = {"hidden_size": 96, "head_dim": 8} if family == "llama" else {}
+    model = fused_model(family, quantization, **sizes)
+    layers = list(model.model.layers)
+    assert [layer.is_last for layer in layers] == [False] * (len(layers) - 1) + [True]
+    metadata = step([1, 1, 6, 3], [4, 12, 6, 19], num_padded=2)
+    ids, positions = torch.randint(50, (1, 13)), torch.arange(13)[None] % 7
+    caches = random_caches(model)
+
+    def run(read_tokens: list[int] | None) -> tuple[torch.Tensor, list[LayerCache]]:
+        mine = [LayerCache(*(tensor.clone() for tensor in cache.tensors())) for cache in caches]
+        read = None if read_tokens is None else torch.tensor(read_tokens)
+        with torch.inference_mode(), attention_context(AttentionContext(metadata, mine, read)):
+            return model.model(input_ids=ids, position_ids=positions, use_cache=False)[0][0], mine
+
+    everything, everywhere = run(None)
+    for read_tokens in ([0, 1, 7, 10], [12], [*range(13)], [0, 2]):
+        some, written = run(read_tokens)
+        assert torch.equal(some[read_tokens], everything[read_tokens])
+        for cache, other in zip(written, everywhere, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(cache.tensors(), other.tensors(), strict=True))
+    assert not torch.equal(run([0])[0][5], everything[5])  # nobody asked for it, so nobody computed it
 
 
 def test_buffers_shrink_and_grow_with_the_step() -> None:
@@ -179,10 +208,10 @@ def test_buffers_shrink_and_grow_with_the_step() -> None:
 def test_a_kind_of_product_compiles_that_product_alone() -> None:
     from numba import types
 
-    from kernels import cpu_int8_matmul, cpu_layer
+    from kernels import cpu_int8_matmul, cpu_layer_steps
 
     for kind, module in ((types.float32, cpu_matmul), (types.uint8, cpu_int8_matmul)):
-        names = inspect.getclosurevars(cpu_layer._choose_product(kind))
+        names = inspect.getclosurevars(cpu_layer_steps._choose_product(kind))
         assert [*names.nonlocals.values()] == [module.multiply_parallel]
         assert not names.globals
 

@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -239,6 +239,41 @@ def test_a_prompt_cut_into_chunks_gives_the_same_bits(options):
         )
         chunk = cpu.paged_attention(step.query[begin:end], step.cache, metadata, Scoring(0.2, **options))
         assert torch.equal(chunk, whole[begin:end])
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("block_size", [16, 48, 512])
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 100}, {"softcap": 5.0}], ids=["plain", "window", "cap"]
+)
+def test_rows_that_share_blocks_get_the_bits_they_get_alone(options, block_size, head_dim):
+    """The panels of shared keys are gathered once: by block numbers, so a row that parts earlier must not see them."""
+    lengths = [(70, 700), (50, 700), (9, 650), (3, 90), (60, 60), (5, 699), (2, 1300)]
+    step = make_step(lengths, block_size=block_size, head_dim=head_dim)
+    tables = step.metadata.block_tables
+    for row, shared in ((1, 512), (2, 640), (3, 64), (4, 48), (6, 513)):
+        tables[row, : shared // block_size] = tables[row - 1, : shared // block_size]
+    together = step.attend(**options)
+    starts = step.metadata.query_start_loc
+    for row in range(len(lengths)):
+        first, last = int(starts[row]), int(starts[row + 1])
+        metadata = replace(
+            step.metadata,
+            block_tables=tables[row : row + 1],
+            query_start_loc=torch.tensor([0, last - first], dtype=torch.int32),
+            seq_lens=step.metadata.seq_lens[row : row + 1],
+            query_lens_host=[last - first],
+            seq_lens_host=[lengths[row][1]],
+        )
+        scoring = Scoring(0.2, **options)
+        alone = cpu.paged_attention(step.query[first:last], step.cache, metadata, scoring)
+        assert torch.isfinite(alone).all()
+        assert torch.equal(together[first:last], alone)
+
+
+def test_a_long_prompt_reads_more_keys_than_panels_are_held_of():
+    step = make_step([(40, 1500), (333, 2100)], head_dim=128)
+    assert_exact(step.attend(), dense(step))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -9,6 +9,7 @@ are drawn on the device and prompts are token ids, so nothing comes from outside
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -133,6 +134,12 @@ def floor_seconds(
     )
 
 
+def _freeze_heap() -> None:
+    """As a worker does once its model is there: otherwise full collections stop an engine for tenths of a second."""
+    gc.collect()
+    gc.freeze()
+
+
 def run_pagemill(job: Job, directory: Path) -> Row:
     from engine.llm import LLM
     from engine.sampling_params import SamplingParams
@@ -145,6 +152,7 @@ def run_pagemill(job: Job, directory: Path) -> Row:
     # Kernels are compiled before the clock runs, as in a worker that has warmed up.
     warm = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=4, seed=1)] * 2
     llm.generate([[1] * job.shortest, [2] * job.longest], warm, use_tqdm=False)
+    _freeze_heap()
     ready = time.perf_counter()
     params = [
         SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length, seed=number)
@@ -188,6 +196,7 @@ def run_transformers(job: Job, directory: Path) -> Row:
     while manager.get_result(timeout=1.0) is None:
         if not manager.is_running():
             raise RuntimeError("transformers' generation thread has ended")
+    _freeze_heap()
     ready = time.perf_counter()
     for prompt, length in zip(prompts, lengths, strict=True):
         manager.add_request(prompt, max_new_tokens=length)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import count
 
 from engine.config import SchedulerConfig
 from engine.errors import InvalidRequest
@@ -58,7 +59,7 @@ class Scheduler:
         self._suspects: set[Request] = set()
         """Were in a step that raised, and have not yet got past that point in a step of their own."""
         self._in_flight: deque[InFlightStep] = deque()
-        self._num_insertions = 0
+        self._insertions = count()
         self._next_step_id = 0
         self._steps_failed = 0
         self._discarded_tokens = 0
@@ -81,8 +82,7 @@ class Scheduler:
         if request.params.beam_width is not None:
             request.beam_search = BeamSearch.of(request, self._eos_token_ids)
         request.classify()
-        request.insertion = self._num_insertions
-        self._num_insertions += 1
+        request.insertion = next(self._insertions)
         self._requests[request.request_id] = request
         self._waiting.enqueue(request)
 
@@ -393,9 +393,8 @@ class Scheduler:
             return
         requests = step.requests()
         for request in self._suspects.intersection(requests):
-            # A beam without a row has yet to fork off one that has.
-            concerned = [
-                s for s in request.live_sequences if request.beam_search is None or s.row is not None
-            ]
+            concerned = request.live_sequences
+            if request.beam_search is not None:  # a beam without a row has yet to fork off one that has
+                concerned = [sequence for sequence in concerned if sequence.row is not None]
             if len(requests) == 1 and all(s.num_computed_tokens >= s.num_known_tokens - 1 for s in concerned):
                 self._suspects.discard(request)

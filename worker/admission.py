@@ -71,9 +71,10 @@ class OutputForecast:
 def credit(engine: EngineThread, running: list[RunningJob], forecast: OutputForecast) -> Credit:
     """Room in the engine for more jobs.
 
-    Rows are what the engine has less what its requests will take. Tokens are the blocks that the engine
-    counted after its last step, less the growth still to come: a request that it had not seen by then will
-    grow by all of itself.
+    Rows are what the engine has less what its requests will take after its next step: what is pulled while a step
+    runs is there when the next one is planned, which would go on without those rows otherwise. Tokens are the
+    blocks that the engine counted after its last step, less the growth still to come: a request that it had not
+    seen by then will grow by all of itself.
     """
     capacity, stats = engine.capacity, engine.stats
     if capacity is None or stats is None or engine.state is EngineState.LOADING:
@@ -83,7 +84,7 @@ def credit(engine: EngineThread, running: list[RunningJob], forecast: OutputFore
     if engine.stalled_for() > LONG_STEP_S:
         return Credit(0, 0, blocked="engine")
     live = [job for job in running if not job.has_left_engine]
-    rows = stats.max_num_seqs - sum(job.params.num_sequences for job in live)
+    rows = stats.max_num_seqs - sum(job.params.num_sequences for job in live if not job.is_about_to_end)
     if rows <= 0:
         return Credit(0, 0, blocked="rows")
     growth = sum(len(job.prompt_token_ids) - job.prompt_tokens_done + forecast.remaining(job) for job in live)
@@ -145,7 +146,7 @@ class Admission:
         return self._thread.is_alive()
 
     def on_finished(self, job: RunningJob | None) -> None:
-        """A job has left the engine: look again. Called on the reporter's thread."""
+        """A job has left the engine, or is about to: look again. Called on the reporter's thread."""
         if job is not None:
             self._forecast.observe(job)
         self._room.set()

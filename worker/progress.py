@@ -77,8 +77,8 @@ class ProgressReporter:
         on_finished: Callable[[RunningJob | None], None],
         hmac_keys: Keys,
     ) -> None:
-        """`on_finished` is called when a job has left the engine, so that more may be pulled; with the job,
-        if it is known and came to its own end."""
+        """`on_finished` is called when a job has left the engine, or is about to, so that more may be pulled; with
+        the job, if it is known and came to its own end."""
         self._config = config
         self._queue = queue
         self._table = table
@@ -201,6 +201,8 @@ class ProgressReporter:
         job.apply(output)
         if output.finished:
             self._finish(job, output)
+        elif output.deltas and job.is_about_to_end:
+            self._on_finished(None)
 
     def _finish(self, job: RunningJob, output: RequestOutput | None) -> None:
         """The engine is done with the job (or, with None, has been waited for long enough)."""

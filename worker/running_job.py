@@ -166,6 +166,16 @@ class RunningJob:
     def is_complete(self) -> bool:
         return all(sample.finish_reason is not None for sample in self.samples)
 
+    @property
+    def is_about_to_end(self) -> bool:
+        """Its rows are free after the engine's next step: every sample lacks one token of max_tokens, or none."""
+        if self.params.is_ranked or self.prompt_tokens_done < len(self.prompt_token_ids):
+            return False
+        return all(
+            sample.finish_reason is not None or len(sample.token_ids) >= self.max_tokens - 1
+            for sample in self.samples
+        )
+
     def apply(self, output: RequestOutput) -> None:
         """Take in a step's news."""
         self.phase = output.phase

@@ -90,6 +90,28 @@ def test_a_job_that_has_left_the_engine_holds_nothing() -> None:
     assert credit_of(EngineFigures(max_num_seqs=1), done).jobs == 1
 
 
+def test_rows_that_the_next_step_frees_are_given_while_it_runs() -> None:
+    ends = job(max_tokens=4, done=32, generated=3)
+    goes_on = job(max_tokens=4, done=32, generated=2)
+    given = credit_of(EngineFigures(max_num_seqs=2), ends, goes_on)
+    assert (given.jobs, given.blocked) == (1, None)
+    # What was pulled for the row waits for it, and takes it: nothing more is pulled.
+    assert credit_of(EngineFigures(max_num_seqs=2), ends, goes_on, job()).blocked == "rows"
+
+
+def test_a_row_is_not_given_before_its_job_is_past_its_prompt() -> None:
+    resumed = job(max_tokens=4, done=0, generated=3)
+    in_chunks = job(max_tokens=1, done=31)
+    assert credit_of(EngineFigures(max_num_seqs=2), resumed, in_chunks).blocked == "rows"
+
+
+def test_all_samples_of_a_job_must_be_about_to_end() -> None:
+    one_of_two = job(max_tokens=4, done=32, generated=3, n=2)
+    assert credit_of(EngineFigures(max_num_seqs=2), one_of_two).blocked == "rows"
+    one_of_two.samples[1].finish_reason = "stop"
+    assert credit_of(EngineFigures(max_num_seqs=2), one_of_two).jobs == 2
+
+
 def test_jobs_that_end_early_leave_room_for_more() -> None:
     forecast = OutputForecast()
     before = credit_of(EngineFigures(), job(done=32), forecast=forecast).tokens

@@ -39,6 +39,8 @@ BLOCKED_POLL_S = 0.25
 LONG_STEP_S = 2.0
 """While a step takes longer than this, jobs are left to other workers."""
 MAX_JOBS_PER_PULL = 64
+JOBS_PER_START = 16
+"""So many are announced and started at a time: the engine begins while the others are looked at."""
 OUTPUT_RATIO_WEIGHT = 0.05
 
 
@@ -181,7 +183,8 @@ class Admission:
             self._blocked_for("paused", DOORBELL_S)
         elif reply.jobs:
             self.blocked = None
-            self._take_in(reply.jobs)
+            for start in range(0, len(reply.jobs), JOBS_PER_START):
+                self._take_in(reply.jobs[start : start + JOBS_PER_START])
         elif reply.queued and reply.limited_ms is not None:
             self._blocked_for("rate", min(DOORBELL_S, reply.limited_ms / 1000))
         elif reply.queued and len(self._table):

@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from types import FrameType
@@ -33,6 +34,9 @@ EXIT_REDIS = 3
 WATCH_S = 0.2
 CLOSE_S = 5.0
 """Of the time to shut down, what ending threads and the embedded server may take."""
+SWITCH_S = 0.0001
+"""The engine's thread lets go of the interpreter for every kernel, a hundred times a step, and must not wait the usual
+5 ms to have it back from a thread that writes checkpoints: that was 1.4 % of short jobs' throughput."""
 
 
 class ShutdownSignals:
@@ -117,6 +121,7 @@ def _watch(
 
     def on_loaded() -> None:
         _freeze_heap()
+        sys.setswitchinterval(SWITCH_S)
         watchdog.arm()
 
     while not signals.asked.wait(WATCH_S):

@@ -62,6 +62,20 @@ class End:
 Event = list[RequestOutput] | Lost | Stop | End
 
 
+def is_checkpoint_due(job: RunningJob, config: WorkerConfig, now: float) -> bool:
+    """Whether a running job's news are written now (monotonic seconds)."""
+    if job.is_progress_saved and not job.has_unsaved:
+        return False
+    if job.unsaved_tokens >= config.checkpoint_tokens:
+        return True
+    if job.job.stream:  # its first token goes out at once
+        return now - job.saved_at >= config.stream_checkpoint_s
+    if job.is_about_to_end:
+        return False  # its end is written in a moment, with all of it
+    # Until it had news there was nothing to lose, however long it waited.
+    return now - max(job.saved_at, job.unsaved_since) >= config.checkpoint_s
+
+
 class ProgressReporter:
     """Owns every running job's record; others send it events."""
 
@@ -285,10 +299,7 @@ class ProgressReporter:
     def _is_due(self, job: RunningJob, now: float) -> bool:
         if job.request_id in self._ended:
             return self._lacks_checkpoint(self._ended[job.request_id])
-        if job.is_progress_saved and not job.has_unsaved:
-            return False
-        interval = self._config.stream_checkpoint_s if job.job.stream else self._config.checkpoint_s
-        return job.unsaved_tokens >= self._config.checkpoint_tokens or now - job.saved_at >= interval
+        return is_checkpoint_due(job, self._config, now)
 
     def _lacks_checkpoint(self, write: FinalWrite) -> bool:
         job = self._table.by_request(write.key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -108,6 +109,8 @@ class RunningJob:
     is_progress_saved: bool = True
     saved_at: float = 0.0
     """`time.monotonic()` of the last checkpoint."""
+    unsaved_since: float = 0.0
+    """`time.monotonic()` of the first news that the checkpoint lacks."""
     restart_checkpoint: bool = False
     """The next checkpoint replaces what is stored."""
     sending: list[Delta] | None = None
@@ -180,7 +183,8 @@ class RunningJob:
         """Take in a step's news."""
         self.phase = output.phase
         self.prompt_tokens_done = output.prompt_tokens_done
-        self.is_progress_saved = False
+        if self.is_progress_saved:
+            self.is_progress_saved, self.unsaved_since = False, time.monotonic()
         for delta in output.deltas:
             sample = self.samples[delta.index]
             sample.token_ids += delta.token_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from engine.outputs import CompletionDelta, RequestOutput
@@ -10,6 +11,8 @@ from engine.sampling_params import SamplingParams
 from producer.wire.outputs import Checkpoint, CheckpointSample
 from producer.wire.protocol import Job
 from producer.wire.transitions import PulledJob
+from worker.config import WorkerConfig
+from worker.progress import is_checkpoint_due
 from worker.running_job import RunningJob, engine_params, sample_records, sample_states
 
 
@@ -28,6 +31,38 @@ def running_job(n: int = 1, checkpoint: Checkpoint | None = None, **fields: Any)
 
 def news(*deltas: CompletionDelta, finished: bool = False) -> RequestOutput:
     return RequestOutput("job#7", "decode", 2, 2, list(deltas), finished)
+
+
+def test_a_checkpoint_is_due_an_interval_after_the_first_news() -> None:
+    config = WorkerConfig.load(model="echo", checkpoint_s=1.0, checkpoint_tokens=5, stream_checkpoint_s=0.1)
+    job, streamed = running_job(), running_job(stream=True)
+    long_after = time.monotonic() + 100.0
+    assert not is_checkpoint_due(job, config, long_after)  # no news
+    for each in (job, streamed):
+        each.saved_at = time.monotonic() - 50.0
+        each.apply(news(CompletionDelta(0, [5], "a", 0)))
+    now = job.unsaved_since
+    assert not is_checkpoint_due(job, config, now + 0.5)
+    job.apply(news(CompletionDelta(0, [6], "b", 1)))  # more news does not put it off
+    assert is_checkpoint_due(job, config, now + 1.0)
+    assert is_checkpoint_due(streamed, config, now)
+    job.unsaved()
+    job.mark_saved(now + 1.0)
+    assert not is_checkpoint_due(job, config, long_after)
+    job.apply(news(CompletionDelta(0, [7, 8, 9, 10, 11], "cdefg", 2)))
+    assert is_checkpoint_due(job, config, job.unsaved_since)  # 5 tokens
+
+
+def test_a_job_that_ends_with_its_next_token_is_not_checkpointed_before() -> None:
+    config = WorkerConfig.load(model="echo", checkpoint_s=1.0, stream_checkpoint_s=0.1)
+    job, streamed = running_job(), running_job(stream=True)
+    for each in (job, streamed):
+        each.apply(news(CompletionDelta(0, [5, 6, 7, 8, 9, 10], "abcdef", 0)))
+        assert not each.is_about_to_end
+        each.apply(news(CompletionDelta(0, [11], "g", 6)))
+        assert each.is_about_to_end
+    assert not is_checkpoint_due(job, config, time.monotonic() + 100.0)
+    assert is_checkpoint_due(streamed, config, time.monotonic() + 100.0)
 
 
 def test_deltas_append_to_the_checkpoint_without_gap_or_overlap() -> None:

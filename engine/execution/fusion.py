@@ -66,10 +66,15 @@ def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype, linear: Lin
 
         buffers = StepBuffers()
     _fuse_children(model, FusionOptions(use_cpu_kernels, linear, buffers))
-    config: Any = model.config
+    if use_cpu_kernels:
+        _mark_last_layer(model)
+
+
+def _mark_last_layer(model: Any) -> None:
+    last = model.config.get_text_config().num_hidden_layers - 1
     for layer in model.modules():
         if isinstance(layer, FusedDecoderLayer):
-            layer.is_last = layer.layer_idx == config.get_text_config().num_hidden_layers - 1
+            layer.is_last = layer.layer_idx == last
 
 
 def _fuse_children(parent: nn.Module, options: FusionOptions) -> None:

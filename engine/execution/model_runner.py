@@ -130,10 +130,15 @@ class ModelRunner:
         if graphs is not None:
             logits = self._pick(graphs.run(inputs), plan, inputs)
         else:
-            read_tokens = self._read_tokens(plan, inputs)
+            # Then the head reads more than the samples' hidden states, and all of the vocabulary.
+            scores_prompts = any(item.num_prompt_logprobs is not None for item in plan.work)
+            read_tokens = None if scores_prompts else self._read_tokens(plan, inputs)
             with attention_context(AttentionContext(inputs.metadata, self.kv_cache.layers, read_tokens)):
-                vocabulary = self._narrow_vocabulary(plan, work)
-                logits, scored = self._forward(plan, inputs, vocabulary)
+                if scores_prompts:
+                    logits, scored = self._score_prompts(plan, inputs)
+                else:
+                    vocabulary = self._narrow_head.vocabulary(work) if self._narrow_head is not None else None
+                    logits = self._forward(plan, inputs, vocabulary)
         forwarded = time.perf_counter()
         output = self._choose_tokens(inputs, logits, work, draws, vocabulary) if work else None
         sampled = time.perf_counter()
@@ -141,47 +146,41 @@ class ModelRunner:
             plan, output, prepared - started, forwarded - prepared, sampled - forwarded, scored
         )
 
-    def _narrow_vocabulary(self, plan: StepPlan, work: list[SampleWork]) -> NarrowVocabulary | None:
-        """The tokens whose logits the step needs; None: all."""
-        if self._narrow_head is None or any(item.num_prompt_logprobs is not None for item in plan.work):
-            return None
-        return self._narrow_head.vocabulary(work)
-
     def _read_tokens(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor | None:
         """The tokens whose last hidden states the head reads, once each; None: all of them may be."""
-        if self._device.type != "cpu" or any(work.num_prompt_logprobs is not None for work in plan.work):
+        if self._device.type != "cpu" or len(plan.samples) >= len(inputs.positions):
             return None
         if not plan.samples:
             return inputs.positions.new_zeros(1)  # as `_forward` asks for it
-        tokens = sorted({sample.token_index for sample in plan.samples})
-        return torch.tensor(tokens) if len(tokens) < len(inputs.positions) else None
+        return torch.tensor(sorted({sample.token_index for sample in plan.samples}))
+
+    def _score_prompts(self, plan: StepPlan, inputs: StepInputs) -> tuple[torch.Tensor, list[PromptLogprobs]]:
+        """Logits [num_samples, vocab_size], and the log probabilities of the prompts' tokens that the plan asks for."""
+        return self._prompt_scorer.forward(
+            plan,
+            inputs.input_ids,
+            inputs.positions,
+            inputs.logits_indices,
+            self._batch.token_table,
+            self._num_prompt_tokens,
+        )
 
     def _forward(
         self, plan: StepPlan, inputs: StepInputs, vocabulary: NarrowVocabulary | None
-    ) -> tuple[torch.Tensor, list[PromptLogprobs]]:
-        """Logits [num_samples, tokens], of the narrow vocabulary where there is one, and the log probabilities of the
-        prompt's tokens where the plan asks for them."""
-        if any(work.num_prompt_logprobs is not None for work in plan.work):
-            return self._prompt_scorer.forward(
-                plan,
-                inputs.input_ids,
-                inputs.positions,
-                inputs.logits_indices,
-                self._batch.token_table,
-                self._num_prompt_tokens,
-            )
+    ) -> torch.Tensor:
+        """Logits [num_samples, tokens], of the narrow vocabulary where there is one."""
         head: AbstractContextManager[None] = nullcontext()
         if self._narrow_head is not None and vocabulary is not None:
             head = self._narrow_head.only(vocabulary.token_ids)
         with head:
-            logits = self._module(
+            logits: torch.Tensor = self._module(
                 input_ids=inputs.input_ids[None],
                 position_ids=inputs.positions[None],
                 use_cache=False,
                 # An empty index would mean every token to some families; one row is the least to ask for.
                 logits_to_keep=inputs.logits_indices if plan.samples else inputs.positions.new_zeros(1),
             ).logits[0]
-        return logits, []
+        return logits
 
     def _num_prompt_tokens(self, row: int) -> int:
         new_row = self._batch.rows[row]

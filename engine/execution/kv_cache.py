@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import mmap
 from dataclasses import dataclass
 
 import psutil
@@ -13,7 +14,7 @@ from engine.errors import ConfigError
 from engine.execution.host_cache import HostCache
 from engine.plan import StepPlan
 from kernels import dispatch
-from kernels.layer_cache import FP8, allocate_layer, largest_number
+from kernels.layer_cache import FP8, LayerCache, allocate_layer, largest_number
 
 GIB = 1024**3
 # On a CPU the cache shares its memory with everything else on the machine.
@@ -44,12 +45,16 @@ class KVCache:
     def __init__(
         self, shape: KVCacheShape, num_blocks: int, device: torch.device, num_host_blocks: int = 0
     ) -> None:
+        # On the CPU without memory at first: see `_mapped_layer`.
+        where = torch.device("meta") if device.type == "cpu" else device
         self.layers = [
             allocate_layer(
-                num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim, shape.dtype, device
+                num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim, shape.dtype, where
             )
             for _ in range(shape.num_layers)
         ]
+        if device.type == "cpu":
+            self.layers = [_mapped_layer(layer) for layer in self.layers]
         if device.type == "cpu" and importlib.util.find_spec("numba") is not None:
             from kernels.cpu import advise_huge_pages
 
@@ -75,6 +80,21 @@ class KVCache:
             dispatch.copy_blocks(layer.keys, layer.values, pairs)
             if layer.key_scales is not None and layer.value_scales is not None:
                 dispatch.copy_blocks(layer.key_scales, layer.value_scales, pairs)
+
+
+def _mapped_layer(layer: LayerCache) -> LayerCache:
+    """The layer in memory of its own, all zeros, of which nothing is touched before it is written.
+
+    `torch.zeros` writes its zeros, two thirds of a second per GiB at every start, and leaves small pages behind, for
+    which advice about huge ones comes too late.
+    """
+    return LayerCache(*(_mapped_zeros(tensor) for tensor in layer.tensors()))
+
+
+def _mapped_zeros(like: torch.Tensor) -> torch.Tensor:
+    memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # The tensor keeps the mapping, which ends with it.
+    return torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype).view(like.shape)
 
 
 def resolve_cache_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:

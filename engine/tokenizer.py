@@ -118,8 +118,11 @@ class HuggingFaceTokenizer:
     def to_json(self) -> str | None:
         if self._backend is None:
             return None
+        text: str = self._backend.to_str()
+        if self._backend.padding is None and self._backend.truncation is None:
+            return text
         # Neither says which bytes a token stands for, and both would change what a text is encoded to.
-        return json.dumps(json.loads(self._backend.to_str()) | {"padding": None, "truncation": None})
+        return json.dumps(json.loads(text) | {"padding": None, "truncation": None})
 
 
 def _read_tokenizer(directory: Path) -> Any:

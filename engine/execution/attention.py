@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from engine.execution.model_library import ALL_ATTENTION_FUNCTIONS
 from kernels import dispatch
 from kernels.layer_cache import LayerCache
 from kernels.metadata import AttentionMetadata

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from engine.config import EngineConfig, resolve_max_model_len
@@ -22,6 +22,7 @@ from engine.execution.families.family import Family
 from engine.execution.families.registry import find_family
 from engine.execution.kv_cache import KVCacheShape
 from engine.execution.model_directory import model_directory
+from engine.execution.model_library import causal_lm_class
 from engine.execution.packaged_model import PACKAGED_MODEL
 from engine.execution.parallel.rank_group import RankGroup
 from engine.execution.parallel.sharding import finish_sharding, sharded_class
@@ -191,7 +192,7 @@ def _load_module(
     dtype: torch.dtype,
     group: RankGroup | None,
 ) -> Any:
-    module_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+    module_class: Any = causal_lm_class(model_config)
     options = {
         "dtype": dtype,
         # A family without the interface knows no other name for attention than its own.
@@ -199,13 +200,13 @@ def _load_module(
     }
     is_dummy = config.load_format == "dummy"
     tensors = {} if is_dummy else read_tensors(weight_files(directory))
-    plan = None
+    device, plan = _resolve_device(config.device), None
     if group is not None:
         plan = _sharding_plan(family, model_config, Share(group.rank, group.size))
     try:
         if is_dummy:
             torch.manual_seed(config.seed)
-            with _resolve_device(config.device):  # a large model's numbers take the CPU minutes
+            with device:  # a large model's numbers take the CPU minutes
                 module = module_class._from_config(model_config, **options)
             tensors = dict(module.state_dict())
         else:
@@ -213,7 +214,7 @@ def _load_module(
         if plan is not None and group is not None:
             module_class, tensors = sharded_class(module_class, plan, group), plan.cut(tensors)
         if not is_dummy or plan is not None:
-            module = _fill_module(module_class, model_config, tensors, options)
+            module = _fill_module(module_class, model_config, tensors, options, device)
     except Exception as error:  # sizes and shapes that do not fit together: all of them end the start
         raise ModelLoadError(f"can't load the weights in {directory}: {error}") from error
     # Now for the masks: transformers makes none for an implementation that it does not know.
@@ -225,9 +226,14 @@ def _load_module(
 
 
 def _fill_module(
-    module_class: Any, model_config: Any, tensors: dict[str, torch.Tensor], options: dict[str, Any]
+    module_class: Any,
+    model_config: Any,
+    tensors: dict[str, torch.Tensor],
+    options: dict[str, Any],
+    device: torch.device,
 ) -> Any:
-    module, report = module_class.from_pretrained(
+    builder = _built_on_the_cpu(module_class) if device.type == "cpu" else module_class
+    module, report = builder.from_pretrained(
         None,
         config=model_config,
         state_dict=tensors,
@@ -235,6 +241,7 @@ def _fill_module(
         ignore_mismatched_sizes=True,  # reported, and refused below in our words
         **options,
     )
+    module.__class__ = module_class
     for name, found, expected in sorted(report["mismatched_keys"]):
         raise ModelLoadError(f"{name} has shape {list(found)}, config.json asks for {list(expected)}")
     missing = sorted(report["missing_keys"])
@@ -246,6 +253,23 @@ def _fill_module(
     if report["unexpected_keys"]:
         logger.warning("%d tensors beside the model are not used", len(report["unexpected_keys"]))
     return module
+
+
+def _built_on_the_cpu(module_class: Any) -> Any:
+    """`module_class`, which `from_pretrained` builds with memory that is never touched instead of on the meta device.
+
+    On the meta device torch works out shapes by means that import its compiler, a second at every start.
+    """
+
+    class BuiltOnTheCPU(module_class):  # type: ignore[misc]
+        @classmethod
+        def get_init_context(cls, *args: Any, **options: Any) -> list[Any]:
+            contexts = super().get_init_context(*args, **options)
+            meta = torch.device("meta")
+            return [context for context in contexts if context != meta] + [no_init_weights()]
+
+    BuiltOnTheCPU.__name__, BuiltOnTheCPU.__module__ = module_class.__name__, module_class.__module__
+    return BuiltOnTheCPU
 
 
 def _belongs_to(name: str, module: Any) -> bool:

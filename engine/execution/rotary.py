@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from engine.execution.model_library import ROPE_INIT_FUNCTIONS
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 # Types whose factor says by how much the trained context is stretched.

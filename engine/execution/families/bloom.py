@@ -4,31 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PretrainedConfig
-from transformers.models.bloom.modeling_bloom import BloomAttention, BloomMLP
 
-from engine.execution.attention import attend
 from engine.execution.families.alibi import alibi_slopes
 from engine.execution.families.family import Family, RawConfig, native_config
-from kernels.scoring import Scoring
 
 _TRAINED_CONTEXT = 2048
-
-
-class PagedBloomAttention(BloomAttention):
-    alibi_slopes: torch.Tensor
-
-    def forward(
-        self, hidden_states: torch.Tensor, residual: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, None]:
-        # [1, num_heads, num_tokens, head_dim] each
-        heads = self._reshape(self.query_key_value(hidden_states))
-        query, key, value = (x[0].transpose(0, 1) for x in heads)
-        scoring = Scoring(self.inv_norm_factor, alibi_slopes=self.alibi_slopes)
-        out = attend(self.layer_idx, query, key, value, scoring)
-        return residual + self.dense(out.flatten(1))[None], None
 
 
 def _build_config(raw: RawConfig) -> PretrainedConfig:
@@ -38,6 +20,10 @@ def _build_config(raw: RawConfig) -> PretrainedConfig:
 
 
 def _adapt(module: nn.Module) -> None:
+    from transformers.models.bloom.modeling_bloom import BloomAttention, BloomMLP
+
+    from engine.execution.families.bloom_attention import PagedBloomAttention
+
     for child in module.modules():
         if isinstance(child, BloomAttention):
             child.__class__ = PagedBloomAttention

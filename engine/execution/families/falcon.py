@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import FalconConfig, PretrainedConfig
-from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
-from engine.execution.attention import attend
 from engine.execution.families.alibi import alibi_slopes
 from engine.execution.families.family import Family, RawConfig
-from kernels.scoring import Scoring
 
 # config.json before Falcon was part of transformers.
 _FIRST_RELEASE_TYPES = ("RefinedWeb", "RefinedWebModel")
@@ -27,29 +23,7 @@ _FIRST_RELEASE_NAMES = {
 _FIRST_RELEASE_DEFAULTS = {"multi_query": False, "parallel_attn": False, "alibi": False, "bias": False}
 
 
-class PagedFalconAttention(FalconAttention):
-    alibi_slopes: torch.Tensor | None
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        *_: Any,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **__: Any,
-    ) -> tuple[torch.Tensor, None]:
-        num_tokens, num_kv_heads = hidden_states.shape[1], _num_kv_heads(self.config)
-        # Every layout is the same: per KV head, the query heads that share it, its key, its value.
-        heads = self.query_key_value(hidden_states).view(1, num_tokens, num_kv_heads, -1, self.head_dim)
-        query, key, value = heads[..., :-2, :].flatten(2, 3), heads[..., -2, :], heads[..., -1, :]
-        if self.alibi_slopes is None:
-            assert position_embeddings is not None
-            query, key = apply_rotary_pos_emb(query, key, *position_embeddings, unsqueeze_dim=2)
-        scoring = Scoring(self.inv_norm_factor, alibi_slopes=self.alibi_slopes)
-        out = attend(self.layer_idx, query[0], key[0], value[0], scoring)
-        return self.dense(out.flatten(1))[None], None
-
-
-def _num_kv_heads(config: Any) -> int:
+def num_kv_heads_of(config: Any) -> int:
     if config.new_decoder_architecture:
         return int(config.num_kv_heads)
     return 1 if config.multi_query else int(config.num_attention_heads)
@@ -66,6 +40,10 @@ def _build_config(raw: RawConfig) -> PretrainedConfig:
 
 
 def _adapt(module: nn.Module) -> None:
+    from transformers.models.falcon.modeling_falcon import FalconAttention
+
+    from engine.execution.families.falcon_attention import PagedFalconAttention
+
     for child in module.modules():
         if isinstance(child, FalconAttention):
             child.__class__ = PagedFalconAttention
@@ -83,6 +61,6 @@ FALCON = Family(
     build_config=_build_config,
     adapt=_adapt,
     has_attention_interface=False,
-    num_kv_heads=_num_kv_heads,
+    num_kv_heads=num_kv_heads_of,
     extrapolates=lambda config: bool(config.alibi),
 )

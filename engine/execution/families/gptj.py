@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
-from transformers.models.gptj.modeling_gptj import GPTJAttention
 
-from engine.execution.attention import attend
 from engine.execution.families.family import Family
-from kernels.scoring import Scoring
-
-
-class PagedGPTJAttention(GPTJAttention):
-    def _attn(
-        self,
-        query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim], rotated
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, None]:
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        out = attend(self.layer_idx, query, key, value, Scoring(1.0 / self.scale_attn))
-        return out.transpose(0, 1)[None], None
 
 
 def _adapt(module: nn.Module) -> None:
+    from transformers.models.gptj.modeling_gptj import GPTJAttention
+
+    from engine.execution.families.gptj_attention import PagedGPTJAttention
+
     for child in module.modules():
         if isinstance(child, GPTJAttention):
             child.__class__ = PagedGPTJAttention

@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PretrainedConfig
-from transformers.models.mpt.modeling_mpt import MptAttention
 
-from engine.execution.attention import attend
 from engine.execution.families.alibi import mpt_alibi_slopes
 from engine.execution.families.family import Family, RawConfig, native_config, require
-from kernels.scoring import Scoring
 
 _REQUIRED_SETTINGS = {"no_bias": True, "expansion_ratio": 4, "logit_scale": None}
 _REQUIRED_ATTENTION_SETTINGS = {
@@ -28,19 +25,6 @@ _REQUIRED_ATTENTION_SETTINGS = {
     "attn_uses_sequence_id": False,
 }
 _NORMS = ("layernorm", "low_precision_layernorm")
-
-
-class PagedMptAttention(MptAttention):
-    alibi_slopes: torch.Tensor
-
-    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
-        qkv = self.Wqkv(hidden_states[0])
-        if self.clip_qkv:
-            qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
-        query, key, value = (x.unflatten(-1, (self.n_heads, self.head_dim)) for x in qkv.chunk(3, dim=-1))
-        scoring = Scoring(self.softmax_scale, alibi_slopes=self.alibi_slopes)
-        out = attend(self.layer_idx, query, key, value, scoring)
-        return self.out_proj(out.flatten(1))[None], None
 
 
 def _build_config(raw: RawConfig) -> PretrainedConfig:
@@ -55,6 +39,10 @@ def _build_config(raw: RawConfig) -> PretrainedConfig:
 
 
 def _adapt(module: nn.Module) -> None:
+    from transformers.models.mpt.modeling_mpt import MptAttention
+
+    from engine.execution.families.mpt_attention import PagedMptAttention
+
     model: Any = module
     attention = model.config.attn_config
     slopes = mpt_alibi_slopes(model.config.num_attention_heads, attention.alibi_bias_max)

@@ -1,0 +1,156 @@
+"""What a start leaves undone: by what is imported and called, not by the clock (`benchmarks/startup.py` has that)."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from transformers import initialization
+
+from engine import engine_builder
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import ModelLoadError
+from engine.execution.loader import load_model
+from tests.engine.tiny_model import save_tiny_llama
+
+ROOT = Path(__file__).parents[2]
+
+READY = """
+import sys
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
+
+llm = LLM(model=sys.argv[1], skip_tokenizer_init=True, kv_cache_memory_bytes=2**22)
+result = llm.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+assert len(result[0].outputs[0].token_ids) == 4
+unwanted = {
+    "sympy", "triton", "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "transformers.models.bloom.modeling_bloom", "transformers.models.falcon.modeling_falcon",
+    "transformers.models.gptj.modeling_gptj", "transformers.models.mpt.modeling_mpt",
+}
+assert not unwanted & sys.modules.keys(), unwanted & sys.modules.keys()
+assert "transformers.models.llama.modeling_llama" in sys.modules
+
+from transformers.utils.import_utils import create_import_structure_from_path
+
+assert create_import_structure_from_path.cache_info().hits, "all of the models' files were read twice"
+
+import torch
+import torch._dynamo
+
+assert callable(torch._dynamo.optimize), "whoever wants the compiler gets it"
+double = torch.compile(lambda x: x + x, backend="eager")
+assert double(torch.ones(2)).tolist() == [2.0, 2.0]
+"""
+
+UNTOUCHED = """
+import sys
+if sys.argv[1] == "imported before":
+    import transformers.modeling_utils
+import engine.execution.model_library
+import transformers.distributed.sharding_utils
+from transformers.utils import is_torch_distributed_available
+
+assert is_torch_distributed_available()
+assert transformers.distributed.sharding_utils.DTensor
+"""
+
+NEEDS_MORE = """
+import engine.execution.model_library as library
+
+seen = []
+
+def load():
+    import torch._dynamo
+    seen.append(torch._dynamo)
+    return torch._dynamo.optimize
+
+assert callable(library._without_compiler(load))
+assert len(seen) == 2 and seen[0] is not seen[1]
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    save_tiny_llama(directory)
+    return directory
+
+
+def _run(program: str, *arguments: str, **environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_ready_engine_has_imported_its_own_model_and_no_compiler(tiny_llama: Path) -> None:
+    _run(READY, str(tiny_llama))
+
+
+@pytest.mark.parametrize(
+    ("case", "environment"), [("imported before", {}), ("torchrun", {"LOCAL_RANK": "0"})]
+)
+def test_transformers_is_whole_where_somebody_else_uses_it(case: str, environment: dict[str, str]) -> None:
+    _run(UNTOUCHED, case, **environment)
+
+
+def test_a_library_that_needs_more_of_the_compiler_gets_it() -> None:
+    _run(NEEDS_MORE)
+
+
+def test_no_weight_is_made_up_before_it_is_read(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("a weight was initialised")
+
+    for name in ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_"):
+        monkeypatch.setattr(torch.nn.init, name, refuse)
+        monkeypatch.setitem(initialization.TORCH_INIT_FUNCTIONS, name, refuse)
+    model = load_model(EngineConfig(model=str(tiny_llama), device="cpu"))
+    assert type(model.module).__name__ == "LlamaForCausalLM"
+    assert type(model.module).__module__ == "transformers.models.llama.modeling_llama"
+    tensors = [*model.module.parameters(), *model.module.buffers()]
+    assert all(tensor.device.type == "cpu" and tensor.isfinite().all() for tensor in tensors)
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_nothing_is_collected_while_a_model_is_loaded(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, was_enabled: bool, fails: bool
+) -> None:
+    enabled: list[bool] = []
+    build = engine_builder._build_model
+
+    def watch(*arguments: Any) -> Any:
+        enabled.append(gc.isenabled())
+        if fails:
+            raise ModelLoadError("no such weights")
+        return build(*arguments)
+
+    monkeypatch.setattr(engine_builder, "_build_model", watch)
+    if not was_enabled:
+        gc.disable()
+    try:
+        config = EngineConfig(model=str(tiny_llama), skip_tokenizer_init=True, kv_cache_memory_bytes=2**22)
+        if fails:
+            with pytest.raises(ModelLoadError):
+                Engine.from_config(config)
+        else:
+            Engine.from_config(config).close()
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()
+    assert enabled == [False]
+    assert gc.get_freeze_count() == 0

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 _MODELS = "transformers.modeling_utils"
+_MODEL_CLASSES = "transformers.models.auto.modeling_auto"
 _COMPILER = "torch._dynamo"
 _MARKS = ("allow_in_graph", "assume_constant_result", "disable")
 
@@ -39,6 +40,7 @@ def causal_lm_class(model_config: Any) -> Any:
 
 def _import_models() -> Any:
     def load() -> Any:
+        importlib.import_module(_MODEL_CLASSES)  # what some versions' configurations import as well
         return importlib.import_module(_MODELS)
 
     if _MODELS in sys.modules or "LOCAL_RANK" in os.environ:
@@ -103,14 +105,14 @@ def _marking_nothing() -> Iterator[None]:
     finally:
         if sys.modules.get(_COMPILER) is stand_in:
             del sys.modules[_COMPILER]
-        vars(torch).pop("_dynamo", None)
+        if vars(torch).get("_dynamo") is stand_in:
+            del vars(torch)["_dynamo"]
 
 
 def _stand_in_for_compiler() -> ModuleType:
     stand_in: Any = ModuleType(_COMPILER)
-    stand_in.__path__ = [
-        str(Path(torch.__file__).parent / "_dynamo")
-    ]  # its small submodules are the real ones
+    # Its submodules are the real ones: one of them, a small one, is used for more than marks.
+    stand_in.__path__ = [str(Path(torch.__file__).parent / "_dynamo")]
     for name in _MARKS:
         setattr(stand_in, name, _mark_nothing)
     return stand_in  # type: ignore[no-any-return]

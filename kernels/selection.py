@@ -1,6 +1,8 @@
-"""Where to cut a row of logits: the k-th largest, and the least likely token of the smallest set with some mass.
+"""The best of a row of logits, and where to cut it: the k-th largest, and the least likely token of the smallest set
+with some mass.
 
-The plain torch twins sort, or look for so many of the best; `kernels.cpu_selection` finds the same numbers without.
+The plain torch twins sort, or look for so many of the best; `kernels.cpu_selection` and `kernels.cpu_argmax` find the
+same numbers without.
 """
 
 from __future__ import annotations
@@ -11,6 +13,19 @@ from kernels.noise import has_compiled_face
 
 _HEADS = (256, 4096)
 """Top-p looks at so many of the best tokens before it sorts the whole vocabulary."""
+
+
+def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest number of each row [num_rows, vocab_size] and its place, as `Tensor.max(dim=-1)`.
+
+    Of equal ones the first, also of 0.0 and -0.0; of a row with NaN the first NaN.
+    """
+    if has_compiled_face(logits):
+        from kernels import cpu_argmax
+
+        return cpu_argmax.largest(logits)
+    peaks, places = logits.max(dim=-1)
+    return peaks, places
 
 
 def kth_largest(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

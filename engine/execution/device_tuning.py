@@ -51,11 +51,12 @@ def require_batch_invariance(device: torch.device, dtype: torch.dtype) -> None:
 
 def warm_up_cpu_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) -> None:
     """Compile the operators of a fused model, or load them from the disk, before the first step needs them."""
-    from kernels import cpu
+    from kernels import cpu, cpu_argmax
 
     started = time.monotonic()
     logger.info("preparing the CPU kernels (compiled once, about 30 s; then kept on disk)")
     cpu.warm_up()
+    cpu_argmax.warm_up()
     layer = next((part for part in module.modules() if isinstance(part, FusedDecoderLayer)), None)
     if layer is not None:
         layer.warm_up(shape.block_size, shape.dtype)

@@ -19,6 +19,7 @@ from engine.execution.narrow_head import NarrowVocabulary
 from engine.execution.staging import HostCopy, Transfer
 from engine.plan import StepResult, TokenLogprobs
 from kernels.noise import argmax_of_sums, argmax_with_noise, noise_keys
+from kernels.selection import largest
 
 
 @dataclass(slots=True)
@@ -92,7 +93,7 @@ class Sampler:
             draws: what `stage` put for this work.
         """
         logits = logits.float()
-        peaks, chosen = logits.max(dim=-1)
+        peaks, chosen = largest(logits)
         output = SamplerOutput(chosen, torch.isfinite(peaks))  # max propagates NaN
         asking = [number for number, item in enumerate(work) if item.params.logprobs is not None]
         raw = logits[torch.tensor(asking, device=logits.device)].log_softmax(dim=-1) if asking else None

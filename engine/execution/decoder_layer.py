@@ -12,7 +12,7 @@ from engine.execution.packed_linear import PackedLinear
 from engine.execution.quantization import Int8Linear, PackedInt8Product
 
 if TYPE_CHECKING:
-    from kernels.cpu_layer import LayerWeights, Product, StepBuffers
+    from kernels.cpu_layer import DecoderLayer, LayerWeights, Product, StepBuffers
 
 # hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden)).
 PRE_NORM_LAYERS = (
@@ -39,7 +39,8 @@ class FusedDecoderLayer(nn.Module):
 
         self.source = source
         self._attention = source.self_attn
-        self._layer = DecoderLayer(_weights(source), self._attention.scoring, buffers)
+        self.compiled: DecoderLayer = DecoderLayer(_weights(source), self._attention.scoring, buffers)
+        self.rotates: bool = self._attention.rotates
         self.is_last = False
         """Whether only norm and head come after it: then it need not finish tokens that nobody reads."""
         if hasattr(source, "attention_type"):  # the models that mix windows look a layer's mask up by it
@@ -55,10 +56,10 @@ class FusedDecoderLayer(nn.Module):
     ) -> torch.Tensor:
         context = current_context()
         cos, sin = position_embeddings
-        rotation = (cos[0], sin[0]) if self._attention.rotates else None
+        rotation = (cos[0], sin[0]) if self.rotates else None
         cache = context.layers[self._attention.layer_idx]
         read_tokens = context.read_tokens if self.is_last else None
-        self._layer.run(hidden_states[0], rotation, cache, context.metadata, read_tokens)
+        self.compiled.run(hidden_states[0], rotation, cache, context.metadata, read_tokens)
         return hidden_states
 
     @property
@@ -67,7 +68,7 @@ class FusedDecoderLayer(nn.Module):
         return index
 
     def warm_up(self, block_size: int, cache_dtype: torch.dtype) -> None:
-        self._layer.warm_up(block_size, cache_dtype)
+        self.compiled.warm_up(block_size, cache_dtype)
 
 
 def can_be_compiled(layer: Any) -> bool:

@@ -14,6 +14,7 @@ from engine.execution.cuda_fusion import fuse_for_cuda
 from engine.execution.cuda_graphs import DecodeGraphs
 from engine.execution.device_sampling import StagedDraws
 from engine.execution.device_tuning import require_batch_invariance, uses_cpu_kernels, warm_up_cpu_kernels
+from engine.execution.direct_forward import DirectForward
 from engine.execution.fusion import fuse
 from engine.execution.input_batch import InputBatch, StepInputs
 from engine.execution.kv_cache import KVCache, KVCacheShape
@@ -98,6 +99,7 @@ class ModelRunner:
         )
         self._sampler = Sampler(limits.eos_token_ids, draws_on_device=is_cuda)
         self._prompt_scorer = PromptScorer(model.module)
+        self._direct = None if is_cuda else DirectForward.of(model.module)
         self._narrow_head = None if is_cuda or group is not None else NarrowHead.of(model.module)
         self._graphs: DecodeGraphs | None = None
         if captures_graphs(model.device, group) and not config.enforce_eager:
@@ -138,7 +140,7 @@ class ModelRunner:
                     logits, scored = self._score_prompts(plan, inputs)
                 else:
                     vocabulary = self._narrow_head.vocabulary(work) if self._narrow_head is not None else None
-                    logits = self._forward(plan, inputs, vocabulary)
+                    logits = self._forward(plan, inputs, vocabulary, read_tokens)
         forwarded = time.perf_counter()
         output = self._choose_tokens(inputs, logits, work, draws, vocabulary) if work else None
         sampled = time.perf_counter()
@@ -166,13 +168,26 @@ class ModelRunner:
         )
 
     def _forward(
-        self, plan: StepPlan, inputs: StepInputs, vocabulary: NarrowVocabulary | None
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        vocabulary: NarrowVocabulary | None,
+        read_tokens: torch.Tensor | None,
     ) -> torch.Tensor:
         """Logits [num_samples, tokens], of the narrow vocabulary where there is one."""
         head: AbstractContextManager[None] = nullcontext()
         if self._narrow_head is not None and vocabulary is not None:
             head = self._narrow_head.only(vocabulary.token_ids)
         with head:
+            if self._direct is not None:
+                return self._direct.logits(
+                    inputs.input_ids,
+                    inputs.positions,
+                    self.kv_cache.layers,
+                    inputs.metadata,
+                    read_tokens,
+                    None if _samples_are_tokens(plan, inputs) else inputs.logits_indices,
+                )
             logits: torch.Tensor = self._module(
                 input_ids=inputs.input_ids[None],
                 position_ids=inputs.positions[None],
@@ -233,3 +248,10 @@ class ModelRunner:
             self._group.broadcast(token_ids)
         self._batch.token_table[inputs.sample_rows, inputs.sample_positions] = token_ids
         return output
+
+
+def _samples_are_tokens(plan: StepPlan, inputs: StepInputs) -> bool:
+    """Whether every token of the step is sampled from once, in order."""
+    return len(plan.samples) == len(inputs.positions) and all(
+        sample.token_index == number for number, sample in enumerate(plan.samples)
+    )

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import all as everything
+from benchmarks import startup
 from benchmarks.engine_process import ROOT
-from benchmarks.startup import parse_import_times
+from benchmarks.startup import parse_import_times, seconds_until_ready
 
 
 def test_imports_are_listed_by_what_they_cost_with_all_they_bring() -> None:
@@ -21,6 +22,31 @@ import time:        10 |         10 |     tiny
 noise
 """
     assert parse_import_times(text, 0.05) == [("torch", 0.9), ("torch.small", 0.07)]
+
+
+def test_a_start_is_over_when_the_engine_is_ready_not_when_its_process_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = tmp_path / "ended"
+    program = f"print('ready', flush=True); input_ = open(0).read(); open({str(ended)!r}, 'w').close()"
+    had_ended: list[bool] = []
+
+    def clock() -> float:
+        had_ended.append(ended.exists())
+        return float(len(had_ended))
+
+    monkeypatch.setattr(startup.time, "perf_counter", clock)
+    assert seconds_until_ready([sys.executable, "-c", program]) == 1.0
+    assert had_ended == [False, False]
+    assert ended.exists(), "and yet it is waited for"
+
+
+@pytest.mark.parametrize(
+    "program", ["raise SystemExit('no model')", "print('ready'); raise SystemExit('no model')"]
+)
+def test_a_start_that_fails_is_no_figure(program: str) -> None:
+    with pytest.raises(RuntimeError, match="no model"):
+        seconds_until_ready([sys.executable, "-c", program])
 
 
 @pytest.mark.parametrize("quick", [False, True])

@@ -142,8 +142,11 @@ class InputBatch:
         max_seq_len = max(staged.seq_lens_host, default=1)
         max_blocks = -(-max(1, max_seq_len) // self._block_size)
         tables = self.block_table[:, :max_blocks].index_select(0, staged.rows)
-        blocks = self.block_table[staged.token_rows, positions // self._block_size].to(torch.int64)
-        slots = blocks * self._block_size + positions % self._block_size
+        columns = positions // self._block_size
+        blocks = self.block_table[staged.token_rows, columns]
+        slots = torch.add(
+            positions, blocks - columns, alpha=self._block_size
+        )  # of the block, and as far into it
         extra = staged.num_padded_tokens - len(input_ids)
         if extra:
             input_ids = torch.nn.functional.pad(input_ids, (0, extra))
@@ -182,11 +185,16 @@ class InputBatch:
         blocks: list[tuple[int, int, int]] = []
         forced: list[tuple[int, int, int]] = []
         for work in plan.work:
-            blocks += [(work.row, column, block_id) for column, block_id in work.replaced_blocks]
-            first = int(self._num_blocks[work.row])
-            blocks += [(work.row, first + offset, block) for offset, block in enumerate(work.new_block_ids)]
-            self._num_blocks[work.row] += len(work.new_block_ids)
-            forced += [(work.row, position, token) for position, token in work.forced_token_ids]
+            if work.replaced_blocks:
+                blocks += [(work.row, column, block_id) for column, block_id in work.replaced_blocks]
+            if work.new_block_ids:
+                first = int(self._num_blocks[work.row])
+                blocks += [
+                    (work.row, first + offset, block) for offset, block in enumerate(work.new_block_ids)
+                ]
+                self._num_blocks[work.row] += len(work.new_block_ids)
+            if work.forced_token_ids:
+                forced += [(work.row, position, token) for position, token in work.forced_token_ids]
         return self._put_triples(blocks), self._put_triples(forced)
 
     def _put_triples(self, triples: list[tuple[int, int, int]]) -> torch.Tensor | None:

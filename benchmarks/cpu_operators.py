@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from kernels import cpu_int8_matmul, cpu_matmul, noise, selection
+from kernels import cpu_int8_matmul, cpu_matmul, cpu_weight_packing, noise, selection
 
 RESULTS = Path(__file__).parent / "results"
 PRODUCTS = {"qkv": (576, 960), "o": (576, 576), "gate, up": (576, 3072), "down": (1536, 576)}
@@ -55,15 +55,15 @@ def measure_products(rounds: int) -> list[dict[str, Any]]:
         packed = [
             (multiply, [pack(weight) for weight in weights])
             for multiply, pack in (
-                (cpu_matmul.multiply, cpu_matmul.pack),
-                (cpu_int8_matmul.multiply, cpu_int8_matmul.pack),
+                (cpu_matmul.multiply, cpu_weight_packing.pack),
+                (partial(_multiply_int8, out_features=out_features), cpu_int8_matmul.pack),
             )
         ]
         del weights
         for num_rows in ROWS:
             x = torch.randn(num_rows, in_features)
             sides = {
-                side: partial(_multiply_all, multiply, layers, x, bias, out_features)
+                side: partial(_multiply_all, multiply, layers, x, bias)
                 for side, (multiply, layers) in zip(("fp32", "int8"), packed, strict=True)
             }
             found.append({"product": name, "rows": num_rows, **least_times(sides, rounds)})
@@ -72,13 +72,18 @@ def measure_products(rounds: int) -> list[dict[str, Any]]:
 
 def _multiply_all(
     multiply: Callable[..., torch.Tensor],
-    layers: list[torch.Tensor],
+    layers: list[Any],
     x: torch.Tensor,
     bias: torch.Tensor,
-    out_features: int,
 ) -> None:
     for layer in layers:
-        multiply(x, layer, bias, out_features)
+        multiply(x, layer, bias)
+
+
+def _multiply_int8(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor, *, out_features: int
+) -> torch.Tensor:
+    return cpu_int8_matmul.multiply(x, packed, bias, out_features)
 
 
 def measure_draws(rounds: int) -> list[dict[str, Any]]:

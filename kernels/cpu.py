@@ -8,7 +8,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kernels import cpu_cache, cpu_fused, cpu_matmul, cpu_matmul_tile, cpu_noise, cpu_selection, reference
+from kernels import (
+    cpu_cache,
+    cpu_fused,
+    cpu_matmul,
+    cpu_matmul_tile,
+    cpu_noise,
+    cpu_selection,
+    cpu_weight_packing,
+    reference,
+)
 from kernels.cpu_attention_decode import decode
 from kernels.cpu_attention_prefill import prefill
 from kernels.cpu_element import ELEMENTS
@@ -121,7 +130,7 @@ def warm_up() -> None:
     cpu_noise.warm_up()
     cpu_selection.warm_up()
     if cpu_matmul.is_supported():
-        cpu_matmul.multiply(rows[:1], cpu_matmul.pack(rows[:1]), torch.zeros(cpu_matmul_tile.PANEL), 1)
+        cpu_matmul.multiply(rows[:1], cpu_weight_packing.pack(rows[:1]), torch.zeros(cpu_matmul_tile.PANEL))
 
 
 def warm_up_layers(

@@ -22,6 +22,7 @@ from kernels.cpu_row import (
     address_of,
     cap_scores,
     fill,
+    line_in,
     max_of,
     scale_columns,
     store_scaled,
@@ -339,7 +340,8 @@ def decode(
 
     partials = np.empty((num_partials, num_heads, head_dim), np.float32)
     stats = np.empty((num_tasks, group, 2), np.float32)  # largest score, sum of weights
-    scratch = np.empty((num_threads, group, 2 * head_dim + SPLIT), np.float32)
+    thread_lines = (group * (2 * head_dim + SPLIT) + vector.LANES - 1) // vector.LANES
+    scratch = np.empty((num_threads * thread_lines + 1) * vector.LANES, np.float32)
     # Scores in units of log 2 before the softmax, or as fractions of the cap before the tanh.
     query_scale = np.float32(scale) * LOG2_E if softcap == 0.0 else np.float32(scale / softcap)
     tile_bytes = size_of(element) * block_size * head_dim
@@ -347,7 +349,7 @@ def decode(
         # Consecutive (split, KV head) tasks, holding an equal share of the keys.
         low = np.searchsorted(shares, shares[num_tasks] * thread // num_threads)
         high = np.searchsorted(shares, shares[num_tasks] * (thread + 1) // num_threads)
-        acc = address_of(scratch) + F32 * thread * group * (2 * head_dim + SPLIT)
+        acc = line_in(scratch) + VECTOR * thread * thread_lines
         for task in range(low, high):
             kv_head = task % num_kv_heads
             row, begin, end, partial = splits[task // num_kv_heads]

@@ -13,7 +13,7 @@ from kernels.cpu_attention_panels import num_common_blocks
 from kernels.cpu_attention_tile import KEYS, attend_tile, clear_slots, slot_bytes, tile_bytes
 from kernels.cpu_element import size_of
 from kernels.cpu_jit import i32_pointer, jit
-from kernels.cpu_row import F32, I32, LOG2_E, VECTOR, ZERO, address_of, fill
+from kernels.cpu_row import F32, I32, LOG2_E, VECTOR, ZERO, fill, line_in
 
 QUERIES = 48
 """Rows of a tile, unless one token alone has more: their queries, scores and results stay in the first-level cache."""
@@ -187,7 +187,7 @@ def prefill(
     # Scores in units of log 2 before the softmax, or as fractions of the cap before the tanh.
     query_scale = np.float32(scale) * LOG2_E if softcap == 0.0 else np.float32(scale / softcap)
     for thread in prange(num_threads):
-        panels = (address_of(memory) + VECTOR - 1) // VECTOR * VECTOR + thread * thread_bytes
+        panels = line_in(memory) + thread * thread_bytes
         low = np.searchsorted(shares, shares[num_tasks] * thread // num_threads)
         high = np.searchsorted(shares, shares[num_tasks] * (thread + 1) // num_threads)
         _attend_tiles(

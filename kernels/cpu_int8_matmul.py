@@ -13,18 +13,24 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from numba import prange, types
-from numba.core import cgutils, codegen
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels import cpu_vector as vector
 from kernels import grouped_int8
-from kernels.cpu_jit import NUMBERS_PER_THREAD, f32_pointer, jit, prefetch_line, use_torch_threads
+from kernels.cpu_jit import (
+    NUMBERS_PER_THREAD,
+    compiles_for,
+    f32_pointer,
+    jit,
+    prefetch_line,
+    use_torch_threads,
+)
 from kernels.cpu_memory import advise_huge_pages
-from kernels.cpu_row import F32, I32, VECTOR, address_of
+from kernels.cpu_row import F32, I32, VECTOR, address_of, line_in
 from kernels.cpu_vector import F32X16, LANES, call
 from kernels.grouped_int8 import GROUP, LIMIT
 from kernels.layer_cache import SMALLEST_PEAK
@@ -52,8 +58,7 @@ _INFINITY_BITS = 0x7F800000
 
 def has_byte_products() -> bool:
     """Whether kernels are compiled for a CPU that multiplies bytes (AVX-512 VNNI); elsewhere they are slower."""
-    features = numba.config.CPU_FEATURES
-    return "+avx512vnni" in (codegen.get_host_cpu_features() if features is None else features)
+    return compiles_for("avx512vnni")
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -331,7 +336,7 @@ def _multiply_panel(out, out_stride, width, rows, panel, bias, sums, num_rows, n
 @jit
 def _multiply_panels(first, last, out, rows, packed, bias, num_rows, out_features, num_groups):
     """Panels first .. last - 1 of every row."""
-    scratch = np.empty((_MOST_ROWS, PANEL), np.float32)
+    scratch = np.empty(_MOST_ROWS * PANEL + LANES, np.float32)
     block_rows = max(_MOST_ROWS, _BLOCK_BYTES // (_ROW_BYTES * num_groups))
     num_blocks = (num_rows + block_rows - 1) // block_rows
     for block in range(num_blocks):
@@ -345,7 +350,7 @@ def _multiply_panels(first, last, out, rows, packed, bias, num_rows, out_feature
                 rows + low * _ROW_BYTES * num_groups,
                 packed + panel * _PANEL_BYTES * num_groups,
                 bias + F32 * channel,
-                address_of(scratch),
+                line_in(scratch),
                 high - low,
                 num_groups,
             )

@@ -19,7 +19,7 @@ import numba
 
 # isort: on
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, codegen
 from numba.extending import intrinsic
 
 
@@ -45,6 +45,13 @@ def _cache_directory() -> str:
 numba.config.CACHE_DIR = _cache_directory()
 # `workqueue` is not thread-safe, and busy-waits against torch's OpenMP threads.
 numba.config.THREADING_LAYER = "omp"
+
+
+def compiles_for(feature: str) -> bool:
+    """Whether kernels are compiled for a CPU with this, as LLVM names it."""
+    features = numba.config.CPU_FEATURES
+    return f"+{feature}" in (codegen.get_host_cpu_features() if features is None else features)
+
 
 # Below this many numbers a thread, waking the other threads costs more than they save.
 NUMBERS_PER_THREAD = 16384
@@ -110,6 +117,7 @@ def _pointer_intrinsic(element: Any) -> Any:
 
 
 f32_pointer = _pointer_intrinsic(types.float32)
+i8_pointer = _pointer_intrinsic(types.int8)
 i32_pointer = _pointer_intrinsic(types.int32)
 i64_pointer = _pointer_intrinsic(types.int64)
 f64_pointer = _pointer_intrinsic(types.float64)

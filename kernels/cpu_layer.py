@@ -21,7 +21,7 @@ from kernels.metadata import AttentionMetadata, warm_up_metadata
 from kernels.scoring import Scoring
 
 # A scalar whose numba type stands for how a layer's weights are packed: each kind compiles when it is first used.
-_KINDS: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.uint8: np.uint8(0)}
+_FLOATS, _INTEGERS = np.float32(0), np.uint8(0)
 
 _ADDRESS = np.int64
 _LAYER = np.dtype(
@@ -29,6 +29,7 @@ _LAYER = np.dtype(
         *((name, _ADDRESS) for name in ("input_norm", "post_attention_norm", "q_norm", "k_norm")),
         *((name, _ADDRESS) for name in ("qkv", "qkv_bias", "o", "o_bias")),
         *((name, _ADDRESS) for name in ("gate_up", "gate_up_bias", "down", "down_bias")),
+        *((f"{name}_format", np.int64) for name in ("qkv", "o", "gate_up", "down")),
         *((name, _ADDRESS) for name in ("key_cache", "value_cache", "key_scales", "value_scales", "slopes")),
         *((name, np.int64) for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads")),
         *((name, np.int64) for name in ("head_dim", "block_size", "window")),
@@ -48,13 +49,16 @@ _STEP = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A weight as `cpu_matmul.pack` (fp32) or `cpu_int8_matmul.pack` (uint8) makes it, and its bias.
-
-    The bias is padded with zeros to whole panels. A layer's products are all of one kind.
-    """
+    """A weight's panels and its bias, padded with zeros to whole panels. A layer's products are all of one kind."""
 
     packed: torch.Tensor
     bias: torch.Tensor
+    weight_format: int | None
+    """Of `cpu_weight_formats`; None: int8, as `cpu_int8_matmul.pack` makes it."""
+
+    @property
+    def is_int8(self) -> bool:
+        return self.weight_format is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +148,12 @@ class DecoderLayer:
             tensor = getattr(weights, name)
             assert tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())
             layer[name] = 0 if tensor is None else tensor.data_ptr()
-        self._kind = _KINDS[weights.qkv.packed.dtype]
+        self._kind: Any = _INTEGERS if weights.qkv.is_int8 else _FLOATS
         for name in ("qkv", "o", "gate_up", "down"):
             product: Product = getattr(weights, name)
-            assert product.packed.dtype == weights.qkv.packed.dtype
+            assert product.is_int8 == weights.qkv.is_int8
             layer[name], layer[f"{name}_bias"] = product.packed.data_ptr(), product.bias.data_ptr()
+            layer[f"{name}_format"] = product.weight_format or 0
         for name in ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "eps", "qk_eps"):
             layer[name] = getattr(weights, name)
         layer["hidden_size"] = len(weights.input_norm)

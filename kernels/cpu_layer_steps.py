@@ -27,21 +27,33 @@ MLP_ROWS = 512
 """The MLP runs over so many tokens at a time: its intermediate results stay small, and in the cache."""
 
 
-def _multiply(kind, *arguments):
+def _multiply(
+    kind, weight_format, out, x, x_stride, packed, bias, num_rows, out_features, in_features, num_threads
+):
     """`multiply_parallel` of the module that packs weights of this kind; for compiled callers alone."""
     raise NotImplementedError
 
 
 @overload(_multiply)
-def _choose_product(kind, *arguments):
+def _choose_product(
+    kind, weight_format, out, x, x_stride, packed, bias, num_rows, out_features, in_features, num_threads
+):
     # Chosen while compiling, not by a branch: nobody compiles products of a kind that their model does not have.
-    module = cpu_int8_matmul if kind == types.uint8 else cpu_matmul
-    multiply_parallel = module.multiply_parallel
+    multiply_floats, multiply_integers = cpu_matmul.multiply_parallel, cpu_int8_matmul.multiply_parallel
 
-    def run(kind, *arguments):
-        multiply_parallel(*arguments)
+    def run_floats(
+        kind, weight_format, out, x, x_stride, packed, bias, num_rows, out_features, in_features, num_threads
+    ):
+        multiply_floats(
+            out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features, num_threads
+        )
 
-    return run
+    def run_integers(
+        kind, weight_format, out, x, x_stride, packed, bias, num_rows, out_features, in_features, num_threads
+    ):
+        multiply_integers(out, x, x_stride, packed, bias, num_rows, out_features, in_features, num_threads)
+
+    return run_integers if kind == types.uint8 else run_floats
 
 
 @jit
@@ -142,22 +154,14 @@ def _mlp(kind, hidden, layer, step, num_rows, num_threads):
         count, at = min(MLP_ROWS, num_rows - begin), F32 * begin * size
         normed = step[0].normed + at
         _multiply(
-            kind, step[0].gate_up, normed, size, layer[0].gate_up, layer[0].gate_up_bias, count, 2 * inner, size,
-            num_threads,
+            kind, layer[0].gate_up_format, step[0].gate_up, normed, size, layer[0].gate_up, layer[0].gate_up_bias,
+            count, 2 * inner, size, num_threads,
         )  # fmt: skip
         _gate(_share(num_threads, count * inner), count, step[0].gate_up, step[0].gated, inner)
         _multiply(
-            kind,
-            normed,
-            step[0].gated,
-            inner,
-            layer[0].down,
-            layer[0].down_bias,
-            count,
-            size,
-            inner,
-            num_threads,
-        )
+            kind, layer[0].down_format, normed, step[0].gated, inner, layer[0].down, layer[0].down_bias, count, size,
+            inner, num_threads,
+        )  # fmt: skip
         _add(hidden + at, normed, count * size)
 
 
@@ -169,8 +173,8 @@ def project(kind, layer, step, hidden, num_threads):
     shares = _share(num_threads, num_tokens * size)
     _norm(shares, num_tokens, hidden, layer[0].input_norm, 0, 0, step[0].normed, size, layer[0].eps)
     _multiply(
-        kind, step[0].qkv, step[0].normed, size, layer[0].qkv, layer[0].qkv_bias, num_tokens, row, size,
-        num_threads,
+        kind, layer[0].qkv_format, step[0].qkv, step[0].normed, size, layer[0].qkv, layer[0].qkv_bias, num_tokens, row,
+        size, num_threads,
     )  # fmt: skip
 
 
@@ -211,8 +215,9 @@ def _copy(target, source, count):
 def _finish_rows(kind, layer, step, hidden, num_rows, num_threads):
     size, width, normed = layer[0].hidden_size, layer[0].num_heads * layer[0].head_dim, step[0].normed
     _multiply(
-        kind, normed, step[0].attended, width, layer[0].o, layer[0].o_bias, num_rows, size, width, num_threads
-    )
+        kind, layer[0].o_format, normed, step[0].attended, width, layer[0].o, layer[0].o_bias, num_rows, size, width,
+        num_threads,
+    )  # fmt: skip
     # The sum goes to `hidden`, its norm to `normed`: every number is read before its place is written.
     shares = _share(num_threads, num_rows * size)
     _norm(shares, num_rows, normed, layer[0].post_attention_norm, hidden, hidden, normed, size, layer[0].eps)

@@ -4,6 +4,9 @@ Weights lie in panels of 32 output channels, input by input, so that a tile of t
 stays in registers while its panel passes by in one contiguous stream. Every number of the result is one chain of
 fused multiply-adds over the inputs in their order: it depends on its row and its channel alone, to the last bit,
 whatever the number of rows or threads.
+
+A panel passes by in pieces that the first-level cache holds: where weights are kept in fewer than 32 bits
+(`cpu_weight_packing`), a piece is expanded once for all rows of a block.
 """
 
 from __future__ import annotations
@@ -13,53 +16,44 @@ import torch
 from numba import prange
 
 from kernels import cpu_vector as vector
-from kernels.cpu_jit import f32_pointer, jit, use_torch_threads
+from kernels.cpu_jit import compiles_for, f32_pointer, jit, use_torch_threads
 from kernels.cpu_matmul_tile import MOST_ROWS, PANEL, multiply_lined_tile, multiply_tile
-from kernels.cpu_memory import advise_huge_pages
-from kernels.cpu_row import F32, VECTOR, address_of
+from kernels.cpu_row import F32, VECTOR, line_in
 from kernels.cpu_vector import LANES
+from kernels.cpu_weight_formats import FLOAT32, GROUP, ROW, expand, panel_bytes
+from kernels.cpu_weight_packing import PackedWeight
 
 # So much of x stays in the second-level cache while all panels pass by.
 BLOCK_ROWS, BLOCK_INPUTS = 140, 768
+# So much of a panel stays in the first-level cache while all rows of a block pass by.
+PIECE_INPUTS = 96
 # With so many rows for so many panels, x is copied into lines first (`multiply_lined_tile`).
 LINED_ROWS, LINED_PANELS = 28, 12
 
 
 def is_supported() -> bool:
     """Whether this CPU has the registers that the tiles are cut for."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and compiles_for("avx512f")
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """[num_panels, in_features, PANEL] of a weight [out_features, in_features]; the last panel ends in zeros."""
-    out_features, in_features = weight.shape
-    num_panels = -(-out_features // PANEL)
-    packed = torch.empty(num_panels, in_features, PANEL)
-    advise_huge_pages(packed)
-    packed[-1] = 0.0
-    whole = out_features // PANEL
-    packed[:whole] = weight[: whole * PANEL].view(whole, PANEL, in_features).transpose(1, 2)
-    if whole < num_panels:
-        packed[-1, :, : out_features - whole * PANEL] = weight[whole * PANEL :].t()
-    return packed
-
-
-def multiply(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor, out_features: int) -> torch.Tensor:
-    """x [num_rows, in_features] fp32 times `pack`ed weights, plus bias [num_panels * PANEL]; fresh and contiguous."""
+def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor) -> torch.Tensor:
+    """x [num_rows, in_features] fp32 times the weight, plus bias [num_panels * PANEL]; fresh and contiguous."""
     assert x.dtype is torch.float32
     assert x.stride(1) == 1
-    out = torch.empty((len(x), out_features))
+    assert x.shape[1] == weight.in_features
+    out = torch.empty((len(x), weight.out_features))
     if len(x) == 0:
         return out
     multiply_parallel(
         out.data_ptr(),
         x.data_ptr(),
         x.stride(0),
-        packed.data_ptr(),
+        weight.panels.data_ptr(),
+        weight.weight_format,
         bias.data_ptr(),
         len(x),
-        out_features,
-        packed.shape[1],
+        weight.out_features,
+        weight.in_features,
         use_torch_threads(),
     )
     return out
@@ -79,41 +73,105 @@ def _line_up(lined, x, x_stride, num_rows, num_lines):
 
 
 @jit
-def _multiply_panel(
-    out, out_stride, x, x_stride, lined, panel, start, start_stride, num_rows, depth, rest_of_panel
+def _multiply_piece(
+    out,
+    out_stride,
+    x,
+    x_stride,
+    lined,
+    num_lines,
+    weights,
+    start,
+    start_stride,
+    num_rows,
+    begin,
+    end,
+    ahead,
+    ahead_step,
 ):
-    """PANEL channels of every row, over `depth` inputs; strides in bytes. `lined` is x in lines, or 0.
+    """PANEL channels of every row, over the inputs begin .. end - 1; strides in bytes.
 
-    The tiles fetch a share each of the weights that come next: memory works while the registers do.
+    `lined` is x in lines, `num_lines` of each row, or 0. The tiles fetch a share each of what is at `ahead`,
+    `ahead_step` bytes for every input of the piece: memory works while the registers do.
     """
     num_tiles = (num_rows + MOST_ROWS - 1) // MOST_ROWS
-    num_lines = depth // LANES if lined else 0
-    done = num_lines * LANES
-    next_weights = panel + F32 * PANEL * depth + rest_of_panel
+    in_lines = (end - begin) // LANES * LANES if num_lines else 0
+    step = ahead_step // num_tiles
     for tile in range(num_tiles):
         first, last = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
         to, origin, origin_stride = out + first * out_stride, start + first * start_stride, start_stride
-        ahead, step = next_weights + F32 * PANEL * depth * tile // num_tiles, F32 * PANEL // num_tiles
-        if num_lines:
-            lines = lined + VECTOR * num_lines * first
+        fetched = ahead + (end - begin) * step * tile
+        if in_lines:
+            lines = lined + VECTOR * (num_lines * first + begin // LANES * (last - first))
             multiply_lined_tile(
-                last - first, to, out_stride, lines, panel, origin, origin_stride, num_lines, ahead, step
+                last - first,
+                to,
+                out_stride,
+                lines,
+                weights,
+                origin,
+                origin_stride,
+                in_lines // LANES,
+                fetched,
+                step,
             )
             origin, origin_stride = to, out_stride
-        if done < depth:
+        if in_lines < end - begin:
             multiply_tile(
                 last - first,
                 to,
                 out_stride,
-                x + first * x_stride + F32 * done,
+                x + first * x_stride + F32 * (begin + in_lines),
                 x_stride,
-                panel + F32 * PANEL * done,
+                weights + ROW * in_lines,
                 origin,
                 origin_stride,
-                depth - done,
-                ahead + done * step,
+                end - begin - in_lines,
+                fetched + in_lines * step,
                 step,
             )
+
+
+@jit
+def _multiply_panel(
+    out,
+    out_stride,
+    x,
+    x_stride,
+    lined,
+    panel,
+    weight_format,
+    in_features,
+    start,
+    start_stride,
+    num_rows,
+    begin,
+    end,
+    expanded,
+    sums,
+):
+    """PANEL channels of every row, over the inputs begin .. end - 1 of all `in_features`, from `x` and `lined` on.
+
+    Between the pieces results wait in `sums` [num_rows, PANEL]: rows of `out` may lie so that they fall on the same
+    lines of the cache.
+    """
+    num_lines = (end - begin) // LANES if lined else 0
+    size = panel_bytes(weight_format, in_features)
+    # What comes after a piece, its last one excepted, is the next piece of the panel, or of the next panel.
+    ahead_step = size // in_features
+    for low in range(begin, end, PIECE_INPUTS):
+        high = min(low + PIECE_INPUTS, end)
+        weights = panel + ROW * low
+        if weight_format != FLOAT32:
+            weights = expanded
+            expand(weight_format, panel, low, high, expanded)
+        after = high if high < end else in_features + begin
+        to, to_stride = (out, out_stride) if high == end else (sums, ROW)
+        _multiply_piece(
+            to, to_stride, x, x_stride, lined, num_lines, weights, start, start_stride, num_rows, low - begin,
+            high - begin, panel + ahead_step * after, ahead_step,
+        )  # fmt: skip
+        start, start_stride = sums, ROW
 
 
 @jit
@@ -122,6 +180,7 @@ def _multiply_block(
     x,
     x_stride,
     packed,
+    weight_format,
     bias,
     first,
     last,
@@ -132,6 +191,8 @@ def _multiply_block(
     end,
     scratch,
     lined,
+    expanded,
+    sums,
 ):
     """Panels first .. last - 1 over the inputs begin .. end - 1, adding to what `out` holds from those before."""
     if lined:
@@ -150,12 +211,16 @@ def _multiply_block(
             x + F32 * begin,
             x_stride,
             lined,
-            packed + F32 * PANEL * (panel * in_features + begin),
+            packed + panel_bytes(weight_format, in_features) * panel,
+            weight_format,
+            in_features,
             start,
             start_stride,
             num_rows,
-            end - begin,
-            F32 * PANEL * (in_features - (end - begin)),
+            begin,
+            end,
+            expanded,
+            sums,
         )
         if width < PANEL and end == in_features:
             for row in range(num_rows):
@@ -164,37 +229,51 @@ def _multiply_block(
 
 
 @jit
-def _multiply_panels(first, last, out, x, x_stride, packed, bias, num_rows, out_features, in_features):
-    scratch = np.empty((BLOCK_ROWS, PANEL), np.float32)
+def _part_begin(part, num_parts, in_features):
+    return in_features if part == num_parts else in_features // GROUP * part // num_parts * GROUP
+
+
+@jit
+def _multiply_panels(
+    first, last, out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features
+):
+    scratch = np.empty(BLOCK_ROWS * PANEL + LANES, np.float32)
+    sums = np.empty(BLOCK_ROWS * PANEL + LANES, np.float32)
+    piece = np.empty(PIECE_INPUTS * PANEL + LANES, np.float32)
     is_lined = num_rows >= LINED_ROWS and last - first >= LINED_PANELS
-    lined = np.empty((BLOCK_ROWS * BLOCK_INPUTS + LANES) if is_lined else 0, np.float32)
+    lined = np.empty((BLOCK_ROWS * (BLOCK_INPUTS + GROUP) + LANES) if is_lined else 0, np.float32)
     num_blocks = (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS
     num_parts = (in_features + BLOCK_INPUTS - 1) // BLOCK_INPUTS
     for block in range(num_blocks):
         low, high = num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks
         for part in range(num_parts):
             # Asked for in the loop: an array lives until its last use, and an address is none.
-            lines = (address_of(lined) + VECTOR - 1) // VECTOR * VECTOR if is_lined else 0
+            lines = line_in(lined) if is_lined else 0
             _multiply_block(
                 out + F32 * low * out_features,
                 x + F32 * low * x_stride,
                 F32 * x_stride,
                 packed,
+                weight_format,
                 bias,
                 first,
                 last,
                 high - low,
                 out_features,
                 in_features,
-                in_features * part // num_parts,
-                in_features * (part + 1) // num_parts,
-                address_of(scratch),
+                _part_begin(part, num_parts, in_features),
+                _part_begin(part + 1, num_parts, in_features),
+                line_in(scratch),
                 lines,
+                line_in(piece),
+                line_in(sums),
             )
 
 
 @jit(parallel=True)
-def multiply_parallel(out, x, x_stride, packed, bias, num_rows, out_features, in_features, num_threads):
+def multiply_parallel(
+    out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features, num_threads
+):
     num_panels = (out_features + PANEL - 1) // PANEL
     # Rows are shared out where each thread then has a block of them: as many weights pass by, and each row of x is
     # copied by one thread alone.
@@ -212,6 +291,7 @@ def multiply_parallel(out, x, x_stride, packed, bias, num_rows, out_features, in
             x + F32 * low * x_stride,
             x_stride,
             packed,
+            weight_format,
             bias,
             high - low,
             out_features,

@@ -90,3 +90,9 @@ def scale_columns(rows, num_rows, row_stride, origin, table, begin, end, scales,
 @jit
 def address_of(array):
     return np.int64(array.ctypes.data)  # unsigned as it comes: mixed with signed offsets it would turn float
+
+
+@jit
+def line_in(array):
+    """The first cache line in an array, which has a vector of room for it: a vector across two lines costs twice."""
+    return (address_of(array) + VECTOR - 1) // VECTOR * VECTOR

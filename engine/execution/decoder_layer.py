@@ -116,4 +116,6 @@ def _product(linear: PackedLinear | Int8Linear) -> Product:
     from kernels.cpu_layer import Product
 
     owner = _packed(linear)
-    return Product(owner.packed, owner.bias)
+    if isinstance(owner, PackedLinear):
+        return Product(owner.panels, owner.bias, owner.packed.weight_format)
+    return Product(owner.packed, owner.bias, None)

@@ -25,29 +25,30 @@ class LinearOptions:
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b with W packed once by our own kernel, for fp32 on CPU. Takes [..., in_features]."""
+    """y = x W^T + b with W packed once by our own kernel, for fp32 on CPU. Takes [..., in_features].
+
+    W is kept in the fewest bits that give back every number.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        from kernels import cpu_matmul, cpu_matmul_tile
+        from kernels import cpu_matmul, cpu_matmul_tile, cpu_weight_packing
 
         self._multiply = cpu_matmul.multiply
         self.in_features, self.out_features = weight.shape[1], weight.shape[0]
-        self.packed = cpu_matmul.pack(weight.detach())
-        self.bias = torch.zeros(len(self.packed) * cpu_matmul_tile.PANEL)
+        self.packed = cpu_weight_packing.pack(weight.detach())
+        self.panels = self.packed.panels
+        self.bias = torch.zeros(len(self.panels) * cpu_matmul_tile.PANEL)
         if bias is not None:
             self.bias[: self.out_features] = bias.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
-        return self._multiply(rows, self.packed, self.bias, self.out_features).view(
-            *x.shape[:-1], self.out_features
-        )
+        return self._multiply(rows, self.packed, self.bias).view(*x.shape[:-1], self.out_features)
 
     def of_channels(self, channels: torch.Tensor) -> PackedLinear:
         """The layer with these outputs alone, the same to the last bit."""
-        panel = self.packed.shape[2]
-        return PackedLinear(self.packed[channels // panel, :, channels % panel], self.bias[channels])
+        return PackedLinear(self.packed.of_channels(channels), self.bias[channels])
 
 
 class OneDNNLinear(nn.Module):

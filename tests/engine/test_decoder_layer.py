@@ -15,6 +15,7 @@ from engine.execution.decoder_layer import FusedDecoderLayer, can_be_compiled
 from engine.execution.fusion import fuse
 from engine.execution.packed_linear import LinearOptions, PackedLinear, has_packed_products
 from engine.execution.quantization import _PlainProduct
+from kernels.cpu_weight_formats import BFLOAT16, BYTES, FLOAT16, NIBBLES
 from kernels.layer_cache import LayerCache, allocate_layer
 from kernels.metadata import AttentionMetadata
 
@@ -41,7 +42,10 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def fused_model(family: str, quantization: str | None = None, **settings: Any) -> Any:
+def fused_model(
+    family: str, quantization: str | None = None, rounding: dict[str, Any] | None = None, **settings: Any
+) -> Any:
+    """`rounding`: by parts of names, what is done to weights."""
     if quantization is None and not HAS_FP32_PRODUCTS:
         pytest.skip("layers of fp32 products are compiled where the CPU has AVX-512")
     sizes = {
@@ -57,6 +61,9 @@ def fused_model(family: str, quantization: str | None = None, **settings: Any) -
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+        for part, rounded in (rounding or {}).items():
+            if part in name and parameter.dim() == 2:
+                parameter.data = rounded(parameter.data)
     fuse(model, torch.device("cpu"), torch.float32, LinearOptions(quantization))
     return model
 
@@ -199,6 +206,30 @@ def test_the_last_layer_finishes_what_is_read_and_caches_the_rest(
     assert not torch.equal(run([0])[0][5], everything[5])  # nobody asked for it, so nobody computed it
 
 
+def _integers(per_one: int, most: int) -> Any:
+    return lambda weight: (per_one * weight).round().clamp(-most, most) / 32
+
+
+def test_products_of_a_layer_keep_their_weights_in_formats_of_their_own() -> None:
+    rounding = {
+        "mlp": lambda weight: weight.bfloat16().float(),
+        "down": _integers(200, 100),
+        "o_proj": lambda weight: weight.half().float(),
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), _integers(20, 7)),
+    }
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6}
+    model = fused_model("llama", rounding=rounding, **sizes)
+    source = model.model.layers[0].source
+    products = (
+        source.self_attn.qkv_proj,
+        source.self_attn.o_proj,
+        source.mlp.gate_up_proj,
+        source.mlp.down_proj,
+    )
+    assert [product.packed.weight_format for product in products] == [NIBBLES, FLOAT16, BFLOAT16, BYTES]
+    assert_same(model, step([1, 1, 40, 3], [9, 30, 44, 3], num_padded=2))
+
+
 def test_buffers_shrink_and_grow_with_the_step() -> None:
     model = fused_model("llama")
     for count in (1, 40, 2):
@@ -211,7 +242,7 @@ def test_a_kind_of_product_compiles_that_product_alone() -> None:
     from kernels import cpu_int8_matmul, cpu_layer_steps
 
     for kind, module in ((types.float32, cpu_matmul), (types.uint8, cpu_int8_matmul)):
-        names = inspect.getclosurevars(cpu_layer_steps._choose_product(kind))
+        names = inspect.getclosurevars(cpu_layer_steps._choose_product(kind, *[types.int64] * 10))
         assert [*names.nonlocals.values()] == [module.multiply_parallel]
         assert not names.globals
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels import cpu_matmul, cpu_matmul_tile
+from kernels.cpu_weight_packing import PackedWeight, pack
 
 pytestmark = pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX-512")
 
@@ -24,12 +25,12 @@ def _two_threads():
     torch.set_num_threads(before)
 
 
-def make(in_features: int, out_features: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make(in_features: int, out_features: int) -> tuple[torch.Tensor, PackedWeight, torch.Tensor]:
     """(weight, packed, bias), the bias with NaN where no channel is."""
     torch.manual_seed(42)
     weight = torch.randn(out_features, in_features) * in_features**-0.5
-    packed = cpu_matmul.pack(weight)
-    bias = torch.full((len(packed) * cpu_matmul_tile.PANEL,), torch.nan)
+    packed = pack(weight)
+    bias = torch.full((len(packed.panels) * cpu_matmul_tile.PANEL,), torch.nan)
     bias[:out_features] = torch.randn(out_features)
     return weight, packed, bias
 
@@ -42,7 +43,7 @@ def test_equals_fp64(in_features, out_features):
     weight, packed, bias = make(in_features, out_features)
     for num_rows in ROWS:
         x = torch.randn(num_rows, in_features + 3)[:, 1:-2]  # rows with a stride of their own
-        out = cpu_matmul.multiply(x, packed, bias, out_features)
+        out = cpu_matmul.multiply(x, packed, bias)
         assert out.shape == (num_rows, out_features)
         expected = x.double() @ weight.double().t() + bias[:out_features].double()
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=2e-5)
@@ -50,28 +51,28 @@ def test_equals_fp64(in_features, out_features):
 
 def test_no_rows():
     _, packed, bias = make(8, 40)
-    assert cpu_matmul.multiply(torch.empty(0, 8), packed, bias, 40).shape == (0, 40)
+    assert cpu_matmul.multiply(torch.empty(0, 8), packed, bias).shape == (0, 40)
 
 
 def test_a_row_depends_neither_on_its_neighbours_nor_on_the_threads():
     out_features = 2 * cpu_matmul.LINED_PANELS * cpu_matmul_tile.PANEL + 8  # in lines, for two threads too
     _, packed, bias = make(790, out_features)
     x = torch.randn(300, 790)
-    whole = cpu_matmul.multiply(x, packed, bias, out_features)
+    whole = cpu_matmul.multiply(x, packed, bias)
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
         for num_rows in ROWS:
             first = (37 * num_rows) % (301 - num_rows)
-            part = cpu_matmul.multiply(x[first : first + num_rows], packed, bias, out_features)
+            part = cpu_matmul.multiply(x[first : first + num_rows], packed, bias)
             assert torch.equal(part, whole[first : first + num_rows])
 
 
 def test_nan_and_infinity_stay_in_their_row():
     _, packed, bias = make(64, 40)
     x = torch.randn(20, 64)
-    clean = cpu_matmul.multiply(x, packed, bias, 40)
+    clean = cpu_matmul.multiply(x, packed, bias)
     x[3, 5], x[17, 9] = torch.nan, torch.inf
-    out = cpu_matmul.multiply(x, packed, bias, 40)
+    out = cpu_matmul.multiply(x, packed, bias)
     assert out[3].isnan().all()
     assert not out[17].isfinite().any()
     others = [row for row in range(20) if row not in (3, 17)]
@@ -80,11 +81,11 @@ def test_nan_and_infinity_stay_in_their_row():
 
 TALL_PRODUCTS = """
 import torch
-from kernels import cpu_matmul
+from kernels import cpu_matmul, cpu_weight_packing
 torch.set_num_threads(1)
-packed, x = cpu_matmul.pack(torch.randn(1024, 96)), torch.randn(64, 96)
+packed, x = cpu_weight_packing.pack(torch.randn(1024, 96)), torch.randn(64, 96)
 for _ in range(20):
-    cpu_matmul.multiply(x, packed, torch.zeros(1024), 1024)
+    cpu_matmul.multiply(x, packed, torch.zeros(1024))
 """
 
 

@@ -34,7 +34,15 @@ SHARED_TOKENS = 256
 OWN_TOKENS = (16, 48)
 REPEATS = 4
 OURS = Contender("pagemill", "benchmarks.bulk_engine", "this engine, offline")
+OURS_IN_INT8 = Contender(
+    "pagemill-int8",
+    "benchmarks.bulk_engine",
+    "this engine, int8 weights and activations",
+    options=(("quantization", "int8"),),
+)
 VLLM = Contender("vllm", "benchmarks.bulk_vllm", "vLLM's CPU build, offline", peers.VLLM)
+
+CONTENDERS = (OURS, OURS_IN_INT8, VLLM)
 
 
 def build_workload(name: str, vocab_size: int, num_rows: int, seed: int) -> Workload:
@@ -54,16 +62,18 @@ def build_workload(name: str, vocab_size: int, num_rows: int, seed: int) -> Work
 
 def table(measurements: Measurements, workloads: Sequence[Workload]) -> Table:
     view = Table(title=f"Rows labelled per second (goal: {GOAL:.0f} x vLLM)")
-    for column in ("workload", "engine", "median", "lowest", "best", "pagemill is", "same labels"):
+    columns = ("workload", "engine", "median", "lowest", "best", "over vllm", "labels as pagemill")
+    for column in columns:
         view.add_column(column, justify="left" if column in ("workload", "engine") else "right")
     for workload in workloads:
         for name in measurements.contenders:
             rates = Spread.of(measurements.rates(name, workload.name))
-            ratios = measurements.ratios(OURS.name, name, workload.name)
+            ratios = measurements.ratios(name, VLLM.name, workload.name)
             ratio, same = "", ""
-            if name != OURS.name and ratios:
+            if name != VLLM.name and ratios:
                 spread = Spread.of(ratios)
                 ratio = f"{spread.median:.2f} x ({spread.low:.2f}..{spread.high:.2f})"
+            if name != OURS.name and measurements.rates(OURS.name, workload.name):
                 same = "{}/{}".format(*same_labels(measurements, name, workload.name))
             figures = (f"{rate:.1f}" for rate in (rates.median, rates.low, rates.high))
             view.add_row(workload.name, name, *figures, ratio, same)
@@ -85,7 +95,10 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--engines", nargs="+", choices=[OURS.name, VLLM.name], default=[OURS.name, VLLM.name]
+        "--engines",
+        nargs="+",
+        choices=[contender.name for contender in CONTENDERS],
+        default=[OURS.name, VLLM.name],
     )
     parser.add_argument(
         "--workloads", nargs="+", choices=["distinct", "repeated"], default=["distinct", "repeated"]
@@ -97,7 +110,7 @@ def main() -> int:
     given = parser.parse_args()
     if min(given.rows, given.rounds) < 1:
         parser.error("--rows and --rounds must be at least 1")
-    contenders = [contender for contender in (OURS, VLLM) if contender.name in given.engines]
+    contenders = [contender for contender in CONTENDERS if contender.name in given.engines]
     if VLLM in contenders and peers.VLLM.python() is None:
         print("vllm: no environment for it; see python -m benchmarks --install-peers", file=sys.stderr)
         contenders.remove(VLLM)
@@ -132,7 +145,7 @@ def _report(
     given: argparse.Namespace, measurements: Measurements, started: datetime, where: dict[str, Any]
 ) -> dict[str, Any]:
     return {
-        "question": "rows labelled per second, one shared prompt, greedy, fp32",
+        "question": "rows labelled per second, one shared prompt, greedy; fp32 where the name says nothing else",
         "date": started.isoformat(timespec="seconds"),
         "machine": where,
         "model": given.model,
@@ -140,8 +153,12 @@ def _report(
         "versions": {name: ready.versions for name, ready in measurements.ready.items()},
         "peak_memory_bytes": measurements.peak_memory_bytes,
         "failures": measurements.failures,
-        "ratios": {
-            workload: measurements.ratios(OURS.name, VLLM.name, workload) for workload in given.workloads
+        "over_vllm": {
+            workload: {
+                contender.name: measurements.ratios(contender.name, VLLM.name, workload)
+                for contender in (OURS, OURS_IN_INT8)
+            }
+            for workload in given.workloads
         },
         "passes": [
             {

@@ -28,7 +28,7 @@ BLOCK_ROWS, BLOCK_INPUTS = 140, 768
 # So much of a panel stays in the first-level cache while all rows of a block pass by.
 PIECE_INPUTS = 96
 # With so many rows for so many panels, x is copied into lines first (`multiply_lined_tile`).
-LINED_ROWS, LINED_PANELS = 28, 12
+LINED_ROWS, LINED_PANELS = 28, 6
 
 
 def is_supported() -> bool:

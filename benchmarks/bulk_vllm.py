@@ -1,8 +1,13 @@
-"""vLLM's CPU build as a labeller, its prefix cache on: runs in its own environment (`benchmarks.peers`)."""
+"""vLLM's CPU build as a labeller, its prefix cache on: runs in its own environment (`benchmarks.peers`).
+
+Version 0.32.0 returns, now and then, a text that is none of the choices: such a row counts as labelled, as NO_CHOICE.
+"""
 
 from __future__ import annotations
 
 from benchmarks import measure
+
+NO_CHOICE = -1
 
 
 def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
@@ -25,7 +30,8 @@ def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
 
     def generate(prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return [[choices.index(output.outputs[0].text)] for output in outputs]
+        texts = [output.outputs[0].text for output in outputs]
+        return [[choices.index(text) if text in choices else NO_CHOICE] for text in texts]
 
     versions = {
         "vllm": vllm.__version__,

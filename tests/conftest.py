@@ -122,6 +122,17 @@ def _session_server(name: str, factory: pytest.TempPathFactory) -> Iterator[str]
     server.stop()
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Operators on two threads, however many the machine or OMP_NUM_THREADS would give them."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a Valkey 9 shared by the session: keep to your own `queue_name`."""

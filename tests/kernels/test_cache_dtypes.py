@@ -15,12 +15,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.int8, FP8]
 SCALED = [torch.int8, FP8]
 
 
-@pytest.fixture(autouse=True)
-def _two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def write(tokens: torch.Tensor, dtype: torch.dtype, *, block_size: int = 8) -> LayerCache:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -40,12 +40,7 @@ def assert_same(rows: torch.Tensor) -> None:
     assert torch.equal(peaks[is_number].view(torch.int32), expected_peaks[is_number].view(torch.int32))
 
 
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 @settings(max_examples=100, deadline=None)

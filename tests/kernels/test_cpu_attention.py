@@ -21,12 +21,7 @@ NO_BLOCK = 2**31 - 1  # an id that no cache holds: reading it is a crash
 SPLIT = 256  # keys; the decode kernel's, so that lengths around it cross the merge
 
 
-@pytest.fixture(autouse=True)
-def _two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 @dataclass

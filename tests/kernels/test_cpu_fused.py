@@ -11,12 +11,7 @@ SHAPES = [(1, 576), (8, 64), (128, 576), (3, 24), (5, 16), (2, 7), (64, 1536)]
 EPS = 1e-5
 
 
-@pytest.fixture(autouse=True)
-def _two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def strided(num_rows: int, size: int) -> torch.Tensor:

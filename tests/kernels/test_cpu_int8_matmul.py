@@ -26,12 +26,7 @@ def _run_fast(sums, rows, row_stride, panel, num_groups):
     fast_tile(sums, rows, row_stride, panel, num_groups, panel, 0)
 
 
-@pytest.fixture(autouse=True)
-def _two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def make(in_features: int, out_features: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -12,17 +12,12 @@ import torch
 from kernels import cpu_matmul, cpu_matmul_tile
 from kernels.cpu_weight_packing import PackedWeight, pack
 
-pytestmark = pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX-512")
+pytestmark = [
+    pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX-512"),
+    pytest.mark.usefixtures("two_threads"),
+]
 
 ROWS = [*range(1, 31), 56, 57, 141, 290]
-
-
-@pytest.fixture(autouse=True)
-def _two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def make(in_features: int, out_features: int) -> tuple[torch.Tensor, PackedWeight, torch.Tensor]:

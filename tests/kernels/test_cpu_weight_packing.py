@@ -14,18 +14,13 @@ from kernels.cpu_matmul_tile import PANEL
 from kernels.cpu_weight_formats import BFLOAT16, BYTES, FLOAT16, FLOAT32, GROUP, NIBBLES, panel_bytes
 from kernels.cpu_weight_packing import PackedWeight, pack
 
-pytestmark = pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX-512")
+pytestmark = [
+    pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX-512"),
+    pytest.mark.usefixtures("two_threads"),
+]
 
 FORMATS = (FLOAT32, BFLOAT16, FLOAT16, BYTES, NIBBLES)
 SHAPES = [(1, 32), (33, 64), (100, 288), (64, 1536)]
-
-
-@pytest.fixture(autouse=True)
-def _two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def weight_in(weight_format: int, out_features: int, in_features: int) -> torch.Tensor:

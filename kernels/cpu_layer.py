@@ -132,14 +132,27 @@ class StepBuffers:
         self.record[0][name] = tensor.data_ptr()
 
 
+# Addresses of cos and sin, their rows' stride, and half of the rotary dimension.
+Angles = tuple[int, int, int, int]
+NO_ROTATION: Angles = (0, 0, 0, 0)
+
+
+def angles_of(rotation: tuple[torch.Tensor, torch.Tensor]) -> Angles:
+    """cos and sin [num_tokens, any], fp32, with one stride; the width of cos is the rotary dimension."""
+    cos, sin = rotation
+    assert cos.dtype is sin.dtype is torch.float32
+    assert cos.stride() == sin.stride()
+    return cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[1] // 2
+
+
 class DecoderLayer:
     """One layer's operator: `hidden = hidden + attention(norm(hidden))`, then `hidden + mlp(norm(hidden))`."""
 
     def __init__(self, weights: LayerWeights, scoring: Scoring, buffers: StepBuffers) -> None:
         slopes = scoring.alibi_slopes
         assert slopes is None or (slopes.dtype == torch.float32 and slopes.is_contiguous())
-        self._weights, self._slopes = weights, slopes  # kept: the record holds addresses only
-        self._buffers = buffers
+        self.weights, self._slopes = weights, slopes  # kept: the record holds addresses only
+        self.buffers = buffers
         self._cache: LayerCache | None = None
         self._element = ELEMENTS[torch.float32]
         self._record = np.zeros(1, _LAYER)
@@ -179,26 +192,25 @@ class DecoderLayer:
         """
         assert hidden.dtype is torch.float32
         assert hidden.is_contiguous()
+        self.buffers.begin(metadata, len(hidden), self.weights)
+        self.buffers.read(len(hidden), read_tokens)
+        angles = NO_ROTATION if rotation is None else angles_of(rotation)
+        self.compute(hidden.data_ptr(), angles, cache, use_torch_threads())
+
+    def compute(self, hidden: int, angles: Angles, cache: LayerCache, num_threads: int) -> None:
+        """`run` for hidden states at this address, once the buffers have been told of the step."""
         if cache is not self._cache:
             self._point_at(cache)
-        self._buffers.begin(metadata, len(hidden), self._weights)
-        self._buffers.read(len(hidden), read_tokens)
-        cos, sin, stride, half = 0, 0, 0, 0
-        if rotation is not None:
-            assert rotation[0].stride() == rotation[1].stride()
-            cos, sin = rotation[0].data_ptr(), rotation[1].data_ptr()
-            stride, half = rotation[0].stride(0), rotation[0].shape[1] // 2
+        layer, step = self._record, self.buffers.record
         # Three calls, so that the products are not compiled anew for every dtype of the cache, nor attention for
         # every kind of product.
-        num_threads, address = use_torch_threads(), hidden.data_ptr()
-        layer, step = self._record, self._buffers.record
-        project(self._kind, layer, step, address, num_threads)
-        place_and_attend(self._element, layer, step, cos, sin, stride, half, num_threads)
-        finish(self._kind, layer, step, address, num_threads)
+        project(self._kind, layer, step, hidden, num_threads)
+        place_and_attend(self._element, layer, step, *angles, num_threads)
+        finish(self._kind, layer, step, hidden, num_threads)
 
     def warm_up(self, block_size: int, cache_dtype: torch.dtype) -> None:
         """Compile the layer for a cache of this dtype, or load it from the disk."""
-        weights = self._weights
+        weights = self.weights
         cache = allocate_layer(1, weights.num_kv_heads, block_size, weights.head_dim, cache_dtype)
         hidden, angles = torch.zeros(3, len(weights.input_norm)), torch.zeros(3, weights.head_dim)
         self.run(hidden, (angles, angles), cache, warm_up_metadata())

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.cpu_jit import use_torch_threads
-from kernels.cpu_layer import DecoderLayer
-from kernels.cpu_layer_steps import finish, place_and_attend, project
+from kernels.cpu_layer import NO_ROTATION, DecoderLayer, angles_of
 from kernels.layer_cache import LayerCache
 from kernels.metadata import AttentionMetadata
 
@@ -22,7 +21,7 @@ class LayerStack:
 
     def __init__(self, layers: Sequence[DecoderLayer], rotates: Sequence[bool]) -> None:
         """`layers` share their buffers; `rotates[i]`: whether layer i takes the rotation."""
-        assert len({id(layer._buffers) for layer in layers}) == 1
+        assert len({id(layer.buffers) for layer in layers}) == 1
         self._layers = list(zip(layers, rotates, strict=True))
         self._first = layers[0]
 
@@ -42,25 +41,16 @@ class LayerStack:
             caches: one per layer.
             read_tokens: as `DecoderLayer.run` has it, for the last layer.
         """
-        cos, sin = rotation
-        assert hidden.dtype is cos.dtype is sin.dtype is torch.float32
+        assert hidden.dtype is torch.float32
         assert hidden.is_contiguous()
-        assert cos.stride() == sin.stride()
-        assert cos.stride(1) == 1
-        buffers = self._first._buffers
-        buffers.begin(metadata, len(hidden), self._first._weights)
+        assert rotation[0].stride(1) == 1
+        buffers = self._first.buffers
+        buffers.begin(metadata, len(hidden), self._first.weights)
         buffers.read(len(hidden), None)
-        step, address, num_threads = buffers.record, hidden.data_ptr(), use_torch_threads()
-        angles = (cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[1] // 2)
+        angles, address, num_threads = angles_of(rotation), hidden.data_ptr(), use_torch_threads()
         num_left = len(self._layers)
         for (layer, rotates), cache in zip(self._layers, caches, strict=True):
-            if cache is not layer._cache:
-                layer._point_at(cache)
             num_left -= 1
             if not num_left and read_tokens is not None:
                 buffers.read(len(hidden), read_tokens)
-            project(layer._kind, layer._record, step, address, num_threads)
-            place_and_attend(
-                layer._element, layer._record, step, *(angles if rotates else (0, 0, 0, 0)), num_threads
-            )
-            finish(layer._kind, layer._record, step, address, num_threads)
+            layer.compute(address, angles if rotates else NO_ROTATION, cache, num_threads)

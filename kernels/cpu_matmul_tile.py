@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import types
 from numba.core import cgutils
@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from kernels.cpu_jit import prefetch_line
 from kernels.cpu_row import F32, VECTOR
-from kernels.cpu_vector import F32X16, LANES, call
+from kernels.cpu_vector import F32X16, LANES, call, emit_splat
 
 PANEL = 2 * LANES  # output channels
 MOST_ROWS = 14  # 28 sums, 2 vectors of weights and a number of x fill the 32 registers of AVX-512
@@ -39,10 +39,7 @@ def _load(builder: Any, address: Any) -> Any:
 def _broadcast(builder: Any, address: Any) -> Any:
     """The number at `address` in every lane."""
     number = builder.load(builder.inttoptr(address, _ir.FloatType().as_pointer()), align=4)
-    int32 = _ir.IntType(32)
-    one = builder.insert_element(_ir.Constant(F32X16, _ir.Undefined), number, int32(0))
-    lanes = _ir.Constant(_ir.VectorType(int32, LANES), [0] * LANES)
-    return builder.shuffle_vector(one, one, lanes)
+    return emit_splat(builder, number)
 
 
 def _rows_from(builder: Any, first: Any, stride: Any, num_rows: int) -> list[Any]:
@@ -60,27 +57,33 @@ def _add_input(builder: Any, weights: Any, ahead: Any, numbers: list[Any], sums:
             builder.store(call(builder, "llvm.fma.v16f32", F32X16, operands), total)
 
 
+class _Rows(NamedTuple):
+    """Where rows of PANEL numbers lie, in bytes: the first one, how far they are apart, and how far their halves."""
+
+    first: Any
+    stride: Any
+    half: Any
+
+
 @contextmanager
-def _summed(
-    builder: Any, num_rows: int, out: Any, out_stride: Any, start: Any, start_stride: Any
-) -> Iterator[list[list[Any]]]:
+def _summed(builder: Any, num_rows: int, out: _Rows, start: _Rows) -> Iterator[list[list[Any]]]:
     """Sums that begin as `start` says and end in `out`."""
 
-    def addresses(first: Any, stride: Any) -> list[list[Any]]:
-        rows = _rows_from(builder, first, stride, num_rows)
-        return [[builder.add(row, row.type(half)) for half in _HALVES] for row in rows]
+    def addresses(rows: _Rows) -> list[list[Any]]:
+        firsts = _rows_from(builder, rows.first, rows.stride, num_rows)
+        return [[first, builder.add(first, rows.half)] for first in firsts]
 
     sums = [
         [cgutils.alloca_once_value(builder, _load(builder, address)) for address in row]
-        for row in addresses(start, start_stride)
+        for row in addresses(start)
     ]
     yield sums
-    for totals, row in zip(sums, addresses(out, out_stride), strict=True):
+    for totals, row in zip(sums, addresses(out), strict=True):
         for total, address in zip(totals, row, strict=True):
             builder.store(builder.load(total), _vector(builder, address), align=4)
 
 
-def _by_height(heights: range, num_arguments: int, body: Body) -> Any:
+def by_height(heights: range, num_arguments: int, body: Body) -> Any:
     """What an intrinsic generates that jumps to the tile of as many rows as its first argument says."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -102,9 +105,9 @@ def _by_height(heights: range, num_arguments: int, body: Body) -> Any:
 def _strided_body(builder: Any, num_rows: int, arguments: list[Any]) -> None:
     out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, ahead_step = arguments
     int64 = out.type
-    rows = _rows_from(builder, x, x_stride, num_rows)
+    rows, half = _rows_from(builder, x, x_stride, num_rows), int64(VECTOR)
     with (
-        _summed(builder, num_rows, out, out_stride, start, start_stride) as sums,
+        _summed(builder, num_rows, _Rows(out, out_stride, half), _Rows(start, start_stride, half)) as sums,
         cgutils.for_range(builder, depth, intp=int64) as loop,
     ):
         distance = builder.mul(loop.index, int64(F32))
@@ -114,10 +117,10 @@ def _strided_body(builder: Any, num_rows: int, arguments: list[Any]) -> None:
 
 
 def _lined_body(builder: Any, num_rows: int, arguments: list[Any]) -> None:
-    out, out_stride, x, panel, start, start_stride, num_lines, ahead, ahead_step = arguments
-    int64 = out.type
+    x, panel, num_lines, ahead, ahead_step = arguments[6:]
+    int64 = x.type
     with (
-        _summed(builder, num_rows, out, out_stride, start, start_stride) as sums,
+        _summed(builder, num_rows, _Rows(*arguments[:3]), _Rows(*arguments[3:6])) as sums,
         cgutils.for_range(builder, num_lines, intp=int64) as line,
     ):
         lines = builder.add(x, builder.mul(line.index, int64(num_rows * VECTOR)))
@@ -150,7 +153,7 @@ def multiply_tile(
 
     With every input it asks for the cache line at `ahead`, `ahead_step` bytes further each time.
     """
-    return _by_height(range(1, MOST_ROWS + 1), 11, _strided_body)
+    return by_height(range(1, MOST_ROWS + 1), 11, _strided_body)
 
 
 @intrinsic
@@ -159,10 +162,12 @@ def multiply_lined_tile(
     num_rows: Any,
     out: Any,
     out_stride: Any,
-    x: Any,
-    panel: Any,
+    out_half: Any,
     start: Any,
     start_stride: Any,
+    start_half: Any,
+    x: Any,
+    panel: Any,
     num_lines: Any,
     ahead: Any,
     ahead_step: Any,
@@ -170,6 +175,7 @@ def multiply_lined_tile(
     """`multiply_tile` for x as [num_lines, num_rows, LANES]: one cache line of each row, then the next of each.
 
     x is then one stream, and every number of it lies at a fixed distance from one address: rows far apart take a
-    register each for their addresses, of which there are too few, and may fall on the same lines of the cache.
+    register each for their addresses, of which there are too few, and may fall on the same lines of the cache. The two
+    halves of a row of `out` lie `out_half` bytes apart, so that a result may be such an x; those of `start` likewise.
     """
-    return _by_height(range(MOST_ROWS // 2, MOST_ROWS + 1), 10, _lined_body)
+    return by_height(range(1, MOST_ROWS + 1), 12, _lined_body)

@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 from kernels import cpu_vector as vector
 from kernels.cpu_jit import NUMBERS_PER_THREAD, f32_pointer, i32_pointer, jit, run_rows
 from kernels.cpu_row import F32, I32, LOG2_E, ZERO, address_of
-from kernels.cpu_vector import F32X16, LANES, f32x16
+from kernels.cpu_vector import F32X16, LANES, emit_splat, f32x16
 from kernels.noise import argmax_of_sums, gumbel_noise
 
 # Above 16.64 by far more than the rounding of logits, noise and their sums can make up for: ln(20 / 16.64) = 0.18.
@@ -88,16 +88,12 @@ def _uniforms(typing_context: Any, first: Any, key: Any) -> Any:
         def constant(value: int) -> Any:
             return _ir.Constant(_I32X16, [value] * LANES)
 
-        def splat(value: Any) -> Any:
-            one = builder.insert_element(_ir.Constant(_I32X16, _ir.Undefined), value, _ir.IntType(32)(0))
-            return builder.shuffle_vector(one, one, constant(0))
-
         def mix(x: Any) -> Any:
             for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
                 x = builder.mul(builder.xor(x, builder.lshr(x, constant(shift))), constant(factor))
             return builder.xor(x, builder.lshr(x, constant(16)))
 
-        first, key = map(splat, arguments)
+        first, key = (emit_splat(builder, number) for number in arguments)
         ids = builder.add(first, _ir.Constant(_I32X16, list(range(LANES))))
         bits = mix(builder.xor(builder.mul(ids, constant(0x9E3779B9)), key))
         bits = builder.and_(mix(builder.add(bits, key)), constant(0x7FFFFFFF))

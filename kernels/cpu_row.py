@@ -29,14 +29,19 @@ def store_scaled(target, source, count, factor):
 
 
 @jit
+def cap_vector(scores, cap):
+    """cap * tanh(score), for scores that come divided by the cap."""
+    one, two = vector.splat(ONE), vector.splat(np.float32(2.0))
+    power = vector.exp2(vector.multiply(vector.splat(np.float32(2.0) * LOG2_E), scores))
+    tanh = vector.subtract(one, vector.divide(two, vector.add(power, one)))
+    return vector.multiply(vector.splat(cap), tanh)
+
+
+@jit
 def cap_scores(scores, count, cap):
     """cap * tanh(score) in place, for scores that come divided by the cap; rounds `count` up to whole vectors."""
-    one, two = vector.splat(ONE), vector.splat(np.float32(2.0))
-    caps, two_log2_e = vector.splat(cap), vector.splat(np.float32(2.0) * LOG2_E)
     for at in range(scores, scores + F32 * count, VECTOR):
-        power = vector.exp2(vector.multiply(two_log2_e, vector.load(at)))
-        tanh = vector.subtract(one, vector.divide(two, vector.add(power, one)))
-        vector.store(at, vector.multiply(caps, tanh))
+        vector.store(at, cap_vector(vector.load(at), cap))
 
 
 @jit

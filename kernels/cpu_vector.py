@@ -55,7 +55,13 @@ def _operation(emit: Callable[..., Any], num_operands: int, result: Any = f32x16
         return intrinsic(lambda typing_context, a: (result(f32x16), generate))
     if num_operands == 2:
         return intrinsic(lambda typing_context, a, b: (result(f32x16, f32x16), generate))
-    return intrinsic(lambda typing_context, a, b, c: (result(f32x16, f32x16, f32x16), generate))
+    if num_operands == 3:
+        return intrinsic(lambda typing_context, a, b, c: (result(f32x16, f32x16, f32x16), generate))
+    return intrinsic(lambda typing_context, a, b, c, d, e: (result(*[f32x16] * 5), generate))
+
+
+def _emit_add(builder: Any, a: Any, b: Any) -> Any:
+    return builder.fadd(a, b)
 
 
 def _emit_sum(builder: Any, a: Any) -> Any:
@@ -96,17 +102,32 @@ def _emit_exp2(builder: Any, x: Any) -> Any:
     return builder.select(is_zero, _constant(0.0), builder.fmul(result, power))
 
 
+def _emit_keep(builder: Any, vector: Any, numbers: Any, first: Any, end: Any, other: Any) -> Any:
+    is_kept = builder.and_(
+        builder.fcmp_ordered(">=", numbers, first), builder.fcmp_ordered("<", numbers, end)
+    )
+    return builder.select(is_kept, vector, other)
+
+
 absolute = _operation(lambda builder, a: call(builder, "llvm.fabs.v16f32", F32X16, [a]), 1)
-add = _operation(lambda builder, a, b: builder.fadd(a, b), 2)
+add = _operation(_emit_add, 2)
 subtract = _operation(lambda builder, a, b: builder.fsub(a, b), 2)
 multiply = _operation(lambda builder, a, b: builder.fmul(a, b), 2)
 divide = _operation(lambda builder, a, b: builder.fdiv(a, b), 2)
 maximum = _operation(_emit_maximum, 2)
 multiply_add = _operation(_emit_multiply_add, 3)  # a * b + c
 exp2 = _operation(_emit_exp2, 1)  # for x <= 127, to 1e-7; 0 below -126
+keep = _operation(_emit_keep, 5)  # a where c <= b < d, e elsewhere
 max_lanes = _operation(_emit_max, 1, types.float32)
 first_lane = _operation(_emit_first_lane, 1, types.float32)
 sum_lanes = _operation(_emit_sum, 1, types.float32)
+
+
+def emit_splat(builder: Any, value: Any) -> Any:
+    """The scalar in every lane, for intrinsics that are made of several instructions."""
+    kind = _ir.VectorType(value.type, LANES)
+    one = builder.insert_element(_ir.Constant(kind, _ir.Undefined), value, _ir.IntType(32)(0))
+    return builder.shuffle_vector(one, one, _ir.Constant(_I32X16, [0] * LANES))
 
 
 @intrinsic
@@ -114,8 +135,18 @@ def splat(typing_context: Any, value: Any) -> Any:
     """The scalar in every lane."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vector = builder.insert_element(_ir.Constant(F32X16, _ir.Undefined), arguments[0], _ir.IntType(32)(0))
-        return builder.shuffle_vector(vector, vector, _ir.Constant(_I32X16, [0] * LANES))
+        return emit_splat(builder, arguments[0])
+
+    return f32x16(types.float32), generate
+
+
+@intrinsic
+def count_from(typing_context: Any, first: Any) -> Any:
+    """first, first + 1, ... for a float32 `first`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        lanes = _ir.Constant(F32X16, [float(lane) for lane in range(LANES)])
+        return builder.fadd(lanes, emit_splat(builder, arguments[0]))
 
     return f32x16(types.float32), generate
 
@@ -145,27 +176,52 @@ def store(typing_context: Any, address: Any, vector: Any) -> Any:
     return types.void(types.int64, f32x16), generate
 
 
+def _shuffle(builder: Any, x: Any, y: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(x, y, _ir.Constant(_ir.VectorType(_ir.IntType(32), len(lanes)), lanes))
+
+
+def _fold(builder: Any, combine: Callable[..., Any], x: Any, y: Any, distance: int) -> Any:
+    """Interleave x and y in runs of `distance` lanes, each run combined with the one after it."""
+    first = [j if not j & distance else LANES + j - distance for j in range(LANES)]
+    second = [lane + distance for lane in first]
+    return combine(builder, _shuffle(builder, x, y, first), _shuffle(builder, x, y, second))
+
+
+def _fold_all(builder: Any, combine: Callable[..., Any], vectors: list[Any]) -> Any:
+    """Lanes of the result stand for the vectors, a power of two of them, again and again."""
+    distance = 1
+    while len(vectors) > 1:
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors, distance = [_fold(builder, combine, x, y, distance) for x, y in pairs], 2 * distance
+    return vectors[0]
+
+
+def _of_each(combine: Callable[..., Any]) -> Any:
+    """An intrinsic: lane r = what `combine` makes of the lanes of vector r, for the LANES vectors at `address`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (address,) = arguments
+        places = (builder.add(address, address.type(4 * LANES * row)) for row in range(LANES))
+        rows = [builder.load(_vector_pointer(builder, place), align=4) for place in places]
+        return _fold_all(builder, combine, rows)
+
+    return intrinsic(lambda typing_context, address: (f32x16(types.int64), generate))
+
+
+max_of_each, sum_of_each = _of_each(_emit_maximum), _of_each(_emit_add)
+
+
 @intrinsic
 def add_sums(typing_context: Any, address: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     """Add the sums of a, b, c and d to the four floats at `address`: half the shuffles of four `sum_lanes`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        def shuffle(x: Any, y: Any, lanes: list[int]) -> Any:
-            mask = _ir.Constant(_ir.VectorType(_ir.IntType(32), len(lanes)), lanes)
-            return builder.shuffle_vector(x, y, mask)
-
-        def fold(x: Any, y: Any, distance: int) -> Any:
-            """Interleave x and y in runs of `distance` lanes, each run summed with the one after it."""
-            first = [j if not j & distance else LANES + j - distance for j in range(LANES)]
-            second = [lane + distance for lane in first]
-            return builder.fadd(shuffle(x, y, first), shuffle(x, y, second))
-
-        _, a, b, c, d = arguments
-        sums = fold(fold(a, b, 1), fold(c, d, 1), 2)
+        address, *vectors = arguments
+        sums = _fold_all(builder, _emit_add, vectors)
         for half in (8, 4):
             low, high = list(range(half)), list(range(half, 2 * half))
-            sums = builder.fadd(shuffle(sums, sums, low), shuffle(sums, sums, high))
-        pointer = builder.inttoptr(arguments[0], sums.type.as_pointer())
+            sums = builder.fadd(_shuffle(builder, sums, sums, low), _shuffle(builder, sums, sums, high))
+        pointer = builder.inttoptr(address, sums.type.as_pointer())
         builder.store(builder.fadd(builder.load(pointer, align=4), sums), pointer, align=4)
         return context.get_dummy_value()
 

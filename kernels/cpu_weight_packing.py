@@ -22,7 +22,7 @@ from kernels.cpu_jit import f32_pointer, i8_pointer, i32_pointer, jit, use_torch
 from kernels.cpu_matmul_tile import PANEL
 from kernels.cpu_memory import advise_huge_pages
 from kernels.cpu_row import F32, ONE, VECTOR, ZERO, address_of, fill
-from kernels.cpu_vector import F32X16, LANES, call
+from kernels.cpu_vector import F32X16, LANES, call, emit_splat
 from kernels.cpu_weight_formats import (
     BFLOAT16,
     BYTE_CODES,
@@ -115,12 +115,7 @@ def _fits(
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, scale, offset, least, most, codes = arguments
-
-        def splat(value: Any) -> Any:
-            vector = builder.insert_element(_ir.Constant(F32X16, _ir.Undefined), value, _ir.IntType(32)(0))
-            return builder.shuffle_vector(vector, vector, _ir.Constant(_I32X16, [0] * LANES))
-
-        scales, offsets, lowest, highest = splat(scale), splat(offset), splat(least), splat(most)
+        scales, offsets, lowest, highest = (emit_splat(builder, x) for x in (scale, offset, least, most))
         equal = None
         for half in range(GROUP // LANES):
             at = builder.add(source, _I64(half * VECTOR))

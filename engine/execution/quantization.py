@@ -64,12 +64,13 @@ class PackedInt8Product(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         from kernels import cpu_int8_matmul
+        from kernels.cpu_matmul_tile import PANEL
 
         cpu_int8_matmul.warm_up()
         self._multiply = cpu_int8_matmul.multiply
         self._out_features = len(weight)
         self.packed = cpu_int8_matmul.pack(weight)
-        self.panel = cpu_int8_matmul.PANEL
+        self.panel = PANEL
         self.bias = torch.zeros(len(self.packed) * self.panel)
         if bias is not None:
             self.bias[: self._out_features] = bias

@@ -7,23 +7,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import cpu_int8_matmul, grouped_int8
-from kernels.cpu_int8_matmul import PANEL
+from kernels import cpu_int8_matmul, cpu_int8_tile, grouped_int8
+from kernels.cpu_int8_rows import quantised
 from kernels.cpu_jit import jit
+from kernels.cpu_matmul_tile import PANEL
 from kernels.grouped_int8 import GROUP
 
-portable_tile = cpu_int8_matmul.make_tile(3, cpu_int8_matmul.multiply_parts)
-fast_tile = cpu_int8_matmul.make_tile(3, cpu_int8_matmul.multiply_bytes)
+portable_tile = cpu_int8_tile.make_tile(cpu_int8_tile.multiply_parts, range(3, 4))
+fast_tile = cpu_int8_tile.make_tile(cpu_int8_tile.multiply_bytes, range(3, 4))
 
 
 @jit
-def _run_portable(sums, rows, row_stride, panel, num_groups):
-    portable_tile(sums, rows, row_stride, panel, num_groups, panel, 0)
+def _run_portable(sums, rows, panel, num_groups):
+    portable_tile(3, sums, rows, panel, num_groups, panel, 0)
 
 
 @jit
-def _run_fast(sums, rows, row_stride, panel, num_groups):
-    fast_tile(sums, rows, row_stride, panel, num_groups, panel, 0)
+def _run_fast(sums, rows, panel, num_groups):
+    fast_tile(3, sums, rows, panel, num_groups, panel, 0)
 
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -163,16 +164,16 @@ def test_weights_take_little_more_than_a_byte_each():
     assert packed.nbytes <= 960 * 576 * 1.13
 
 
-@pytest.mark.skipif(not cpu_int8_matmul.has_byte_products(), reason="compares with AVX-512 VNNI")
+@pytest.mark.skipif(not cpu_int8_tile.has_byte_products(), reason="compares with AVX-512 VNNI")
 def test_a_cpu_without_byte_products_computes_the_same():
     torch.manual_seed(42)
     num_groups = 5
     _, packed, _ = make(num_groups * GROUP, PANEL)
-    rows = cpu_int8_matmul.quantise_rows(activations(3, num_groups * GROUP))
+    rows = quantised(activations(3, num_groups * GROUP))
     results = []
     for run in (_run_portable, _run_fast):
         sums = torch.ones(3, PANEL)
-        run(sums.data_ptr(), rows.data_ptr(), rows.stride(0), packed.data_ptr(), num_groups)
+        run(sums.data_ptr(), rows.data_ptr(), packed.data_ptr(), num_groups)
         results.append(sums)
     assert_same_bits(*results)
     assert (results[0] != 1.0).all()

@@ -12,33 +12,34 @@ PANEL_ROW = F32 * PANEL  # bytes
 
 
 @jit
-def gather_keys(panels, element, keys, table, low, high, origin, head_dim, block_size, block_bytes):
+def gather_keys(panels, depth, element, keys, table, low, high, origin, head_dim, block_size, block_bytes):
     """panels[p, i, j] = number i of key origin + p * PANEL + j, for the keys low .. high - 1.
 
-    panels [any, head_dim, PANEL]; `keys` is the address of the KV head's tile in block 0.
+    panels [any, depth, PANEL]; numbers past head_dim are left alone. `keys` is the address of the KV head's tile in
+    block 0.
     """
     key_bytes = size_of(element) * head_dim
     for block in range(low // block_size, (high - 1) // block_size + 1):
         first, last = max(low, block * block_size), min(high, (block + 1) * block_size)
         source = keys + table[block] * block_bytes + (first - block * block_size) * key_bytes
-        _transpose(panels, element, source, first - origin, last - first, head_dim)
+        _transpose(panels, depth, element, source, first - origin, last - first, head_dim)
 
 
 @jit
-def _transpose(panels, element, source, column, num_keys, head_dim):
+def _transpose(panels, depth, element, source, column, num_keys, head_dim):
     """Put `num_keys` contiguous keys into the columns from `column` on: 16 x 16 numbers at a time where they fit."""
     size = size_of(element)
     whole_keys = num_keys // LANES * LANES if column % LANES == 0 else 0
     whole_numbers = head_dim // LANES * LANES
     for key in range(0, whole_keys, LANES):
         panel, j = (column + key) // PANEL, (column + key) % PANEL
-        target = panels + PANEL_ROW * head_dim * panel + F32 * j
+        target = panels + PANEL_ROW * depth * panel + F32 * j
         for i in range(0, whole_numbers, LANES):
             at = source + size * (head_dim * key + i)
             transpose(target + PANEL_ROW * i, PANEL_ROW, element, at, size * head_dim)
     for key in range(num_keys):
         panel, j = (column + key) // PANEL, (column + key) % PANEL
-        target = panels + PANEL_ROW * head_dim * panel + F32 * j
+        target = panels + PANEL_ROW * depth * panel + F32 * j
         for i in range(whole_numbers if key < whole_keys else 0, head_dim):
             number = load_number(element, source + size * (head_dim * key + i))
             f32_pointer(target + PANEL_ROW * i)[0] = number
@@ -65,6 +66,19 @@ def gather_values(
             for i in range(whole, head_dim):
                 to = target + PANEL_ROW * num_keys * (i // PANEL) + F32 * (i % PANEL)
                 f32_pointer(to)[0] = load_number(element, source + size * i)
+
+
+@jit
+def gather_scales(target, scales, table, low, high, origin, block_stride, block_size):
+    """target[key - origin] = the scale of the key's slot, for the keys low .. high - 1 of one KV head.
+
+    `scales` is the address of the head's scales in block 0; `block_stride` in bytes.
+    """
+    for block in range(low // block_size, (high - 1) // block_size + 1):
+        first, last = max(low, block * block_size), min(high, (block + 1) * block_size)
+        source = f32_pointer(scales + table[block] * block_stride + F32 * (first - block * block_size))
+        for j in range(last - first):
+            f32_pointer(target + F32 * (first - origin))[j] = source[j]
 
 
 @jit

@@ -11,103 +11,147 @@ import numpy as np
 import torch
 
 from kernels import cpu_vector as vector
-from kernels.cpu_attention_panels import PANEL_ROW, gather_keys, gather_values
+from kernels.cpu_attention_panels import PANEL_ROW, gather_keys, gather_scales, gather_values
 from kernels.cpu_element import size_of
 from kernels.cpu_jit import f32_pointer, jit
-from kernels.cpu_matmul_tile import MOST_ROWS, PANEL, multiply_tile
-from kernels.cpu_row import (
-    F32,
-    LOG2_E,
-    ONE,
-    VECTOR,
-    ZERO,
-    cap_scores,
-    fill,
-    max_of,
-    scale_columns,
-    store_scaled,
-    weigh,
-)
+from kernels.cpu_matmul_tile import MOST_ROWS, PANEL, multiply_lined_tile
+from kernels.cpu_row import F32, LOG2_E, ONE, VECTOR, ZERO, cap_vector, fill, store_scaled
 
 KEYS = 4 * vector.LANES  # columns of a tile
+LINES = KEYS // vector.LANES  # of a row of scores
 # Where vectors are shorter and registers fewer, two rows fill them.
 TILE_ROWS = MOST_ROWS if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2
 HIDDEN = np.float32(-1e30)  # a masked score; finite, so that two of them may be subtracted
+LOWEST = np.float32(-np.inf)
 
 
 @jit
-def _multiply_rows(
-    out,
-    out_stride,
-    x,
-    x_stride,
-    panels,
-    panel_bytes,
-    start,
-    start_stride,
-    start_step,
-    num_rows,
-    num_panels,
-    depth,
-):
-    """out[r, panel] = start[r, panel] + x[r] @ panels[panel]; strides, and `start_step` between panels, in bytes."""
-    num_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
-    for panel in range(num_panels):
-        weights = panels + panel * panel_bytes
-        for tile in range(num_tiles):
-            first, last = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
-            multiply_tile(
+def _num_parts(num_rows):
+    """So many tiles of registers does a tile of queries take. Queries and scores lie in lines, part by part."""
+    return (num_rows + TILE_ROWS - 1) // TILE_ROWS
+
+
+@jit
+def _score(scores, q, key_panels, num_rows, depth, zeros):
+    """scores = q @ keys: KEYS columns of every row. `depth` is that of the panels; `zeros` the address of PANEL."""
+    num_parts, num_lines = _num_parts(num_rows), depth // vector.LANES
+    for panel in range(KEYS // PANEL):
+        keys = key_panels + PANEL_ROW * depth * panel
+        for part in range(num_parts):
+            first, last = num_rows * part // num_parts, num_rows * (part + 1) // num_parts
+            line = VECTOR * (last - first)
+            multiply_lined_tile(
                 last - first,
-                out + first * out_stride + panel * PANEL_ROW,
-                out_stride,
-                x + first * x_stride,
-                x_stride,
-                weights,
-                start + first * start_stride + panel * start_step,
-                start_stride,
-                depth,
-                weights,  # all of it is at hand: nothing to fetch ahead
+                scores + VECTOR * LINES * first + 2 * line * panel,
+                VECTOR,
+                line,
+                zeros,
+                0,
+                0,
+                q + VECTOR * num_lines * first,
+                keys,
+                num_lines,
+                keys,  # all of it is at hand: nothing to fetch ahead
+                0,
+            )
+
+
+@jit
+def _add_values(acc, acc_stride, scores, value_panels, num_rows, num_panels, first_line, end_line):
+    """acc += weights @ values, over the lines first_line .. end_line - 1 of the weights that scores have become."""
+    num_parts = _num_parts(num_rows)
+    for panel in range(num_panels):
+        values = value_panels + PANEL_ROW * (KEYS * panel + vector.LANES * first_line)
+        for part in range(num_parts):
+            first, last = num_rows * part // num_parts, num_rows * (part + 1) // num_parts
+            target = acc + acc_stride * first + PANEL_ROW * panel
+            multiply_lined_tile(
+                last - first,
+                target,
+                acc_stride,
+                VECTOR,
+                target,
+                acc_stride,
+                VECTOR,
+                scores + VECTOR * (LINES * first + (last - first) * first_line),
+                values,
+                end_line - first_line,
+                values,
                 0,
             )
 
 
 @jit(exact=True)
-def _softmax_row(scores, num_columns, acc, head_dim, largest, total):
-    """Turn one row's scores into weights; rescale what the row has gathered; return its new maximum and sum."""
-    if num_columns == KEYS:
-        return _softmax_whole_row(scores, acc, head_dim, largest, total)
-    new_largest = max_of(scores, num_columns, largest)
-    if new_largest > largest:
-        total *= _rescale(acc, head_dim, largest - new_largest)
-    return new_largest, total + weigh(scores, num_columns, new_largest)
+def _prepare_row(row, line, first_visible, first_hidden, distance, slope, softcap, key_scales):
+    """Scale, cap, bias and mask a row's KEYS scores, whose lines lie `line` bytes apart.
+
+    `distance` is from the query to the first key.
+    """
+    visible, hidden = vector.splat(np.float32(first_visible)), vector.splat(np.float32(first_hidden))
+    for i in range(LINES):
+        numbers = vector.load(row + line * i)
+        offset = np.float32(vector.LANES * i)
+        if key_scales != 0:
+            numbers = vector.multiply(numbers, vector.load(key_scales + VECTOR * i))
+        if softcap > ZERO:
+            numbers = cap_vector(numbers, softcap)
+        if slope != ZERO:  # relative to the query: rounds less, and softmax cancels the difference
+            distances = vector.count_from(distance + offset)
+            numbers = vector.multiply_add(vector.splat(slope), distances, numbers)
+        columns = vector.count_from(offset)
+        numbers = vector.keep(numbers, columns, visible, hidden, vector.splat(HIDDEN))
+        vector.store(row + line * i, numbers)
 
 
 @jit(exact=True)
-def _softmax_whole_row(scores, acc, head_dim, largest, total):
-    """The same for KEYS columns, which registers hold from the maximum to the sum; to the last bit."""
-    at_b, at_c, at_d = scores + VECTOR, scores + 2 * VECTOR, scores + 3 * VECTOR
-    a, b, c, d = vector.load(scores), vector.load(at_b), vector.load(at_c), vector.load(at_d)
-    new_largest = vector.max_lanes(vector.maximum(vector.maximum(a, b), vector.maximum(c, d)))
-    if new_largest > largest:
-        total *= _rescale(acc, head_dim, largest - new_largest)
-    else:
-        new_largest = largest
-    shift = vector.splat(new_largest)
-    a, b = vector.exp2(vector.subtract(a, shift)), vector.exp2(vector.subtract(b, shift))
-    c, d = vector.exp2(vector.subtract(c, shift)), vector.exp2(vector.subtract(d, shift))
-    vector.store(scores, a)
-    vector.store(at_b, b)
-    vector.store(at_c, c)
-    vector.store(at_d, d)
-    return new_largest, total + vector.sum_lanes(vector.add(vector.add(vector.add(a, b), c), d))
+def _softmax_part(scores, num_rows, stats, acc, acc_stride, value_scales, work):
+    """Turn the scores of a part's rows into weights, and rescale what the rows have gathered.
+
+    stats [2, LANES]: their maxima and sums; `work` is the address of LANES vectors and one more. Rows share the
+    reductions over lanes: one after the other each would wait for its own.
+    """
+    line, totals, factors = VECTOR * num_rows, stats + VECTOR, work + VECTOR * vector.LANES
+    for r in range(num_rows):
+        at = scores + VECTOR * r
+        low = vector.maximum(vector.load(at), vector.load(at + line))
+        high = vector.maximum(vector.load(at + 2 * line), vector.load(at + 3 * line))
+        vector.store(work + VECTOR * r, vector.maximum(low, high))
+    old = vector.load(stats)
+    new = vector.maximum(vector.max_of_each(work), old)
+    vector.store(stats, new)
+    # Exactly 1 where the maximum stays: tiles that hide all their keys from a row leave no trace in it.
+    powers, lowest = vector.exp2(vector.subtract(old, new)), vector.splat(LOWEST)
+    vector.store(factors, vector.keep(powers, old, lowest, new, vector.splat(ONE)))
+    for r in range(num_rows):
+        at_a = scores + VECTOR * r
+        at_b, at_c, at_d = at_a + line, at_a + 2 * line, at_a + 3 * line
+        shift = vector.splat(f32_pointer(stats)[r])
+        a = vector.exp2(vector.subtract(vector.load(at_a), shift))
+        b = vector.exp2(vector.subtract(vector.load(at_b), shift))
+        c = vector.exp2(vector.subtract(vector.load(at_c), shift))
+        d = vector.exp2(vector.subtract(vector.load(at_d), shift))
+        vector.store(work + VECTOR * r, vector.add(vector.add(a, b), vector.add(c, d)))
+        if value_scales != 0:
+            a = vector.multiply(a, vector.load(value_scales))
+            b = vector.multiply(b, vector.load(value_scales + VECTOR))
+            c = vector.multiply(c, vector.load(value_scales + 2 * VECTOR))
+            d = vector.multiply(d, vector.load(value_scales + 3 * VECTOR))
+        vector.store(at_a, a)
+        vector.store(at_b, b)
+        vector.store(at_c, c)
+        vector.store(at_d, d)
+        factor = f32_pointer(factors)[r]
+        if factor != ONE:
+            _rescale(acc + acc_stride * r, acc_stride, factor)
+    kept = vector.multiply(vector.load(totals), vector.load(factors))
+    vector.store(totals, vector.add(kept, vector.sum_of_each(work)))
 
 
 @jit(exact=True)
-def _rescale(acc, head_dim, difference):
-    """acc *= 2 ** difference; returns the factor."""
-    factor = vector.first_lane(vector.exp2(vector.splat(difference)))
-    store_scaled(acc, acc, head_dim, factor)
-    return factor
+def _rescale(acc, size, factor):
+    factors = vector.splat(factor)
+    for at in range(acc, acc + size, VECTOR):
+        vector.store(at, vector.multiply(vector.load(at), factors))
 
 
 @jit
@@ -116,56 +160,74 @@ def _softmax_tile(
     stats,
     acc,
     acc_stride,
-    num_tokens,
-    num_columns,
+    num_rows,
     first_key,
     position,
     group,
-    head_dim,
     window,
     slopes,
     softcap,
+    key_scales,
+    value_scales,
+    work,
 ):
     """Mask, bias and weigh one tile of scores; `position` is that of the first token."""
-    for token in range(num_tokens):
-        query_position = position + token
-        first_hidden = max(0, query_position + 1 - first_key)
-        first_visible = min(num_columns, query_position + 1 - window - first_key) if window > 0 else 0
-        for g in range(group):
-            r = token * group + g
-            row = scores + F32 * r * KEYS
-            score = f32_pointer(row)
-            if softcap > ZERO:
-                cap_scores(row, num_columns, softcap)
-            if slopes != 0:  # relative to the query: rounds less, and softmax cancels the difference
-                slope = LOG2_E * f32_pointer(slopes)[g]
-                for j in range(num_columns):
-                    score[j] += slope * np.float32(first_key + j - query_position)
-            for j in range(first_hidden, num_columns):
-                score[j] = HIDDEN
-            for j in range(first_visible):
-                score[j] = HIDDEN
-            stat = f32_pointer(stats + F32 * 2 * r)
-            stat[0], stat[1] = _softmax_row(
-                row, num_columns, acc + r * acc_stride, head_dim, stat[0], stat[1]
-            )
+    num_parts = _num_parts(num_rows)
+    for part in range(num_parts):
+        first, last = num_rows * part // num_parts, num_rows * (part + 1) // num_parts
+        rows = scores + VECTOR * LINES * first
+        for r in range(first, last):
+            query = position + r // group
+            first_visible, first_hidden = query + 1 - window if window > 0 else 0, query + 1
+            if (
+                first_visible > first_key
+                or first_hidden < first_key + KEYS
+                or slopes != 0
+                or softcap > ZERO
+                or key_scales != 0
+            ):
+                _prepare_row(
+                    rows + VECTOR * (r - first),
+                    VECTOR * (last - first),
+                    first_visible - first_key,
+                    first_hidden - first_key,
+                    np.float32(first_key - query),
+                    LOG2_E * f32_pointer(slopes)[r % group] if slopes != 0 else ZERO,
+                    softcap,
+                    key_scales,
+                )
+        stat = stats + 2 * VECTOR * part
+        _softmax_part(rows, last - first, stat, acc + acc_stride * first, acc_stride, value_scales, work)
 
 
 @jit
-def _load_queries(q, query, token_stride, head_stride, num_tokens, group, head_dim, scale):
-    for token in range(num_tokens):
-        for g in range(group):
-            source = query + F32 * (token * token_stride + g * head_stride)
-            store_scaled(q + F32 * (token * group + g) * head_dim, source, head_dim, scale)
+def _load_queries(q, query, token_stride, head_stride, num_rows, group, head_dim, scale):
+    """The queries times `scale` in lines, part by part, the last line of each filled up with zeros."""
+    num_parts, num_lines, factor = _num_parts(num_rows), _depth(head_dim) // vector.LANES, vector.splat(scale)
+    for part in range(num_parts):
+        first, last = num_rows * part // num_parts, num_rows * (part + 1) // num_parts
+        for r in range(first, last):
+            source = query + F32 * (r // group * token_stride + r % group * head_stride)
+            target = q + VECTOR * (num_lines * first + r - first)
+            for line in range(head_dim // vector.LANES):
+                numbers = vector.multiply(vector.load(source + VECTOR * line), factor)
+                vector.store(target + VECTOR * (last - first) * line, numbers)
+            rest = head_dim % vector.LANES
+            if rest > 0:
+                target += VECTOR * (last - first) * (num_lines - 1)
+                fill(target, vector.LANES, ZERO)
+                store_scaled(target, source + F32 * (head_dim - rest), rest, scale)
 
 
 @jit
-def _store_tile(out, token_stride, acc, acc_stride, stats, num_tokens, group, head_dim):
-    for token in range(num_tokens):
-        for g in range(group):
-            r = token * group + g
-            target = out + F32 * (token * token_stride + g * head_dim)
-            store_scaled(target, acc + r * acc_stride, head_dim, ONE / f32_pointer(stats)[2 * r + 1])
+def _store_tile(out, token_stride, acc, acc_stride, stats, num_rows, group, head_dim):
+    num_parts = _num_parts(num_rows)
+    for part in range(num_parts):
+        first, last = num_rows * part // num_parts, num_rows * (part + 1) // num_parts
+        totals = f32_pointer(stats + 2 * VECTOR * part + VECTOR)
+        for r in range(first, last):
+            target = out + F32 * (r // group * token_stride + r % group * head_dim)
+            store_scaled(target, acc + r * acc_stride, head_dim, ONE / totals[r - first])
 
 
 @jit
@@ -196,72 +258,69 @@ def attend_tile(
     slopes,
 ):
     """Attention of one tile of queries. Returns how many tiles of keys, from key 0 on, now lie in their slots."""
-    num_rows = num_tokens * group
+    num_rows, depth = num_tokens * group, _depth(head_dim)
     block_bytes = size_of(element) * num_kv_heads * block_size * head_dim
     scale_stride = F32 * num_kv_heads * block_size
     acc_stride = F32 * _padded(head_dim)
     acc = scratch
     zeros = acc + num_rows * acc_stride
-    scores = zeros + PANEL_ROW
+    scores = zeros + VECTOR
     q = scores + F32 * num_rows * KEYS
-    stats = q + F32 * num_rows * head_dim
+    key_factors = q + F32 * num_rows * depth
+    value_factors = key_factors + F32 * KEYS
+    work = value_factors + F32 * KEYS
+    stats = work + VECTOR * (vector.LANES + 1)
 
     fill(acc, (scores - acc) // F32, ZERO)
-    _load_queries(q, query, query_token_stride, query_head_stride, num_tokens, group, head_dim, query_scale)
-    for r in range(num_rows):
-        f32_pointer(stats)[2 * r], f32_pointer(stats)[2 * r + 1] = HIDDEN, ZERO
+    fill(key_factors, (stats - key_factors) // F32, ONE)
+    _load_queries(q, query, query_token_stride, query_head_stride, num_rows, group, head_dim, query_scale)
+    for part in range(_num_parts(num_rows)):
+        vector.store(stats + 2 * VECTOR * part, vector.splat(HIDDEN))
+        vector.store(stats + 2 * VECTOR * part + VECTOR, vector.splat(ZERO))
 
     begin, end = max(0, position + 1 - window) if window > 0 else 0, position + num_tokens
     for tile in range(begin // KEYS * KEYS, end, KEYS):
         low, high = max(begin, tile), min(end, tile + KEYS)
         slot = min(tile // KEYS, num_slots - 1)
         key_panels = panels + slot * slot_bytes(head_dim)
-        value_panels = key_panels + F32 * KEYS * head_dim
+        value_panels = key_panels + F32 * KEYS * depth
         if slot >= num_held:
-            if (
-                high - low < KEYS
-            ):  # what lies in the other columns may be slow to multiply with: numbers next to zero
-                fill(key_panels, KEYS * head_dim, ZERO)
-            gather_keys(key_panels, element, keys, table, low, high, tile, head_dim, block_size, block_bytes)
+            # What lies in the other columns may be no number, or slow to multiply with: numbers next to zero.
+            if high - low < KEYS:
+                fill(key_panels, slot_bytes(head_dim) // F32, ZERO)
+            gather_keys(
+                key_panels, depth, element, keys, table, low, high, tile, head_dim, block_size, block_bytes
+            )
             gather_values(
                 value_panels, KEYS, element, values, table, low, high, tile, head_dim, block_size, block_bytes
             )
-        num_columns = (high - tile + PANEL - 1) // PANEL * PANEL
-        _multiply_rows(
-            scores, F32 * KEYS, q, F32 * head_dim, key_panels, PANEL_ROW * head_dim, zeros, 0, 0, num_rows,
-            num_columns // PANEL, head_dim,
-        )  # fmt: skip
         if key_scales != 0:
-            scale_columns(
-                scores, num_rows, F32 * KEYS, tile, table, low, high, key_scales, scale_stride, block_size
-            )
-        _softmax_tile(
-            scores, stats, acc, acc_stride, num_tokens, num_columns, tile, position, group, head_dim, window,
-            slopes, softcap,
-        )  # fmt: skip
+            gather_scales(key_factors, key_scales, table, low, high, tile, scale_stride, block_size)
         if value_scales != 0:
-            scale_columns(
-                scores, num_rows, F32 * KEYS, tile, table, low, high, value_scales, scale_stride, block_size
-            )
-        _multiply_rows(
-            acc, acc_stride, scores + F32 * (low - tile), F32 * KEYS, value_panels + PANEL_ROW * (low - tile),
-            PANEL_ROW * KEYS, acc, acc_stride, PANEL_ROW, num_rows, _padded(head_dim) // PANEL,
-            high - low,
+            gather_scales(value_factors, value_scales, table, low, high, tile, scale_stride, block_size)
+        _score(scores, q, key_panels, num_rows, depth, zeros)
+        _softmax_tile(
+            scores, stats, acc, acc_stride, num_rows, tile, position, group, window, slopes, softcap,
+            key_factors if key_scales != 0 else 0, value_factors if value_scales != 0 else 0, work,
+        )  # fmt: skip
+        _add_values(
+            acc, acc_stride, scores, value_panels, num_rows, _padded(head_dim) // PANEL,
+            (low - tile) // vector.LANES, (high - tile + vector.LANES - 1) // vector.LANES,
         )  # fmt: skip
 
-    _store_tile(out, num_kv_heads * group * head_dim, acc, acc_stride, stats, num_tokens, group, head_dim)
+    _store_tile(out, num_kv_heads * group * head_dim, acc, acc_stride, stats, num_rows, group, head_dim)
     return min(end // KEYS, num_slots - 1) if begin == 0 else 0
 
 
 @jit
 def slot_bytes(head_dim):
     """The panels of a tile of keys, and of their values."""
-    return F32 * KEYS * (head_dim + _padded(head_dim))
+    return F32 * KEYS * (_depth(head_dim) + _padded(head_dim))
 
 
 @jit
 def clear_slots(panels, num_slots, head_dim):
-    """Values' panels end in zeros, which gathering leaves alone."""
+    """Panels end in zeros, which gathering leaves alone."""
     if _padded(head_dim) != head_dim:
         fill(panels, num_slots * slot_bytes(head_dim) // F32, ZERO)
 
@@ -269,10 +328,17 @@ def clear_slots(panels, num_slots, head_dim):
 @jit
 def tile_bytes(num_rows, head_dim):
     """What `attend_tile` needs beside its panels, in whole cache lines."""
-    numbers = num_rows * (_padded(head_dim) + 2 + head_dim + KEYS) + PANEL
-    return (F32 * numbers + VECTOR - 1) // VECTOR * VECTOR
+    num_vectors = 2 * LINES + vector.LANES + 2 + 2 * _num_parts(num_rows)
+    return F32 * num_rows * (_padded(head_dim) + _depth(head_dim) + KEYS) + VECTOR * num_vectors
+
+
+@jit
+def _depth(head_dim):
+    """Of the keys' panels: whole vectors."""
+    return (head_dim + vector.LANES - 1) // vector.LANES * vector.LANES
 
 
 @jit
 def _padded(head_dim):
+    """The columns of the values' panels."""
     return (head_dim + PANEL - 1) // PANEL * PANEL

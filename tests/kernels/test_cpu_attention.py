@@ -266,6 +266,19 @@ def test_rows_that_share_blocks_get_the_bits_they_get_alone(options, block_size,
         assert torch.equal(together[first:last], alone)
 
 
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 33}], ids=["plain", "window"])
+def test_what_is_not_finite_stays_in_its_row(options):
+    """Memory that a row's keys and values were gathered in serves the next one, whose tiles may not fill it."""
+    torch.set_num_threads(1)
+    lengths = [(130, 130), (5, 37), (20, 90), (2, 75)]
+    step = make_step(lengths)
+    sound = step.attend(**options)
+    poisoned = step.metadata.block_tables[0, : -(-130 // 16)].long()
+    step.key_cache[poisoned], step.value_cache[poisoned] = math.nan, math.inf
+    assert torch.equal(step.attend(**options)[130:], sound[130:])
+    assert not step.attend(**options)[:130].isfinite().any()
+
+
 def test_a_long_prompt_reads_more_keys_than_panels_are_held_of():
     step = make_step([(40, 1500), (333, 2100)], head_dim=128)
     assert_exact(step.attend(), dense(step))

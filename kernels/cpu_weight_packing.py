@@ -77,8 +77,15 @@ class PackedWeight:
 
 def pack(weight: torch.Tensor, formats: Sequence[int] = SMALLEST_FIRST) -> PackedWeight:
     """Pack a weight [out_features, in_features], fp32, in the first of these formats that is exact, or FLOAT32."""
-    out_features, in_features = weight.shape
-    weight = weight.contiguous()
+    return pack_merged([weight], formats)
+
+
+def pack_merged(weights: Sequence[torch.Tensor], formats: Sequence[int] = SMALLEST_FIRST) -> PackedWeight:
+    """`pack` of weights [any, in_features] as one, below each other; copied only where two of them share a panel."""
+    if any(len(weight) % PANEL for weight in weights[:-1]):
+        weights = [torch.cat(list(weights))]
+    weights = [weight.contiguous() for weight in weights]
+    out_features, in_features = sum(map(len, weights)), weights[0].shape[1]
     num_panels = -(-out_features // PANEL)
     for weight_format in (*formats, FLOAT32):
         if weight_format in (NIBBLES, BYTES) and in_features % GROUP:
@@ -86,15 +93,18 @@ def pack(weight: torch.Tensor, formats: Sequence[int] = SMALLEST_FIRST) -> Packe
         panels = torch.empty(num_panels, panel_bytes(weight_format, in_features), dtype=torch.uint8)
         advise_huge_pages(panels)
         misfits = np.zeros(1, np.int64)
-        _pack_parallel(
-            weight_format,
-            weight.data_ptr(),
-            out_features,
-            in_features,
-            panels.data_ptr(),
-            misfits,
-            use_torch_threads(),
-        )
+        target = panels.data_ptr()
+        for weight in weights:
+            _pack_parallel(
+                weight_format,
+                weight.data_ptr(),
+                len(weight),
+                in_features,
+                target,
+                misfits,
+                use_torch_threads(),
+            )
+            target += panels.stride(0) * (len(weight) // PANEL)
         if not misfits[0]:
             return PackedWeight(panels, weight_format, out_features, in_features)
     raise AssertionError("every number fits itself")

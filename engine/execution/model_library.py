@@ -5,6 +5,9 @@ tensors. Neither is used here, and both bring thousands of modules: a third of w
 compiler is stood in for while marks are made, and transformers is told that torch has no distributed package, as on the
 platforms that lack it (ranks talk through torch.distributed themselves: `parallel.rank_group`).
 
+Nor has it Hugging Face's `kernels`: it would take our package of that name for it, search every installed distribution
+for its version, and believe in it should that version ever fit.
+
 A process that has imported transformers' models already, or that runs under torchrun, has everything as it is.
 """
 
@@ -24,6 +27,7 @@ import torch
 _MODELS = "transformers.modeling_utils"
 _MODEL_CLASSES = "transformers.models.auto.modeling_auto"
 _COMPILER = "torch._dynamo"
+_NOT_AVAILABLE = ("is_torch_distributed_available", "is_kernels_available")
 _MARKS = ("allow_in_graph", "assume_constant_result", "disable")
 
 
@@ -45,7 +49,7 @@ def _import_models() -> Any:
 
     if _MODELS in sys.modules or "LOCAL_RANK" in os.environ:
         return load()
-    _hide_distributed()
+    _hide_packages()
     with _listing_models_once():
         return _without_compiler(load)
 
@@ -82,14 +86,19 @@ def _listing_models_once() -> Iterator[None]:
         setattr(import_utils, name, original)
 
 
-def _hide_distributed() -> None:
+def _hide_packages() -> None:
     """For good: modules that were imported without must not think later that they were imported with."""
     from transformers import utils
     from transformers.utils import import_utils
 
     for module in (utils, import_utils):
-        if hasattr(module, "is_torch_distributed_available"):
-            module.is_torch_distributed_available = lambda: False
+        for name in _NOT_AVAILABLE:
+            if hasattr(module, name):
+                setattr(module, name, _is_not_available)
+
+
+def _is_not_available(*_: Any, **__: Any) -> bool:
+    return False
 
 
 @contextmanager

@@ -27,16 +27,16 @@ class LinearOptions:
 class PackedLinear(nn.Module):
     """y = x W^T + b with W packed once by our own kernel, for fp32 on CPU. Takes [..., in_features].
 
-    W is kept in the fewest bits that give back every number.
+    W is kept in the fewest bits that give back every number. Several weights: their outputs side by side.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
         super().__init__()
         from kernels import cpu_matmul, cpu_matmul_tile, cpu_weight_packing
 
         self._multiply = cpu_matmul.multiply
-        self.in_features, self.out_features = weight.shape[1], weight.shape[0]
-        self.packed = cpu_weight_packing.pack(weight.detach())
+        self.packed = cpu_weight_packing.pack_merged([weight.detach() for weight in weights])
+        self.in_features, self.out_features = self.packed.in_features, self.packed.out_features
         self.panels = self.packed.panels
         self.bias = torch.zeros(len(self.panels) * cpu_matmul_tile.PANEL)
         if bias is not None:
@@ -48,7 +48,7 @@ class PackedLinear(nn.Module):
 
     def of_channels(self, channels: torch.Tensor) -> PackedLinear:
         """The layer with these outputs alone, the same to the last bit."""
-        return PackedLinear(self.packed.of_channels(channels), self.bias[channels])
+        return PackedLinear([self.packed.of_channels(channels)], self.bias[channels])
 
 
 class OneDNNLinear(nn.Module):
@@ -85,13 +85,23 @@ def has_packed_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, options: LinearOptions) -> nn.Module | None:
     """The fast layer for y = x W^T + b, weight [out_features, in_features]; None where there is none better."""
+    return _make_merged([weight], bias, options)
+
+
+def _make_merged(
+    weights: Sequence[torch.Tensor], bias: torch.Tensor | None, options: LinearOptions
+) -> nn.Module | None:
     if options.quantization == "int8":
-        return Int8Linear(weight, bias)
-    if not has_packed_products(weight.device, weight.dtype):
+        return Int8Linear(_below_each_other(weights), bias)
+    if not has_packed_products(weights[0].device, weights[0].dtype):
         return None
     if _has_own_kernel():
-        return PackedLinear(weight, bias)
-    return OneDNNLinear(weight, bias, row_invariant=options.row_invariant)
+        return PackedLinear(weights, bias)
+    return OneDNNLinear(_below_each_other(weights), bias, row_invariant=options.row_invariant)
+
+
+def _below_each_other(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
 
 
 @cache
@@ -105,7 +115,7 @@ def _has_own_kernel() -> bool:
 
 def merged_linear(layers: Sequence[nn.Linear], options: LinearOptions) -> nn.Module:
     """One layer whose output is the layers' outputs side by side; packed where the device gains from it."""
-    weight = torch.cat([layer.weight.detach() for layer in layers])
+    weights = [layer.weight.detach() for layer in layers]
     biases = [layer.bias for layer in layers]
     bias = None
     if any(b is not None for b in biases):
@@ -115,9 +125,10 @@ def merged_linear(layers: Sequence[nn.Linear], options: LinearOptions) -> nn.Mod
                 for layer, b in zip(layers, biases, strict=True)
             ]
         )
-    fast = make_linear(weight, bias, options)
+    fast = _make_merged(weights, bias, options)
     if fast is not None:
         return fast
+    weight = _below_each_other(weights)
     merged = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     merged.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:

@@ -38,7 +38,12 @@ unwanted = {
 assert not unwanted & sys.modules.keys(), unwanted & sys.modules.keys()
 assert "transformers.models.llama.modeling_llama" in sys.modules
 
+from transformers.utils import import_utils
 from transformers.utils.import_utils import create_import_structure_from_path
+
+searched = getattr(import_utils, "_package_distribution_mapping", None)
+assert searched is None or searched.cache_info().currsize == 0, "every installed distribution was searched for a name"
+assert not import_utils.is_kernels_available(), "our package of that name is not Hugging Face's"
 
 assert create_import_structure_from_path.cache_info().hits, "all of the models' files were read twice"
 

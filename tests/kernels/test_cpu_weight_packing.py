@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernels import cpu_matmul
 from kernels.cpu_matmul_tile import PANEL
 from kernels.cpu_weight_formats import BFLOAT16, BYTES, FLOAT16, FLOAT32, GROUP, NIBBLES, panel_bytes
-from kernels.cpu_weight_packing import PackedWeight, pack
+from kernels.cpu_weight_packing import PackedWeight, pack, pack_merged
 
 pytestmark = [
     pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX-512"),
@@ -139,6 +139,19 @@ def test_channels_apart_from_their_panels():
     weight = weight_in(NIBBLES, 100, 64)
     channels = torch.tensor([99, 0, 31, 32, 0])
     assert torch.equal(pack(weight).of_channels(channels), weight[channels])
+
+
+@pytest.mark.parametrize("sizes", [(64, 32, 96), (64, 7), (5, 32, 32), (40,)], ids=str)
+@pytest.mark.parametrize("other_format", FORMATS)
+def test_weights_below_each_other_are_packed_as_one(sizes, other_format):
+    """Whatever the last one fits in holds for all of them."""
+    weights = [weight_in(NIBBLES, size, 64) for size in sizes]
+    weights[-1] = weight_in(other_format, sizes[-1], 64)
+    together, merged = pack(torch.cat(weights)), pack_merged(weights)
+    assert (merged.out_features, merged.in_features) == (sum(sizes), 64)
+    assert merged.weight_format == together.weight_format
+    assert torch.equal(merged.panels, together.panels)
+    assert torch.equal(unpacked(merged), torch.cat(weights))
 
 
 def test_a_transposed_weight():

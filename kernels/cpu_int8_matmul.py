@@ -32,8 +32,10 @@ from kernels.cpu_row import F32, VECTOR, line_in
 from kernels.cpu_vector import LANES
 from kernels.grouped_int8 import GROUP
 
-# So many bytes of x stay in the second-level cache while all panels pass by.
-_BLOCK_BYTES = 1 << 19
+# So much of x stays in the second-level cache while all panels pass by.
+_BLOCK_BYTES, _BLOCK_TILES = 1 << 19, 10
+# So much of a panel stays in the first-level cache while all tiles of a block pass by.
+_PIECE_GROUPS = 9
 _PACKED_AT_ONCE = 1 << 22  # weights: packing makes several copies of them
 
 
@@ -88,43 +90,48 @@ def warm_up() -> None:
 
 @jit
 def _multiply_panel(out, out_stride, width, rows, panel, bias, sums, low, high, num_rows, num_groups):
-    """`width` channels of the tiles low .. high - 1; strides in bytes. `sums` is the address of a tile's.
+    """`width` channels of the tiles low .. high - 1; strides in bytes. `sums` is the address of [any, PANEL].
 
-    The tiles fetch a share each of the weights that come next: memory works while the registers do.
+    A panel passes by in pieces that the first-level cache holds. The tiles fetch a share each of what comes next:
+    memory works while the registers do.
     """
-    panel_size = PANEL_BYTES * num_groups
-    for tile in range(low, high):
-        first, last = first_row(tile, num_rows), first_row(tile + 1, num_rows)
-        start0, start1 = vector.load(bias), vector.load(bias + VECTOR)
-        for r in range(last - first):
-            vector.store(sums + 2 * VECTOR * r, start0)
-            vector.store(sums + 2 * VECTOR * r + VECTOR, start1)
-        multiply_tile(
-            last - first,
-            sums,
-            rows + ROW_BYTES * num_groups * first,
-            panel,
-            num_groups,
-            panel + panel_size + panel_size * (tile - low) // (high - low),
-            PANEL * QUAD // (high - low),
-        )
-        for r in range(last - first):
-            source, target = sums + 2 * VECTOR * r, out + (first + r) * out_stride
-            if width == PANEL:
-                vector.store(target, vector.load(source))
-                vector.store(target + VECTOR, vector.load(source + VECTOR))
-            else:
-                for i in range(width):
-                    f32_pointer(target)[i] = f32_pointer(source)[i]
+    begin, end = first_row(low, num_rows), first_row(high, num_rows)
+    start0, start1 = vector.load(bias), vector.load(bias + VECTOR)
+    for r in range(end - begin):
+        vector.store(sums + 2 * VECTOR * r, start0)
+        vector.store(sums + 2 * VECTOR * r + VECTOR, start1)
+    for group in range(0, num_groups, _PIECE_GROUPS):
+        count = min(_PIECE_GROUPS, num_groups - group)
+        piece, size = panel + PANEL_BYTES * group, PANEL_BYTES * count
+        for tile in range(low, high):
+            first, last = first_row(tile, num_rows), first_row(tile + 1, num_rows)
+            multiply_tile(
+                last - first,
+                sums + 2 * VECTOR * (first - begin),
+                rows + ROW_BYTES * (num_groups * first + (last - first) * group),
+                piece,
+                count,
+                piece + size + size * (tile - low) // (high - low),
+                PANEL * QUAD // (high - low),
+            )
+    for r in range(end - begin):
+        source, target = sums + 2 * VECTOR * r, out + (begin + r) * out_stride
+        if width == PANEL:
+            vector.store(target, vector.load(source))
+            vector.store(target + VECTOR, vector.load(source + VECTOR))
+        else:
+            for i in range(width):
+                f32_pointer(target)[i] = f32_pointer(source)[i]
 
 
 @jit
 def _multiply_panels(first, last, out, rows, packed, bias, num_rows, out_features, num_groups):
     """Panels first .. last - 1 of every row."""
-    scratch = np.empty(MOST_ROWS * PANEL + LANES, np.float32)
     num_tiles = num_tiles_of(num_rows)
-    row_bytes = ROW_BYTES * num_groups
-    num_blocks = min(num_tiles, (row_bytes * num_rows + _BLOCK_BYTES - 1) // _BLOCK_BYTES)
+    by_bytes = (ROW_BYTES * num_groups * num_rows + _BLOCK_BYTES - 1) // _BLOCK_BYTES
+    by_tiles = (num_tiles + _BLOCK_TILES - 1) // _BLOCK_TILES
+    num_blocks = min(num_tiles, max(by_bytes, by_tiles))
+    sums = np.empty((num_tiles // num_blocks + 1) * MOST_ROWS * PANEL + LANES, np.float32)
     for block in range(num_blocks):
         low, high = num_tiles * block // num_blocks, num_tiles * (block + 1) // num_blocks
         for panel in range(first, last):
@@ -136,7 +143,7 @@ def _multiply_panels(first, last, out, rows, packed, bias, num_rows, out_feature
                 rows,
                 packed + panel * PANEL_BYTES * num_groups,
                 bias + F32 * channel,
-                line_in(scratch),
+                line_in(sums),
                 low,
                 high,
                 num_rows,
@@ -154,18 +161,44 @@ def _multiply_part(first, last, out, workspace, packed, bias, num_rows, out_feat
     _multiply_panels(first, last, out, line_in(workspace), packed, bias, num_rows, out_features, num_groups)
 
 
-@jit(parallel=True)
-def multiply_parallel(out, x, x_stride, packed, bias, num_rows, out_features, in_features, num_threads):
-    """Takes what `cpu_matmul.multiply_parallel` takes; x is quantised here."""
-    num_panels = (out_features + PANEL - 1) // PANEL
-    num_groups = (in_features + GROUP - 1) // GROUP
-    workspace = np.empty(num_rows * num_groups * ROW_BYTES + VECTOR, np.uint8)
+@jit
+def _multiply_rows(first, last, out, x, x_stride, packed, bias, out_features, in_features):
+    """All channels of the rows first .. last - 1, quantised here."""
+    count, num_groups = last - first, (in_features + GROUP - 1) // GROUP
+    workspace = np.empty(count * num_groups * ROW_BYTES + VECTOR, np.uint8)
+    _quantise_part(0, count, count, x + F32 * first * x_stride, x_stride, workspace, in_features)
+    target, num_panels = out + F32 * first * out_features, (out_features + PANEL - 1) // PANEL
+    _multiply_part(0, num_panels, target, workspace, packed, bias, count, out_features, num_groups)
+
+
+@jit
+def _quantise(workspace, x, x_stride, num_rows, in_features, num_threads):
     if num_rows * in_features < 2 * NUMBERS_PER_THREAD or num_threads == 1:
         _quantise_part(0, num_rows, num_rows, x, x_stride, workspace, in_features)
     else:
+        _quantise_parallel(workspace, x, x_stride, num_rows, in_features, num_threads)
+
+
+@jit(parallel=True)
+def _quantise_parallel(workspace, x, x_stride, num_rows, in_features, num_threads):
+    for thread in prange(num_threads):
+        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
+        _quantise_part(first, last, num_rows, x, x_stride, workspace, in_features)
+
+
+@jit(parallel=True)
+def multiply_parallel(out, x, x_stride, packed, bias, num_rows, out_features, in_features, num_threads):
+    """Takes what `cpu_matmul.multiply_parallel` takes; x is quantised here."""
+    # As there: rows are shared out where each thread then has a block of them. No thread waits for another's.
+    if num_rows > _BLOCK_TILES * MOST_ROWS * (num_threads - 1):
         for thread in prange(num_threads):
             first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-            _quantise_part(first, last, num_rows, x, x_stride, workspace, in_features)
+            _multiply_rows(first, last, out, x, x_stride, packed, bias, out_features, in_features)
+        return
+    num_panels = (out_features + PANEL - 1) // PANEL
+    num_groups = (in_features + GROUP - 1) // GROUP
+    workspace = np.empty(num_rows * num_groups * ROW_BYTES + VECTOR, np.uint8)
+    _quantise(workspace, x, x_stride, num_rows, in_features, num_threads)
     for thread in prange(num_threads):
         first, last = num_panels * thread // num_threads, num_panels * (thread + 1) // num_threads
         _multiply_part(first, last, out, workspace, packed, bias, num_rows, out_features, num_groups)

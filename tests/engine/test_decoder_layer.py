@@ -245,9 +245,8 @@ def test_a_kind_of_product_compiles_that_product_alone() -> None:
 def test_a_layer_of_other_products_stays_as_it_is(other: type[Any]) -> None:
     layer = fused_model("llama", "int8").model.layers[0].source
     assert can_be_compiled(layer)
-    product = other(torch.zeros(48, 72), None)
     if other is PackedLinear:  # fp32 beside int8
-        layer.mlp.down_proj = product
+        layer.mlp.down_proj = PackedLinear([torch.zeros(48, 72)], None)
     else:  # int8, not packed: as without the kernels' compiler
-        layer.mlp.down_proj.product = product
+        layer.mlp.down_proj.product = _PlainProduct(torch.zeros(48, 72), None)
     assert not can_be_compiled(layer)

@@ -14,13 +14,14 @@ from torch import nn
 
 from engine.execution.model_library import ROPE_INIT_FUNCTIONS
 
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""These choose their frequencies by the longest position, until `fix_frequencies` has run."""
 # Types whose factor says by how much the trained context is stretched.
 _STRETCHING = ("linear", "dynamic", "yarn")
 
 
 def depends_on_length(config: Any) -> bool:
-    return any(rope.get("rope_type") in _LENGTH_DEPENDENT for rope in _rope_settings(config))
+    return any(rope.get("rope_type") in LENGTH_DEPENDENT for rope in _rope_settings(config))
 
 
 def stretched_context(config: Any, context_length: int) -> int:
@@ -37,7 +38,7 @@ def fix_frequencies(module: nn.Module, max_model_len: int) -> None:
     """Set every rotary embedding's frequencies for sequences of up to `max_model_len`, for good."""
     for child in module.modules():
         rope_type = getattr(child, "rope_type", None)
-        if isinstance(rope_type, str) and rope_type in _LENGTH_DEPENDENT:
+        if isinstance(rope_type, str) and rope_type in LENGTH_DEPENDENT:
             embedding: Any = child
             embedding.inv_freq, embedding.attention_scaling = _frequencies(
                 embedding, rope_type, max_model_len
@@ -50,7 +51,7 @@ def fix_frequencies(module: nn.Module, max_model_len: int) -> None:
 def _fix_by_layer_type(embedding: Any, rope_types: dict[str, str], max_model_len: int) -> None:
     """Models with windows in some layers keep one set of frequencies per type of layer."""
     for layer_type, rope_type in rope_types.items():
-        if rope_type in _LENGTH_DEPENDENT:
+        if rope_type in LENGTH_DEPENDENT:
             inv_freq, scaling = _frequencies(embedding, rope_type, max_model_len, layer_type=layer_type)
             setattr(embedding, f"{layer_type}_inv_freq", inv_freq)
             setattr(embedding, f"{layer_type}_attention_scaling", scaling)

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from engine.execution.rotary import LENGTH_DEPENDENT
+
 _FIRST_POSITIONS = 1024
 """Rows of a table at first."""
-_BY_LENGTH = ("dynamic", "longrope")
-"""Until `engine.execution.rotary` has fixed them, these choose their frequencies by the longest position."""
 
 
 class RotaryTable:
@@ -24,7 +24,7 @@ class RotaryTable:
     def holds(embedding: Any) -> bool:
         """Whether the embedding has one set of frequencies, whatever the positions."""
         rope_type = getattr(embedding, "rope_type", None)
-        return isinstance(rope_type, str) and rope_type not in _BY_LENGTH
+        return isinstance(rope_type, str) and rope_type not in LENGTH_DEPENDENT
 
     def rows(self, positions: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos [num_tokens, rotary_dim] and sin [num_tokens, rotary_dim // 2] of positions below `length`.

@@ -33,7 +33,7 @@ def _num_parts(num_rows):
 
 @jit
 def _score(scores, q, key_panels, num_rows, depth, zeros):
-    """scores = q @ keys: KEYS columns of every row. `depth` is that of the panels; `zeros` the address of PANEL."""
+    """scores = q @ keys: KEYS columns of every row. `depth` is that of the panels; `zeros` the address of a vector."""
     num_parts, num_lines = _num_parts(num_rows), depth // vector.LANES
     for panel in range(KEYS // PANEL):
         keys = key_panels + PANEL_ROW * depth * panel

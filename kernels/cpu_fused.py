@@ -104,17 +104,22 @@ def rms_norm_rows(
 
 
 @jit
+def silu_times(gate, up):
+    """silu(gate) * up of two vectors."""
+    power = vector.exp2(
+        vector.multiply(vector.maximum(gate, vector.splat(LOWEST_GATE)), vector.splat(-LOG2_E))
+    )
+    return vector.multiply(vector.divide(gate, vector.add(vector.splat(ONE), power)), up)
+
+
+@jit
 def silu_and_mul_rows(first, last, gate_up, stride, out, size):
     whole = F32 * size // VECTOR * VECTOR
-    one, log2_e, lowest = vector.splat(ONE), vector.splat(-LOG2_E), vector.splat(LOWEST_GATE)
     for row in range(first, last):
         gate, target = gate_up + F32 * row * stride, out + F32 * row * size
         up = gate + F32 * size
         for at in range(0, whole, VECTOR):
-            g = vector.load(gate + at)
-            power = vector.exp2(vector.multiply(vector.maximum(g, lowest), log2_e))
-            silu = vector.divide(g, vector.add(one, power))
-            vector.store(target + at, vector.multiply(silu, vector.load(up + at)))
+            vector.store(target + at, silu_times(vector.load(gate + at), vector.load(up + at)))
         for i in range(whole // F32, size):
             value = f32_pointer(gate)[i]
             power = np.exp2(max(value, LOWEST_GATE) * -LOG2_E)

@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 from kernels import grouped_int8
 from kernels.cpu_int8_tile import QUAD, ROW_BYTES, ROW_SCALE, ROW_START, ZERO_POINT
 from kernels.cpu_jit import f32_pointer, jit
-from kernels.cpu_matmul_tile import MOST_ROWS
+from kernels.cpu_matmul_tile import first_row, num_tiles_of
 from kernels.cpu_row import F32, VECTOR, address_of
 from kernels.cpu_vector import F32X16, LANES, call, emit_splat
 from kernels.grouped_int8 import GROUP, LIMIT
@@ -30,7 +30,7 @@ def _constant(kind: Any, value: float) -> Any:
 
 
 @intrinsic
-def _quantise_group(typing_context: Any, source: Any, target: Any) -> Any:
+def quantise_group(typing_context: Any, source: Any, target: Any) -> Any:
     """GROUP floats at `source` as a row's part of a group at `target`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -67,17 +67,6 @@ def _quantise_group(typing_context: Any, source: Any, target: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
-@jit
-def num_tiles_of(num_rows):
-    return (num_rows + MOST_ROWS - 1) // MOST_ROWS
-
-
-@jit
-def first_row(tile, num_rows):
-    """Where a tile begins; the one after the last: where it ends."""
-    return num_rows * tile // num_tiles_of(num_rows)
-
-
 @jit(exact=True)
 def quantise_rows(first, last, num_rows, x, x_stride, rows, in_features):
     """Rows first .. last - 1 of x [num_rows, in_features], stride in numbers, to their tiles' places at `rows`."""
@@ -91,11 +80,11 @@ def quantise_rows(first, last, num_rows, x, x_stride, rows, in_features):
             source = x + F32 * row * x_stride
             target = rows + ROW_BYTES * (num_groups * begin + row - begin)
             for group in range(whole):
-                _quantise_group(source + F32 * GROUP * group, target + group_bytes * group)
+                quantise_group(source + F32 * GROUP * group, target + group_bytes * group)
             if whole < num_groups:
                 for i in range(in_features - whole * GROUP):
                     rest[i] = f32_pointer(source)[whole * GROUP + i]
-                _quantise_group(address_of(rest), target + group_bytes * whole)
+                quantise_group(address_of(rest), target + group_bytes * whole)
 
 
 def quantised(x: torch.Tensor) -> torch.Tensor:

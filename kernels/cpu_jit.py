@@ -56,7 +56,11 @@ def compiles_for(feature: str) -> bool:
 # Below this many numbers a thread, waking the other threads costs more than they save.
 NUMBERS_PER_THREAD = 16384
 
-_OPTIONS: dict[str, Any] = {"fastmath": {"nsz", "arcp", "contract", "afn", "reassoc"}, "nogil": True}
+_OPTIONS: dict[str, Any] = {
+    "fastmath": {"nsz", "arcp", "contract", "afn", "reassoc"},
+    "nogil": True,
+    "error_model": "numpy",  # divisors are not checked: a check is a branch and an exception to unwind
+}
 
 
 def jit(function: Callable[..., Any] | None = None, *, parallel: bool = False, exact: bool = False) -> Any:

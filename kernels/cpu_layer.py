@@ -15,7 +15,8 @@ import torch
 
 from kernels.cpu_element import ELEMENTS
 from kernels.cpu_jit import use_torch_threads
-from kernels.cpu_layer_steps import MLP_ROWS, finish, place_and_attend, project
+from kernels.cpu_layer_steps import finish, place_and_attend, project
+from kernels.cpu_share import BLOCK_ROWS
 from kernels.layer_cache import LayerCache, allocate_layer, largest_number
 from kernels.metadata import AttentionMetadata, warm_up_metadata
 from kernels.scoring import Scoring
@@ -42,7 +43,7 @@ _STEP = np.dtype(
         *((name, _ADDRESS) for name in ("slot_mapping", "block_tables", "query_start_loc", "seq_lens")),
         *((name, np.int64) for name in ("block_table_stride", "num_rows", "num_decode_rows", "num_tokens")),
         *((name, np.int64) for name in ("num_padded", "max_seq_len", "num_read")),
-        *((name, _ADDRESS) for name in ("normed", "qkv", "attended", "gate_up", "gated", "read_tokens")),
+        *((name, _ADDRESS) for name in ("normed", "qkv", "attended", "gated", "read_tokens")),
     ]
 )
 
@@ -110,13 +111,14 @@ class StepBuffers:
         step["num_tokens"], step["num_padded"] = num_tokens, num_tokens - sum(metadata.query_lens_host)
         step["max_seq_len"] = metadata.max_seq_len
         heads, head_dim = weights.num_heads, weights.head_dim
-        mlp_rows = min(num_tokens, MLP_ROWS)
         self._reserve("normed", num_tokens * max(len(weights.input_norm), heads * head_dim))
         qkv_size = (heads + 2 * weights.num_kv_heads) * head_dim
         self._reserve("qkv", num_tokens * max(len(weights.input_norm), qkv_size))
         self._reserve("attended", num_tokens * heads * head_dim)
-        self._reserve("gate_up", mlp_rows * 2 * weights.intermediate_size)
-        self._reserve("gated", mlp_rows * weights.intermediate_size)
+        # A block of rows for each thread, or all rows where there are fewer.
+        self._reserve(
+            "gated", torch.get_num_threads() * min(num_tokens, BLOCK_ROWS) * weights.intermediate_size
+        )
 
     def read(self, num_tokens: int, tokens: torch.Tensor | None) -> None:
         """Say whose output is read: that of all `num_tokens`, or of these, which the caller keeps until then."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from numba import prange, types
 from numba.extending import overload
 
-from kernels import cpu_int8_matmul, cpu_matmul
+from kernels import cpu_int8_matmul, cpu_int8_mlp, cpu_matmul, cpu_mlp
 from kernels import cpu_vector as vector
 from kernels.cpu_attention_decode import decode
 from kernels.cpu_attention_prefill import prefill
@@ -17,43 +17,44 @@ from kernels.cpu_fused import (
     rms_norm_parallel,
     rms_norm_rows,
     rotate_rows,
-    silu_and_mul_parallel,
-    silu_and_mul_rows,
 )
 from kernels.cpu_jit import NUMBERS_PER_THREAD, f32_pointer, i64_pointer, jit
-from kernels.cpu_row import F32, VECTOR, ZERO, fill
-
-MLP_ROWS = 512
-"""The MLP runs over so many tokens at a time: its intermediate results stay small, and in the cache."""
+from kernels.cpu_row import F32, VECTOR, ZERO, fill, line_in
+from kernels.cpu_share import BLOCK_ROWS, new_counter, plan_blocks, take
 
 
-def _multiply(
-    kind, weight_format, out, x, x_stride, packed, bias, num_rows, out_features, in_features, num_threads
-):
-    """`multiply_parallel` of the module that packs weights of this kind; for compiled callers alone."""
-    raise NotImplementedError
+def choose_kernel(kind, floats, integers):
+    """What calls the one of two kernels that is for this kind of weights."""
+    kernel = integers if kind == types.uint8 else floats
+
+    def run(kind, *arguments):
+        kernel(*arguments)
+
+    return run
 
 
-@overload(_multiply)
-def _choose_product(
-    kind, weight_format, out, x, x_stride, packed, bias, num_rows, out_features, in_features, num_threads
-):
-    # Chosen while compiling, not by a branch: nobody compiles products of a kind that their model does not have.
-    multiply_floats, multiply_integers = cpu_matmul.multiply_parallel, cpu_int8_matmul.multiply_parallel
+def _by_kind(floats, integers):
+    """A kernel whose first argument's type says which of the two it is; for compiled callers alone.
 
-    def run_floats(
-        kind, weight_format, out, x, x_stride, packed, bias, num_rows, out_features, in_features, num_threads
-    ):
-        multiply_floats(
-            out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features, num_threads
-        )
+    Chosen while compiling, not by a branch: nobody compiles products of a kind that their model does not have.
+    """
 
-    def run_integers(
-        kind, weight_format, out, x, x_stride, packed, bias, num_rows, out_features, in_features, num_threads
-    ):
-        multiply_integers(out, x, x_stride, packed, bias, num_rows, out_features, in_features, num_threads)
+    def chosen(kind, *arguments):
+        raise NotImplementedError
 
-    return run_integers if kind == types.uint8 else run_floats
+    overload(chosen)(lambda kind, *arguments: choose_kernel(kind, floats, integers))
+    return chosen
+
+
+_multiply_rows = _by_kind(cpu_matmul.multiply_block, cpu_int8_matmul.multiply_block)
+_multiply_parallel = _by_kind(cpu_matmul.multiply_parallel, cpu_int8_matmul.multiply_parallel)
+_mlp_rows = _by_kind(cpu_mlp.mlp_rows, cpu_int8_mlp.mlp_rows)
+_mlp_parallel = _by_kind(cpu_mlp.mlp_parallel, cpu_int8_mlp.mlp_parallel)
+
+
+@jit
+def _qkv_size(layer):
+    return (layer[0].num_heads + 2 * layer[0].num_kv_heads) * layer[0].head_dim
 
 
 @jit
@@ -130,14 +131,6 @@ def _attend(element, layer, step, num_threads):
 
 
 @jit
-def _gate(num_threads, num_rows, gate_up, out, size):
-    if num_threads > 1:
-        silu_and_mul_parallel(num_threads, num_rows, gate_up, 2 * size, out, size)
-    else:
-        silu_and_mul_rows(0, num_rows, gate_up, 2 * size, out, size)
-
-
-@jit
 def _add(target, source, count):
     whole = F32 * count // VECTOR * VECTOR
     for at in range(0, whole, VECTOR):
@@ -147,34 +140,53 @@ def _add(target, source, count):
 
 
 @jit
-def _mlp(kind, hidden, layer, step, num_rows, num_threads):
-    """hidden += down(silu(gate) * up) of `normed`, whose rows take the products' results in turn."""
-    size, inner = layer[0].hidden_size, layer[0].intermediate_size
-    for begin in range(0, num_rows, MLP_ROWS):
-        count, at = min(MLP_ROWS, num_rows - begin), F32 * begin * size
-        normed = step[0].normed + at
-        _multiply(
-            kind, layer[0].gate_up_format, step[0].gate_up, normed, size, layer[0].gate_up, layer[0].gate_up_bias,
-            count, 2 * inner, size, num_threads,
-        )  # fmt: skip
-        _gate(_share(num_threads, count * inner), count, step[0].gate_up, step[0].gated, inner)
-        _multiply(
-            kind, layer[0].down_format, normed, step[0].gated, inner, layer[0].down, layer[0].down_bias, count, size,
-            inner, num_threads,
-        )  # fmt: skip
-        _add(hidden + at, normed, count * size)
+def have_rows(num_rows, num_threads):
+    """Whether threads take blocks of rows, each with all that is to be done to them; else channels of all rows."""
+    return num_rows > BLOCK_ROWS * (num_threads - 1)
+
+
+@jit
+def _project_rows(kind, layer, step, hidden, num_rows, normed, qkv):
+    size, row = layer[0].hidden_size, _qkv_size(layer)
+    rms_norm_rows(
+        0, num_rows, hidden, layer[0].input_norm, 0, 0, normed, size, size, size, size, layer[0].eps
+    )
+    _multiply_rows(
+        kind, qkv, normed, size, layer[0].qkv, layer[0].qkv_format, layer[0].qkv_bias, num_rows, row, size
+    )
+
+
+@jit
+def _project_taken(kind, layer, step, hidden, counter, bounds):
+    size = layer[0].hidden_size
+    block = take(line_in(counter))
+    while block < len(bounds) - 1:
+        first, last = bounds[block], bounds[block + 1]
+        at = F32 * size * first
+        qkv = step[0].qkv + F32 * _qkv_size(layer) * first
+        _project_rows(kind, layer, step, hidden + at, last - first, step[0].normed + at, qkv)
+        block = take(line_in(counter))
+
+
+@jit(parallel=True)
+def _project_blocks(kind, layer, step, hidden, num_threads):
+    counter, bounds = new_counter(), plan_blocks(step[0].num_tokens, num_threads)
+    for _ in prange(num_threads):
+        _project_taken(kind, layer, step, hidden, counter, bounds)
 
 
 @jit
 def project(kind, layer, step, hidden, num_threads):
     """qkv = product of the normed hidden states."""
     size, num_tokens = layer[0].hidden_size, step[0].num_tokens
-    row = (layer[0].num_heads + 2 * layer[0].num_kv_heads) * layer[0].head_dim
+    if have_rows(num_tokens, num_threads):
+        _project_blocks(kind, layer, step, hidden, num_threads)
+        return
     shares = _share(num_threads, num_tokens * size)
     _norm(shares, num_tokens, hidden, layer[0].input_norm, 0, 0, step[0].normed, size, layer[0].eps)
-    _multiply(
-        kind, layer[0].qkv_format, step[0].qkv, step[0].normed, size, layer[0].qkv, layer[0].qkv_bias, num_tokens, row,
-        size, num_threads,
+    _multiply_parallel(
+        kind, step[0].qkv, step[0].normed, size, layer[0].qkv, layer[0].qkv_format, layer[0].qkv_bias, num_tokens,
+        _qkv_size(layer), size, num_threads,
     )  # fmt: skip
 
 
@@ -212,13 +224,48 @@ def _copy(target, source, count):
 
 
 @jit
+def _finish_block(kind, layer, hidden, attended, normed, gated, num_rows):
+    size, width = layer[0].hidden_size, layer[0].num_heads * layer[0].head_dim
+    _multiply_rows(
+        kind, normed, attended, width, layer[0].o, layer[0].o_format, layer[0].o_bias, num_rows, size, width
+    )
+    # The sum goes to `hidden`, its norm to `normed`: every number is read before its place is written.
+    norm, eps = layer[0].post_attention_norm, layer[0].eps
+    rms_norm_rows(0, num_rows, normed, norm, hidden, hidden, normed, size, size, size, size, eps)
+    _mlp_rows(kind, layer, normed, gated, num_rows)
+    _add(hidden, normed, num_rows * size)
+
+
+@jit
+def _finish_taken(kind, layer, step, hidden, counter, bounds, gated):
+    size, width = layer[0].hidden_size, layer[0].num_heads * layer[0].head_dim
+    block = take(line_in(counter))
+    while block < len(bounds) - 1:
+        first, last = bounds[block], bounds[block + 1]
+        at, attended = F32 * size * first, step[0].attended + F32 * width * first
+        _finish_block(kind, layer, hidden + at, attended, step[0].normed + at, gated, last - first)
+        block = take(line_in(counter))
+
+
+@jit(parallel=True)
+def _finish_blocks(kind, layer, step, hidden, num_rows, num_threads):
+    counter, bounds = new_counter(), plan_blocks(num_rows, num_threads)
+    gated_bytes = F32 * min(num_rows, BLOCK_ROWS) * layer[0].intermediate_size
+    for thread in prange(num_threads):
+        _finish_taken(kind, layer, step, hidden, counter, bounds, step[0].gated + gated_bytes * thread)
+
+
+@jit
 def _finish_rows(kind, layer, step, hidden, num_rows, num_threads):
+    if have_rows(num_rows, num_threads):
+        _finish_blocks(kind, layer, step, hidden, num_rows, num_threads)
+        return
     size, width, normed = layer[0].hidden_size, layer[0].num_heads * layer[0].head_dim, step[0].normed
-    _multiply(
-        kind, layer[0].o_format, normed, step[0].attended, width, layer[0].o, layer[0].o_bias, num_rows, size, width,
+    _multiply_parallel(
+        kind, normed, step[0].attended, width, layer[0].o, layer[0].o_format, layer[0].o_bias, num_rows, size, width,
         num_threads,
     )  # fmt: skip
-    # The sum goes to `hidden`, its norm to `normed`: every number is read before its place is written.
     shares = _share(num_threads, num_rows * size)
     _norm(shares, num_rows, normed, layer[0].post_attention_norm, hidden, hidden, normed, size, layer[0].eps)
-    _mlp(kind, hidden, layer, step, num_rows, num_threads)
+    _mlp_parallel(kind, layer, normed, step[0].gated, num_rows, num_threads)
+    _add(hidden, normed, num_rows * size)

@@ -3,10 +3,7 @@
 Weights lie in panels of 32 output channels, input by input, so that a tile of the result (some rows by 32 channels)
 stays in registers while its panel passes by in one contiguous stream. Every number of the result is one chain of
 fused multiply-adds over the inputs in their order: it depends on its row and its channel alone, to the last bit,
-whatever the number of rows or threads.
-
-A panel passes by in pieces that the first-level cache holds: where weights are kept in fewer than 32 bits
-(`cpu_weight_packing`), a piece is expanded once for all rows of a block.
+whatever the number of rows or threads, and whichever thread takes what.
 """
 
 from __future__ import annotations
@@ -15,20 +12,36 @@ import numpy as np
 import torch
 from numba import prange
 
-from kernels import cpu_vector as vector
 from kernels.cpu_jit import compiles_for, f32_pointer, jit, use_torch_threads
-from kernels.cpu_matmul_tile import MOST_ROWS, PANEL, multiply_lined_tile, multiply_tile
+from kernels.cpu_matmul_panel import (
+    PIECE_BYTES,
+    SUMS_BYTES,
+    Lined,
+    Strided,
+    Tiles,
+    Weight,
+    bias_of,
+    line_up,
+    multiply_panel,
+    num_panels_of,
+    skip_rows,
+    sums_at,
+)
+from kernels.cpu_matmul_tile import MOST_ROWS, PANEL, first_row, num_tiles_of
 from kernels.cpu_row import F32, VECTOR, line_in
+from kernels.cpu_share import BLOCK_ROWS, new_counter, panels_per_turn, plan_blocks, take
 from kernels.cpu_vector import LANES
-from kernels.cpu_weight_formats import FLOAT32, GROUP, ROW, expand, panel_bytes
+from kernels.cpu_weight_formats import GROUP
 from kernels.cpu_weight_packing import PackedWeight
 
-# So much of x stays in the second-level cache while all panels pass by.
-BLOCK_ROWS, BLOCK_INPUTS = 140, 768
-# So much of a panel stays in the first-level cache while all rows of a block pass by.
-PIECE_INPUTS = 96
+# So much of BLOCK_ROWS rows stays in the second-level cache while all panels pass by.
+BLOCK_INPUTS = 768
 # With so many rows for so many panels, x is copied into lines first (`multiply_lined_tile`).
 LINED_ROWS, LINED_PANELS = 28, 6
+# What a thread needs: sums between pieces, the last panel's results, a piece of weights.
+_NARROW, _PIECE = SUMS_BYTES, 2 * SUMS_BYTES
+THREAD_BYTES = _PIECE + PIECE_BYTES
+_LINED_BYTES = F32 * BLOCK_ROWS * (BLOCK_INPUTS + GROUP)
 
 
 def is_supported() -> bool:
@@ -60,174 +73,23 @@ def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor) -> torch
 
 
 @jit
-def _line_up(lined, x, x_stride, num_rows, num_lines):
-    """Copy x [num_rows, num_lines * LANES] tile by tile, each as `multiply_lined_tile` takes it."""
-    num_tiles = (num_rows + MOST_ROWS - 1) // MOST_ROWS
-    for tile in range(num_tiles):
-        first, last = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
-        target = lined + VECTOR * num_lines * first
-        for row in range(first, last):
-            for line in range(num_lines):
-                to = target + VECTOR * ((last - first) * line + row - first)
-                vector.store(to, vector.load(x + row * x_stride + VECTOR * line))
-
-
-@jit
-def _multiply_piece(
-    out,
-    out_stride,
-    x,
-    x_stride,
-    lined,
-    num_lines,
-    weights,
-    start,
-    start_stride,
-    num_rows,
-    begin,
-    end,
-    ahead,
-    ahead_step,
-):
-    """PANEL channels of every row, over the inputs begin .. end - 1; strides in bytes.
-
-    `lined` is x in lines, `num_lines` of each row, or 0. The tiles fetch a share each of what is at `ahead`,
-    `ahead_step` bytes for every input of the piece: memory works while the registers do.
-    """
-    num_tiles = (num_rows + MOST_ROWS - 1) // MOST_ROWS
-    in_lines = (end - begin) // LANES * LANES if num_lines else 0
-    step = ahead_step // num_tiles
-    for tile in range(num_tiles):
-        first, last = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
-        to, origin, origin_stride = out + first * out_stride, start + first * start_stride, start_stride
-        fetched = ahead + (end - begin) * step * tile
-        if in_lines:
-            lines = lined + VECTOR * (num_lines * first + begin // LANES * (last - first))
-            multiply_lined_tile(
-                last - first,
-                to,
-                out_stride,
-                VECTOR,
-                origin,
-                origin_stride,
-                VECTOR,
-                lines,
-                weights,
-                in_lines // LANES,
-                fetched,
-                step,
-            )
-            origin, origin_stride = to, out_stride
-        if in_lines < end - begin:
-            multiply_tile(
-                last - first,
-                to,
-                out_stride,
-                x + first * x_stride + F32 * (begin + in_lines),
-                x_stride,
-                weights + ROW * in_lines,
-                origin,
-                origin_stride,
-                end - begin - in_lines,
-                fetched + in_lines * step,
-                step,
-            )
-
-
-@jit
-def _multiply_panel(
-    out,
-    out_stride,
-    x,
-    x_stride,
-    lined,
-    panel,
-    weight_format,
-    in_features,
-    start,
-    start_stride,
-    num_rows,
-    begin,
-    end,
-    expanded,
-    sums,
-):
-    """PANEL channels of every row, over the inputs begin .. end - 1 of all `in_features`, from `x` and `lined` on.
-
-    Between the pieces results wait in `sums` [num_rows, PANEL]: rows of `out` may lie so that they fall on the same
-    lines of the cache.
-    """
-    num_lines = (end - begin) // LANES if lined else 0
-    size = panel_bytes(weight_format, in_features)
-    # What comes after a piece, its last one excepted, is the next piece of the panel, or of the next panel.
-    ahead_step = size // in_features
-    for low in range(begin, end, PIECE_INPUTS):
-        high = min(low + PIECE_INPUTS, end)
-        weights = panel + ROW * low
-        if weight_format != FLOAT32:
-            weights = expanded
-            expand(weight_format, panel, low, high, expanded)
-        after = high if high < end else in_features + begin
-        to, to_stride = (out, out_stride) if high == end else (sums, ROW)
-        _multiply_piece(
-            to, to_stride, x, x_stride, lined, num_lines, weights, start, start_stride, num_rows, low - begin,
-            high - begin, panel + ahead_step * after, ahead_step,
-        )  # fmt: skip
-        start, start_stride = sums, ROW
-
-
-@jit
-def _multiply_block(
-    out,
-    x,
-    x_stride,
-    packed,
-    weight_format,
-    bias,
-    first,
-    last,
-    num_rows,
-    out_features,
-    in_features,
-    begin,
-    end,
-    scratch,
-    lined,
-    expanded,
-    sums,
-):
-    """Panels first .. last - 1 over the inputs begin .. end - 1, adding to what `out` holds from those before."""
-    if lined:
-        _line_up(lined, x + F32 * begin, x_stride, num_rows, (end - begin) // LANES)
-    for panel in range(first, last):
-        channel = panel * PANEL
-        width = min(PANEL, out_features - channel)
-        target, stride = out + F32 * channel, F32 * out_features
-        start, start_stride = (bias + F32 * channel, 0) if begin == 0 else (target, stride)
-        if width < PANEL:  # the last panel: beside the real channels there is no room in `out`
-            target, stride = scratch, F32 * PANEL
-            start, start_stride = (bias + F32 * channel, 0) if begin == 0 else (target, stride)
-        _multiply_panel(
-            target,
-            stride,
-            x + F32 * begin,
-            x_stride,
-            lined,
-            packed + panel_bytes(weight_format, in_features) * panel,
-            weight_format,
-            in_features,
-            start,
-            start_stride,
-            num_rows,
-            begin,
-            end,
-            expanded,
-            sums,
-        )
-        if width < PANEL and end == in_features:
-            for row in range(num_rows):
-                for i in range(width):
-                    f32_pointer(out)[row * out_features + channel + i] = f32_pointer(scratch)[row * PANEL + i]
+def _multiply_channels(out, x, lined, tiles, weight, panel, following, origin, begin, end, memory):
+    """One panel over the inputs begin .. end - 1, adding to what `out` holds from those before."""
+    channel = panel * PANEL
+    width = min(PANEL, weight.out_features - channel)
+    target = Strided(out.rows + F32 * channel, out.stride)
+    if width < PANEL:  # the last panel: beside the real channels there is no room in `out`
+        target = sums_at(memory + _NARROW, tiles)
+    start = bias_of(weight, panel) if begin == 0 else target
+    sums = sums_at(memory, tiles)
+    multiply_panel(
+        target, start, x, lined, tiles, weight, panel, following, origin, begin, end, memory + _PIECE, sums
+    )
+    if width < PANEL and end == weight.in_features:
+        for row in range(first_row(tiles.low, tiles.num_rows), first_row(tiles.high, tiles.num_rows)):
+            source, to = target.rows + row * target.stride, out.rows + row * out.stride + F32 * channel
+            for i in range(width):
+                f32_pointer(to)[i] = f32_pointer(source)[i]
 
 
 @jit
@@ -236,66 +98,170 @@ def _part_begin(part, num_parts, in_features):
 
 
 @jit
-def _multiply_panels(
-    first, last, out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features
-):
-    scratch = np.empty(BLOCK_ROWS * PANEL + LANES, np.float32)
-    sums = np.empty(BLOCK_ROWS * PANEL + LANES, np.float32)
-    piece = np.empty(PIECE_INPUTS * PANEL + LANES, np.float32)
-    is_lined = num_rows >= LINED_ROWS and last - first >= LINED_PANELS
-    lined = np.empty((BLOCK_ROWS * (BLOCK_INPUTS + GROUP) + LANES) if is_lined else 0, np.float32)
-    num_blocks = (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS
-    num_parts = (in_features + BLOCK_INPUTS - 1) // BLOCK_INPUTS
-    for block in range(num_blocks):
-        low, high = num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks
-        for part in range(num_parts):
-            # Asked for in the loop: an array lives until its last use, and an address is none.
-            lines = line_in(lined) if is_lined else 0
-            _multiply_block(
-                out + F32 * low * out_features,
-                x + F32 * low * x_stride,
-                F32 * x_stride,
-                packed,
-                weight_format,
-                bias,
-                first,
-                last,
-                high - low,
-                out_features,
-                in_features,
-                _part_begin(part, num_parts, in_features),
-                _part_begin(part + 1, num_parts, in_features),
-                line_in(scratch),
+def _multiply_block(first, last, out, x, lines, tiles, weight, line_memory, memory):
+    """The panels first .. last - 1 of these tiles. `line_memory`: where to line up x, 0: it stays as it is."""
+    num_parts = (weight.in_features + BLOCK_INPUTS - 1) // BLOCK_INPUTS
+    for part in range(num_parts):
+        begin = _part_begin(part, num_parts, weight.in_features)
+        end = _part_begin(part + 1, num_parts, weight.in_features)
+        origin = 0
+        if line_memory:
+            origin, num_lines = begin, (end - begin) // LANES
+            lines = Lined(line_memory - VECTOR * num_lines * first_row(tiles.low, tiles.num_rows), num_lines)
+            line_up(lines, Strided(x.rows + F32 * begin, x.stride), tiles)
+        for panel in range(first, last):
+            _multiply_channels(
+                out,
+                Strided(x.rows + F32 * origin, x.stride),
                 lines,
-                line_in(piece),
-                line_in(sums),
+                tiles,
+                weight,
+                panel,
+                panel + 1,
+                origin,
+                begin,
+                end,
+                memory,
             )
+
+
+@jit
+def _multiply_blocks(first, last, out, x, lines, num_rows, weight, is_copied, memory):
+    """The panels first .. last - 1 of every row; `memory` has THREAD_BYTES, and _LINED_BYTES if x is copied."""
+    num_tiles = num_tiles_of(num_rows)
+    num_blocks = (num_tiles * MOST_ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
+    address = line_in(memory)
+    for block in range(num_blocks):
+        tiles = Tiles(num_tiles * block // num_blocks, num_tiles * (block + 1) // num_blocks, num_rows)
+        line_memory = address + THREAD_BYTES if is_copied else 0
+        _multiply_block(first, last, out, x, lines, tiles, weight, line_memory, address)
+
+
+@jit
+def multiply_rows(out, x, num_rows, weight):
+    """All panels of every row, by one thread. `x` and `out` are `Strided`."""
+    num_panels = num_panels_of(weight)
+    is_copied = num_rows >= LINED_ROWS and num_panels >= LINED_PANELS
+    memory = np.empty(THREAD_BYTES + (_LINED_BYTES if is_copied else 0) + VECTOR, np.uint8)
+    _multiply_blocks(0, num_panels, out, x, Lined(0, 0), num_rows, weight, is_copied, memory)
+
+
+@jit
+def multiply_block(out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features):
+    """What `multiply_parallel` does, by one thread."""
+    weight = Weight(packed, weight_format, bias, out_features, in_features)
+    multiply_rows(Strided(out, F32 * out_features), Strided(x, F32 * x_stride), num_rows, weight)
+
+
+@jit
+def multiply_lined(out, lines, num_rows, weight):
+    """`multiply_rows` for an x of whole lines that lies in lines already."""
+    memory = np.empty(THREAD_BYTES + VECTOR, np.uint8)
+    _multiply_blocks(0, num_panels_of(weight), out, Strided(0, 0), lines, num_rows, weight, False, memory)
+
+
+@jit
+def _take_panels(counter, per_turn, out, x, lines, num_rows, weight, is_copied, memory):
+    tiles, num_panels, address = (
+        Tiles(0, num_tiles_of(num_rows), num_rows),
+        num_panels_of(weight),
+        line_in(memory),
+    )
+    if is_copied:
+        lines = Lined(address + THREAD_BYTES, weight.in_features // LANES)
+        line_up(lines, x, tiles)
+    num_turns = (num_panels + per_turn - 1) // per_turn
+    turn = take(counter)
+    while turn < num_turns:
+        next_turn = take(counter)
+        last = min((turn + 1) * per_turn, num_panels)
+        for panel in range(turn * per_turn, last):
+            following = panel + 1 if panel + 1 < last else next_turn * per_turn
+            _multiply_channels(
+                out, x, lines, tiles, weight, panel, following, 0, 0, weight.in_features, address
+            )
+        turn = next_turn
+
+
+@jit
+def _multiply_share(thread, num_threads, counter, out, x, lines, num_rows, weight):
+    """One thread's part of a product whose threads have all rows of some panels each. `lines` of address 0: none yet.
+
+    Threads take panels as long as x stays in their second-level caches. With more of it, shares are fixed.
+    """
+    num_panels = num_panels_of(weight)
+    first, last = num_panels * thread // num_threads, num_panels * (thread + 1) // num_threads
+    is_copied = lines.rows == 0 and num_rows >= LINED_ROWS and last - first >= LINED_PANELS
+    memory = np.empty(THREAD_BYTES + (_LINED_BYTES if is_copied else 0) + VECTOR, np.uint8)
+    if num_rows <= BLOCK_ROWS and num_rows * weight.in_features <= BLOCK_ROWS * BLOCK_INPUTS:
+        per_turn = panels_per_turn(num_panels, num_threads)
+        _take_panels(line_in(counter), per_turn, out, x, lines, num_rows, weight, is_copied, memory)
+    else:
+        _multiply_blocks(first, last, out, x, lines, num_rows, weight, is_copied, memory)
+
+
+@jit
+def _multiply_part(
+    thread, num_threads, counter, out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features
+):  # fmt: skip
+    weight = Weight(packed, weight_format, bias, out_features, in_features)
+    source, target = Strided(x, F32 * x_stride), Strided(out, F32 * out_features)
+    _multiply_share(thread, num_threads, counter, target, source, Lined(0, 0), num_rows, weight)
+
+
+@jit
+def _multiply_lined_part(
+    thread, num_threads, counter, out, lines, packed, weight_format, bias, num_rows, out_features, in_features
+):
+    weight = Weight(packed, weight_format, bias, out_features, in_features)
+    source, target = Lined(lines, in_features // LANES), Strided(out, F32 * out_features)
+    _multiply_share(thread, num_threads, counter, target, Strided(0, 0), source, num_rows, weight)
+
+
+@jit
+def _multiply_taken_rows(
+    counter, bounds, out, x, x_stride, packed, weight_format, bias, out_features, in_features
+):
+    weight = Weight(packed, weight_format, bias, out_features, in_features)
+    source, target = Strided(x, F32 * x_stride), Strided(out, F32 * out_features)
+    address = line_in(counter)
+    block = take(address)
+    while block < len(bounds) - 1:
+        low, high = bounds[block], bounds[block + 1]
+        multiply_rows(skip_rows(target, low), skip_rows(source, low), high - low, weight)
+        block = take(address)
 
 
 @jit(parallel=True)
 def multiply_parallel(
     out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features, num_threads
 ):
-    num_panels = (out_features + PANEL - 1) // PANEL
+    """Strides in numbers."""
+    counter = new_counter()
     # Rows are shared out where each thread then has a block of them: as many weights pass by, and each row of x is
     # copied by one thread alone.
-    by_rows = num_rows > BLOCK_ROWS * (num_threads - 1)
+    if num_rows > BLOCK_ROWS * (num_threads - 1):
+        bounds = plan_blocks(num_rows, num_threads)
+        for _ in prange(num_threads):
+            _multiply_taken_rows(
+                counter, bounds, out, x, x_stride, packed, weight_format, bias, out_features, in_features
+            )
+        return
     for thread in prange(num_threads):
-        low, high = 0, num_rows
-        first, last = num_panels * thread // num_threads, num_panels * (thread + 1) // num_threads
-        if by_rows:
-            low, high = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-            first, last = 0, num_panels
-        _multiply_panels(
-            first,
-            last,
-            out + F32 * low * out_features,
-            x + F32 * low * x_stride,
-            x_stride,
-            packed,
-            weight_format,
-            bias,
-            high - low,
-            out_features,
+        _multiply_part(
+            thread, num_threads, counter, out, x, x_stride, packed, weight_format, bias, num_rows, out_features,
             in_features,
-        )
+        )  # fmt: skip
+
+
+@jit(parallel=True)
+def multiply_lined_parallel(
+    out, lines, packed, weight_format, bias, num_rows, out_features, in_features, num_threads
+):
+    """`multiply_parallel` for an x of whole lines that lies in lines, and at most BLOCK_ROWS rows for each thread."""
+    counter = new_counter()
+    for thread in prange(num_threads):
+        _multiply_lined_part(
+            thread, num_threads, counter, out, lines, packed, weight_format, bias, num_rows, out_features,
+            in_features,
+        )  # fmt: skip

@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_jit import prefetch_line
+from kernels.cpu_jit import jit, prefetch_line
 from kernels.cpu_row import F32, VECTOR
 from kernels.cpu_vector import F32X16, LANES, call, emit_splat
 
@@ -132,6 +132,17 @@ def _lined_body(builder: Any, num_rows: int, arguments: list[Any]) -> None:
             next_line = builder.add(ahead, builder.mul(index, ahead_step))
             numbers = [builder.add(number, int64(row * VECTOR)) for row in range(num_rows)]
             _add_input(builder, weights, next_line, numbers, sums)
+
+
+@jit
+def num_tiles_of(num_rows):
+    return (num_rows + MOST_ROWS - 1) // MOST_ROWS
+
+
+@jit
+def first_row(tile, num_rows):
+    """Where a tile begins if so many rows are cut into tiles of nearly one height; past the last: where it ends."""
+    return num_rows * tile // num_tiles_of(num_rows)
 
 
 @intrinsic

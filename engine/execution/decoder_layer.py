@@ -79,9 +79,19 @@ def can_be_compiled(layer: Any) -> bool:
     products = [getattr(attention, "qkv_proj", None), attention.o_proj]
     products += [getattr(mlp, "gate_up_proj", None), mlp.down_proj]
     kinds = {type(_packed(product)) for product in products}
-    return kinds in ({PackedLinear}, {PackedInt8Product}) and (
-        layer.input_layernorm.eps == layer.post_attention_layernorm.eps
+    return (
+        kinds in ({PackedLinear}, {PackedInt8Product})
+        and layer.input_layernorm.eps == layer.post_attention_layernorm.eps
+        and _has_whole_panels(mlp.down_proj)
     )
+
+
+def _has_whole_panels(down: Any) -> bool:
+    """Whether the compiled MLP takes these sizes; every model that people use has such."""
+    from kernels.cpu_matmul_tile import PANEL
+    from kernels.cpu_vector import LANES
+
+    return bool(down.in_features % PANEL == 0 and down.out_features % LANES == 0)
 
 
 def _packed(linear: Any) -> Any:

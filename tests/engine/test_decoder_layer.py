@@ -45,7 +45,7 @@ def fused_model(
     sizes = {
         "vocab_size": 50,
         "hidden_size": 48,
-        "intermediate_size": 72,
+        "intermediate_size": 96,
         "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
@@ -149,26 +149,40 @@ def test_same_numbers_with_every_cache(dtype: torch.dtype) -> None:
 
 
 @with_every_product
-def test_same_numbers_where_sizes_are_no_multiple_of_a_vector(quantization: str | None) -> None:
-    model = fused_model("llama", quantization, hidden_size=42, intermediate_size=37, head_dim=10)
+def test_same_numbers_where_heads_are_no_multiple_of_a_vector(quantization: str | None) -> None:
+    model = fused_model("llama", quantization, head_dim=10)
     assert_same(model, step([1, 1, 11], [3, 30, 11], 1))
 
 
 @with_every_product
 def test_same_numbers_where_threads_share_the_rows(quantization: str | None) -> None:
-    model = fused_model("llama", quantization, hidden_size=96, intermediate_size=250, head_dim=16)
+    model = fused_model("llama", quantization, hidden_size=96, intermediate_size=256, head_dim=16)
     assert_same(model, step([1] * 3 + [200], [5, 6, 7, 300]))
 
 
 @with_every_product
-def test_the_mlp_runs_over_more_tokens_than_its_buffers_hold(
-    monkeypatch: pytest.MonkeyPatch, quantization: str | None
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_threads_take_rows_or_channels(
+    monkeypatch: pytest.MonkeyPatch, num_threads: int, quantization: str | None
 ) -> None:
-    from kernels.cpu_layer_steps import MLP_ROWS
+    from kernels.cpu_share import BLOCK_ROWS
 
-    rows = [MLP_ROWS // 3 + 7] * 4
     monkeypatch.setattr(f"{__name__}.NUM_BLOCKS", 1024)
-    assert_same(fused_model("llama", quantization), step(rows, rows))
+    model = fused_model("llama", quantization)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for rows in ([1], [1] * 13, [1] * 29, [1, 2, 137], [141], [BLOCK_ROWS + 7] * 4):
+            assert_same(model, step(rows, rows))
+    finally:
+        torch.set_num_threads(before)
+
+
+@with_every_product
+def test_more_inputs_than_the_cache_holds_for_a_block_of_rows(quantization: str | None) -> None:
+    model = fused_model("llama", quantization, hidden_size=2688, intermediate_size=1600, head_dim=16)
+    for rows in ([1], [40], [90]):
+        assert_same(model, step(rows, rows))
 
 
 @with_every_product
@@ -233,12 +247,20 @@ def test_buffers_shrink_and_grow_with_the_step() -> None:
 def test_a_kind_of_product_compiles_that_product_alone() -> None:
     from numba import types
 
-    from kernels import cpu_int8_matmul, cpu_layer_steps
+    from kernels import cpu_int8_mlp, cpu_mlp
+    from kernels.cpu_layer_steps import choose_kernel
 
-    for kind, module in ((types.float32, cpu_matmul), (types.uint8, cpu_int8_matmul)):
-        names = inspect.getclosurevars(cpu_layer_steps._choose_product(kind, *[types.int64] * 10))
-        assert [*names.nonlocals.values()] == [module.multiply_parallel]
+    for kind, module in ((types.float32, cpu_mlp), (types.uint8, cpu_int8_mlp)):
+        chosen = choose_kernel(kind, cpu_mlp.mlp_rows, cpu_int8_mlp.mlp_rows)
+        names = inspect.getclosurevars(chosen)
+        assert [*names.nonlocals.values()] == [module.mlp_rows]
         assert not names.globals
+
+
+def test_a_layer_whose_sizes_are_no_whole_panels_stays_as_it_is() -> None:
+    for sizes in ({"intermediate_size": 72}, {"hidden_size": 24, "head_dim": 8}):
+        model = fused_model("llama", **sizes)
+        assert not any(isinstance(layer, FusedDecoderLayer) for layer in model.model.layers)
 
 
 @pytest.mark.parametrize("other", [PackedLinear, _PlainProduct])
@@ -246,7 +268,7 @@ def test_a_layer_of_other_products_stays_as_it_is(other: type[Any]) -> None:
     layer = fused_model("llama", "int8").model.layers[0].source
     assert can_be_compiled(layer)
     if other is PackedLinear:  # fp32 beside int8
-        layer.mlp.down_proj = PackedLinear([torch.zeros(48, 72)], None)
+        layer.mlp.down_proj = PackedLinear([torch.zeros(48, 96)], None)
     else:  # int8, not packed: as without the kernels' compiler
-        layer.mlp.down_proj.product = _PlainProduct(torch.zeros(48, 72), None)
+        layer.mlp.down_proj.product = _PlainProduct(torch.zeros(48, 96), None)
     assert not can_be_compiled(layer)

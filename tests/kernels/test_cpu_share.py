@@ -1,0 +1,70 @@
+"""Work that threads take piece by piece: every piece is taken once, and pieces are no larger than promised."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba")
+
+from hypothesis import given
+from hypothesis import strategies as st
+from numba import prange
+
+from kernels.cpu_jit import jit, use_torch_threads
+from kernels.cpu_matmul_tile import MOST_ROWS
+from kernels.cpu_row import line_in
+from kernels.cpu_share import BLOCK_ROWS, FEWEST_ROWS, new_counter, plan_blocks, plan_turns, take
+
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+
+@jit
+def _take_all(counter, takers, thread):
+    number = take(line_in(counter))
+    while number < takers.shape[1]:
+        takers[thread, number] += 1
+        number = take(line_in(counter))
+
+
+@jit(parallel=True)
+def _share_out(takers, num_threads):
+    counter = new_counter()
+    for thread in prange(num_threads):
+        _take_all(counter, takers, thread)
+
+
+def test_each_number_is_given_to_one_thread() -> None:
+    num_threads = use_torch_threads()
+    assert num_threads == 2
+    for _ in range(20):
+        takers = np.zeros((num_threads, 200_000), np.int64)
+        _share_out(takers, num_threads)
+        assert (takers.sum(axis=0) == 1).all()
+
+
+@given(st.integers(1, 5000), st.integers(1, 64))
+def test_blocks_cover_the_rows(num_rows: int, num_threads: int) -> None:
+    bounds = plan_blocks(num_rows, num_threads)
+    sizes = np.diff(bounds)
+    assert (bounds[0], bounds[-1]) == (0, num_rows)
+    assert (sizes > 0).all()
+    assert (sizes <= BLOCK_ROWS).all()
+    assert (sizes[:-1] >= FEWEST_ROWS).all()
+    assert (bounds[:-1] % MOST_ROWS == 0).all()
+    # Nobody is left alone with much: the last block is no more than a thread's share of the rows, or the least.
+    assert num_threads == 1 or sizes[-1] <= max(2 * FEWEST_ROWS, -(-num_rows // num_threads) + MOST_ROWS)
+
+
+@given(st.lists(st.integers(1, 10_000), max_size=300), st.integers(1, 64))
+def test_turns_cover_the_tasks(costs: list[int], num_threads: int) -> None:
+    totals = np.concatenate([[0], np.cumsum(costs, dtype=np.int64)]).astype(np.int64)
+    bounds = plan_turns(totals, num_threads)
+    assert (bounds[0], bounds[-1]) == (0, len(costs))
+    assert (np.diff(bounds) > 0).all()
+    most = max(totals[-1] // (2 * num_threads), 1)
+    for first, last in pairwise(bounds):
+        # Within a thread's half share, but for the task that reaches beyond it.
+        assert totals[last - 1] - totals[first] <= most

@@ -10,8 +10,9 @@ import numpy as np
 from numba import prange
 
 from kernels import cpu_vector as vector
-from kernels.cpu_element import load_number, load_vector, size_of
-from kernels.cpu_jit import f32_pointer, i32_pointer, jit, prefetch
+from kernels.cpu_attention_dots import add_dots, add_weighted
+from kernels.cpu_element import size_of
+from kernels.cpu_jit import f32_pointer, i32_pointer, jit
 from kernels.cpu_row import (
     F32,
     I32,
@@ -28,85 +29,10 @@ from kernels.cpu_row import (
     store_scaled,
     weigh,
 )
+from kernels.cpu_share import new_counter, plan_turns, take
 
 SPLIT = 256  # keys; long enough to drown the merge, short enough that threads can share one long row
 MINUS_INFINITY = np.float32(-np.inf)
-
-
-@jit
-def _products(q0, q1, q2, q3, element, key):
-    """The lane-wise products of 64 numbers of a query and a key, folded into one vector."""
-    step = vector.LANES * size_of(element)
-    k0, k1 = load_vector(element, key), load_vector(element, key + step)
-    k2, k3 = load_vector(element, key + 2 * step), load_vector(element, key + 3 * step)
-    low = vector.multiply_add(q1, k1, vector.multiply(q0, k0))
-    return vector.add(low, vector.multiply_add(q3, k3, vector.multiply(q2, k2)))
-
-
-@jit
-def _add_dots(scores, q, element, keys, num_keys, head_dim):
-    """scores[j] += q . keys[j], for a tile of contiguous keys."""
-    target, size = f32_pointer(scores), size_of(element)
-    key_bytes = size * head_dim
-    wide = head_dim // (4 * vector.LANES) * 4 * vector.LANES
-    whole = head_dim // vector.LANES * vector.LANES
-    for d in range(0, wide, 4 * vector.LANES):  # four registers hold the query while the keys pass by
-        part = q + F32 * d
-        q0, q1 = vector.load(part), vector.load(part + VECTOR)
-        q2, q3 = vector.load(part + 2 * VECTOR), vector.load(part + 3 * VECTOR)
-        for j in range(0, num_keys - 3, 4):
-            key = keys + j * key_bytes + size * d
-            vector.add_sums(
-                scores + F32 * j,
-                _products(q0, q1, q2, q3, element, key),
-                _products(q0, q1, q2, q3, element, key + key_bytes),
-                _products(q0, q1, q2, q3, element, key + 2 * key_bytes),
-                _products(q0, q1, q2, q3, element, key + 3 * key_bytes),
-            )
-        for j in range(num_keys // 4 * 4, num_keys):
-            key = keys + j * key_bytes + size * d
-            target[j] += vector.sum_lanes(_products(q0, q1, q2, q3, element, key))
-    for d in range(wide, whole, vector.LANES):
-        q0 = vector.load(q + F32 * d)
-        for j in range(num_keys):
-            key = load_vector(element, keys + j * key_bytes + size * d)
-            target[j] += vector.sum_lanes(vector.multiply(q0, key))
-    for d in range(whole, head_dim):
-        for j in range(num_keys):
-            target[j] += f32_pointer(q)[d] * load_number(element, keys + j * key_bytes + size * d)
-
-
-@jit
-def _add_weighted(acc, weights, element, values, num_keys, head_dim):
-    """acc[d] += sum over j of weights[j] * values[j, d], for a tile of contiguous values."""
-    weight, size = f32_pointer(weights), size_of(element)
-    step, value_bytes = vector.LANES * size, size * head_dim
-    wide = head_dim // (4 * vector.LANES) * 4 * vector.LANES
-    whole = head_dim // vector.LANES * vector.LANES
-    for d in range(0, wide, 4 * vector.LANES):
-        target = acc + F32 * d
-        a0, a1 = vector.load(target), vector.load(target + VECTOR)
-        a2, a3 = vector.load(target + 2 * VECTOR), vector.load(target + 3 * VECTOR)
-        for j in range(num_keys):
-            value, w = values + j * value_bytes + size * d, vector.splat(weight[j])
-            a0 = vector.multiply_add(w, load_vector(element, value), a0)
-            a1 = vector.multiply_add(w, load_vector(element, value + step), a1)
-            a2 = vector.multiply_add(w, load_vector(element, value + 2 * step), a2)
-            a3 = vector.multiply_add(w, load_vector(element, value + 3 * step), a3)
-        vector.store(target, a0)
-        vector.store(target + VECTOR, a1)
-        vector.store(target + 2 * VECTOR, a2)
-        vector.store(target + 3 * VECTOR, a3)
-    for d in range(wide, whole, vector.LANES):
-        a0 = vector.load(acc + F32 * d)
-        for j in range(num_keys):
-            value = load_vector(element, values + j * value_bytes + size * d)
-            a0 = vector.multiply_add(vector.splat(weight[j]), value, a0)
-        vector.store(acc + F32 * d, a0)
-    for d in range(whole, head_dim):
-        for j in range(num_keys):
-            value = load_number(element, values + j * value_bytes + size * d)
-            f32_pointer(acc)[d] += weight[j] * value
 
 
 @jit
@@ -148,9 +74,13 @@ def _plan_splits(seq_lens, num_rows, window, splits):
 
 
 @jit
-def _prefetch(begin, end):
-    for address in range(begin, end, VECTOR):
-        prefetch(address)
+def _plan_costs(splits, num_splits, num_kv_heads):
+    """What the first n tasks cost, for every n. A task is one split for one KV head."""
+    costs = np.zeros(num_splits * num_kv_heads + 1, np.int64)
+    for task in range(num_splits * num_kv_heads):
+        split = task // num_kv_heads
+        costs[task + 1] = costs[task] + 8 + splits[split, 2] - splits[split, 1]
+    return costs
 
 
 @jit
@@ -164,11 +94,17 @@ def _score_split(
         first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
         tile = keys + table[block] * tile_stride + (first - block * block_size) * key_bytes
         ahead = keys + table[block + 1] * tile_stride if last < end else next_tile
-        share = key_bytes * block_size // group
-        for g in range(group):
-            _prefetch(ahead + g * share, ahead + (g + 1) * share)
-            target = scores + F32 * (g * SPLIT + first - begin)
-            _add_dots(target, q + F32 * g * head_dim, element, tile, last - first, head_dim)
+        add_dots(
+            scores + F32 * (first - begin),
+            F32 * SPLIT,
+            q,
+            group,
+            element,
+            tile,
+            last - first,
+            head_dim,
+            ahead,
+        )
 
 
 @jit
@@ -182,11 +118,17 @@ def _weigh_split(
         first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
         tile = values + table[block] * tile_stride + (first - block * block_size) * value_bytes
         ahead = values + table[block + 1] * tile_stride if last < end else next_tile
-        share = value_bytes * block_size // group
-        for g in range(group):
-            _prefetch(ahead + g * share, ahead + (g + 1) * share)
-            row = weights + F32 * (g * SPLIT + first - begin)
-            _add_weighted(acc + F32 * g * head_dim, row, element, tile, last - first, head_dim)
+        add_weighted(
+            acc,
+            weights + F32 * (first - begin),
+            F32 * SPLIT,
+            group,
+            element,
+            tile,
+            last - first,
+            head_dim,
+            ahead,
+        )
 
 
 @jit
@@ -333,10 +275,8 @@ def decode(
     splits = np.empty((num_rows * (max_seq_len // SPLIT + 1), 4), np.int64)
     num_splits, num_partials = _plan_splits(i32_pointer(seq_lens), num_rows, window, splits)
     num_tasks = num_splits * num_kv_heads
-    shares = np.zeros(num_tasks + 1, np.int64)
-    for task in range(num_tasks):
-        split = task // num_kv_heads
-        shares[task + 1] = shares[task] + 8 + splits[split, 2] - splits[split, 1]
+    turns = plan_turns(_plan_costs(splits, num_splits, num_kv_heads), num_threads)
+    counter = new_counter()
 
     partials = np.empty((num_partials, num_heads, head_dim), np.float32)
     stats = np.empty((num_tasks, group, 2), np.float32)  # largest score, sum of weights
@@ -346,43 +286,43 @@ def decode(
     query_scale = np.float32(scale) * LOG2_E if softcap == 0.0 else np.float32(scale / softcap)
     tile_bytes = size_of(element) * block_size * head_dim
     for thread in prange(num_threads):
-        # Consecutive (split, KV head) tasks, holding an equal share of the keys.
-        low = np.searchsorted(shares, shares[num_tasks] * thread // num_threads)
-        high = np.searchsorted(shares, shares[num_tasks] * (thread + 1) // num_threads)
         acc = line_in(scratch) + VECTOR * thread * thread_lines
-        for task in range(low, high):
-            kv_head = task % num_kv_heads
-            row, begin, end, partial = splits[task // num_kv_heads]
-            head = kv_head * group
-            scale_offset = F32 * kv_head * block_size
-            task_stats = address_of(stats) + F32 * 2 * task * group
-            _attend_split(
-                acc,
-                task_stats,
-                query + F32 * (row * query_row_stride + head * query_head_stride),
-                query_head_stride,
-                element,
-                key_cache + kv_head * tile_bytes,
-                value_cache + kv_head * tile_bytes,
-                key_scales + scale_offset if key_scales != 0 else 0,
-                value_scales + scale_offset if value_scales != 0 else 0,
-                i32_pointer(block_tables + I32 * row * block_table_stride),
-                begin,
-                end,
-                int(i32_pointer(seq_lens)[row]),
-                num_kv_heads,
-                group,
-                head_dim,
-                block_size,
-                query_scale,
-                np.float32(softcap) * LOG2_E,
-                alibi_slopes + F32 * head if alibi_slopes != 0 else 0,
-            )
-            if partial < 0:
-                target = out + F32 * (row * num_heads + head) * head_dim
-            else:
-                target = address_of(partials) + F32 * (partial * num_heads + head) * head_dim
-            _store_split(target, acc, task_stats, partial < 0, group, head_dim)
+        turn = take(line_in(counter))
+        while turn < len(turns) - 1:
+            for task in range(turns[turn], turns[turn + 1]):
+                kv_head = task % num_kv_heads
+                row, begin, end, partial = splits[task // num_kv_heads]
+                head = kv_head * group
+                scale_offset = F32 * kv_head * block_size
+                task_stats = address_of(stats) + F32 * 2 * task * group
+                _attend_split(
+                    acc,
+                    task_stats,
+                    query + F32 * (row * query_row_stride + head * query_head_stride),
+                    query_head_stride,
+                    element,
+                    key_cache + kv_head * tile_bytes,
+                    value_cache + kv_head * tile_bytes,
+                    key_scales + scale_offset if key_scales != 0 else 0,
+                    value_scales + scale_offset if value_scales != 0 else 0,
+                    i32_pointer(block_tables + I32 * row * block_table_stride),
+                    begin,
+                    end,
+                    int(i32_pointer(seq_lens)[row]),
+                    num_kv_heads,
+                    group,
+                    head_dim,
+                    block_size,
+                    query_scale,
+                    np.float32(softcap) * LOG2_E,
+                    alibi_slopes + F32 * head if alibi_slopes != 0 else 0,
+                )
+                if partial < 0:
+                    target = out + F32 * (row * num_heads + head) * head_dim
+                else:
+                    target = address_of(partials) + F32 * (partial * num_heads + head) * head_dim
+                _store_split(target, acc, task_stats, partial < 0, group, head_dim)
+            turn = take(line_in(counter))
     _merge_rows(
         out, splits, num_splits, address_of(partials), address_of(stats), num_rows, num_heads, head_dim
     )

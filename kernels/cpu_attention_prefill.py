@@ -14,6 +14,7 @@ from kernels.cpu_attention_tile import KEYS, attend_tile, clear_slots, slot_byte
 from kernels.cpu_element import size_of
 from kernels.cpu_jit import i32_pointer, jit
 from kernels.cpu_row import F32, I32, LOG2_E, VECTOR, ZERO, fill, line_in
+from kernels.cpu_share import new_counter, plan_turns, take
 
 QUERIES = 48
 """Rows of a tile, unless one token alone has more: their queries, scores and results stay in the first-level cache."""
@@ -40,14 +41,14 @@ def _plan_tiles(tiles, out, query_start_loc, seq_lens, first_row, num_rows, num_
 
 
 @jit
-def _plan_shares(tiles, num_tiles, num_kv_heads, group, window):
+def _plan_costs(tiles, num_tiles, num_kv_heads, group, window):
     """What the first n tasks cost, for every n. A task is one tile for one KV head, head by head."""
-    shares = np.zeros(num_tiles * num_kv_heads + 1, np.int64)
+    costs = np.zeros(num_tiles * num_kv_heads + 1, np.int64)
     for task in range(num_tiles * num_kv_heads):
         _, _, count, position = tiles[task % num_tiles]
         visible = position + count if window == 0 else min(position + count, window + count)
-        shares[task + 1] = shares[task] + (count * group + 8) * (visible + 8)
-    return shares
+        costs[task + 1] = costs[task] + (count * group + 8) * (visible + 8)
+    return costs
 
 
 @jit
@@ -63,8 +64,8 @@ def _num_slots(tiles, num_tiles, head_dim):
 def _attend_tiles(
     tiles,
     num_tiles,
-    low,  # the tasks low .. high - 1
-    high,
+    turns,  # the tasks turns[i] .. turns[i + 1] - 1 are taken together
+    counter,
     panels,
     num_slots,
     scratch,
@@ -88,51 +89,54 @@ def _attend_tiles(
     softcap,
     alibi_slopes,
 ):
-    """One thread's tasks, which go through the tiles head by head: so the next one often meets the same keys."""
+    """What one thread takes. Tasks go through the tiles head by head: so the next one often meets the same keys."""
     clear_slots(panels, num_slots, head_dim)
     num_heads = num_kv_heads * group
     held_head, held_row, num_held = -1, 0, 0
-    for task in range(low, high):
-        row, token, count, position = tiles[task % num_tiles]
-        kv_head = task // num_tiles
-        table = i32_pointer(block_tables + I32 * row * block_table_stride)
-        if kv_head != held_head:
-            num_held = 0
-        elif row != held_row:
-            held_table = i32_pointer(block_tables + I32 * held_row * block_table_stride)
-            num_blocks = (min(num_held * KEYS, position + count) + block_size - 1) // block_size
-            num_common = num_common_blocks(table, held_table, num_blocks)
-            num_held = min(num_held, num_common * block_size // KEYS)
-        head = kv_head * group
-        offset = size_of(element) * kv_head * block_size * head_dim
-        scale_offset = F32 * kv_head * block_size
-        num_held = attend_tile(
-            out + F32 * (token * num_heads + head) * head_dim,
-            query + F32 * (token * query_token_stride + head * query_head_stride),
-            query_token_stride,
-            query_head_stride,
-            element,
-            key_cache + offset,
-            value_cache + offset,
-            key_scales + scale_offset if key_scales != 0 else 0,
-            value_scales + scale_offset if value_scales != 0 else 0,
-            table,
-            scratch,
-            panels,
-            num_slots,
-            num_held,
-            count,
-            position,
-            num_kv_heads,
-            group,
-            head_dim,
-            block_size,
-            query_scale,
-            window,
-            softcap,
-            alibi_slopes + F32 * head if alibi_slopes != 0 else 0,
-        )
-        held_head, held_row = kv_head, row
+    turn = take(line_in(counter))
+    while turn < len(turns) - 1:
+        for task in range(turns[turn], turns[turn + 1]):
+            row, token, count, position = tiles[task % num_tiles]
+            kv_head = task // num_tiles
+            table = i32_pointer(block_tables + I32 * row * block_table_stride)
+            if kv_head != held_head:
+                num_held = 0
+            elif row != held_row:
+                held_table = i32_pointer(block_tables + I32 * held_row * block_table_stride)
+                num_blocks = (min(num_held * KEYS, position + count) + block_size - 1) // block_size
+                num_common = num_common_blocks(table, held_table, num_blocks)
+                num_held = min(num_held, num_common * block_size // KEYS)
+            head = kv_head * group
+            offset = size_of(element) * kv_head * block_size * head_dim
+            scale_offset = F32 * kv_head * block_size
+            num_held = attend_tile(
+                out + F32 * (token * num_heads + head) * head_dim,
+                query + F32 * (token * query_token_stride + head * query_head_stride),
+                query_token_stride,
+                query_head_stride,
+                element,
+                key_cache + offset,
+                value_cache + offset,
+                key_scales + scale_offset if key_scales != 0 else 0,
+                value_scales + scale_offset if value_scales != 0 else 0,
+                table,
+                scratch,
+                panels,
+                num_slots,
+                num_held,
+                count,
+                position,
+                num_kv_heads,
+                group,
+                head_dim,
+                block_size,
+                query_scale,
+                window,
+                softcap,
+                alibi_slopes + F32 * head if alibi_slopes != 0 else 0,
+            )
+            held_head, held_row = kv_head, row
+        turn = take(line_in(counter))
 
 
 # The parallel kernel writes through no address itself: numba would drop such a store as dead.
@@ -178,8 +182,8 @@ def prefill(
         num_tokens_per_tile,
         num_heads * head_dim,
     )
-    num_tasks = num_tiles * num_kv_heads
-    shares = _plan_shares(tiles, num_tiles, num_kv_heads, group, window)
+    turns = plan_turns(_plan_costs(tiles, num_tiles, num_kv_heads, group, window), num_threads)
+    counter = new_counter()
     num_slots = _num_slots(tiles, num_tiles, head_dim)
     panel_bytes = num_slots * slot_bytes(head_dim)
     thread_bytes = panel_bytes + tile_bytes(num_tokens_per_tile * group, head_dim)
@@ -188,10 +192,8 @@ def prefill(
     query_scale = np.float32(scale) * LOG2_E if softcap == 0.0 else np.float32(scale / softcap)
     for thread in prange(num_threads):
         panels = line_in(memory) + thread * thread_bytes
-        low = np.searchsorted(shares, shares[num_tasks] * thread // num_threads)
-        high = np.searchsorted(shares, shares[num_tasks] * (thread + 1) // num_threads)
         _attend_tiles(
-            tiles, num_tiles, low, high, panels, num_slots, panels + panel_bytes, out, query, query_token_stride,
+            tiles, num_tiles, turns, counter, panels, num_slots, panels + panel_bytes, out, query, query_token_stride,
             query_head_stride, element, key_cache, value_cache, key_scales, value_scales, block_tables,
             block_table_stride, num_kv_heads, group, head_dim, block_size, query_scale, window,
             np.float32(softcap) * LOG2_E, alibi_slopes,

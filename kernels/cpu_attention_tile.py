@@ -32,13 +32,19 @@ def _num_parts(num_rows):
 
 
 @jit
+def _rows_of(part, num_rows):
+    num_parts = _num_parts(num_rows)
+    return num_rows * part // num_parts, num_rows * (part + 1) // num_parts
+
+
+@jit
 def _score(scores, q, key_panels, num_rows, depth, zeros):
     """scores = q @ keys: KEYS columns of every row. `depth` is that of the panels; `zeros` the address of a vector."""
     num_parts, num_lines = _num_parts(num_rows), depth // vector.LANES
     for panel in range(KEYS // PANEL):
         keys = key_panels + PANEL_ROW * depth * panel
         for part in range(num_parts):
-            first, last = num_rows * part // num_parts, num_rows * (part + 1) // num_parts
+            first, last = _rows_of(part, num_rows)
             line = VECTOR * (last - first)
             multiply_lined_tile(
                 last - first,
@@ -63,7 +69,7 @@ def _add_values(acc, acc_stride, scores, value_panels, num_rows, num_panels, fir
     for panel in range(num_panels):
         values = value_panels + PANEL_ROW * (KEYS * panel + vector.LANES * first_line)
         for part in range(num_parts):
-            first, last = num_rows * part // num_parts, num_rows * (part + 1) // num_parts
+            first, last = _rows_of(part, num_rows)
             target = acc + acc_stride * first + PANEL_ROW * panel
             multiply_lined_tile(
                 last - first,
@@ -172,9 +178,8 @@ def _softmax_tile(
     work,
 ):
     """Mask, bias and weigh one tile of scores; `position` is that of the first token."""
-    num_parts = _num_parts(num_rows)
-    for part in range(num_parts):
-        first, last = num_rows * part // num_parts, num_rows * (part + 1) // num_parts
+    for part in range(_num_parts(num_rows)):
+        first, last = _rows_of(part, num_rows)
         rows = scores + VECTOR * LINES * first
         for r in range(first, last):
             query = position + r // group
@@ -205,7 +210,7 @@ def _load_queries(q, query, token_stride, head_stride, num_rows, group, head_dim
     """The queries times `scale` in lines, part by part, the last line of each filled up with zeros."""
     num_parts, num_lines, factor = _num_parts(num_rows), _depth(head_dim) // vector.LANES, vector.splat(scale)
     for part in range(num_parts):
-        first, last = num_rows * part // num_parts, num_rows * (part + 1) // num_parts
+        first, last = _rows_of(part, num_rows)
         for r in range(first, last):
             source = query + F32 * (r // group * token_stride + r % group * head_stride)
             target = q + VECTOR * (num_lines * first + r - first)
@@ -221,9 +226,8 @@ def _load_queries(q, query, token_stride, head_stride, num_rows, group, head_dim
 
 @jit
 def _store_tile(out, token_stride, acc, acc_stride, stats, num_rows, group, head_dim):
-    num_parts = _num_parts(num_rows)
-    for part in range(num_parts):
-        first, last = num_rows * part // num_parts, num_rows * (part + 1) // num_parts
+    for part in range(_num_parts(num_rows)):
+        first, last = _rows_of(part, num_rows)
         totals = f32_pointer(stats + 2 * VECTOR * part + VECTOR)
         for r in range(first, last):
             target = out + F32 * (r // group * token_stride + r % group * head_dim)

@@ -257,6 +257,8 @@ def _finish_blocks(kind, layer, step, hidden, num_rows, num_threads):
 
 @jit
 def _finish_rows(kind, layer, step, hidden, num_rows, num_threads):
+    if num_rows == 0:
+        return
     if have_rows(num_rows, num_threads):
         _finish_blocks(kind, layer, step, hidden, num_rows, num_threads)
         return

@@ -201,12 +201,12 @@ def test_the_last_layer_finishes_what_is_read_and_caches_the_rest(
 
     def run(read_tokens: list[int] | None) -> tuple[torch.Tensor, list[LayerCache]]:
         mine = [LayerCache(*(tensor.clone() for tensor in cache.tensors())) for cache in caches]
-        read = None if read_tokens is None else torch.tensor(read_tokens)
+        read = None if read_tokens is None else torch.tensor(read_tokens, dtype=torch.int64)
         with torch.inference_mode(), attention_context(AttentionContext(metadata, mine, read)):
             return model.model(input_ids=ids, position_ids=positions, use_cache=False)[0][0], mine
 
     everything, everywhere = run(None)
-    for read_tokens in ([0, 1, 7, 10], [12], [*range(13)], [0, 2]):
+    for read_tokens in ([0, 1, 7, 10], [12], [*range(13)], [0, 2], []):
         some, written = run(read_tokens)
         assert torch.equal(some[read_tokens], everything[read_tokens])
         for cache, other in zip(written, everywhere, strict=True):

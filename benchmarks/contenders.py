@@ -35,13 +35,14 @@ CONTENDERS = (
     Contender(
         INT8_SUBJECT,
         "benchmarks.engine",
-        "this engine, int8 weights and activations",
-        options=(("quantization", "int8"),),
+        "this engine, int8 weights, activations and KV cache",
+        # OpenVINO's defaults keep the KV cache in 8 bits, too.
+        options=(("quantization", "int8"), ("kv_cache_dtype", "int8")),
     ),
     Contender(
         "openvino-int8",
         "benchmarks.openvino_peer",
-        "OpenVINO GenAI, int8 weights",
+        "OpenVINO GenAI, int8 weights and KV cache",
         peers.OPENVINO,
         (("PAGEMILL_BENCH_OPENVINO_WEIGHTS", "int8"),),
     ),

@@ -24,11 +24,9 @@ def _load_four(element, source):
 
 
 @jit
-def _prefetch_four(first, distance, num_bytes):
-    """Ask for the cache lines of as many bytes in each of four rows."""
-    for row in range(4):
-        for at in range(0, num_bytes, VECTOR):
-            prefetch(first + row * distance + at)
+def _prefetch(first, num_bytes):
+    for address in range(first, first + num_bytes, VECTOR):
+        prefetch(address)
 
 
 @jit
@@ -42,15 +40,18 @@ def _products(q, k):
 def add_dots(scores, stride, q, group, element, keys, num_keys, head_dim, ahead):
     """scores[g, j] += q[g] . keys[j], for a tile of contiguous keys; scores are `stride` bytes apart.
 
-    Asks for as much of the tile at `ahead`: memory works while the registers do.
+    Asks for as many keys of the tile at `ahead`, in fours: memory works while the registers do.
     """
     size = size_of(element)
     key_bytes = size * head_dim
     wide = head_dim // (4 * vector.LANES) * 4 * vector.LANES
+    if wide == 0:
+        _prefetch(ahead, num_keys * key_bytes)
     for d in range(0, wide, 4 * vector.LANES):
         for j in range(0, num_keys - 3, 4):
-            key, part_bytes = keys + j * key_bytes + size * d, 4 * vector.LANES * size
-            _prefetch_four(ahead + j * key_bytes + size * d, key_bytes, part_bytes)
+            key = keys + j * key_bytes + size * d
+            if d == 0:
+                _prefetch(ahead + j * key_bytes, 4 * key_bytes)
             k0, k1 = _load_four(element, key), _load_four(element, key + key_bytes)
             k2, k3 = _load_four(element, key + 2 * key_bytes), _load_four(element, key + 3 * key_bytes)
             for g in range(group):
@@ -96,15 +97,18 @@ def _add_four(target, weights, v0, v1, v2, v3):
 def add_weighted(acc, weights, stride, group, element, values, num_keys, head_dim, ahead):
     """acc[g, d] += sum over j of weights[g, j] * values[j, d], for a tile of contiguous values.
 
-    Weights are `stride` bytes apart. Asks for as much of the tile at `ahead`.
+    Weights are `stride` bytes apart. Asks for as many values of the tile at `ahead`, in fours.
     """
     size = size_of(element)
     value_bytes = size * head_dim
     wide = head_dim // (4 * vector.LANES) * 4 * vector.LANES
+    if wide == 0:
+        _prefetch(ahead, num_keys * value_bytes)
     for d in range(0, wide, 4 * vector.LANES):
         for j in range(0, num_keys - 3, 4):
-            value, part_bytes = values + j * value_bytes + size * d, 4 * vector.LANES * size
-            _prefetch_four(ahead + j * value_bytes + size * d, value_bytes, part_bytes)
+            value = values + j * value_bytes + size * d
+            if d == 0:
+                _prefetch(ahead + j * value_bytes, 4 * value_bytes)
             v0, v1 = _load_four(element, value), _load_four(element, value + value_bytes)
             v2 = _load_four(element, value + 2 * value_bytes)
             v3 = _load_four(element, value + 3 * value_bytes)

@@ -30,7 +30,7 @@ from kernels.cpu_matmul_panel import SUMS_BYTES, Strided, Tiles, Weight, num_pan
 from kernels.cpu_matmul_tile import MOST_ROWS, PANEL, first_row, num_tiles_of
 from kernels.cpu_memory import advise_huge_pages
 from kernels.cpu_row import F32, VECTOR, line_in
-from kernels.cpu_share import BLOCK_ROWS, new_counter, panels_per_turn, plan_blocks, take
+from kernels.cpu_share import BLOCK_ROWS, are_rows_taken, new_counter, panels_per_turn, plan_blocks, take
 from kernels.grouped_int8 import GROUP
 
 # So much of x stays in the second-level cache while all panels pass by.
@@ -277,13 +277,13 @@ def multiply_parallel(
     """Takes what `cpu_matmul.multiply_parallel` takes, of any format; x is quantised here."""
     counter = new_counter()
     # As there: rows are shared out where each thread then has a block of them. No thread waits for another's.
-    if num_rows > BLOCK_ROWS * (num_threads - 1):
+    if are_rows_taken(num_rows, num_threads):
         bounds = plan_blocks(num_rows, num_threads)
         for _ in prange(num_threads):
             _multiply_taken_rows(counter, bounds, out, x, x_stride, packed, bias, out_features, in_features)
         return
-    num_groups = (in_features + GROUP - 1) // GROUP
-    workspace = np.empty(num_rows * num_groups * ROW_BYTES + VECTOR, np.uint8)
+    weight = Weight(packed, NO_FORMAT, bias, out_features, in_features)
+    workspace = np.empty(workspace_bytes(num_rows, weight), np.uint8)
     quantise(workspace, x, x_stride, num_rows, in_features, num_threads)
     for thread in prange(num_threads):
         _multiply_part(

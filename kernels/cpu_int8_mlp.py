@@ -64,11 +64,12 @@ def _gate_pair(gated, rows, weight, pair, following, tiles, memory):
 
 
 @jit
-def _gate_blocks(gated, workspace, num_rows, weight, memory):
-    num_tiles, at_once, num_pairs = num_tiles_of(num_rows), tiles_at_once(weight), num_panels_of(weight) // 2
+def _gate_blocks(first, last, gated, workspace, num_rows, weight, memory):
+    """The pairs first .. last - 1 of every row."""
+    num_tiles, at_once = num_tiles_of(num_rows), tiles_at_once(weight)
     for low in range(0, num_tiles, at_once):
         tiles = Tiles(low, min(low + at_once, num_tiles), num_rows)
-        for pair in range(num_pairs):
+        for pair in range(first, last):
             _gate_pair(gated, line_in(workspace), weight, pair, pair + 1, tiles, line_in(memory))
 
 
@@ -78,12 +79,12 @@ def gate_rows(gated, x, num_rows, weight):
     workspace = np.empty(workspace_bytes(num_rows, weight), np.uint8)
     memory = np.empty(_THREAD_BYTES + VECTOR, np.uint8)
     quantise_part(0, num_rows, num_rows, x.rows, x.stride // F32, workspace, weight.in_features)
-    _gate_blocks(gated, workspace, num_rows, weight, memory)
+    _gate_blocks(0, num_panels_of(weight) // 2, gated, workspace, num_rows, weight, memory)
 
 
 @jit
 def _take_pairs(counter, num_threads, gated, workspace, num_rows, weight, memory):
-    num_tiles, num_pairs, at_once = num_tiles_of(num_rows), num_panels_of(weight) // 2, tiles_at_once(weight)
+    tiles, num_pairs = Tiles(0, num_tiles_of(num_rows), num_rows), num_panels_of(weight) // 2
     per_turn = panels_per_turn(num_pairs, num_threads)
     num_turns = (num_pairs + per_turn - 1) // per_turn
     turn = take(line_in(counter))
@@ -92,16 +93,20 @@ def _take_pairs(counter, num_threads, gated, workspace, num_rows, weight, memory
         last = min((turn + 1) * per_turn, num_pairs)
         for pair in range(turn * per_turn, last):
             following = pair + 1 if pair + 1 < last else next_turn * per_turn
-            for low in range(0, num_tiles, at_once):
-                tiles = Tiles(low, min(low + at_once, num_tiles), num_rows)
-                _gate_pair(gated, line_in(workspace), weight, pair, following, tiles, line_in(memory))
+            _gate_pair(gated, line_in(workspace), weight, pair, following, tiles, line_in(memory))
         turn = next_turn
 
 
 @jit
-def _gate_part(counter, num_threads, layer, gated, workspace, num_rows):
-    memory = np.empty(_THREAD_BYTES + VECTOR, np.uint8)
-    _take_pairs(counter, num_threads, gated, workspace, num_rows, _gate_weight(layer), memory)
+def _gate_part(thread, num_threads, counter, layer, gated, workspace, num_rows):
+    """One thread's part: pairs are taken as long as the rows stay in a second-level cache, else a share is fixed."""
+    memory, weight = np.empty(_THREAD_BYTES + VECTOR, np.uint8), _gate_weight(layer)
+    if num_tiles_of(num_rows) <= tiles_at_once(weight):
+        _take_pairs(counter, num_threads, gated, workspace, num_rows, weight, memory)
+    else:
+        num_pairs = num_panels_of(weight) // 2
+        first, last = num_pairs * thread // num_threads, num_pairs * (thread + 1) // num_threads
+        _gate_blocks(first, last, gated, workspace, num_rows, weight, memory)
 
 
 @jit(parallel=True)
@@ -109,8 +114,8 @@ def _gate_parallel(layer, gated, x, num_rows, num_threads):
     counter, size = new_counter(), layer[0].hidden_size
     workspace = np.empty(workspace_bytes(num_rows, _gate_weight(layer)), np.uint8)
     quantise(workspace, x, size, num_rows, size, num_threads)
-    for _ in prange(num_threads):
-        _gate_part(counter, num_threads, layer, gated, workspace, num_rows)
+    for thread in prange(num_threads):
+        _gate_part(thread, num_threads, counter, layer, gated, workspace, num_rows)
 
 
 @jit
@@ -149,6 +154,6 @@ def _down_parallel(layer, x, gated, num_rows, num_threads):
 
 @jit
 def mlp_parallel(layer, x, gated, num_rows, num_threads):
-    """`mlp_rows` by all threads, each of which has all rows of some channels: at most BLOCK_ROWS for each thread."""
+    """`mlp_rows` by all threads, each of which has all rows of some channels."""
     _gate_parallel(layer, gated, x, num_rows, num_threads)
     _down_parallel(layer, x, gated, num_rows, num_threads)

@@ -59,7 +59,7 @@ NUMBERS_PER_THREAD = 16384
 _OPTIONS: dict[str, Any] = {
     "fastmath": {"nsz", "arcp", "contract", "afn", "reassoc"},
     "nogil": True,
-    "error_model": "numpy",  # divisors are not checked: a check is a branch and an exception to unwind
+    "error_model": "numpy",  # x / 0 is an infinity, an integer's 0: no exception to unwind
 }
 
 

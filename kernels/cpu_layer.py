@@ -95,6 +95,10 @@ class StepBuffers:
 
     def begin(self, metadata: AttentionMetadata, num_tokens: int, weights: LayerWeights) -> None:
         """Point at a step's tensors; nothing to do where they are pointed at already."""
+        # A block of rows for each thread, or all rows where there are fewer.
+        self._reserve(
+            "gated", torch.get_num_threads() * min(num_tokens, BLOCK_ROWS) * weights.intermediate_size
+        )
         if self._metadata is metadata:
             return
         tables = metadata.block_tables
@@ -115,10 +119,6 @@ class StepBuffers:
         qkv_size = (heads + 2 * weights.num_kv_heads) * head_dim
         self._reserve("qkv", num_tokens * max(len(weights.input_norm), qkv_size))
         self._reserve("attended", num_tokens * heads * head_dim)
-        # A block of rows for each thread, or all rows where there are fewer.
-        self._reserve(
-            "gated", torch.get_num_threads() * min(num_tokens, BLOCK_ROWS) * weights.intermediate_size
-        )
 
     def read(self, num_tokens: int, tokens: torch.Tensor | None) -> None:
         """Say whose output is read: that of all `num_tokens`, or of these, which the caller keeps until then."""

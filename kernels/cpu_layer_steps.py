@@ -20,7 +20,7 @@ from kernels.cpu_fused import (
 )
 from kernels.cpu_jit import NUMBERS_PER_THREAD, f32_pointer, i64_pointer, jit
 from kernels.cpu_row import F32, VECTOR, ZERO, fill, line_in
-from kernels.cpu_share import BLOCK_ROWS, new_counter, plan_blocks, take
+from kernels.cpu_share import BLOCK_ROWS, are_rows_taken, new_counter, plan_blocks, take
 
 
 def choose_kernel(kind, floats, integers):
@@ -140,13 +140,7 @@ def _add(target, source, count):
 
 
 @jit
-def have_rows(num_rows, num_threads):
-    """Whether threads take blocks of rows, each with all that is to be done to them; else channels of all rows."""
-    return num_rows > BLOCK_ROWS * (num_threads - 1)
-
-
-@jit
-def _project_rows(kind, layer, step, hidden, num_rows, normed, qkv):
+def _project_rows(kind, layer, hidden, num_rows, normed, qkv):
     size, row = layer[0].hidden_size, _qkv_size(layer)
     rms_norm_rows(
         0, num_rows, hidden, layer[0].input_norm, 0, 0, normed, size, size, size, size, layer[0].eps
@@ -164,7 +158,7 @@ def _project_taken(kind, layer, step, hidden, counter, bounds):
         first, last = bounds[block], bounds[block + 1]
         at = F32 * size * first
         qkv = step[0].qkv + F32 * _qkv_size(layer) * first
-        _project_rows(kind, layer, step, hidden + at, last - first, step[0].normed + at, qkv)
+        _project_rows(kind, layer, hidden + at, last - first, step[0].normed + at, qkv)
         block = take(line_in(counter))
 
 
@@ -179,7 +173,7 @@ def _project_blocks(kind, layer, step, hidden, num_threads):
 def project(kind, layer, step, hidden, num_threads):
     """qkv = product of the normed hidden states."""
     size, num_tokens = layer[0].hidden_size, step[0].num_tokens
-    if have_rows(num_tokens, num_threads):
+    if are_rows_taken(num_tokens, num_threads):
         _project_blocks(kind, layer, step, hidden, num_threads)
         return
     shares = _share(num_threads, num_tokens * size)
@@ -259,7 +253,7 @@ def _finish_blocks(kind, layer, step, hidden, num_rows, num_threads):
 def _finish_rows(kind, layer, step, hidden, num_rows, num_threads):
     if num_rows == 0:
         return
-    if have_rows(num_rows, num_threads):
+    if are_rows_taken(num_rows, num_threads):
         _finish_blocks(kind, layer, step, hidden, num_rows, num_threads)
         return
     size, width, normed = layer[0].hidden_size, layer[0].num_heads * layer[0].head_dim, step[0].normed

@@ -29,7 +29,7 @@ from kernels.cpu_matmul_panel import (
 )
 from kernels.cpu_matmul_tile import MOST_ROWS, PANEL, first_row, num_tiles_of
 from kernels.cpu_row import F32, VECTOR, line_in
-from kernels.cpu_share import BLOCK_ROWS, new_counter, panels_per_turn, plan_blocks, take
+from kernels.cpu_share import BLOCK_ROWS, are_rows_taken, new_counter, panels_per_turn, plan_blocks, take
 from kernels.cpu_vector import LANES
 from kernels.cpu_weight_formats import GROUP
 from kernels.cpu_weight_packing import PackedWeight
@@ -184,6 +184,12 @@ def _take_panels(counter, per_turn, out, x, lines, num_rows, weight, is_copied, 
 
 
 @jit
+def fit_the_cache(num_rows, num_inputs):
+    """Whether all of x stays in a second-level cache while panels pass by."""
+    return num_rows <= BLOCK_ROWS and num_rows * num_inputs <= BLOCK_ROWS * BLOCK_INPUTS
+
+
+@jit
 def _multiply_share(thread, num_threads, counter, out, x, lines, num_rows, weight):
     """One thread's part of a product whose threads have all rows of some panels each. `lines` of address 0: none yet.
 
@@ -193,7 +199,7 @@ def _multiply_share(thread, num_threads, counter, out, x, lines, num_rows, weigh
     first, last = num_panels * thread // num_threads, num_panels * (thread + 1) // num_threads
     is_copied = lines.rows == 0 and num_rows >= LINED_ROWS and last - first >= LINED_PANELS
     memory = np.empty(THREAD_BYTES + (_LINED_BYTES if is_copied else 0) + VECTOR, np.uint8)
-    if num_rows <= BLOCK_ROWS and num_rows * weight.in_features <= BLOCK_ROWS * BLOCK_INPUTS:
+    if fit_the_cache(num_rows, weight.in_features):
         per_turn = panels_per_turn(num_panels, num_threads)
         _take_panels(line_in(counter), per_turn, out, x, lines, num_rows, weight, is_copied, memory)
     else:
@@ -240,7 +246,7 @@ def multiply_parallel(
     counter = new_counter()
     # Rows are shared out where each thread then has a block of them: as many weights pass by, and each row of x is
     # copied by one thread alone.
-    if num_rows > BLOCK_ROWS * (num_threads - 1):
+    if are_rows_taken(num_rows, num_threads):
         bounds = plan_blocks(num_rows, num_threads)
         for _ in prange(num_threads):
             _multiply_taken_rows(
@@ -258,7 +264,7 @@ def multiply_parallel(
 def multiply_lined_parallel(
     out, lines, packed, weight_format, bias, num_rows, out_features, in_features, num_threads
 ):
-    """`multiply_parallel` for an x of whole lines that lies in lines, and at most BLOCK_ROWS rows for each thread."""
+    """`multiply_parallel` for an x of whole lines that lies in lines; threads have panels of all rows."""
     counter = new_counter()
     for thread in prange(num_threads):
         _multiply_lined_part(

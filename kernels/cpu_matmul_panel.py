@@ -48,7 +48,7 @@ class Tiles(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Addresses of a `PackedWeight`'s panels and of the bias, filled up to whole panels."""
+    """Addresses of packed panels and of the bias, filled up to whole panels; the format is a `PackedWeight`'s."""
 
     panels: int
     format: int

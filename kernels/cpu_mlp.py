@@ -18,6 +18,7 @@ from kernels.cpu_jit import jit
 from kernels.cpu_matmul import (
     BLOCK_INPUTS,
     THREAD_BYTES,
+    fit_the_cache,
     multiply_lined,
     multiply_lined_parallel,
 )
@@ -63,35 +64,42 @@ def _gate_pair(gated, x, tiles, weight, pair, following, memory):
 
 
 @jit
-def _gate_blocks(gated, x, num_rows, weight, memory, line_memory):
+def _gate_blocks(first, last, gated, x, num_rows, weight, memory, line_memory):
+    """The pairs first .. last - 1 of every row."""
     num_tiles, num_lines = num_tiles_of(num_rows), weight.in_features // LANES
     # As many rows at a time as stay in the second-level cache.
     at_once = max(_FEWEST_TILES, BLOCK_ROWS * BLOCK_INPUTS // (MOST_ROWS * weight.in_features))
     at_once = min(at_once, BLOCK_ROWS // MOST_ROWS)
-    num_pairs = num_panels_of(weight) // 2
     for low in range(0, num_tiles, at_once):
         tiles = Tiles(low, min(low + at_once, num_tiles), num_rows)
         lines = Lined(line_in(line_memory) - VECTOR * num_lines * first_row(low, num_rows), num_lines)
         line_up(lines, x, tiles)
-        for pair in range(num_pairs):
+        for pair in range(first, last):
             _gate_pair(gated, lines, tiles, weight, pair, pair + 1, line_in(memory))
+
+
+@jit
+def _line_bytes(num_rows, weight):
+    """Room for as many rows of x in lines as `_gate_blocks` has at a time."""
+    most = max(BLOCK_ROWS * BLOCK_INPUTS, _FEWEST_TILES * MOST_ROWS * weight.in_features)
+    return F32 * min(most, num_rows * weight.in_features) + VECTOR
 
 
 @jit
 def gate_rows(gated, x, num_rows, weight):
     """gated = silu(gate) * up of every row of x (`Strided`), by one thread; `gated` is `Lined`."""
-    most = max(BLOCK_ROWS * BLOCK_INPUTS, _FEWEST_TILES * MOST_ROWS * weight.in_features)
-    memory = np.empty(THREAD_BYTES + VECTOR, np.uint8)
-    line_memory = np.empty(F32 * min(most, num_rows * weight.in_features) + VECTOR, np.uint8)
-    _gate_blocks(gated, x, num_rows, weight, memory, line_memory)
+    memory, line_memory = (
+        np.empty(THREAD_BYTES + VECTOR, np.uint8),
+        np.empty(_line_bytes(num_rows, weight), np.uint8),
+    )
+    _gate_blocks(0, num_panels_of(weight) // 2, gated, x, num_rows, weight, memory, line_memory)
 
 
 @jit
 def _take_pairs(counter, num_threads, gated, x, num_rows, weight, memory, line_memory):
-    lines = Lined(line_in(line_memory), weight.in_features // LANES)
-    num_tiles, num_pairs = num_tiles_of(num_rows), num_panels_of(weight) // 2
-    line_up(lines, x, Tiles(0, num_tiles, num_rows))
-    at_once, per_turn = BLOCK_ROWS // MOST_ROWS, panels_per_turn(num_pairs, num_threads)
+    lines, num_pairs = Lined(line_in(line_memory), weight.in_features // LANES), num_panels_of(weight) // 2
+    tiles, per_turn = Tiles(0, num_tiles_of(num_rows), num_rows), panels_per_turn(num_pairs, num_threads)
+    line_up(lines, x, tiles)
     num_turns = (num_pairs + per_turn - 1) // per_turn
     turn = take(line_in(counter))
     while turn < num_turns:
@@ -99,34 +107,31 @@ def _take_pairs(counter, num_threads, gated, x, num_rows, weight, memory, line_m
         last = min((turn + 1) * per_turn, num_pairs)
         for pair in range(turn * per_turn, last):
             following = pair + 1 if pair + 1 < last else next_turn * per_turn
-            for low in range(0, num_tiles, at_once):
-                tiles = Tiles(low, min(low + at_once, num_tiles), num_rows)
-                _gate_pair(gated, lines, tiles, weight, pair, following, line_in(memory))
+            _gate_pair(gated, lines, tiles, weight, pair, following, line_in(memory))
         turn = next_turn
 
 
 @jit
-def _gate_part(counter, num_threads, layer, gated, x, num_rows):
-    weight = _gate_weight(layer)
-    memory = np.empty(THREAD_BYTES + VECTOR, np.uint8)
-    line_memory = np.empty(F32 * num_rows * weight.in_features + VECTOR, np.uint8)
-    _take_pairs(
-        counter,
-        num_threads,
-        _gated_lines(layer, gated),
-        _hidden_rows(layer, x),
-        num_rows,
-        weight,
-        memory,
-        line_memory,
+def _gate_part(thread, num_threads, counter, layer, gated, x, num_rows):
+    """One thread's part: pairs are taken as long as x stays in a second-level cache, else a share of them is fixed."""
+    weight, lines, rows = _gate_weight(layer), _gated_lines(layer, gated), _hidden_rows(layer, x)
+    memory, line_memory = (
+        np.empty(THREAD_BYTES + VECTOR, np.uint8),
+        np.empty(_line_bytes(num_rows, weight), np.uint8),
     )
+    if fit_the_cache(num_rows, weight.in_features):
+        _take_pairs(counter, num_threads, lines, rows, num_rows, weight, memory, line_memory)
+    else:
+        num_pairs = num_panels_of(weight) // 2
+        first, last = num_pairs * thread // num_threads, num_pairs * (thread + 1) // num_threads
+        _gate_blocks(first, last, lines, rows, num_rows, weight, memory, line_memory)
 
 
 @jit(parallel=True)
 def _gate_parallel(layer, gated, x, num_rows, num_threads):
     counter = new_counter()
-    for _ in prange(num_threads):
-        _gate_part(counter, num_threads, layer, gated, x, num_rows)
+    for thread in prange(num_threads):
+        _gate_part(thread, num_threads, counter, layer, gated, x, num_rows)
 
 
 @jit
@@ -157,7 +162,7 @@ def mlp_rows(layer, x, gated, num_rows):
 
 @jit
 def mlp_parallel(layer, x, gated, num_rows, num_threads):
-    """`mlp_rows` by all threads, each of which has all rows of some channels: at most BLOCK_ROWS for each thread."""
+    """`mlp_rows` by all threads, each of which has all rows of some channels."""
     size, inner = layer[0].hidden_size, layer[0].intermediate_size
     _gate_parallel(layer, gated, x, num_rows, num_threads)
     multiply_lined_parallel(

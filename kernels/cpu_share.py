@@ -20,7 +20,7 @@ from kernels.cpu_row import VECTOR
 BLOCK_ROWS = 140
 """Rows of a product that pass by together, at most: so many of x stay in the second-level cache."""
 FEWEST_ROWS = 2 * MOST_ROWS
-"""Blocks get no smaller where there is a choice: all weights pass by for each."""
+"""Blocks get no smaller: all weights pass by for each."""
 _TURNS = 8
 
 
@@ -42,19 +42,26 @@ def take(typing_context: Any, counter: Any) -> Any:
 
 
 @jit
+def are_rows_taken(num_rows, num_threads):
+    """Whether threads take blocks of rows, as many weights passing by for each as do for a thread's panels anyway."""
+    return num_rows > BLOCK_ROWS * (num_threads - 1)
+
+
+@jit
 def plan_blocks(num_rows, num_threads):
     """Bounds of blocks of rows, for threads that take one after another; ends with `num_rows`.
 
-    The blocks shrink towards the end, so that no thread is left alone with a large one, and are whole tiles.
+    The blocks shrink towards the end, so that no thread is left alone with a large one. Bounds are those of tiles.
     """
     bounds = np.empty(num_rows // FEWEST_ROWS + 2, np.int64)
     first, count = 0, 0
     while first < num_rows:
         bounds[count] = first
-        share = (num_rows - first + num_threads - 1) // num_threads
-        size = min(BLOCK_ROWS, max(FEWEST_ROWS, (share + MOST_ROWS - 1) // MOST_ROWS * MOST_ROWS))
-        left = num_rows - first - size
-        first = num_rows if left < FEWEST_ROWS and size + left <= BLOCK_ROWS else first + size
+        left = num_rows - first
+        size = min(BLOCK_ROWS, max(FEWEST_ROWS, left // num_threads // MOST_ROWS * MOST_ROWS))
+        if left < size + FEWEST_ROWS:  # what would be left is too small for a block
+            size = left if left <= BLOCK_ROWS else (left // 2 + MOST_ROWS - 1) // MOST_ROWS * MOST_ROWS
+        first += size
         count += 1
     bounds[count] = num_rows
     return bounds[: count + 1]

@@ -181,8 +181,29 @@ def test_threads_take_rows_or_channels(
 @with_every_product
 def test_more_inputs_than_the_cache_holds_for_a_block_of_rows(quantization: str | None) -> None:
     model = fused_model("llama", quantization, hidden_size=2688, intermediate_size=1600, head_dim=16)
-    for rows in ([1], [40], [90]):
+    for rows in ([1], [40], [90], [150]):
         assert_same(model, step(rows, rows))
+
+
+@with_every_product
+def test_threads_have_fixed_channels_of_rows_that_no_cache_holds(quantization: str | None) -> None:
+    """Many threads and rows: more than this machine may have, so the kernel is told how many there are."""
+    from kernels import cpu_int8_mlp, cpu_mlp
+
+    model = fused_model("llama", quantization, hidden_size=96, intermediate_size=224, head_dim=16)
+    layer = model.model.layers[0]
+    assert_same(model, step([5], [5]))  # so that it has been told of a step
+    record = layer.compiled._record
+    mlp = cpu_mlp if quantization is None else cpu_int8_mlp
+    x, num_rows = torch.randn(300, 96), 300
+    with torch.inference_mode():
+        expected = layer.source.mlp(x)
+    gated = torch.empty(num_rows * 224 + 16)
+    address = -(-gated.data_ptr() // 64) * 64
+    for num_threads in (1, 2, 5, 16):
+        rows = x.clone()
+        mlp.mlp_parallel(record, rows.data_ptr(), address, num_rows, num_threads)
+        assert torch.equal(rows, expected)
 
 
 @with_every_product

@@ -52,10 +52,10 @@ def test_blocks_cover_the_rows(num_rows: int, num_threads: int) -> None:
     assert (bounds[0], bounds[-1]) == (0, num_rows)
     assert (sizes > 0).all()
     assert (sizes <= BLOCK_ROWS).all()
-    assert (sizes[:-1] >= FEWEST_ROWS).all()
+    assert len(sizes) == 1 or (sizes >= FEWEST_ROWS).all()
     assert (bounds[:-1] % MOST_ROWS == 0).all()
-    # Nobody is left alone with much: the last block is no more than a thread's share of the rows, or the least.
-    assert num_threads == 1 or sizes[-1] <= max(2 * FEWEST_ROWS, -(-num_rows // num_threads) + MOST_ROWS)
+    if num_threads > 1 and len(sizes) > 1:  # nobody is left alone with much
+        assert sizes[-1] < 2 * FEWEST_ROWS
 
 
 @given(st.lists(st.integers(1, 10_000), max_size=300), st.integers(1, 64))

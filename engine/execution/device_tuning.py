@@ -52,14 +52,20 @@ def require_batch_invariance(device: torch.device, dtype: torch.dtype) -> None:
 def warm_up_cpu_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) -> None:
     """Compile the operators of a fused model, or load them from the disk, before the first step needs them."""
     from kernels import cpu, cpu_argmax
+    from kernels.compile_progress import report_compiling
 
     started = time.monotonic()
-    logger.info("preparing the CPU kernels (compiled once, about 30 s; then kept on disk)")
-    cpu.warm_up()
-    cpu_argmax.warm_up()
+    logger.info("preparing the CPU kernels (compiled on first use, 1 to 4 minutes in all; then kept on disk)")
     layer = next((part for part in module.modules() if isinstance(part, FusedDecoderLayer)), None)
-    if layer is not None:
-        layer.warm_up(shape.block_size, shape.dtype)
-    else:
-        cpu.warm_up_layers(num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size, shape.dtype)
+    with report_compiling(_log_compiling):
+        cpu.warm_up()
+        cpu_argmax.warm_up()
+        if layer is not None:
+            layer.warm_up(shape.block_size, shape.dtype)
+        else:
+            cpu.warm_up_layers(num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size, shape.dtype)
     logger.info("CPU kernels ready after %.1f s", time.monotonic() - started)
+
+
+def _log_compiling(count: int, seconds: float) -> None:
+    logger.info("compiling the CPU kernels: %d compiled after %.0f s", count, seconds)

@@ -20,7 +20,7 @@ def save_tiny_llama(directory: Path, *, max_position_embeddings: int = 256, std:
             LlamaConfig(
                 vocab_size=VOCAB_SIZE,
                 hidden_size=32,
-                intermediate_size=48,
+                intermediate_size=64,  # whole panels: layers are compiled where they can be
                 num_hidden_layers=2,
                 num_attention_heads=4,
                 num_key_value_heads=2,

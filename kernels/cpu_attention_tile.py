@@ -8,7 +8,6 @@ was cut into chunks.
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from kernels import cpu_vector as vector
 from kernels.cpu_attention_panels import PANEL_ROW, gather_keys, gather_scales, gather_values
@@ -19,8 +18,7 @@ from kernels.cpu_row import F32, LOG2_E, ONE, VECTOR, ZERO, cap_vector, fill, st
 
 KEYS = 4 * vector.LANES  # columns of a tile
 LINES = KEYS // vector.LANES  # of a row of scores
-# Where vectors are shorter and registers fewer, two rows fill them.
-TILE_ROWS = MOST_ROWS if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2
+TILE_ROWS = MOST_ROWS
 HIDDEN = np.float32(-1e30)  # a masked score; finite, so that two of them may be subtracted
 LOWEST = np.float32(-np.inf)
 

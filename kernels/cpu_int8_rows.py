@@ -11,7 +11,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels import grouped_int8
-from kernels.cpu_int8_tile import QUAD, ROW_BYTES, ROW_SCALE, ROW_START, ZERO_POINT
+from kernels.cpu_int8_tile import PRODUCTS, QUAD, ROW_BYTES, ZERO_POINT
 from kernels.cpu_jit import f32_pointer, jit
 from kernels.cpu_matmul_tile import first_row, num_tiles_of
 from kernels.cpu_row import F32, VECTOR, address_of
@@ -20,13 +20,21 @@ from kernels.grouped_int8 import GROUP, LIMIT
 from kernels.layer_cache import SMALLEST_PEAK
 
 _ir = cgutils.ir
-_I8, _I32, _F32 = _ir.IntType(8), _ir.IntType(32), _ir.FloatType()
-_I8X16, _I32X16 = _ir.VectorType(_I8, LANES), _ir.VectorType(_I32, LANES)
+_I32, _F32 = _ir.IntType(32), _ir.FloatType()
+_I32X16 = _ir.VectorType(_I32, LANES)
+_NUMBERS = _ir.VectorType(_ir.IntType(8 * PRODUCTS.number_bytes), LANES)
 _INFINITY_BITS = 0x7F800000
 
 
 def _constant(kind: Any, value: float) -> Any:
     return _ir.Constant(kind, [value] * LANES)
+
+
+def _narrowed(builder: Any, numbers: Any) -> Any:
+    """LANES integers as the tiles read them, quad by quad and part by part."""
+    order = [quad + i for quad in range(0, LANES, QUAD) for part in PRODUCTS.parts for i in part]
+    narrow = builder.trunc(numbers, _NUMBERS)
+    return builder.shuffle_vector(narrow, narrow, _ir.Constant(_I32X16, order))
 
 
 @intrinsic
@@ -57,11 +65,14 @@ def quantise_group(typing_context: Any, source: Any, target: Any) -> Any:
             scaled = builder.select(are_finite, builder.fmul(number, factors), _constant(F32X16, 0.0))
             whole = builder.fptosi(call(builder, "llvm.rint.v16f32", F32X16, [scaled]), _I32X16)
             total = builder.add(total, whole)
-            builder.store(builder.trunc(whole, _I8X16), pointer(target, LANES * index, _I8X16), align=QUAD)
+            distance = LANES * PRODUCTS.number_bytes * index
+            builder.store(_narrowed(builder, whole), pointer(target, distance, _NUMBERS), align=QUAD)
         scale = builder.select(is_finite, builder.fdiv(peak, _F32(LIMIT)), _F32(float("nan")))
-        builder.store(scale, pointer(target, ROW_SCALE, _F32), align=4)
+        builder.store(scale, pointer(target, PRODUCTS.row_scale, _F32), align=4)
         total = call(builder, "llvm.vector.reduce.add.v16i32", _I32, [total])
-        builder.store(builder.mul(total, _I32(-ZERO_POINT)), pointer(target, ROW_START, _I32), align=4)
+        builder.store(
+            builder.mul(total, _I32(-ZERO_POINT)), pointer(target, PRODUCTS.row_start, _I32), align=4
+        )
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate

@@ -1,57 +1,92 @@
 """Tiles of a product of 8-bit integers: some quantised rows times one panel, the sums in registers all the while.
 
 AVX-512 VNNI multiplies unsigned by signed bytes. Weights are the unsigned ones, 128 too large, which adds 128 times
-the sum of the row's group to every channel alike: sums start from that number with its sign turned.
+the sum of the row's group to every channel alike: sums start from that number with its sign turned. AVX2 can multiply
+bytes as well, but its sums of two products are cut off at 16 bits; words are multiplied there, and a row's numbers
+are kept as such.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels.cpu_jit import compiles_for, prefetch_line
-from kernels.cpu_matmul_tile import MOST_ROWS, PANEL, Body, by_height
+from kernels.cpu_matmul_tile import CUT, PANEL, Cut, by_height
 from kernels.cpu_row import F32, I32, VECTOR
 from kernels.cpu_vector import F32X16, LANES, call, emit_splat
 from kernels.grouped_int8 import GROUP
 
 ZERO_POINT = 128  # the byte of a weight of 0
-QUAD = 4  # inputs that one instruction adds up
+QUAD = 4  # inputs whose weights lie beside each other
 QUADS = GROUP // QUAD
 # A panel's part of a group: the weights, quad by quad and then channel by channel; then the channels' scales.
 WEIGHT_BYTES = PANEL * GROUP
 PANEL_BYTES = WEIGHT_BYTES + PANEL * F32
-# A row's part of a group: the numbers, their scale, and what the channels' sums start from. The parts of a tile's rows
-# lie beside each other, group by group: each number is then at a fixed distance from one address. Rows far apart would
-# take a register each for theirs, of which there are too few.
-ROW_SCALE, ROW_START = GROUP, GROUP + F32
-ROW_BYTES = GROUP + F32 + I32
 
 _ir = cgutils.ir
 _I32, _F32 = _ir.IntType(32), _ir.FloatType()
 _I32X16 = _ir.VectorType(_I32, LANES)
-_HALVES = (0, VECTOR)  # of a panel's channels, in bytes
-
-MultiplyQuads = Callable[[Any, Any, Any, Any], Any]
-"""multiply_quads(builder, sums, weights, numbers): emits sums + each lane's four unsigned times four signed bytes."""
+_I16X32 = _ir.VectorType(_ir.IntType(16), 2 * LANES)
 
 
-def has_byte_products() -> bool:
-    """Whether kernels are compiled for a CPU that multiplies bytes (AVX-512 VNNI); elsewhere they are slower."""
-    return compiles_for("avx512vnni")
+class Products(NamedTuple):
+    """How a CPU multiplies integers of 8 bits."""
+
+    parts: tuple[tuple[int, ...], ...]
+    """Which inputs of a quad are multiplied by one instruction, a row's numbers filling 32 bits."""
+    split: Callable[[Any, Any, int], Any]
+    """split(builder, weights, part): a part's weights, of quads [LANES] int32."""
+    multiply: Callable[[Any, Any, Any, Any], Any]
+    """multiply(builder, sums, weights, numbers): emits sums + a part's weights times its numbers, all of [LANES]."""
+
+    @property
+    def number_bytes(self) -> int:
+        return I32 // len(self.parts[0])
+
+    # A row's part of a group: the numbers, their scale, and what the channels' sums start from. The parts of a tile's
+    # rows lie beside each other, group by group: each number is then at a fixed distance from one address. Rows far
+    # apart would take a register each for theirs, of which there are too few.
+    @property
+    def row_scale(self) -> int:
+        return GROUP * self.number_bytes
+
+    @property
+    def row_start(self) -> int:
+        return self.row_scale + F32
+
+    @property
+    def row_bytes(self) -> int:
+        return self.row_start + I32
 
 
-def multiply_bytes(builder: Any, sums: Any, weights: Any, numbers: Any) -> Any:
-    """By VNNI."""
+def _byte_products(builder: Any, sums: Any, weights: Any, numbers: Any) -> Any:
     return call(builder, "llvm.x86.avx512.vpdpbusd.512", _I32X16, [sums, weights, numbers])
 
 
-def multiply_parts(builder: Any, sums: Any, weights: Any, numbers: Any) -> Any:
-    """The same on any CPU."""
+def _words_of(builder: Any, weights: Any, part: int) -> Any:
+    """The bytes 0 and 2 of every lane, or 1 and 3, as words."""
+    words = builder.bitcast(weights, _I16X32)
+    if part == 1:
+        return builder.lshr(words, _ir.Constant(_I16X32, [8] * 2 * LANES))
+    return builder.and_(words, _ir.Constant(_I16X32, [255] * 2 * LANES))
 
+
+def _word_products(builder: Any, sums: Any, weights: Any, numbers: Any) -> Any:
+    numbers, halves = builder.bitcast(numbers, _I16X32), []
+    half_sums = _ir.VectorType(_I32, LANES // 2)
+    for first in (0, LANES):
+        lanes = _ir.Constant(_I32X16, list(range(first, first + LANES)))
+        operands = [builder.shuffle_vector(operand, operand, lanes) for operand in (weights, numbers)]
+        halves.append(call(builder, "llvm.x86.avx2.pmadd.wd", half_sums, operands))
+    both = builder.shuffle_vector(*halves, _ir.Constant(_I32X16, list(range(LANES))))
+    return builder.add(sums, both)
+
+
+def _shifted_products(builder: Any, sums: Any, weights: Any, numbers: Any) -> Any:
     def bits(count: int) -> Any:
         return _ir.Constant(_I32X16, [count] * LANES)
 
@@ -62,55 +97,98 @@ def multiply_parts(builder: Any, sums: Any, weights: Any, numbers: Any) -> Any:
     return sums
 
 
-def _body(multiply_quads: MultiplyQuads) -> Body:
-    def emit(builder: Any, num_rows: int, arguments: list[Any]) -> None:
-        sums, rows, panel, num_groups, ahead, ahead_step = arguments
-        int64 = sums.type
+def _whole(builder: Any, weights: Any, part: int) -> Any:
+    return weights
 
-        def load(kind: Any, address: Any, distance: int = 0) -> Any:
-            at = builder.inttoptr(builder.add(address, int64(distance)), kind.as_pointer())
-            return builder.load(at, align=4)
 
-        distances = [ROW_BYTES * row for row in range(num_rows)]
-        totals = [[cgutils.alloca_once(builder, _I32X16) for _ in _HALVES] for _ in distances]
-        with cgutils.for_range(builder, num_groups, intp=int64) as groups:
-            parts = builder.add(rows, builder.mul(groups.index, int64(num_rows * ROW_BYTES)))
-            weights = builder.add(panel, builder.mul(groups.index, int64(PANEL_BYTES)))
+BYTES = Products(((0, 1, 2, 3),), _whole, _byte_products)  # AVX-512 VNNI
+WORDS = Products(((0, 2), (1, 3)), _words_of, _word_products)  # AVX2
+SHIFTED = Products(((0, 1, 2, 3),), _whole, _shifted_products)  # any CPU
+
+
+def has_byte_products() -> bool:
+    """Whether kernels are compiled for a CPU that multiplies bytes (AVX-512 VNNI); elsewhere they are slower."""
+    return compiles_for("avx512vnni")
+
+
+PRODUCTS = BYTES if has_byte_products() else WORDS if compiles_for("avx2") else SHIFTED
+
+ROW_BYTES = PRODUCTS.row_bytes
+
+
+class _Tile:
+    """Emits a tile of some height, one of the passes of a panel's halves after the other."""
+
+    def __init__(self, products: Products, builder: Any, num_rows: int, arguments: list[Any]) -> None:
+        self._products, self._builder = products, builder
+        self._sums, self._rows, self._panel, self._num_groups, self._ahead, self._ahead_step = arguments
+        self._distances = [products.row_bytes * row for row in range(num_rows)]
+
+    def emit(self, halves: range) -> None:
+        builder, int64 = self._builder, self._sums.type
+        totals = [[cgutils.alloca_once(builder, _I32X16) for _ in halves] for _ in self._distances]
+        with cgutils.for_range(builder, self._num_groups, intp=int64) as groups:
+            group_bytes = len(self._distances) * self._products.row_bytes
+            rows = builder.add(self._rows, builder.mul(groups.index, int64(group_bytes)))
+            weights = builder.add(self._panel, builder.mul(groups.index, int64(PANEL_BYTES)))
             first_quad = builder.mul(groups.index, int64(QUADS))
-            for distance, row_totals in zip(distances, totals, strict=True):
+            for distance, row_totals in zip(self._distances, totals, strict=True):
+                start = self._load(_I32, rows, distance + self._products.row_start)
                 for total in row_totals:
-                    builder.store(emit_splat(builder, load(_I32, parts, distance + ROW_START)), total)
-            with cgutils.for_range(builder, int64(QUADS), intp=int64) as quads:
-                quad = builder.add(weights, builder.mul(quads.index, int64(PANEL * QUAD)))
-                vectors = [load(_I32X16, quad, half) for half in _HALVES]
-                index = builder.add(first_quad, quads.index)
-                prefetch_line(builder, builder.add(ahead, builder.mul(index, ahead_step)))
-                numbers = builder.add(parts, builder.mul(quads.index, int64(QUAD)))
-                for distance, row_totals in zip(distances, totals, strict=True):
-                    number = emit_splat(builder, load(_I32, numbers, distance))
-                    for weight, total in zip(vectors, row_totals, strict=True):
-                        builder.store(multiply_quads(builder, builder.load(total), weight, number), total)
-            scales = [load(F32X16, weights, WEIGHT_BYTES + half) for half in _HALVES]
-            for row, (distance, row_totals) in enumerate(zip(distances, totals, strict=True)):
-                row_scale = emit_splat(builder, load(_F32, parts, distance + ROW_SCALE))
-                for half, scale, total in zip(_HALVES, scales, row_totals, strict=True):
-                    target = builder.add(sums, int64(row * PANEL * F32 + half))
-                    operands = [
-                        builder.sitofp(builder.load(total), F32X16),
-                        builder.fmul(scale, row_scale),
-                        load(F32X16, target),
-                    ]
-                    added = call(builder, "llvm.fma.v16f32", F32X16, operands)
-                    builder.store(added, builder.inttoptr(target, F32X16.as_pointer()), align=4)
+                    builder.store(emit_splat(builder, start), total)
+            # One part after the other: with the weights of several at hand, sums would spill.
+            for part in range(len(self._products.parts)):
+                with cgutils.for_range(builder, int64(QUADS), intp=int64) as quads:
+                    if part == halves[0] == 0:
+                        index = builder.add(first_quad, quads.index)
+                        prefetch_line(builder, builder.add(self._ahead, builder.mul(index, self._ahead_step)))
+                    self._add_quad(quads.index, part, rows, weights, halves, totals)
+            self._add_to_sums(rows, weights, halves, totals)
 
-    return emit
+    def _load(self, kind: Any, address: Any, distance: int = 0) -> Any:
+        builder = self._builder
+        at = builder.inttoptr(builder.add(address, address.type(distance)), kind.as_pointer())
+        return builder.load(at, align=4)
+
+    def _add_quad(
+        self, index: Any, part: int, rows: Any, weights: Any, halves: range, totals: list[list[Any]]
+    ) -> None:
+        builder, products = self._builder, self._products
+        quad = builder.add(weights, builder.mul(index, index.type(PANEL * QUAD)))
+        vectors = [products.split(builder, self._load(_I32X16, quad, VECTOR * half), part) for half in halves]
+        numbers = builder.add(rows, builder.mul(index, index.type(QUAD * products.number_bytes)))
+        for distance, row_totals in zip(self._distances, totals, strict=True):
+            number = emit_splat(builder, self._load(_I32, numbers, distance + I32 * part))
+            for vector, total in zip(vectors, row_totals, strict=True):
+                builder.store(products.multiply(builder, builder.load(total), vector, number), total)
+
+    def _add_to_sums(self, rows: Any, weights: Any, halves: range, totals: list[list[Any]]) -> None:
+        builder = self._builder
+        scales = [self._load(F32X16, weights, WEIGHT_BYTES + VECTOR * half) for half in halves]
+        for row, (distance, row_totals) in enumerate(zip(self._distances, totals, strict=True)):
+            row_scale = self._load(_F32, rows, distance + self._products.row_scale)
+            for half, scale, total in zip(halves, scales, row_totals, strict=True):
+                distance_out = row * PANEL * F32 + VECTOR * half
+                operands = [
+                    builder.sitofp(builder.load(total), F32X16),
+                    builder.fmul(scale, emit_splat(builder, row_scale)),
+                    self._load(F32X16, self._sums, distance_out),
+                ]
+                added = call(builder, "llvm.fma.v16f32", F32X16, operands)
+                target = builder.add(self._sums, self._sums.type(distance_out))
+                builder.store(added, builder.inttoptr(target, F32X16.as_pointer()), align=4)
 
 
-def make_tile(multiply_quads: MultiplyQuads, heights: range = range(1, MOST_ROWS + 1)) -> Any:
-    """An intrinsic: sums[r, 0..PANEL) += rows[r] @ panel for a tile of as many rows as `heights` allows.
+def make_tile(products: Products, cut: Cut) -> Any:
+    """An intrinsic: sums[r, 0..PANEL) += rows[r] @ panel for 1 to `cut.most_rows` rows.
 
     With every quad of inputs it asks for the cache line at `ahead`, `ahead_step` bytes further each time.
     """
+
+    def body(builder: Any, num_rows: int, arguments: list[Any]) -> None:
+        tile = _Tile(products, builder, num_rows, arguments)
+        for halves in cut.passes():
+            tile.emit(halves)
 
     def tile(
         typing_context: Any,
@@ -122,9 +200,9 @@ def make_tile(multiply_quads: MultiplyQuads, heights: range = range(1, MOST_ROWS
         ahead: Any,
         ahead_step: Any,
     ) -> Any:
-        return by_height(heights, 7, _body(multiply_quads))
+        return by_height(range(1, cut.most_rows + 1), 7, body)
 
     return intrinsic(tile)
 
 
-multiply_tile = make_tile(multiply_bytes if has_byte_products() else multiply_parts)
+multiply_tile = make_tile(PRODUCTS, CUT)

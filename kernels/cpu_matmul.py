@@ -45,8 +45,8 @@ _LINED_BYTES = F32 * BLOCK_ROWS * (BLOCK_INPUTS + GROUP)
 
 
 def is_supported() -> bool:
-    """Whether this CPU has the registers that the tiles are cut for."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and compiles_for("avx512f")
+    """Whether this CPU has the registers that the tiles are cut for: those of AVX-512, or of AVX2."""
+    return compiles_for("avx512f") or (compiles_for("avx2") and compiles_for("fma"))
 
 
 def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor) -> torch.Tensor:

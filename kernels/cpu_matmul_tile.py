@@ -14,15 +14,30 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_jit import jit, prefetch_line
+from kernels.cpu_jit import compiles_for, jit, prefetch_line
 from kernels.cpu_row import F32, VECTOR
 from kernels.cpu_vector import F32X16, LANES, call, emit_splat
 
 PANEL = 2 * LANES  # output channels
-MOST_ROWS = 14  # 28 sums, 2 vectors of weights and a number of x fill the 32 registers of AVX-512
+
+
+class Cut(NamedTuple):
+    """How tiles are cut for a CPU's registers: at most so many rows, and so many halves of a panel at a time."""
+
+    most_rows: int
+    halves: int
+
+    def passes(self) -> list[range]:
+        """The halves of a panel by the time that they pass by."""
+        return [range(first, first + self.halves) for first in range(0, 2, self.halves)]
+
+
+WIDE = Cut(14, 2)  # 28 sums, 2 vectors of weights and a number of x fill the 32 registers of AVX-512
+NARROW = Cut(6, 1)  # 6 sums and a vector of weights, two registers each, and a number of x: 15 of AVX2's 16
+CUT = WIDE if compiles_for("avx512f") else NARROW
+MOST_ROWS = CUT.most_rows
 
 _ir = cgutils.ir
-_HALVES = (0, VECTOR)  # of a panel's row, in bytes
 
 Body = Callable[[Any, int, list[Any]], None]
 """body(builder, num_rows, the intrinsic's arguments after the number of rows): emits a tile of that height."""
@@ -46,14 +61,17 @@ def _rows_from(builder: Any, first: Any, stride: Any, num_rows: int) -> list[Any
     return [builder.add(first, builder.mul(stride, first.type(row))) for row in range(num_rows)]
 
 
-def _add_input(builder: Any, weights: Any, ahead: Any, numbers: list[Any], sums: list[list[Any]]) -> None:
-    """sums[r] += numbers[r] * weights, all but the sums being addresses: one input, PANEL channels."""
-    halves = [_load(builder, builder.add(weights, weights.type(half))) for half in _HALVES]
-    prefetch_line(builder, ahead)
+def _add_input(
+    builder: Any, weights: Any, halves: range, ahead: Any, numbers: list[Any], sums: list[list[Any]]
+) -> None:
+    """sums[r] += numbers[r] * weights, all but the sums being addresses: one input, these halves of a panel."""
+    vectors = [_load(builder, builder.add(weights, weights.type(VECTOR * half))) for half in halves]
+    if halves[0] == 0:
+        prefetch_line(builder, ahead)
     for number, totals in zip(numbers, sums, strict=True):
         factor = _broadcast(builder, number)
-        for half, total in zip(halves, totals, strict=True):
-            operands = [factor, half, builder.load(total)]
+        for vector, total in zip(vectors, totals, strict=True):
+            operands = [factor, vector, builder.load(total)]
             builder.store(call(builder, "llvm.fma.v16f32", F32X16, operands), total)
 
 
@@ -66,12 +84,17 @@ class _Rows(NamedTuple):
 
 
 @contextmanager
-def _summed(builder: Any, num_rows: int, out: _Rows, start: _Rows) -> Iterator[list[list[Any]]]:
-    """Sums that begin as `start` says and end in `out`."""
+def _summed(
+    builder: Any, num_rows: int, halves: range, out: _Rows, start: _Rows
+) -> Iterator[list[list[Any]]]:
+    """Sums of these halves of a panel that begin as `start` says and end in `out`."""
 
     def addresses(rows: _Rows) -> list[list[Any]]:
         firsts = _rows_from(builder, rows.first, rows.stride, num_rows)
-        return [[first, builder.add(first, rows.half)] for first in firsts]
+        return [
+            [builder.add(first, builder.mul(rows.half, rows.half.type(half))) for half in halves]
+            for first in firsts
+        ]
 
     sums = [
         [cgutils.alloca_once_value(builder, _load(builder, address)) for address in row]
@@ -102,36 +125,47 @@ def by_height(heights: range, num_arguments: int, body: Body) -> Any:
     return types.void(*[types.int64] * num_arguments), generate
 
 
-def _strided_body(builder: Any, num_rows: int, arguments: list[Any]) -> None:
-    out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, ahead_step = arguments
-    int64 = out.type
-    rows, half = _rows_from(builder, x, x_stride, num_rows), int64(VECTOR)
-    with (
-        _summed(builder, num_rows, _Rows(out, out_stride, half), _Rows(start, start_stride, half)) as sums,
-        cgutils.for_range(builder, depth, intp=int64) as loop,
-    ):
-        distance = builder.mul(loop.index, int64(F32))
-        weights = builder.add(panel, builder.mul(loop.index, int64(F32 * PANEL)))
-        line = builder.add(ahead, builder.mul(loop.index, ahead_step))
-        _add_input(builder, weights, line, [builder.add(row, distance) for row in rows], sums)
+def _strided_body(cut: Cut) -> Body:
+    def emit(builder: Any, num_rows: int, arguments: list[Any]) -> None:
+        out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, ahead_step = arguments
+        int64 = out.type
+        rows, half = _rows_from(builder, x, x_stride, num_rows), int64(VECTOR)
+        to, origin = _Rows(out, out_stride, half), _Rows(start, start_stride, half)
+        for halves in cut.passes():
+            with (
+                _summed(builder, num_rows, halves, to, origin) as sums,
+                cgutils.for_range(builder, depth, intp=int64) as loop,
+            ):
+                distance = builder.mul(loop.index, int64(F32))
+                weights = builder.add(panel, builder.mul(loop.index, int64(F32 * PANEL)))
+                line = builder.add(ahead, builder.mul(loop.index, ahead_step))
+                numbers = [builder.add(row, distance) for row in rows]
+                _add_input(builder, weights, halves, line, numbers, sums)
+
+    return emit
 
 
-def _lined_body(builder: Any, num_rows: int, arguments: list[Any]) -> None:
-    x, panel, num_lines, ahead, ahead_step = arguments[6:]
-    int64 = x.type
-    with (
-        _summed(builder, num_rows, _Rows(*arguments[:3]), _Rows(*arguments[3:6])) as sums,
-        cgutils.for_range(builder, num_lines, intp=int64) as line,
-    ):
-        lines = builder.add(x, builder.mul(line.index, int64(num_rows * VECTOR)))
-        first = builder.mul(line.index, int64(LANES))
-        with cgutils.for_range(builder, int64(LANES), intp=int64) as loop:
-            number = builder.add(lines, builder.mul(loop.index, int64(F32)))
-            index = builder.add(first, loop.index)
-            weights = builder.add(panel, builder.mul(index, int64(F32 * PANEL)))
-            next_line = builder.add(ahead, builder.mul(index, ahead_step))
-            numbers = [builder.add(number, int64(row * VECTOR)) for row in range(num_rows)]
-            _add_input(builder, weights, next_line, numbers, sums)
+def _lined_body(cut: Cut) -> Body:
+    def emit(builder: Any, num_rows: int, arguments: list[Any]) -> None:
+        x, panel, num_lines, ahead, ahead_step = arguments[6:]
+        int64 = x.type
+        to, origin = _Rows(*arguments[:3]), _Rows(*arguments[3:6])
+        for halves in cut.passes():
+            with (
+                _summed(builder, num_rows, halves, to, origin) as sums,
+                cgutils.for_range(builder, num_lines, intp=int64) as line,
+            ):
+                lines = builder.add(x, builder.mul(line.index, int64(num_rows * VECTOR)))
+                first = builder.mul(line.index, int64(LANES))
+                with cgutils.for_range(builder, int64(LANES), intp=int64) as loop:
+                    number = builder.add(lines, builder.mul(loop.index, int64(F32)))
+                    index = builder.add(first, loop.index)
+                    weights = builder.add(panel, builder.mul(index, int64(F32 * PANEL)))
+                    next_line = builder.add(ahead, builder.mul(index, ahead_step))
+                    numbers = [builder.add(number, int64(row * VECTOR)) for row in range(num_rows)]
+                    _add_input(builder, weights, halves, next_line, numbers, sums)
+
+    return emit
 
 
 @jit
@@ -145,48 +179,57 @@ def first_row(tile, num_rows):
     return num_rows * tile // num_tiles_of(num_rows)
 
 
-@intrinsic
-def multiply_tile(
-    typing_context: Any,
-    num_rows: Any,
-    out: Any,
-    out_stride: Any,
-    x: Any,
-    x_stride: Any,
-    panel: Any,
-    start: Any,
-    start_stride: Any,
-    depth: Any,
-    ahead: Any,
-    ahead_step: Any,
-) -> Any:
-    """out[r, 0..PANEL) = start[r] + x[r] @ panel for 1 to MOST_ROWS rows over `depth` inputs; strides in bytes.
+def make_tile(cut: Cut) -> Any:
+    """An intrinsic: out[r, 0..PANEL) = start[r] + x[r] @ panel for 1 to `cut.most_rows` rows over `depth` inputs.
 
-    With every input it asks for the cache line at `ahead`, `ahead_step` bytes further each time.
+    Strides are in bytes. With every input it asks for the cache line at `ahead`, `ahead_step` bytes further each time.
     """
-    return by_height(range(1, MOST_ROWS + 1), 11, _strided_body)
+
+    def tile(
+        typing_context: Any,
+        num_rows: Any,
+        out: Any,
+        out_stride: Any,
+        x: Any,
+        x_stride: Any,
+        panel: Any,
+        start: Any,
+        start_stride: Any,
+        depth: Any,
+        ahead: Any,
+        ahead_step: Any,
+    ) -> Any:
+        return by_height(range(1, cut.most_rows + 1), 11, _strided_body(cut))
+
+    return intrinsic(tile)
 
 
-@intrinsic
-def multiply_lined_tile(
-    typing_context: Any,
-    num_rows: Any,
-    out: Any,
-    out_stride: Any,
-    out_half: Any,
-    start: Any,
-    start_stride: Any,
-    start_half: Any,
-    x: Any,
-    panel: Any,
-    num_lines: Any,
-    ahead: Any,
-    ahead_step: Any,
-) -> Any:
-    """`multiply_tile` for x as [num_lines, num_rows, LANES]: one cache line of each row, then the next of each.
+def make_lined_tile(cut: Cut) -> Any:
+    """`make_tile` for x as [num_lines, num_rows, LANES]: one cache line of each row, then the next of each.
 
     x is then one stream, and every number of it lies at a fixed distance from one address: rows far apart take a
     register each for their addresses, of which there are too few, and may fall on the same lines of the cache. The two
     halves of a row of `out` lie `out_half` bytes apart, so that a result may be such an x; those of `start` likewise.
     """
-    return by_height(range(1, MOST_ROWS + 1), 12, _lined_body)
+
+    def tile(
+        typing_context: Any,
+        num_rows: Any,
+        out: Any,
+        out_stride: Any,
+        out_half: Any,
+        start: Any,
+        start_stride: Any,
+        start_half: Any,
+        x: Any,
+        panel: Any,
+        num_lines: Any,
+        ahead: Any,
+        ahead_step: Any,
+    ) -> Any:
+        return by_height(range(1, cut.most_rows + 1), 12, _lined_body(cut))
+
+    return intrinsic(tile)
+
+
+multiply_tile, multiply_lined_tile = make_tile(CUT), make_lined_tile(CUT)

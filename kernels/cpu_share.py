@@ -17,9 +17,10 @@ from kernels.cpu_jit import jit
 from kernels.cpu_matmul_tile import MOST_ROWS
 from kernels.cpu_row import VECTOR
 
-BLOCK_ROWS = 140
+# Both are whole tiles.
+BLOCK_ROWS = 140 // MOST_ROWS * MOST_ROWS
 """Rows of a product that pass by together, at most: so many of x stay in the second-level cache."""
-FEWEST_ROWS = 2 * MOST_ROWS
+FEWEST_ROWS = -(-28 // MOST_ROWS) * MOST_ROWS
 """Blocks get no smaller: all weights pass by for each."""
 _TURNS = 8
 

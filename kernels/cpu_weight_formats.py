@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_jit import jit
+from kernels.cpu_jit import compiles_for, jit
 from kernels.cpu_matmul_tile import PANEL
 from kernels.cpu_row import F32, VECTOR
 from kernels.cpu_vector import F32X16, LANES, call
@@ -99,8 +99,15 @@ def _emit_byte_group(builder: Any, source: Any, target: Any) -> None:
             _store(builder, builder.fmul(numbers, scales), target, i * ROW + half * VECTOR)
 
 
+def _emit_lowest_nibbles(builder: Any, words: Any) -> Any:
+    """The lowest four bits of each lane as fp32."""
+    if compiles_for("avx512f"):  # the instruction looks at those alone: cheaper than to mask and convert
+        table = _ir.Constant(F32X16, [float(number) for number in range(16)])
+        return call(builder, "llvm.x86.avx512.permvar.sf.512", F32X16, [table, words])
+    return builder.sitofp(builder.and_(words, _splat(15)), F32X16)
+
+
 def _emit_nibble_group(builder: Any, source: Any, target: Any) -> None:
-    table = _ir.Constant(F32X16, [float(number) for number in range(16)])
     for half in range(2):
         scales = builder.load(_at(builder, source, NIBBLE_CODES + half * VECTOR, F32X16), align=4)
         offsets = builder.load(_at(builder, source, NIBBLE_CODES + ROW + half * VECTOR, F32X16), align=4)
@@ -108,9 +115,7 @@ def _emit_nibble_group(builder: Any, source: Any, target: Any) -> None:
             at = (half * GROUP // WORD_INPUTS + v) * VECTOR
             words = builder.load(_at(builder, source, at, _I32X16), align=4)
             for k in range(WORD_INPUTS):
-                # The instruction looks at the lowest four bits of each lane: cheaper than to mask and convert.
-                index = builder.lshr(words, _splat(4 * k))
-                numbers = call(builder, "llvm.x86.avx512.permvar.sf.512", F32X16, [table, index])
+                numbers = _emit_lowest_nibbles(builder, builder.lshr(words, _splat(4 * k)))
                 weights = call(builder, "llvm.fma.v16f32", F32X16, [numbers, scales, offsets])
                 _store(builder, weights, target, (WORD_INPUTS * v + k) * ROW + half * VECTOR)
 

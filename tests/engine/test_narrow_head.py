@@ -26,7 +26,7 @@ from tests.engine.families.native_cases import NATIVE_CASES, write_llama
 from tests.engine.families.tiny import VOCAB_SIZE
 
 SIZE = 200
-needs_own_kernel = pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX-512")
+needs_own_kernel = pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX2 and AVX-512")
 
 
 def int8_head(out_features: int = SIZE, in_features: int = 19) -> Int8Linear:

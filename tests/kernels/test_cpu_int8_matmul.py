@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numba
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import cpu_int8_matmul, cpu_int8_tile, grouped_int8
+from kernels import cpu_int8_matmul, grouped_int8
 from kernels.cpu_int8_rows import quantised
-from kernels.cpu_jit import jit
-from kernels.cpu_matmul_tile import PANEL
+from kernels.cpu_int8_tile import BYTES, PRODUCTS, QUAD, SHIFTED, WORDS, ZERO_POINT, Products, make_tile
+from kernels.cpu_jit import compiles_for
+from kernels.cpu_matmul_tile import NARROW, PANEL, WIDE, Cut
 from kernels.grouped_int8 import GROUP
 
-portable_tile = cpu_int8_tile.make_tile(cpu_int8_tile.multiply_parts, range(3, 4))
-fast_tile = cpu_int8_tile.make_tile(cpu_int8_tile.multiply_bytes, range(3, 4))
-
-
-@jit
-def _run_portable(sums, rows, panel, num_groups):
-    portable_tile(3, sums, rows, panel, num_groups, panel, 0)
-
-
-@jit
-def _run_fast(sums, rows, panel, num_groups):
-    fast_tile(3, sums, rows, panel, num_groups, panel, 0)
+NUM_ROWS = 3
 
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -164,16 +157,49 @@ def test_weights_take_little_more_than_a_byte_each():
     assert packed.nbytes <= 960 * 576 * 1.13
 
 
-@pytest.mark.skipif(not cpu_int8_tile.has_byte_products(), reason="compares with AVX-512 VNNI")
-def test_a_cpu_without_byte_products_computes_the_same():
-    torch.manual_seed(42)
+def rows_for(products: Products, x: torch.Tensor) -> torch.Tensor:
+    """A tile's quantised rows as `make_tile(products, ...)` reads them: [num_groups, num_rows, bytes]."""
+    numbers, scales = grouped_int8.quantise(x)  # [num_rows, num_groups, GROUP], [num_rows, num_groups]
+    order = [quad + i for quad in range(0, GROUP, QUAD) for part in products.parts for i in part]
+    dtype = torch.int8 if products.number_bytes == 1 else torch.int16
+    starts = -ZERO_POINT * numbers.sum(dim=2, dtype=torch.int32)
+    fields = numbers[..., order].to(dtype), scales[..., None], starts[..., None]
+    rows = torch.cat([field.contiguous().view(torch.uint8) for field in fields], dim=2)
+    assert rows.shape[2] == products.row_bytes
+    return rows.transpose(0, 1).contiguous()
+
+
+def runner(products: Products, cut: Cut) -> Any:
+    tile = make_tile(products, cut)
+
+    @numba.njit
+    def run(sums, rows, panel, num_groups):
+        tile(NUM_ROWS, sums, rows, panel, num_groups, panel, 0)
+
+    return run
+
+
+def test_rows_are_quantised_as_the_tiles_read_them():
+    x = activations(NUM_ROWS, 5 * GROUP)
+    assert torch.equal(quantised(x), rows_for(PRODUCTS, x).flatten())
+
+
+@pytest.mark.parametrize(
+    ("products", "feature"),
+    [(SHIFTED, "sse2"), (WORDS, "avx2"), (BYTES, "avx512vnni")],
+    ids=["any", "avx2", "vnni"],
+)
+@pytest.mark.parametrize("cut", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_every_cpu_computes_the_same(products, feature, cut):
+    if not compiles_for(feature):
+        pytest.skip(f"needs {feature}")
     num_groups = 5
-    _, packed, _ = make(num_groups * GROUP, PANEL)
-    rows = quantised(activations(3, num_groups * GROUP))
-    results = []
-    for run in (_run_portable, _run_fast):
-        sums = torch.ones(3, PANEL)
-        run(sums.data_ptr(), rows.data_ptr(), packed.data_ptr(), num_groups)
-        results.append(sums)
-    assert_same_bits(*results)
-    assert (results[0] != 1.0).all()
+    weight, packed, _ = make(num_groups * GROUP, PANEL)
+    x = activations(NUM_ROWS, num_groups * GROUP)
+    x[0, :GROUP], weight[:, :GROUP] = 3.0, -2.0  # the largest numbers, all of one sign
+    packed = cpu_int8_matmul.pack(weight)
+    sums = torch.zeros(NUM_ROWS, PANEL)
+    rows = rows_for(products, x)
+    runner(products, cut)(sums.data_ptr(), rows.data_ptr(), packed.data_ptr(), num_groups)
+    numbers, scales = grouped_int8.quantise(weight)
+    assert_same_bits(sums, grouped_int8.multiply(x, numbers, scales, None))

@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
+import numba
 import pytest
 import torch
 
-from kernels import cpu_matmul, cpu_matmul_tile
+from kernels import cpu_matmul
+from kernels.cpu_matmul_tile import NARROW, PANEL, WIDE, Cut, make_lined_tile, make_tile
+from kernels.cpu_row import F32, VECTOR
+from kernels.cpu_vector import LANES
 from kernels.cpu_weight_packing import PackedWeight, pack
 
 pytestmark = [
-    pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX-512"),
+    pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX2 and AVX-512"),
     pytest.mark.usefixtures("two_threads"),
 ]
 
@@ -25,7 +30,7 @@ def make(in_features: int, out_features: int) -> tuple[torch.Tensor, PackedWeigh
     torch.manual_seed(42)
     weight = torch.randn(out_features, in_features) * in_features**-0.5
     packed = pack(weight)
-    bias = torch.full((len(packed.panels) * cpu_matmul_tile.PANEL,), torch.nan)
+    bias = torch.full((len(packed.panels) * PANEL,), torch.nan)
     bias[:out_features] = torch.randn(out_features)
     return weight, packed, bias
 
@@ -50,7 +55,7 @@ def test_no_rows():
 
 
 def test_a_row_depends_neither_on_its_neighbours_nor_on_the_threads():
-    out_features = 2 * cpu_matmul.LINED_PANELS * cpu_matmul_tile.PANEL + 8  # in lines, for two threads too
+    out_features = 2 * cpu_matmul.LINED_PANELS * PANEL + 8  # in lines, for two threads too
     _, packed, bias = make(790, out_features)
     x = torch.randn(300, 790)
     whole = cpu_matmul.multiply(x, packed, bias)
@@ -72,6 +77,43 @@ def test_nan_and_infinity_stay_in_their_row():
     assert not out[17].isfinite().any()
     others = [row for row in range(20) if row not in (3, 17)]
     assert torch.equal(out[others], clean[others])
+
+
+def tile_runners(cut: Cut) -> tuple[Any, Any]:
+    tile, lined_tile = make_tile(cut), make_lined_tile(cut)
+
+    @numba.njit
+    def run(num_rows, out, x, panel, start, depth):
+        tile(num_rows, out, F32 * PANEL, x, F32 * depth, panel, start, F32 * PANEL, depth, panel, 0)
+
+    @numba.njit
+    def run_lined(num_rows, out, x, panel, start, depth):
+        lined_tile(
+            num_rows, out, F32 * PANEL, VECTOR, start, F32 * PANEL, VECTOR, x, panel, depth // LANES, panel, 0
+        )
+
+    return run, run_lined
+
+
+@pytest.fixture(scope="module")
+def runners():
+    return tile_runners(NARROW), tile_runners(WIDE)
+
+
+@pytest.mark.parametrize("num_rows", range(1, NARROW.most_rows + 1))
+def test_tiles_agree_however_they_are_cut(runners, num_rows):
+    torch.manual_seed(num_rows)
+    depth = 3 * LANES
+    x, panel, start = torch.randn(num_rows, depth), torch.randn(depth, PANEL), torch.randn(num_rows, PANEL)
+    lines = x.view(num_rows, -1, LANES).transpose(0, 1).contiguous()
+    results = []
+    for run, run_lined in runners:
+        for runner, rows in ((run, x), (run_lined, lines)):
+            out = torch.full((num_rows, PANEL), torch.nan)
+            runner(num_rows, out.data_ptr(), rows.data_ptr(), panel.data_ptr(), start.data_ptr(), depth)
+            results.append(out)
+    torch.testing.assert_close(results[0], start + x @ panel)
+    assert all(torch.equal(out, results[0]) for out in results)
 
 
 TALL_PRODUCTS = """

@@ -15,7 +15,7 @@ from kernels.cpu_weight_formats import BFLOAT16, BYTES, FLOAT16, FLOAT32, GROUP,
 from kernels.cpu_weight_packing import PackedWeight, pack, pack_merged
 
 pytestmark = [
-    pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX-512"),
+    pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX2 and AVX-512"),
     pytest.mark.usefixtures("two_threads"),
 ]
 

@@ -36,7 +36,7 @@ class Switch:
         self._compiled = [layer for layer in self._layers if isinstance(layer, FusedDecoderLayer)]
         if len(self._compiled) != len(self._layers):
             raise SystemExit(
-                "this model's layers are not compiled here: they need a known family, and AVX-512 or int8"
+                "this model's layers are not compiled here: they need a known family, and AVX2 or int8"
             )
 
     def set(self, *, compiled: bool) -> None:

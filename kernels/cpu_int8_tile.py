@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_jit import compiles_for, prefetch_line
+from kernels.cpu_jit import compiles_for, external, prefetch_line
 from kernels.cpu_matmul_tile import CUT, PANEL, Cut, by_height
 from kernels.cpu_row import F32, I32, VECTOR
 from kernels.cpu_vector import F32X16, LANES, call, emit_splat
@@ -205,4 +205,10 @@ def make_tile(products: Products, cut: Cut) -> Any:
     return intrinsic(tile)
 
 
-multiply_tile = make_tile(PRODUCTS, CUT)
+_tile = make_tile(PRODUCTS, CUT)
+
+
+@external
+def multiply_tile(num_rows, sums, rows, panel, num_groups, ahead, ahead_step):
+    """`make_tile` for this CPU."""
+    _tile(num_rows, sums, rows, panel, num_groups, ahead, ahead_step)

@@ -8,6 +8,7 @@ a step of a small model makes hundreds. As with Triton, the caller answers for s
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 # isort: off
 import torch  # before numba: its OpenMP runtime must be the first one loaded
+import llvmlite.binding
 import numba
 
 # isort: on
@@ -56,11 +58,11 @@ def compiles_for(feature: str) -> bool:
 # Below this many numbers a thread, waking the other threads costs more than they save.
 NUMBERS_PER_THREAD = 16384
 
-_OPTIONS: dict[str, Any] = {
+_CODE: dict[str, Any] = {
     "fastmath": {"nsz", "arcp", "contract", "afn", "reassoc"},
-    "nogil": True,
     "error_model": "numpy",  # x / 0 is an infinity, an integer's 0: no exception to unwind
 }
+_OPTIONS: dict[str, Any] = {**_CODE, "nogil": True}
 
 
 def jit(function: Callable[..., Any] | None = None, *, parallel: bool = False, exact: bool = False) -> Any:
@@ -76,6 +78,39 @@ def jit(function: Callable[..., Any] | None = None, *, parallel: bool = False, e
         return numba.njit(cache=True, parallel=parallel, **options)(function)
     except RuntimeError:  # nowhere to keep it
         return numba.njit(parallel=parallel, **options)(function)
+
+
+_externals: list[Any] = []  # their machine code lives as long as they do
+
+
+def external(function: Callable[..., Any]) -> Any:
+    """A kernel, of int64 arguments and without a result, that others call by its symbol.
+
+    numba takes what a kernel calls into that kernel's own code and compiles it again, at every level of calls: large
+    ones that take microseconds to run are better compiled once. That happens here, or they are loaded from the disk.
+    For compiled callers alone.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    signature = types.void(*[types.int64] * len(parameters))
+    symbol = f"{function.__module__}.{function.__qualname__}"
+    try:
+        kernel = numba.cfunc(signature, cache=True, **_CODE)(function)
+    except RuntimeError:  # nowhere to keep it
+        kernel = numba.cfunc(signature, **_CODE)(function)
+    _externals.append(kernel)
+    llvmlite.binding.add_symbol(symbol, kernel.address)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        void = cgutils.ir.FunctionType(cgutils.ir.VoidType(), [argument.type for argument in arguments])
+        builder.call(cgutils.get_or_insert_function(builder.module, void, symbol), arguments)
+        return context.get_dummy_value()
+
+    def call(typing_context: Any, *arguments: Any) -> Any:
+        return signature, generate
+
+    context = inspect.Parameter("typing_context", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    call.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
+    return intrinsic(call)
 
 
 def _launch_threads() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 
@@ -147,6 +148,23 @@ def angles_of(rotation: tuple[torch.Tensor, torch.Tensor]) -> Angles:
     return cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[1] // 2
 
 
+# Three kernels, so that the products are not compiled anew for every dtype of the cache, nor attention for every kind
+# of product.
+PARTS = ("place_and_attend", "finish", "project")  # what takes longest to compile comes first
+
+
+def compile_part(name: str, *, is_int8: bool, cache_dtype: torch.dtype) -> None:
+    """Compile one of the three, or load it from the disk."""
+    kind, element = _INTEGERS if is_int8 else _FLOATS, ELEMENTS[cache_dtype]
+    layer, step = np.zeros(1, _LAYER), np.zeros(1, _STEP)
+    kernel, arguments = {
+        "project": (project, (kind, layer, step, 0, 1)),
+        "place_and_attend": (place_and_attend, (element, layer, step, *NO_ROTATION, 1)),
+        "finish": (finish, (kind, layer, step, 0, 1)),
+    }[name]
+    kernel.compile(tuple(map(numba.typeof, arguments)))
+
+
 class DecoderLayer:
     """One layer's operator: `hidden = hidden + attention(norm(hidden))`, then `hidden + mlp(norm(hidden))`."""
 
@@ -204,8 +222,6 @@ class DecoderLayer:
         if cache is not self._cache:
             self._point_at(cache)
         layer, step = self._record, self.buffers.record
-        # Three calls, so that the products are not compiled anew for every dtype of the cache, nor attention for
-        # every kind of product.
         project(self._kind, layer, step, hidden, num_threads)
         place_and_attend(self._element, layer, step, *angles, num_threads)
         finish(self._kind, layer, step, hidden, num_threads)

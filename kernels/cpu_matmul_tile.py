@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_jit import compiles_for, jit, prefetch_line
+from kernels.cpu_jit import compiles_for, external, jit, prefetch_line
 from kernels.cpu_row import F32, VECTOR
 from kernels.cpu_vector import F32X16, LANES, call, emit_splat
 
@@ -232,4 +232,44 @@ def make_lined_tile(cut: Cut) -> Any:
     return intrinsic(tile)
 
 
-multiply_tile, multiply_lined_tile = make_tile(CUT), make_lined_tile(CUT)
+_tile, _lined_tile = make_tile(CUT), make_lined_tile(CUT)
+
+
+@external
+def multiply_tile(
+    num_rows, out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, ahead_step
+):
+    """`make_tile` for this CPU."""
+    _tile(num_rows, out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, ahead_step)
+
+
+@external
+def multiply_lined_tile(
+    num_rows,
+    out,
+    out_stride,
+    out_half,
+    start,
+    start_stride,
+    start_half,
+    x,
+    panel,
+    num_lines,
+    ahead,
+    ahead_step,
+):
+    """`make_lined_tile` for this CPU."""
+    _lined_tile(
+        num_rows,
+        out,
+        out_stride,
+        out_half,
+        start,
+        start_stride,
+        start_half,
+        x,
+        panel,
+        num_lines,
+        ahead,
+        ahead_step,
+    )

@@ -12,6 +12,7 @@ from engine.execution.packed_linear import PackedLinear
 from engine.execution.quantization import Int8Linear, PackedInt8Product
 
 if TYPE_CHECKING:
+    from kernels.compile_ahead import Part
     from kernels.cpu_layer import DecoderLayer, LayerWeights, Product, StepBuffers
 
 # hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden)).
@@ -66,6 +67,13 @@ class FusedDecoderLayer(nn.Module):
     def layer_idx(self) -> int:
         index: int = self._attention.layer_idx
         return index
+
+    def parts(self, cache_dtype: torch.dtype) -> list[Part]:
+        """The kernels that it runs over a cache of this dtype."""
+        from kernels.compile_ahead import Part
+        from kernels.cpu_layer import PARTS
+
+        return [Part(name, self.compiled.weights.qkv.is_int8, cache_dtype) for name in PARTS]
 
     def warm_up(self, block_size: int, cache_dtype: torch.dtype) -> None:
         self.compiled.warm_up(block_size, cache_dtype)

@@ -16,6 +16,7 @@ from engine.errors import ConfigError
 from engine.execution.decoder_layer import FusedDecoderLayer
 from engine.execution.kv_cache import KVCacheShape
 from engine.execution.packed_linear import has_packed_products
+from engine.execution.quantization import PackedInt8Product
 
 logger = logging.getLogger(__name__)
 
@@ -51,18 +52,26 @@ def require_batch_invariance(device: torch.device, dtype: torch.dtype) -> None:
 
 def warm_up_cpu_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) -> None:
     """Compile the operators of a fused model, or load them from the disk, before the first step needs them."""
-    from kernels import cpu, cpu_argmax
+    from kernels import cpu, cpu_argmax, cpu_int8_matmul
+    from kernels.compile_ahead import compile_apart
     from kernels.compile_progress import report_compiling
 
-    started = time.monotonic()
-    logger.info("preparing the CPU kernels (compiled on first use, 1 to 4 minutes in all; then kept on disk)")
     layer = next((part for part in module.modules() if isinstance(part, FusedDecoderLayer)), None)
-    with report_compiling(_log_compiling):
+
+    def warm_up_operators() -> None:
         cpu.warm_up()
         cpu_argmax.warm_up()
+        if any(isinstance(part, PackedInt8Product) for part in module.modules()):
+            cpu_int8_matmul.warm_up()
+
+    started = time.monotonic()
+    logger.info("preparing the CPU kernels (compiled on first use, 1 to 2 minutes in all; then kept on disk)")
+    with report_compiling(_log_compiling):
         if layer is not None:
+            compile_apart(layer.parts(shape.dtype), meanwhile=warm_up_operators)
             layer.warm_up(shape.block_size, shape.dtype)
         else:
+            warm_up_operators()
             cpu.warm_up_layers(num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size, shape.dtype)
     logger.info("CPU kernels ready after %.1f s", time.monotonic() - started)
 

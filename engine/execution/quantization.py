@@ -66,7 +66,6 @@ class PackedInt8Product(nn.Module):
         from kernels import cpu_int8_matmul
         from kernels.cpu_matmul_tile import PANEL
 
-        cpu_int8_matmul.warm_up()
         self._multiply = cpu_int8_matmul.multiply
         self._out_features = len(weight)
         self.packed = cpu_int8_matmul.pack(weight)

@@ -41,7 +41,7 @@ def fused_model(
 ) -> Any:
     """`rounding`: by parts of names, what is done to weights."""
     if quantization is None and not HAS_FP32_PRODUCTS:
-        pytest.skip("layers of fp32 products are compiled where the CPU has AVX-512")
+        pytest.skip("layers of fp32 products are compiled where the CPU has AVX2")
     sizes = {
         "vocab_size": 50,
         "hidden_size": 48,

@@ -7,13 +7,15 @@ others wait for it.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import shlex
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +23,13 @@ import numba
 import torch
 from numba.core import registry
 
-from kernels import cpu_layer
+from kernels import cpu_layer, file_lock
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_S = 600.0
+"""So long does a process wait for another that compiles the same, before it compiles as well."""
+_REPORT_S = 15.0
 
 
 class Part(NamedTuple):
@@ -37,9 +45,10 @@ class Part(NamedTuple):
         """Compile it, or load it from the disk."""
         cpu_layer.compile_part(self.name, is_int8=self.is_int8, cache_dtype=self.cache_dtype)
 
-    def command(self) -> list[str]:
+    def arguments(self) -> list[str]:
+        """Of a process that compiles it."""
         dtype = str(self.cache_dtype).removeprefix("torch.")
-        return [sys.executable, "-m", __name__, self.name, str(int(self.is_int8)), dtype]
+        return ["-m", __name__, self.name, str(int(self.is_int8)), dtype]
 
 
 def compile_apart(parts: Sequence[Part], meanwhile: Callable[[], None]) -> None:
@@ -49,8 +58,11 @@ def compile_apart(parts: Sequence[Part], meanwhile: Callable[[], None]) -> None:
     """
     marker = Path(numba.config.CACHE_DIR) / f"compiled-{_fingerprint(parts)}"
     num_others = min(_num_cores(), len(parts)) - 1  # one is for this process, which takes parts as they do
-    with _alone(marker.with_suffix(".lock")) as can_keep:
-        if not can_keep or marker.exists() or num_others <= 0:
+    if marker.exists() or num_others <= 0 or not _can_start_python():
+        meanwhile()
+        return
+    with file_lock.hold(marker.with_suffix(".lock"), _LONGEST_S) as is_alone:
+        if not is_alone or marker.exists():
             meanwhile()
             return
         crew = _Crew(parts, num_others)
@@ -60,7 +72,8 @@ def compile_apart(parts: Sequence[Part], meanwhile: Callable[[], None]) -> None:
         finally:
             crew.dismiss()
         if not crew.has_failed:
-            marker.touch()
+            with suppress(OSError):
+                marker.touch()
 
 
 class _Crew:
@@ -76,11 +89,14 @@ class _Crew:
             thread.start()
 
     def help(self) -> None:
-        """Take parts here as well, until none is left."""
+        """Take parts here as well, until all are done."""
         for part in self._taken():
             part.compile()
         for thread in self._threads:
-            thread.join()
+            while thread.is_alive():
+                thread.join(_REPORT_S)
+                if thread.is_alive():
+                    logger.info("still compiling, in another process")
 
     def dismiss(self) -> None:
         """Leave what has not been taken, and end what has."""
@@ -93,12 +109,24 @@ class _Crew:
 
     def _run(self) -> None:
         for part in self._taken():
-            child = _start(part)
-            self._children.append(child)
-            if self._is_dismissed:  # perhaps too late for `dismiss` to see it
-                child.kill()
-            if child.wait() != 0:
-                self.has_failed = True
+            try:
+                child = _start(part)
+            except OSError as error:
+                self._report(part, str(error))
+                continue
+            with child:
+                self._children.append(child)
+                if self._is_dismissed:  # perhaps too late for `dismiss` to see it
+                    child.kill()
+                if child.wait() != 0 and not self._is_dismissed:
+                    self._report(part, f"exit status {child.returncode}")
+
+    def _report(self, part: Part, problem: str) -> None:
+        self.has_failed = True
+        command = shlex.join([sys.executable, *part.arguments()])
+        logger.warning(
+            "compiling a kernel apart failed (%s), so it will be compiled here: %s", problem, command
+        )
 
     def _taken(self) -> Iterator[Part]:
         while True:
@@ -109,21 +137,24 @@ class _Crew:
 
 
 def _start(part: Part) -> subprocess.Popen[bytes]:
-    root = str(Path(__file__).parents[1])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [path or os.getcwd() for path in sys.path]
     return subprocess.Popen(
-        part.command(),
+        [sys.executable, "-P", *part.arguments()],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,  # open as long as this process lives
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
 
 
+def _can_start_python() -> bool:
+    return bool(sys.executable) and not getattr(sys, "frozen", False)
+
+
 def _fingerprint(parts: Sequence[Part]) -> str:
-    """Of what numba takes machine code for the same by: the CPU, the versions; and of which parts it is about."""
+    """Of what numba takes machine code for the same by: CPU, versions, and place; and of which parts it is about."""
     target = registry.cpu_target.target_context.codegen().magic_tuple()
-    facts = (sys.version, numba.__version__, target, *(part.command()[3:] for part in parts))
+    facts = (sys.version, numba.__version__, target, __file__, *(part.arguments() for part in parts))
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -131,22 +162,12 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@contextmanager
-def _alone(path: Path) -> Iterator[bool]:
-    """Inside: no other process is. False where no file can be written, and then others may be."""
-    try:
-        import fcntl
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
-    except (ImportError, OSError):
-        yield False
-        return
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # dropped with the file, or with the process
-        yield True
+def _end_with_parent() -> None:
+    os.read(0, 1)  # not by `sys.stdin`, which an ending interpreter wants to lock
+    os._exit(1)
 
 
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     name, is_int8, dtype = sys.argv[1:]
     Part(name, bool(int(is_int8)), getattr(torch, dtype)).compile()

@@ -18,7 +18,6 @@ from kernels.cpu_row import F32, LOG2_E, ONE, VECTOR, ZERO, cap_vector, fill, st
 
 KEYS = 4 * vector.LANES  # columns of a tile
 LINES = KEYS // vector.LANES  # of a row of scores
-TILE_ROWS = MOST_ROWS
 HIDDEN = np.float32(-1e30)  # a masked score; finite, so that two of them may be subtracted
 LOWEST = np.float32(-np.inf)
 
@@ -26,7 +25,7 @@ LOWEST = np.float32(-np.inf)
 @jit
 def _num_parts(num_rows):
     """So many tiles of registers does a tile of queries take. Queries and scores lie in lines, part by part."""
-    return (num_rows + TILE_ROWS - 1) // TILE_ROWS
+    return (num_rows + MOST_ROWS - 1) // MOST_ROWS
 
 
 @jit

@@ -30,7 +30,15 @@ from kernels.cpu_matmul_panel import SUMS_BYTES, Strided, Tiles, Weight, num_pan
 from kernels.cpu_matmul_tile import MOST_ROWS, PANEL, first_row, num_tiles_of
 from kernels.cpu_memory import advise_huge_pages
 from kernels.cpu_row import F32, VECTOR, line_in
-from kernels.cpu_share import BLOCK_ROWS, are_rows_taken, new_counter, panels_per_turn, plan_blocks, take
+from kernels.cpu_share import (
+    BLOCK_ROWS,
+    FEWEST_ROWS,
+    are_rows_taken,
+    new_counter,
+    panels_per_turn,
+    plan_blocks,
+    take,
+)
 from kernels.grouped_int8 import GROUP
 
 # So much of x stays in the second-level cache while all panels pass by.
@@ -151,7 +159,7 @@ def _multiply_channels(out, rows, weight, panel, following, tiles, memory):
 def tiles_at_once(weight):
     """As many as stay in the second-level cache while all panels pass by."""
     by_bytes = _BLOCK_BYTES // (ROW_BYTES * num_groups_of(weight) * MOST_ROWS)
-    return max(1, min(by_bytes, BLOCK_ROWS // MOST_ROWS))
+    return max(FEWEST_ROWS // MOST_ROWS, min(by_bytes, BLOCK_ROWS // MOST_ROWS))
 
 
 @jit

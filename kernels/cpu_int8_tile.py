@@ -106,12 +106,7 @@ WORDS = Products(((0, 2), (1, 3)), _words_of, _word_products)  # AVX2
 SHIFTED = Products(((0, 1, 2, 3),), _whole, _shifted_products)  # any CPU
 
 
-def has_byte_products() -> bool:
-    """Whether kernels are compiled for a CPU that multiplies bytes (AVX-512 VNNI); elsewhere they are slower."""
-    return compiles_for("avx512vnni")
-
-
-PRODUCTS = BYTES if has_byte_products() else WORDS if compiles_for("avx2") else SHIFTED
+PRODUCTS = BYTES if compiles_for("avx512vnni") else WORDS if compiles_for("avx2") else SHIFTED
 
 ROW_BYTES = PRODUCTS.row_bytes
 

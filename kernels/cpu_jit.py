@@ -24,6 +24,8 @@ from numba import types
 from numba.core import cgutils, codegen
 from numba.extending import intrinsic
 
+from kernels import file_lock
+
 
 def _cache_directory() -> str:
     """Where machine code is kept: under NUMBA_CACHE_DIR, beside the package, or in the user's cache.
@@ -58,6 +60,8 @@ def compiles_for(feature: str) -> bool:
 # Below this many numbers a thread, waking the other threads costs more than they save.
 NUMBERS_PER_THREAD = 16384
 
+_LONGEST_SAVE_S = 10.0
+
 _CODE: dict[str, Any] = {
     "fastmath": {"nsz", "arcp", "contract", "afn", "reassoc"},
     "error_model": "numpy",  # x / 0 is an infinity, an integer's 0: no exception to unwind
@@ -75,9 +79,27 @@ def jit(function: Callable[..., Any] | None = None, *, parallel: bool = False, e
         return lambda f: jit(f, parallel=parallel, exact=exact)
     options = {**_OPTIONS, "fastmath": False} if exact else _OPTIONS
     try:
-        return numba.njit(cache=True, parallel=parallel, **options)(function)
+        kernel = numba.njit(cache=True, parallel=parallel, **options)(function)
     except RuntimeError:  # nowhere to keep it
         return numba.njit(parallel=parallel, **options)(function)
+    _save_one_at_a_time(kernel)
+    return kernel
+
+
+def _save_one_at_a_time(kernel: Any) -> None:
+    """Lock the index of a kernel's machine code while it changes.
+
+    numba reads it, adds an entry and writes it back: of two processes that compile a kernel for different types at the
+    same time, one may be given the other's machine code ever after.
+    """
+    index = kernel._cache._cache_file
+    save = index.save
+
+    def save_alone(key: Any, data: Any) -> None:
+        with file_lock.hold(Path(numba.config.CACHE_DIR) / "index.lock", _LONGEST_SAVE_S):
+            save(key, data)
+
+    index.save = save_alone
 
 
 _externals: list[Any] = []  # their machine code lives as long as they do

@@ -46,7 +46,7 @@ _LINED_BYTES = F32 * BLOCK_ROWS * (BLOCK_INPUTS + GROUP)
 
 def is_supported() -> bool:
     """Whether this CPU has the registers that the tiles are cut for: those of AVX-512, or of AVX2."""
-    return compiles_for("avx512f") or (compiles_for("avx2") and compiles_for("fma"))
+    return compiles_for("avx512f") or all(map(compiles_for, ("avx2", "fma", "f16c")))
 
 
 def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ from kernels.cpu_row import F32, VECTOR, line_in
 from kernels.cpu_share import BLOCK_ROWS, new_counter, panels_per_turn, take
 from kernels.cpu_vector import LANES
 
-_FEWEST_TILES = 3
+_FEWEST_TILES = -(-42 // MOST_ROWS)
 
 
 @jit

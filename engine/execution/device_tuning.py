@@ -52,7 +52,7 @@ def require_batch_invariance(device: torch.device, dtype: torch.dtype) -> None:
 
 def warm_up_cpu_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) -> None:
     """Compile the operators of a fused model, or load them from the disk, before the first step needs them."""
-    from kernels import cpu, cpu_argmax, cpu_int8_matmul
+    from kernels import cpu, cpu_argmax
     from kernels.compile_ahead import compile_apart
     from kernels.compile_progress import report_compiling
 
@@ -61,8 +61,7 @@ def warm_up_cpu_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) 
     def warm_up_operators() -> None:
         cpu.warm_up()
         cpu_argmax.warm_up()
-        if any(isinstance(part, PackedInt8Product) for part in module.modules()):
-            cpu_int8_matmul.warm_up()
+        warm_up_int8_products(module)
 
     started = time.monotonic()
     logger.info("preparing the CPU kernels (compiled on first use, 1 to 2 minutes in all; then kept on disk)")
@@ -74,6 +73,14 @@ def warm_up_cpu_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) 
             warm_up_operators()
             cpu.warm_up_layers(num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size, shape.dtype)
     logger.info("CPU kernels ready after %.1f s", time.monotonic() - started)
+
+
+def warm_up_int8_products(module: nn.Module) -> None:
+    """Compile them, or load them from the disk, where the model has such."""
+    if any(isinstance(part, PackedInt8Product) for part in module.modules()):
+        from kernels import cpu_int8_matmul
+
+        cpu_int8_matmul.warm_up()
 
 
 def _log_compiling(count: int, seconds: float) -> None:

@@ -13,7 +13,12 @@ from engine.execution.attention import AttentionContext, attention_context
 from engine.execution.cuda_fusion import fuse_for_cuda
 from engine.execution.cuda_graphs import DecodeGraphs
 from engine.execution.device_sampling import StagedDraws
-from engine.execution.device_tuning import require_batch_invariance, uses_cpu_kernels, warm_up_cpu_kernels
+from engine.execution.device_tuning import (
+    require_batch_invariance,
+    uses_cpu_kernels,
+    warm_up_cpu_kernels,
+    warm_up_int8_products,
+)
 from engine.execution.direct_forward import DirectForward
 from engine.execution.fusion import fuse
 from engine.execution.input_batch import InputBatch, StepInputs
@@ -85,6 +90,8 @@ class ModelRunner:
         fuse(model.module, model.device, model.dtype, linear)
         if uses_cpu_kernels(model.device, model.dtype):
             warm_up_cpu_kernels(model.module, model.num_heads, shape)
+        else:
+            warm_up_int8_products(model.module)
         self.kv_cache = KVCache(shape, limits.num_kv_blocks, model.device, limits.num_host_blocks)
         stages = is_cuda if config.stage_inputs is None else config.stage_inputs
         self._transfer = StagedTransfer(model.device) if stages else DirectTransfer(model.device)

@@ -1,9 +1,8 @@
-"""A layer's kernels compiled by several processes: nothing is compiled twice, and nobody depends on it."""
+"""A layer's kernels compiled by several processes: none is compiled again, and nobody depends on them."""
 
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,24 +13,27 @@ pytest.importorskip("numba")
 
 import numba
 
-from kernels import compile_ahead
+from kernels import compile_ahead, cpu_layer
 from kernels.compile_ahead import Part, compile_apart
 from kernels.compile_progress import report_compiling
+from kernels.cpu_matmul_tile import PANEL
+from kernels.cpu_weight_packing import pack
+from kernels.scoring import Scoring
 
 PART = Part("project", is_int8=False, cache_dtype=torch.float32)
 
 
 class Broken(Part):
-    def command(self) -> list[str]:
-        return [sys.executable, "-c", "raise SystemExit(1)", "broken"]
+    def arguments(self) -> list[str]:
+        return ["-c", "raise SystemExit(1)", "broken"]
 
     def compile(self) -> None:
         pass
 
 
 class Endless(Part):
-    def command(self) -> list[str]:
-        return [sys.executable, "-c", "import time; time.sleep(600)", "endless"]
+    def arguments(self) -> list[str]:
+        return ["-c", "import time; time.sleep(600)", "endless"]
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +53,30 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
 
     monkeypatch.setattr(compile_ahead, "_start", note)
     return started
+
+
+def tiny_layer() -> cpu_layer.DecoderLayer:
+    def product(out_features: int, in_features: int) -> cpu_layer.Product:
+        packed = pack(torch.randn(out_features, in_features), formats=())
+        return cpu_layer.Product(packed.panels, torch.zeros(len(packed.panels) * PANEL), packed.weight_format)
+
+    weights = cpu_layer.LayerWeights(
+        input_norm=torch.ones(16),
+        qkv=product(3 * 16, 16),
+        q_norm=None,
+        k_norm=None,
+        o=product(16, 16),
+        post_attention_norm=torch.ones(16),
+        gate_up=product(64, 16),
+        down=product(16, 32),
+        eps=1e-5,
+        qk_eps=0.0,
+        intermediate_size=32,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=16,
+    )
+    return cpu_layer.DecoderLayer(weights, Scoring(scale=1.0), cpu_layer.StepBuffers())
 
 
 def wait_for(children: list[subprocess.Popen[bytes]], count: int) -> None:
@@ -124,6 +150,34 @@ def test_processes_end_with_what_runs_meanwhile(children, monkeypatch, tmp_path)
     with pytest.raises(KeyboardInterrupt):
         compile_apart([Endless(*PART)] * 3, meanwhile=fail)
     assert [child.wait(timeout=60) for child in children] == [-9]
+
+
+def test_a_process_ends_with_the_one_that_started_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))  # so that it has much to compile
+    with compile_ahead._start(PART) as child:
+        assert child.stdin is not None
+        child.stdin.close()  # as when this process is killed
+        assert child.wait(timeout=120) == 1
+
+
+def test_a_python_that_cannot_be_started_is_nobodys_harm(monkeypatch, tmp_path):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_ahead.sys, "executable", str(tmp_path / "nowhere"))
+    compile_apart([Broken(*PART)] * 2, meanwhile=lambda: time.sleep(0.1))
+    assert not list(tmp_path.glob("compiled-*[!k]")), "must not count as compiled"
+    monkeypatch.setattr(compile_ahead.sys, "executable", "")
+    compile_apart([Broken(*PART)] * 2, meanwhile=lambda: None)
+
+
+@pytest.mark.parametrize("name", cpu_layer.PARTS)
+def test_a_layer_runs_what_was_compiled(name):
+    """A part is compiled for the very types that a layer calls it with."""
+    kernel = getattr(cpu_layer, name)
+    cpu_layer.compile_part(name, is_int8=False, cache_dtype=torch.float32)
+    compiled = set(kernel.signatures)
+    assert compiled
+    tiny_layer().warm_up(block_size=4, cache_dtype=torch.float32)
+    assert set(kernel.signatures) == compiled
 
 
 def test_a_fingerprint_tells_parts_apart():

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import starmap
 from typing import Any
 
 import numba
 import pytest
 import torch
 
-from kernels import cpu_matmul
+from kernels import cpu_int8_matmul, cpu_matmul
+from kernels.cpu_jit import compiles_for
 from kernels.cpu_matmul_tile import NARROW, PANEL, WIDE, Cut, make_lined_tile, make_tile
 from kernels.cpu_row import F32, VECTOR
 from kernels.cpu_vector import LANES
@@ -114,6 +116,50 @@ def test_tiles_agree_however_they_are_cut(runners, num_rows):
             results.append(out)
     torch.testing.assert_close(results[0], start + x @ panel)
     assert all(torch.equal(out, results[0]) for out in results)
+
+
+HASWELL = (
+    *("avx", "avx2", "bmi", "bmi2", "cx16", "f16c", "fma", "lzcnt", "movbe", "popcnt"),
+    *("sse", "sse2", "sse3", "sse4.1", "sse4.2", "ssse3"),
+)
+AVX2_PRODUCTS = """
+import sys, torch
+from kernels import cpu_int8_matmul, cpu_int8_tile, cpu_matmul, cpu_matmul_tile
+from kernels.cpu_weight_packing import pack
+assert cpu_matmul_tile.CUT == cpu_matmul_tile.NARROW
+assert cpu_int8_tile.PRODUCTS is cpu_int8_tile.WORDS
+given, out = sys.argv[1:]
+results = []
+for weight, bias, rows in torch.load(given):
+    for x in rows:
+        results.append(cpu_matmul.multiply(x, pack(weight), bias))
+        results.append(cpu_int8_matmul.multiply(x, cpu_int8_matmul.pack(weight), bias, len(weight)))
+torch.save(results, out)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not all(map(compiles_for, ("avx2", "fma", "f16c"))), reason="runs what is made for AVX2")
+def test_avx2_computes_the_same_as_this_cpu(tmp_path):
+    """On a CPU with AVX-512 the narrow tiles are used nowhere else."""
+    torch.manual_seed(7)
+    cases, expected = [], []
+    for in_features, out_features in ((576, 800), (100, 33)):
+        weight = torch.randint(0, 16, (out_features, in_features)) / 16 - 0.5  # in four bits
+        weight = weight if in_features == 576 else torch.randn_like(weight)
+        bias = torch.randn(-(-out_features // PANEL) * PANEL)
+        rows = [torch.randn(num_rows, in_features) for num_rows in (1, 7, 29, 150, 290)]
+        cases.append((weight, bias, rows))
+        for x in rows:
+            expected.append(cpu_matmul.multiply(x, pack(weight), bias))
+            packed = cpu_int8_matmul.pack(weight)
+            expected.append(cpu_int8_matmul.multiply(x, packed, bias, out_features))
+    given, out = tmp_path / "given.pt", tmp_path / "out.pt"
+    torch.save(cases, given)
+    cpu = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in HASWELL)}
+    environment = os.environ | cpu
+    subprocess.run([sys.executable, "-c", AVX2_PRODUCTS, str(given), str(out)], env=environment, check=True)
+    assert all(starmap(torch.equal, zip(torch.load(out), expected, strict=True)))
 
 
 TALL_PRODUCTS = """

@@ -4,12 +4,14 @@ FROM python:3.12-slim AS build
 ARG EXTRAS=worker
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY producer producer
 COPY engine engine
 COPY kernels kernels
 COPY worker worker
 COPY monitoring monitoring
+# Last: it leads to the folders above by symbolic links.
+COPY pagemill pagemill
 RUN python -m venv /opt/pagemill \
  && /opt/pagemill/bin/pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" ".[${EXTRAS}]"
 

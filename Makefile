@@ -58,7 +58,7 @@ endif
 	@echo "==> $(VENV) is ready"
 
 demo: $(STAMP)
-	@$(BIN)/python -m worker.demo
+	@$(BIN)/python -m pagemill.worker.demo
 
 test: $(STAMP)
 	@$(PREPARE)

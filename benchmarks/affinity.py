@@ -25,13 +25,13 @@ from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.server import start_server
-from producer.preparing import Preparer
-from producer.wire import transitions
-from producer.wire.outputs import Output, Result
-from producer.wire.protocol import Job
-from producer.wire.signing import Keys
-from producer.wire.transitions import PulledJob, Submission
-from producer.wire.transport import SyncTransport
+from pagemill.producer.preparing import Preparer
+from pagemill.producer.wire import transitions
+from pagemill.producer.wire.outputs import Output, Result
+from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.signing import Keys
+from pagemill.producer.wire.transitions import PulledJob, Submission
+from pagemill.producer.wire.transport import SyncTransport
 
 RESULTS = Path(__file__).parent / "results"
 MODEL = "echo"
@@ -79,8 +79,8 @@ def measure(
     backlog: Backlog, transport: SyncTransport, *, with_affinity: bool, num_seqs: int, cached_prefixes: int
 ) -> Figures:
     """Run the backlog once, `num_seqs` jobs at a time, in a cache with room for so many prefixes."""
-    from engine.llm import LLM
-    from engine.sampling_params import SamplingParams
+    from pagemill.engine.llm import LLM
+    from pagemill.engine.sampling_params import SamplingParams
 
     queue = f"affinity-{with_affinity}-{backlog.prefixes}"
     preparer = Preparer(queue, "default", Keys())

@@ -9,8 +9,8 @@ def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
     import torch
     import transformers
 
-    from engine.llm import LLM
-    from engine.sampling_params import SamplingParams, StructuredOutputs
+    from pagemill.engine.llm import LLM
+    from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
 
     options = dict(request.options)
     choices: list[str] = options.pop("choices")

@@ -17,10 +17,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from kernels import cpu, cpu_fused, reference
-from kernels.layer_cache import LayerCache
-from kernels.metadata import AttentionMetadata
-from kernels.scoring import Scoring
+from pagemill.kernels import cpu, cpu_fused, reference
+from pagemill.kernels.layer_cache import LayerCache
+from pagemill.kernels.metadata import AttentionMetadata
+from pagemill.kernels.scoring import Scoring
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 9, 3, 64, 16, 30
 HIDDEN, INTERMEDIATE = 576, 1536

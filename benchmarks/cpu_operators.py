@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from kernels import cpu_int8_matmul, cpu_matmul, cpu_weight_packing, noise, selection
+from pagemill.kernels import cpu_int8_matmul, cpu_matmul, cpu_weight_packing, noise, selection
 
 RESULTS = Path(__file__).parent / "results"
 PRODUCTS = {"qkv": (576, 960), "o": (576, 576), "gate, up": (576, 3072), "down": (1536, 576)}

@@ -17,10 +17,10 @@ from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.report import RESULTS, model_directory
-from engine.execution.decoder_layer import FusedDecoderLayer
-from engine.execution.model_runner import ModelRunner
-from engine.llm import LLM
-from engine.sampling_params import SamplingParams
+from pagemill.engine.execution.decoder_layer import FusedDecoderLayer
+from pagemill.engine.execution.model_runner import ModelRunner
+from pagemill.engine.llm import LLM
+from pagemill.engine.sampling_params import SamplingParams
 
 NUM_ROWS = (1, 8, 32)
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32

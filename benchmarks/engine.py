@@ -9,8 +9,8 @@ def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
     import torch
     import transformers
 
-    from engine.llm import LLM
-    from engine.sampling_params import SamplingParams
+    from pagemill.engine.llm import LLM
+    from pagemill.engine.sampling_params import SamplingParams
 
     options = {"kv_cache_memory_bytes": request.kv_cache_memory_bytes, **request.options}
     llm = LLM(model=request.model, skip_tokenizer_init=True, **options)

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.server import start_server
-from producer import Producer
+from pagemill import Producer
 from tests.chaos.nursery import Nursery
 from tests.topologies import cluster_setup
 from tests.worker.harness import eventually

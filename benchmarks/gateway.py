@@ -32,7 +32,7 @@ from rich.table import Table
 
 from benchmarks import machine, peers, report
 from benchmarks.server import start_server
-from producer import AsyncProducer
+from pagemill import AsyncProducer
 
 QUEUE = "gateway-benchmark"
 START_LIMIT_S = 900.0
@@ -246,7 +246,7 @@ def _running(command: list[str], environment: dict[str, str], log: Path) -> Iter
 def _pagemill(
     arguments: list[str], url: str, log: Path
 ) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
-    code = "from worker.cli import main; main()"
+    code = "from pagemill.worker.cli import main; main()"
     command = [sys.executable, "-c", code, *arguments, "--redis-url", url, "--queue", QUEUE]
     return _running(command, dict(os.environ), log)
 

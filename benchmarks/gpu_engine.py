@@ -141,8 +141,8 @@ def _freeze_heap() -> None:
 
 
 def run_pagemill(job: Job, directory: Path) -> Row:
-    from engine.llm import LLM
-    from engine.sampling_params import SamplingParams
+    from pagemill.engine.llm import LLM
+    from pagemill.engine.sampling_params import SamplingParams
 
     prompts, lengths = workload(job)
     settings: dict[str, Any] = {"dtype": "bfloat16", "load_format": "dummy", "skip_tokenizer_init": True}
@@ -230,8 +230,8 @@ def _saved_model(job: Job, directory: Path) -> Any:
 
 def _tokens(job: Job, directory: Path, **options: Any) -> list[list[int]]:
     """What a saved model makes of the workload, every other request greedy; `options` of `EngineConfig`."""
-    from engine.llm import LLM
-    from engine.sampling_params import SamplingParams
+    from pagemill.engine.llm import LLM
+    from pagemill.engine.sampling_params import SamplingParams
 
     prompts, lengths = workload(job)
     params = [

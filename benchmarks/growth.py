@@ -68,7 +68,7 @@ class Requests:
         return [self._rng.randrange(LOWEST_TOKEN_ID, self._vocab_size) for _ in range(count)]
 
     def seconds(self, prompts: Sequence[list[int]], max_tokens: int) -> float:
-        from engine.sampling_params import SamplingParams
+        from pagemill.engine.sampling_params import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         started = time.perf_counter()
@@ -119,7 +119,7 @@ def chosen_sizes(name: str, largest: int | None) -> tuple[int, ...]:
 
 def measure(name: str, sizes: Sequence[int], model: Path, repeats: int, kv_cache_gib: int) -> Iterator[Point]:
     """One sweep's points. A pool is as large as its engine, so that sweep has an engine per point."""
-    from engine.llm import LLM
+    from pagemill.engine.llm import LLM
 
     config = json.loads((model / "config.json").read_text())
     llm = None

@@ -25,11 +25,11 @@ from rich.table import Table
 from benchmarks import machine
 from benchmarks.report import result_path, write
 from benchmarks.workloads import Lognormal
-from engine.config import SchedulerConfig
-from engine.plan import StepResult
-from engine.sampling_params import SamplingParams
-from engine.scheduling.request import Request, Sequence
-from engine.scheduling.scheduler import Scheduler
+from pagemill.engine.config import SchedulerConfig
+from pagemill.engine.plan import StepResult
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.scheduling.request import Request, Sequence
+from pagemill.engine.scheduling.scheduler import Scheduler
 
 MAX_MODEL_LEN = 2048
 """The context that the paper's preallocating baselines reserve (OPT's)."""

@@ -23,12 +23,12 @@ from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.report import RESULTS, model_directory
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.sampling_params import SamplingParams
-from monitoring.counters import WorkerCounters
-from monitoring.exporter import WorkerMetrics
-from worker.engine_thread import STATS_INTERVAL_S
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.engine import Engine
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.monitoring.counters import WorkerCounters
+from pagemill.monitoring.exporter import WorkerMetrics
+from pagemill.worker.engine_thread import STATS_INTERVAL_S
 
 GOAL = 0.01
 SHORT_STEP_S = 0.010

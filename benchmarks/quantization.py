@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from engine.llm import LLM
-from engine.sampling_params import SamplingParams
+from pagemill.engine.llm import LLM
+from pagemill.engine.sampling_params import SamplingParams
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parents[1]

@@ -28,9 +28,9 @@ from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.server import kinds, start_server, used_memory
-from producer import Producer
-from producer.wire import transitions
-from producer.wire.transport import SyncTransport
+from pagemill import Producer
+from pagemill.producer.wire import transitions
+from pagemill.producer.wire.transport import SyncTransport
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT_BYTES = 500

@@ -24,8 +24,8 @@ START_LIMIT_S = 600.0
 def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
     import redis
 
-    from producer import Producer
-    from producer.wire.discovery import find_redis
+    from pagemill import Producer
+    from pagemill.producer.wire.discovery import find_redis
 
     state_dir = Path(tempfile.mkdtemp(prefix="pagemill-benchmark-"))
     worker = _start_worker(request, state_dir)
@@ -57,7 +57,8 @@ def _start_worker(request: measure.Request, state_dir: Path) -> subprocess.Popen
     options = {"kv_cache_memory_bytes": request.kv_cache_memory_bytes, "skip_tokenizer_init": True}
     settings = {"model": request.model, "queue": QUEUE, "state_dir": str(state_dir), "http_port": 0}
     code = (
-        "import json, sys\nfrom worker.config import WorkerConfig\nfrom worker.process import run_worker\n"
+        "import json, sys\nfrom pagemill.worker.config import WorkerConfig\n"
+        "from pagemill.worker.process import run_worker\n"
         "sys.exit(run_worker(WorkerConfig.load(**json.loads(sys.argv[1]))))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PAGEMILL_REDIS_URL"}
@@ -74,7 +75,7 @@ def _start_worker(request: measure.Request, state_dir: Path) -> subprocess.Popen
 
 def _when_ready(worker: subprocess.Popen[bytes], ask: Any) -> Any:
     """What `ask` says once it says something."""
-    from producer import RedisUnavailable
+    from pagemill import RedisUnavailable
 
     give_up = time.monotonic() + START_LIMIT_S
     while time.monotonic() < give_up and worker.poll() is None:
@@ -88,9 +89,9 @@ def _when_ready(worker: subprocess.Popen[bytes], ask: Any) -> Any:
 
 
 def _served_model(url: str) -> str | None:
-    from producer.wire import registry
-    from producer.wire.connecting import open_client
-    from producer.wire.transport import SyncTransport
+    from pagemill.producer.wire import registry
+    from pagemill.producer.wire.connecting import open_client
+    from pagemill.producer.wire.transport import SyncTransport
 
     with open_client(url, QUEUE) as client:
         workers = SyncTransport(client).run(registry.workers(QUEUE))

@@ -19,11 +19,11 @@ from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.report import RESULTS
-from engine.config import SchedulerConfig
-from engine.plan import StepResult
-from engine.sampling_params import SamplingParams
-from engine.scheduling.request import Request, Sequence
-from engine.scheduling.scheduler import Scheduler
+from pagemill.engine.config import SchedulerConfig
+from pagemill.engine.plan import StepResult
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.scheduling.request import Request, Sequence
+from pagemill.engine.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = range(8, 24)

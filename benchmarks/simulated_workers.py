@@ -22,10 +22,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.resp import Replies, pack
-from producer import Producer
-from producer.wire import registry, scripts, transitions
-from producer.wire.outputs import Delta, Output, Progress, Result, Usage
-from producer.wire.scripts import Call
+from pagemill import Producer
+from pagemill.producer.wire import registry, scripts, transitions
+from pagemill.producer.wire.outputs import Delta, Output, Progress, Result, Usage
+from pagemill.producer.wire.scripts import Call
 
 MODEL = "simulated"
 BATCH = "simulation"

@@ -36,7 +36,7 @@ from rich.table import Table
 from benchmarks import machine
 from benchmarks.server import BINARIES, start_server
 from benchmarks.simulated_workers import BATCH, Load, Tally, serve
-from producer import Producer
+from pagemill import Producer
 
 RESULTS = Path(__file__).parent / "results"
 SCRIPTS = ("pull", "checkpoint", "commit", "renew", "heartbeat")

@@ -32,7 +32,7 @@ FIRST_TOKEN_GOAL = 1.5
 PROMPT_TOKENS = (16, 128, 512)
 START = """
 import sys
-from engine.llm import LLM
+from pagemill.engine.llm import LLM
 llm = LLM(model=sys.argv[1], kv_cache_memory_bytes=2**30)
 print("ready", flush=True)
 """
@@ -77,8 +77,8 @@ def first_token_seconds(model: Path, num_tokens: int, repeats: int) -> tuple[lis
     import torch
     from transformers import AutoModelForCausalLM
 
-    from engine.llm import LLM
-    from engine.sampling_params import SamplingParams
+    from pagemill.engine.llm import LLM
+    from pagemill.engine.sampling_params import SamplingParams
 
     llm = LLM(model=str(model), skip_tokenizer_init=True, kv_cache_memory_bytes=2**28)
     bare = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32).eval()

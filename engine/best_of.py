@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.outputs import CompletionDelta
+from pagemill.engine.outputs import CompletionDelta
 
 
 class BestOf:

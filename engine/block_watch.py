@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from engine.outputs import BlockMap
+from pagemill.engine.outputs import BlockMap
 
 MIN_INTERVAL_S = 0.4
 COST_SHARE = 0.01

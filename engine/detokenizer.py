@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.tokenizer import Tokenizer
+from pagemill.engine.tokenizer import Tokenizer
 
 # Prompt tokens kept as left context: enough for a merged character and for a leading space.
 _CONTEXT_TOKENS = 6

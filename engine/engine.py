@@ -9,23 +9,23 @@ from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from engine.best_of import BestOf
-from engine.block_watch import BlockWatch
-from engine.config import EngineConfig, SchedulerConfig
-from engine.engine_stats import StepRecorder
-from engine.errors import EngineError, InvalidRequest, RankLost
-from engine.input_processor import InputLimits, InputProcessor
-from engine.output_processor import OutputProcessor
-from engine.outputs import Capacity, EngineStats, KVCacheStats, MemoryUse, RequestOutput, SampleState
-from engine.plan import Executor, StepHandle, StepPlan
-from engine.sampling_params import MAX_SEED, SamplingParams
-from engine.scheduling.request import Request, Sequence, SequenceStatus
-from engine.scheduling.scheduler import Scheduler
-from engine.structured_output.grammars import Grammars
-from engine.tokenizer import Tokenizer
+from pagemill.engine.best_of import BestOf
+from pagemill.engine.block_watch import BlockWatch
+from pagemill.engine.config import EngineConfig, SchedulerConfig
+from pagemill.engine.engine_stats import StepRecorder
+from pagemill.engine.errors import EngineError, InvalidRequest, RankLost
+from pagemill.engine.input_processor import InputLimits, InputProcessor
+from pagemill.engine.output_processor import OutputProcessor
+from pagemill.engine.outputs import Capacity, EngineStats, KVCacheStats, MemoryUse, RequestOutput, SampleState
+from pagemill.engine.plan import Executor, StepHandle, StepPlan
+from pagemill.engine.sampling_params import MAX_SEED, SamplingParams
+from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus
+from pagemill.engine.scheduling.scheduler import Scheduler
+from pagemill.engine.structured_output.grammars import Grammars
+from pagemill.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from engine.execution.parallel.rank_processes import RankProcesses
+    from pagemill.engine.execution.parallel.rank_processes import RankProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Engine:
     @classmethod
     def from_config(cls, config: EngineConfig) -> Engine:
         """Load the model. Raises `ConfigError`, mostly `ModelLoadError`."""
-        from engine.engine_builder import build_parts  # brings torch, unless the model is echo
+        from pagemill.engine.engine_builder import build_parts  # brings torch, unless the model is echo
 
         return cls(build_parts(config), seed=config.seed)
 

@@ -9,18 +9,24 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig, SchedulerConfig, resolve_max_model_len
-from engine.engine import EngineParts, Tier
-from engine.errors import ConfigError
-from engine.execution.echo import ECHO_MAX_MODEL_LEN, ECHO_MODEL, EchoRunner, echo_step_seconds, is_echo
-from engine.execution.model_directory import check_model, model_directory
-from engine.tokenizer import ByteTokenizer, load_tokenizer
+from pagemill.engine.config import EngineConfig, SchedulerConfig, resolve_max_model_len
+from pagemill.engine.engine import EngineParts, Tier
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.execution.echo import (
+    ECHO_MAX_MODEL_LEN,
+    ECHO_MODEL,
+    EchoRunner,
+    echo_step_seconds,
+    is_echo,
+)
+from pagemill.engine.execution.model_directory import check_model, model_directory
+from pagemill.engine.tokenizer import ByteTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     import torch
 
-    from engine.execution.parallel.rank_processes import RankProcesses
-    from engine.plan import Executor
+    from pagemill.engine.execution.parallel.rank_processes import RankProcesses
+    from pagemill.engine.plan import Executor
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +62,8 @@ def _paused_collector() -> Iterator[None]:
 
 
 def _build_parallel(config: EngineConfig) -> EngineParts:
-    from engine.execution.loader import check_split
-    from engine.execution.parallel.rank_processes import RankProcesses
+    from pagemill.engine.execution.loader import check_split
+    from pagemill.engine.execution.parallel.rank_processes import RankProcesses
 
     check_split(config)
     ranks = RankProcesses(config)
@@ -91,11 +97,11 @@ def _build_echo(config: EngineConfig) -> EngineParts:
 
 def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EngineParts:
     """This process's model: the whole of it, or rank 0's share."""
-    from engine.execution.device_tuning import tune_device
-    from engine.execution.host_cache import measure_link
-    from engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
-    from engine.execution.loader import load_model
-    from engine.execution.model_runner import ModelRunner
+    from pagemill.engine.execution.device_tuning import tune_device
+    from pagemill.engine.execution.host_cache import measure_link
+    from pagemill.engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
+    from pagemill.engine.execution.loader import load_model
+    from pagemill.engine.execution.model_runner import ModelRunner
 
     tune_device(config)
     group = None if ranks is None else ranks.group
@@ -132,7 +138,7 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
     executor: Executor = (runner := ModelRunner(model, config, limits, shape, group))
     weight_bytes = model.weight_bytes()
     if ranks is not None:
-        from engine.execution.parallel.executor import TensorParallelExecutor
+        from pagemill.engine.execution.parallel.executor import TensorParallelExecutor
 
         weight_bytes += ranks.wait_ready()
         executor = TensorParallelExecutor(runner, ranks, model.device)

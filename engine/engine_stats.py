@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from engine.outputs import Histogram, HistogramSnapshot, KVCacheStats, LabelValues
-from engine.plan import StepPlan, StepResult
+from pagemill.engine.outputs import Histogram, HistogramSnapshot, KVCacheStats, LabelValues
+from pagemill.engine.plan import StepPlan, StepResult
 
 STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 POWERS_OF_TWO = tuple(float(2**exponent) for exponent in range(15))

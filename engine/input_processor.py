@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from engine.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
-from engine.sampling_params import SamplingParams
-from engine.tokenizer import Message, Tokenizer
+from pagemill.engine.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.tokenizer import Message, Tokenizer
 
 _MAX_CACHED_BAD_WORDS = 256
 

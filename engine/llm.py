@@ -8,13 +8,13 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.offline_order import merge_equal, rank_by_prefix
-from engine.outputs import CompletionDelta, FinishReason, RequestOutput, Usage
-from engine.plan import TokenLogprobs
-from engine.sampling_params import BeamSearchParams, SamplingParams
-from engine.tokenizer import Message
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.engine import Engine
+from pagemill.engine.offline_order import merge_equal, rank_by_prefix
+from pagemill.engine.outputs import CompletionDelta, FinishReason, RequestOutput, Usage
+from pagemill.engine.plan import TokenLogprobs
+from pagemill.engine.sampling_params import BeamSearchParams, SamplingParams
+from pagemill.engine.tokenizer import Message
 
 Prompt = str | Sequence[int]
 

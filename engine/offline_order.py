@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.sampling_params import SamplingParams
+from pagemill.engine.sampling_params import SamplingParams
 
 Prepared = tuple[Sequence[int], SamplingParams]
 

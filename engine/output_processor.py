@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from engine.best_of import BestOf
-from engine.detokenizer import Detokenizer, StopStrings
-from engine.outputs import (
+from pagemill.engine.best_of import BestOf
+from pagemill.engine.detokenizer import Detokenizer, StopStrings
+from pagemill.engine.outputs import (
     CompletionDelta,
     FinishReason,
     Histogram,
@@ -20,8 +20,8 @@ from engine.outputs import (
     StructuredResult,
     Usage,
 )
-from engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
-from engine.tokenizer import Tokenizer
+from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
+from pagemill.engine.tokenizer import Tokenizer
 
 # vLLM's buckets, so that panels can be compared.
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,

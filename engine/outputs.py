@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.plan import TokenLogprobs
+from pagemill.engine.plan import TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Phase = Literal["waiting", "prefill", "decode"]

@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.sampling_params import SamplingParams
+from pagemill.engine.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

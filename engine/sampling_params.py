@@ -6,9 +6,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Literal, Protocol
 
-from engine.errors import InvalidRequest, SchemaInvalid, SchemaTooComplex, UnsupportedFeature
+from pagemill.engine.errors import InvalidRequest, SchemaInvalid, SchemaTooComplex, UnsupportedFeature
 
 MAX_STOP_STRINGS = 64
 MAX_SCHEMA = 65_536
@@ -22,6 +22,19 @@ MAX_LENGTH_PENALTY = 10.0
 EarlyStopping = bool | Literal["never"]
 """When a beam search ends, once it has as many finished beams as its width. True: at once. False: when no live beam
 would beat the worst of them as it stands. "never": when no live beam can beat it at any length."""
+
+
+class StructuredShape(Protocol):
+    """Anything with the fields of `StructuredOutputs`, as a job's class of that name has them."""
+
+    @property
+    def choice(self) -> tuple[str, ...] | None: ...
+    @property
+    def regex(self) -> str | None: ...
+    @property
+    def json(self) -> str | None: ...
+    @property
+    def grammar(self) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +73,10 @@ class StructuredOutputs:
             raise SchemaTooComplex(f"structured_outputs.{kind} has more than {MAX_SCHEMA} characters")
         if kind == "json":
             _check_schema(text)
+
+    @classmethod
+    def like(cls, shape: StructuredShape) -> StructuredOutputs:
+        return cls(choice=shape.choice, regex=shape.regex, json=shape.json, grammar=shape.grammar)
 
 
 def _schema_text(schema: object) -> str:
@@ -135,7 +152,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredShape | None = None
 
     def __post_init__(self) -> None:
         stop: object = self.stop  # a bare string is accepted, though the type says tuple
@@ -145,6 +162,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, tuple(value))
+        shape = self.structured_outputs
+        if shape is not None and not isinstance(shape, StructuredOutputs):
+            object.__setattr__(self, "structured_outputs", StructuredOutputs.like(shape))
         self._check_ranges()
         self._check_beam_search()
 

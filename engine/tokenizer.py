@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine.errors import InvalidRequest, ModelLoadError
+from pagemill.engine.errors import InvalidRequest, ModelLoadError
 
 Message = Mapping[str, Any]
 

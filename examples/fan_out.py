@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from producer import AsyncProducer
+from pagemill import AsyncProducer
 
 MODEL = os.environ.get("PAGEMILL_MODEL", "smollm2")
 ACK_EVERY = 500

@@ -15,7 +15,7 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-from producer import AsyncProducer, InvalidJob, JobError, JobNotFound, QueueFull, ResultTimeout
+from pagemill import AsyncProducer, InvalidJob, JobError, JobNotFound, QueueFull, ResultTimeout
 
 MODEL = os.environ.get("PAGEMILL_MODEL", "smollm2")
 queue: AsyncProducer

@@ -7,7 +7,7 @@ from typing import Any
 
 from flask import Flask, request
 
-from producer import InvalidJob, JobError, JobNotFound, Producer, QueueFull, ResultTimeout
+from pagemill import InvalidJob, JobError, JobNotFound, Producer, QueueFull, ResultTimeout
 
 MODEL = os.environ.get("PAGEMILL_MODEL", "smollm2")
 app = Flask(__name__)

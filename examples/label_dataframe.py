@@ -6,7 +6,7 @@ import os
 
 import pandas as pd
 
-from producer import Producer
+from pagemill import Producer
 
 MODEL = os.environ.get("PAGEMILL_MODEL", "smollm2")
 REVIEWS = pd.DataFrame({"text": ["Works as it should.", "Broke after a day.", "I would buy it again."]})

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.layer_cache import LayerCache
+from pagemill.kernels.layer_cache import LayerCache
 
 # Under TRITON_INTERPRET=1 kernels run as numpy code on CPU tensors. Its bfloat16 is storage only: products of
 # two bf16 tiles are garbage, without an error. Kernels therefore take UPCAST, and compute in fp32 where it is

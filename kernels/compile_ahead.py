@@ -23,7 +23,7 @@ import numba
 import torch
 from numba.core import registry
 
-from kernels import cpu_layer, file_lock
+from pagemill.kernels import cpu_layer, file_lock
 
 logger = logging.getLogger(__name__)
 

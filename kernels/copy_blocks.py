@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.transfer import to_device
-from kernels.tuning import LAUNCHES
+from pagemill.kernels.transfer import to_device
+from pagemill.kernels.tuning import LAUNCHES
 
 # Four 16-byte accesses per thread at four warps and two bytes an element. Not yet measured on a GPU.
 _LAUNCH = LAUNCHES["copy_blocks"]
@@ -39,7 +39,7 @@ def copy_blocks_kernel(
 def copy_blocks(
     key_cache: torch.Tensor, value_cache: torch.Tensor, block_pairs: Sequence[tuple[int, int]]
 ) -> None:
-    """See `kernels.dispatch.copy_blocks`."""
+    """See `pagemill.kernels.dispatch.copy_blocks`."""
     if not block_pairs:
         return
     pairs = to_device(np.array(block_pairs, dtype=np.int64), key_cache.device)

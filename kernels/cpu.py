@@ -1,4 +1,4 @@
-"""The operators' fast face for CPU tensors. Contracts: `kernels.dispatch`.
+"""The operators' fast face for CPU tensors. Contracts: `pagemill.kernels.dispatch`.
 
 Made for fp32 models, with a cache of any dtype: half-precision models take the plain torch way.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kernels import (
+from pagemill.kernels import (
     cpu_cache,
     cpu_fused,
     cpu_matmul,
@@ -18,15 +18,15 @@ from kernels import (
     cpu_weight_packing,
     reference,
 )
-from kernels.cpu_attention_decode import decode
-from kernels.cpu_attention_prefill import prefill
-from kernels.cpu_element import ELEMENTS
-from kernels.cpu_jit import NUMBERS_PER_THREAD, run_rows, use_torch_threads
-from kernels.cpu_memory import advise_huge_pages
-from kernels.layer_cache import LayerCache, allocate_layer, largest_number
-from kernels.metadata import AttentionMetadata, warm_up_metadata
-from kernels.reference import copy_blocks
-from kernels.scoring import Scoring
+from pagemill.kernels.cpu_attention_decode import decode
+from pagemill.kernels.cpu_attention_prefill import prefill
+from pagemill.kernels.cpu_element import ELEMENTS
+from pagemill.kernels.cpu_jit import NUMBERS_PER_THREAD, run_rows, use_torch_threads
+from pagemill.kernels.cpu_memory import advise_huge_pages
+from pagemill.kernels.layer_cache import LayerCache, allocate_layer, largest_number
+from pagemill.kernels.metadata import AttentionMetadata, warm_up_metadata
+from pagemill.kernels.reference import copy_blocks
+from pagemill.kernels.scoring import Scoring
 
 __all__ = [
     "advise_huge_pages",
@@ -41,7 +41,7 @@ __all__ = [
 def reshape_and_cache(
     key: torch.Tensor, value: torch.Tensor, cache: LayerCache, slot_mapping: torch.Tensor
 ) -> None:
-    """See `kernels.dispatch.reshape_and_cache`."""
+    """See `pagemill.kernels.dispatch.reshape_and_cache`."""
     if not key.dtype == value.dtype == torch.float32:
         reference.reshape_and_cache(key, value, cache, slot_mapping)
         return
@@ -79,7 +79,7 @@ def _addresses(cache: LayerCache) -> tuple[int, int, int, int]:
 def paged_attention(
     query: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scoring: Scoring
 ) -> torch.Tensor:
-    """See `kernels.dispatch.paged_attention`. Padded rows and tokens come out as zeros here."""
+    """See `pagemill.kernels.dispatch.paged_attention`. Padded rows and tokens come out as zeros here."""
     if query.dtype != torch.float32:
         return reference.paged_attention(query, cache, metadata, scoring)
     tables, starts, seq_lens = metadata.block_tables, metadata.query_start_loc, metadata.seq_lens

@@ -14,10 +14,10 @@ from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels import cpu_vector as vector
-from kernels.cpu_jit import NUMBERS_PER_THREAD, f32_pointer, i64_pointer, jit, use_torch_threads
-from kernels.cpu_row import F32, VECTOR
-from kernels.cpu_vector import LANES, call, f32x16
+from pagemill.kernels import cpu_vector as vector
+from pagemill.kernels.cpu_jit import NUMBERS_PER_THREAD, f32_pointer, i64_pointer, jit, use_torch_threads
+from pagemill.kernels.cpu_row import F32, VECTOR
+from pagemill.kernels.cpu_vector import LANES, call, f32x16
 
 _ir = cgutils.ir
 _STRETCH = 1024
@@ -25,7 +25,7 @@ _LOWEST = np.float32(-np.inf)
 
 
 def largest(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.selection.largest`; fp32, last dimension contiguous."""
+    """See `pagemill.kernels.selection.largest`; fp32, last dimension contiguous."""
     num_rows, size = numbers.shape
     peaks, places = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
     num_stretches = -(-size // _STRETCH)

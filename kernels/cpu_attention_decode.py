@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from kernels import cpu_vector as vector
-from kernels.cpu_attention_dots import add_dots, add_weighted
-from kernels.cpu_element import size_of
-from kernels.cpu_jit import f32_pointer, i32_pointer, jit
-from kernels.cpu_row import (
+from pagemill.kernels import cpu_vector as vector
+from pagemill.kernels.cpu_attention_dots import add_dots, add_weighted
+from pagemill.kernels.cpu_element import size_of
+from pagemill.kernels.cpu_jit import f32_pointer, i32_pointer, jit
+from pagemill.kernels.cpu_row import (
     F32,
     I32,
     LOG2_E,
@@ -29,7 +29,7 @@ from kernels.cpu_row import (
     store_scaled,
     weigh,
 )
-from kernels.cpu_share import new_counter, plan_turns, take
+from pagemill.kernels.cpu_share import new_counter, plan_turns, take
 
 SPLIT = 256  # keys; long enough to drown the merge, short enough that threads can share one long row
 MINUS_INFINITY = np.float32(-np.inf)

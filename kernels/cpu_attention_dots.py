@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from kernels import cpu_vector as vector
-from kernels.cpu_element import ELEMENTS, load_number, load_vector, size_of
-from kernels.cpu_jit import f32_pointer, jit, prefetch
-from kernels.cpu_row import F32, VECTOR
+from pagemill.kernels import cpu_vector as vector
+from pagemill.kernels.cpu_element import ELEMENTS, load_number, load_vector, size_of
+from pagemill.kernels.cpu_jit import f32_pointer, jit, prefetch
+from pagemill.kernels.cpu_row import F32, VECTOR
 
 _FP32 = ELEMENTS[torch.float32]
 

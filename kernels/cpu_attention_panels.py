@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kernels.cpu_element import load_number, load_vector, size_of, transpose
-from kernels.cpu_jit import f32_pointer, jit
-from kernels.cpu_matmul_tile import PANEL
-from kernels.cpu_row import F32
-from kernels.cpu_vector import LANES, store
+from pagemill.kernels.cpu_element import load_number, load_vector, size_of, transpose
+from pagemill.kernels.cpu_jit import f32_pointer, jit
+from pagemill.kernels.cpu_matmul_tile import PANEL
+from pagemill.kernels.cpu_row import F32
+from pagemill.kernels.cpu_vector import LANES, store
 
 PANEL_ROW = F32 * PANEL  # bytes
 

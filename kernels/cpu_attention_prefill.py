@@ -9,12 +9,12 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from kernels.cpu_attention_panels import num_common_blocks
-from kernels.cpu_attention_tile import KEYS, attend_tile, clear_slots, slot_bytes, tile_bytes
-from kernels.cpu_element import size_of
-from kernels.cpu_jit import i32_pointer, jit
-from kernels.cpu_row import F32, I32, LOG2_E, VECTOR, ZERO, fill, line_in
-from kernels.cpu_share import new_counter, plan_turns, take
+from pagemill.kernels.cpu_attention_panels import num_common_blocks
+from pagemill.kernels.cpu_attention_tile import KEYS, attend_tile, clear_slots, slot_bytes, tile_bytes
+from pagemill.kernels.cpu_element import size_of
+from pagemill.kernels.cpu_jit import i32_pointer, jit
+from pagemill.kernels.cpu_row import F32, I32, LOG2_E, VECTOR, ZERO, fill, line_in
+from pagemill.kernels.cpu_share import new_counter, plan_turns, take
 
 QUERIES = 48
 """Rows of a tile, unless one token alone has more: their queries, scores and results stay in the first-level cache."""

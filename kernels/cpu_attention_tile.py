@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels import cpu_vector as vector
-from kernels.cpu_attention_panels import PANEL_ROW, gather_keys, gather_scales, gather_values
-from kernels.cpu_element import size_of
-from kernels.cpu_jit import f32_pointer, jit
-from kernels.cpu_matmul_tile import MOST_ROWS, PANEL, multiply_lined_tile
-from kernels.cpu_row import F32, LOG2_E, ONE, VECTOR, ZERO, cap_vector, fill, store_scaled
+from pagemill.kernels import cpu_vector as vector
+from pagemill.kernels.cpu_attention_panels import PANEL_ROW, gather_keys, gather_scales, gather_values
+from pagemill.kernels.cpu_element import size_of
+from pagemill.kernels.cpu_jit import f32_pointer, jit
+from pagemill.kernels.cpu_matmul_tile import MOST_ROWS, PANEL, multiply_lined_tile
+from pagemill.kernels.cpu_row import F32, LOG2_E, ONE, VECTOR, ZERO, cap_vector, fill, store_scaled
 
 KEYS = 4 * vector.LANES  # columns of a tile
 LINES = KEYS // vector.LANES  # of a row of scores

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from kernels import cpu_vector as vector
-from kernels.cpu_element import size_of, store_number, store_vector
-from kernels.cpu_jit import f32_pointer, i64_pointer, jit
-from kernels.cpu_row import F32, ONE, ZERO, peak_of
-from kernels.layer_cache import SMALLEST_PEAK
+from pagemill.kernels import cpu_vector as vector
+from pagemill.kernels.cpu_element import size_of, store_number, store_vector
+from pagemill.kernels.cpu_jit import f32_pointer, i64_pointer, jit
+from pagemill.kernels.cpu_row import F32, ONE, ZERO, peak_of
+from pagemill.kernels.layer_cache import SMALLEST_PEAK
 
 _SMALLEST_PEAK = np.float32(SMALLEST_PEAK)
 

@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_vector import F32X16, LANES, call, f32x16
+from pagemill.kernels.cpu_vector import F32X16, LANES, call, f32x16
 
 _ir = cgutils.ir
 _HALF, _FLOAT = _ir.HalfType(), _ir.FloatType()

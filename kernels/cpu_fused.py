@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numba import prange
 
-from kernels import cpu_vector as vector
-from kernels.cpu_jit import f32_pointer, jit, run_rows
-from kernels.cpu_row import F32, LOG2_E, ONE, VECTOR, ZERO
+from pagemill.kernels import cpu_vector as vector
+from pagemill.kernels.cpu_jit import f32_pointer, jit, run_rows
+from pagemill.kernels.cpu_row import F32, LOG2_E, ONE, VECTOR, ZERO
 
 LOWEST_GATE = np.float32(-87.0)  # exp(87) is about the largest that fp32 holds; silu is 0 long before
 

@@ -1,7 +1,7 @@
 """Products with a weight matrix of 8-bit integers, packed once: y = x W^T + b, with x quantised as it arrives.
 
-What is computed is defined in `kernels.grouped_int8`: sums within a group of inputs are integers, hence exact, and
-over the groups each number of the result is one chain of fp32 multiply-adds in the groups' order. So it depends on
+What is computed is defined in `pagemill.kernels.grouped_int8`: sums within a group of inputs are integers, hence exact,
+and over the groups each number of the result is one chain of fp32 multiply-adds in the groups' order. So it depends on
 its row and its channel alone, to the last bit, whatever the number of rows or threads and whatever the CPU.
 """
 
@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from numba import prange
 
-from kernels import cpu_vector as vector
-from kernels import grouped_int8
-from kernels.cpu_int8_rows import quantise_rows
-from kernels.cpu_int8_tile import (
+from pagemill.kernels import cpu_vector as vector
+from pagemill.kernels import grouped_int8
+from pagemill.kernels.cpu_int8_rows import quantise_rows
+from pagemill.kernels.cpu_int8_tile import (
     PANEL_BYTES,
     QUAD,
     QUADS,
@@ -25,12 +25,20 @@ from kernels.cpu_int8_tile import (
     ZERO_POINT,
     multiply_tile,
 )
-from kernels.cpu_jit import NUMBERS_PER_THREAD, f32_pointer, jit, use_torch_threads
-from kernels.cpu_matmul_panel import SUMS_BYTES, Strided, Tiles, Weight, num_panels_of, skip_rows, sums_at
-from kernels.cpu_matmul_tile import MOST_ROWS, PANEL, first_row, num_tiles_of
-from kernels.cpu_memory import advise_huge_pages
-from kernels.cpu_row import F32, VECTOR, line_in
-from kernels.cpu_share import (
+from pagemill.kernels.cpu_jit import NUMBERS_PER_THREAD, f32_pointer, jit, use_torch_threads
+from pagemill.kernels.cpu_matmul_panel import (
+    SUMS_BYTES,
+    Strided,
+    Tiles,
+    Weight,
+    num_panels_of,
+    skip_rows,
+    sums_at,
+)
+from pagemill.kernels.cpu_matmul_tile import MOST_ROWS, PANEL, first_row, num_tiles_of
+from pagemill.kernels.cpu_memory import advise_huge_pages
+from pagemill.kernels.cpu_row import F32, VECTOR, line_in
+from pagemill.kernels.cpu_share import (
     BLOCK_ROWS,
     FEWEST_ROWS,
     are_rows_taken,
@@ -39,7 +47,7 @@ from kernels.cpu_share import (
     plan_blocks,
     take,
 )
-from kernels.grouped_int8 import GROUP
+from pagemill.kernels.grouped_int8 import GROUP
 
 # So much of x stays in the second-level cache while all panels pass by.
 _BLOCK_BYTES = 1 << 19

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from kernels import cpu_vector as vector
-from kernels.cpu_fused import silu_times
-from kernels.cpu_int8_matmul import (
+from pagemill.kernels import cpu_vector as vector
+from pagemill.kernels.cpu_fused import silu_times
+from pagemill.kernels.cpu_int8_matmul import (
     NO_FORMAT,
     multiply_quantised,
     multiply_share,
@@ -22,14 +22,14 @@ from kernels.cpu_int8_matmul import (
     tiles_at_once,
     workspace_bytes,
 )
-from kernels.cpu_int8_rows import quantise_group
-from kernels.cpu_int8_tile import ROW_BYTES
-from kernels.cpu_jit import jit
-from kernels.cpu_matmul_panel import SUMS_BYTES, Strided, Tiles, Weight, num_panels_of, sums_at
-from kernels.cpu_matmul_tile import PANEL, first_row, num_tiles_of
-from kernels.cpu_row import F32, VECTOR, line_in
-from kernels.cpu_share import new_counter, panels_per_turn, take
-from kernels.grouped_int8 import GROUP
+from pagemill.kernels.cpu_int8_rows import quantise_group
+from pagemill.kernels.cpu_int8_tile import ROW_BYTES
+from pagemill.kernels.cpu_jit import jit
+from pagemill.kernels.cpu_matmul_panel import SUMS_BYTES, Strided, Tiles, Weight, num_panels_of, sums_at
+from pagemill.kernels.cpu_matmul_tile import PANEL, first_row, num_tiles_of
+from pagemill.kernels.cpu_row import F32, VECTOR, line_in
+from pagemill.kernels.cpu_share import new_counter, panels_per_turn, take
+from pagemill.kernels.grouped_int8 import GROUP
 
 assert GROUP == PANEL
 _THREAD_BYTES = 2 * SUMS_BYTES + F32 * GROUP

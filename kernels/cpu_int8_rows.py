@@ -10,14 +10,14 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels import grouped_int8
-from kernels.cpu_int8_tile import PRODUCTS, QUAD, ROW_BYTES, ZERO_POINT
-from kernels.cpu_jit import f32_pointer, jit
-from kernels.cpu_matmul_tile import first_row, num_tiles_of
-from kernels.cpu_row import F32, VECTOR, address_of
-from kernels.cpu_vector import F32X16, LANES, call, emit_splat
-from kernels.grouped_int8 import GROUP, LIMIT
-from kernels.layer_cache import SMALLEST_PEAK
+from pagemill.kernels import grouped_int8
+from pagemill.kernels.cpu_int8_tile import PRODUCTS, QUAD, ROW_BYTES, ZERO_POINT
+from pagemill.kernels.cpu_jit import f32_pointer, jit
+from pagemill.kernels.cpu_matmul_tile import first_row, num_tiles_of
+from pagemill.kernels.cpu_row import F32, VECTOR, address_of
+from pagemill.kernels.cpu_vector import F32X16, LANES, call, emit_splat
+from pagemill.kernels.grouped_int8 import GROUP, LIMIT
+from pagemill.kernels.layer_cache import SMALLEST_PEAK
 
 _ir = cgutils.ir
 _I32, _F32 = _ir.IntType(32), _ir.FloatType()

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_jit import compiles_for, external, prefetch_line
-from kernels.cpu_matmul_tile import CUT, PANEL, Cut, by_height
-from kernels.cpu_row import F32, I32, VECTOR
-from kernels.cpu_vector import F32X16, LANES, call, emit_splat
-from kernels.grouped_int8 import GROUP
+from pagemill.kernels.cpu_jit import compiles_for, external, prefetch_line
+from pagemill.kernels.cpu_matmul_tile import CUT, PANEL, Cut, by_height
+from pagemill.kernels.cpu_row import F32, I32, VECTOR
+from pagemill.kernels.cpu_vector import F32X16, LANES, call, emit_splat
+from pagemill.kernels.grouped_int8 import GROUP
 
 ZERO_POINT = 128  # the byte of a weight of 0
 QUAD = 4  # inputs whose weights lie beside each other

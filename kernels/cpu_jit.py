@@ -24,7 +24,7 @@ from numba import types
 from numba.core import cgutils, codegen
 from numba.extending import intrinsic
 
-from kernels import file_lock
+from pagemill.kernels import file_lock
 
 
 def _cache_directory() -> str:

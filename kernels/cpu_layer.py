@@ -14,13 +14,13 @@ import numba
 import numpy as np
 import torch
 
-from kernels.cpu_element import ELEMENTS
-from kernels.cpu_jit import use_torch_threads
-from kernels.cpu_layer_steps import finish, place_and_attend, project
-from kernels.cpu_share import BLOCK_ROWS
-from kernels.layer_cache import LayerCache, allocate_layer, largest_number
-from kernels.metadata import AttentionMetadata, warm_up_metadata
-from kernels.scoring import Scoring
+from pagemill.kernels.cpu_element import ELEMENTS
+from pagemill.kernels.cpu_jit import use_torch_threads
+from pagemill.kernels.cpu_layer_steps import finish, place_and_attend, project
+from pagemill.kernels.cpu_share import BLOCK_ROWS
+from pagemill.kernels.layer_cache import LayerCache, allocate_layer, largest_number
+from pagemill.kernels.metadata import AttentionMetadata, warm_up_metadata
+from pagemill.kernels.scoring import Scoring
 
 # A scalar whose numba type stands for how a layer's weights are packed: each kind compiles when it is first used.
 _FLOATS, _INTEGERS = np.float32(0), np.uint8(0)

@@ -8,19 +8,15 @@ from __future__ import annotations
 from numba import prange, types
 from numba.extending import overload
 
-from kernels import cpu_int8_matmul, cpu_int8_mlp, cpu_matmul, cpu_mlp
-from kernels import cpu_vector as vector
-from kernels.cpu_attention_decode import decode
-from kernels.cpu_attention_prefill import prefill
-from kernels.cpu_cache import write_tokens
-from kernels.cpu_fused import (
-    rms_norm_parallel,
-    rms_norm_rows,
-    rotate_rows,
-)
-from kernels.cpu_jit import NUMBERS_PER_THREAD, f32_pointer, i64_pointer, jit
-from kernels.cpu_row import F32, VECTOR, ZERO, fill, line_in
-from kernels.cpu_share import BLOCK_ROWS, are_rows_taken, new_counter, plan_blocks, take
+from pagemill.kernels import cpu_int8_matmul, cpu_int8_mlp, cpu_matmul, cpu_mlp
+from pagemill.kernels import cpu_vector as vector
+from pagemill.kernels.cpu_attention_decode import decode
+from pagemill.kernels.cpu_attention_prefill import prefill
+from pagemill.kernels.cpu_cache import write_tokens
+from pagemill.kernels.cpu_fused import rms_norm_parallel, rms_norm_rows, rotate_rows
+from pagemill.kernels.cpu_jit import NUMBERS_PER_THREAD, f32_pointer, i64_pointer, jit
+from pagemill.kernels.cpu_row import F32, VECTOR, ZERO, fill, line_in
+from pagemill.kernels.cpu_share import BLOCK_ROWS, are_rows_taken, new_counter, plan_blocks, take
 
 
 def choose_kernel(kind, floats, integers):

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numba import prange
 
-from kernels.cpu_jit import compiles_for, f32_pointer, jit, use_torch_threads
-from kernels.cpu_matmul_panel import (
+from pagemill.kernels.cpu_jit import compiles_for, f32_pointer, jit, use_torch_threads
+from pagemill.kernels.cpu_matmul_panel import (
     PIECE_BYTES,
     SUMS_BYTES,
     Lined,
@@ -27,12 +27,19 @@ from kernels.cpu_matmul_panel import (
     skip_rows,
     sums_at,
 )
-from kernels.cpu_matmul_tile import MOST_ROWS, PANEL, first_row, num_tiles_of
-from kernels.cpu_row import F32, VECTOR, line_in
-from kernels.cpu_share import BLOCK_ROWS, are_rows_taken, new_counter, panels_per_turn, plan_blocks, take
-from kernels.cpu_vector import LANES
-from kernels.cpu_weight_formats import GROUP
-from kernels.cpu_weight_packing import PackedWeight
+from pagemill.kernels.cpu_matmul_tile import MOST_ROWS, PANEL, first_row, num_tiles_of
+from pagemill.kernels.cpu_row import F32, VECTOR, line_in
+from pagemill.kernels.cpu_share import (
+    BLOCK_ROWS,
+    are_rows_taken,
+    new_counter,
+    panels_per_turn,
+    plan_blocks,
+    take,
+)
+from pagemill.kernels.cpu_vector import LANES
+from pagemill.kernels.cpu_weight_formats import GROUP
+from pagemill.kernels.cpu_weight_packing import PackedWeight
 
 # So much of BLOCK_ROWS rows stays in the second-level cache while all panels pass by.
 BLOCK_INPUTS = 768

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kernels import cpu_vector as vector
-from kernels.cpu_jit import jit
-from kernels.cpu_matmul_tile import PANEL, first_row, multiply_lined_tile, multiply_tile
-from kernels.cpu_row import F32, VECTOR
-from kernels.cpu_share import BLOCK_ROWS
-from kernels.cpu_vector import LANES
-from kernels.cpu_weight_formats import FLOAT32, ROW, expand, panel_bytes
+from pagemill.kernels import cpu_vector as vector
+from pagemill.kernels.cpu_jit import jit
+from pagemill.kernels.cpu_matmul_tile import PANEL, first_row, multiply_lined_tile, multiply_tile
+from pagemill.kernels.cpu_row import F32, VECTOR
+from pagemill.kernels.cpu_share import BLOCK_ROWS
+from pagemill.kernels.cpu_vector import LANES
+from pagemill.kernels.cpu_weight_formats import FLOAT32, ROW, expand, panel_bytes
 
 # So much of a panel stays in the first-level cache while all tiles pass by.
 PIECE_INPUTS = 96

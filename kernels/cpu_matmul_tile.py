@@ -14,9 +14,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_jit import compiles_for, external, jit, prefetch_line
-from kernels.cpu_row import F32, VECTOR
-from kernels.cpu_vector import F32X16, LANES, call, emit_splat
+from pagemill.kernels.cpu_jit import compiles_for, external, jit, prefetch_line
+from pagemill.kernels.cpu_row import F32, VECTOR
+from pagemill.kernels.cpu_vector import F32X16, LANES, call, emit_splat
 
 PANEL = 2 * LANES  # output channels
 

@@ -12,17 +12,17 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from kernels import cpu_vector as vector
-from kernels.cpu_fused import silu_times
-from kernels.cpu_jit import jit
-from kernels.cpu_matmul import (
+from pagemill.kernels import cpu_vector as vector
+from pagemill.kernels.cpu_fused import silu_times
+from pagemill.kernels.cpu_jit import jit
+from pagemill.kernels.cpu_matmul import (
     BLOCK_INPUTS,
     THREAD_BYTES,
     fit_the_cache,
     multiply_lined,
     multiply_lined_parallel,
 )
-from kernels.cpu_matmul_panel import (
+from pagemill.kernels.cpu_matmul_panel import (
     SUMS_BYTES,
     Lined,
     Strided,
@@ -34,10 +34,10 @@ from kernels.cpu_matmul_panel import (
     num_panels_of,
     sums_at,
 )
-from kernels.cpu_matmul_tile import MOST_ROWS, first_row, num_tiles_of
-from kernels.cpu_row import F32, VECTOR, line_in
-from kernels.cpu_share import BLOCK_ROWS, new_counter, panels_per_turn, take
-from kernels.cpu_vector import LANES
+from pagemill.kernels.cpu_matmul_tile import MOST_ROWS, first_row, num_tiles_of
+from pagemill.kernels.cpu_row import F32, VECTOR, line_in
+from pagemill.kernels.cpu_share import BLOCK_ROWS, new_counter, panels_per_turn, take
+from pagemill.kernels.cpu_vector import LANES
 
 _FEWEST_TILES = -(-42 // MOST_ROWS)
 

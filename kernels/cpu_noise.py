@@ -1,4 +1,4 @@
-"""The draw of `kernels.noise` without the noise of tokens that cannot win.
+"""The draw of `pagemill.kernels.noise` without the noise of tokens that cannot win.
 
 Gumbel noise is -ln(E) with E = -ln(1 - u) for a uniform u, so the highest sum of logit and noise is the lowest
 E / p with p = exp(logit): a race of exponential clocks. u <= E <= 16.64 u for every u that is drawn. A token
@@ -16,11 +16,11 @@ from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels import cpu_vector as vector
-from kernels.cpu_jit import NUMBERS_PER_THREAD, f32_pointer, i32_pointer, jit, run_rows
-from kernels.cpu_row import F32, I32, LOG2_E, ZERO, address_of
-from kernels.cpu_vector import F32X16, LANES, emit_splat, f32x16
-from kernels.noise import argmax_of_sums, gumbel_noise
+from pagemill.kernels import cpu_vector as vector
+from pagemill.kernels.cpu_jit import NUMBERS_PER_THREAD, f32_pointer, i32_pointer, jit, run_rows
+from pagemill.kernels.cpu_row import F32, I32, LOG2_E, ZERO, address_of
+from pagemill.kernels.cpu_vector import F32X16, LANES, emit_splat, f32x16
+from pagemill.kernels.noise import argmax_of_sums, gumbel_noise
 
 # Above 16.64 by far more than the rounding of logits, noise and their sums can make up for: ln(20 / 16.64) = 0.18.
 _FURTHEST = np.float32(20.0)
@@ -35,7 +35,7 @@ _I32X16 = _ir.VectorType(_ir.IntType(32), LANES)
 
 
 def argmax_with_noise(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """See `kernels.noise.argmax_with_noise`; fp32, last dimension contiguous."""
+    """See `pagemill.kernels.noise.argmax_with_noise`; fp32, last dimension contiguous."""
     assert logits.dtype is torch.float32
     assert logits.stride(1) == 1
     assert keys.dtype is torch.int32

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from kernels import cpu_vector as vector
-from kernels.cpu_jit import f32_pointer, jit
+from pagemill.kernels import cpu_vector as vector
+from pagemill.kernels.cpu_jit import f32_pointer, jit
 
 F32 = I32 = 4  # bytes
 VECTOR = F32 * vector.LANES  # bytes; also a cache line

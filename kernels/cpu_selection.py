@@ -1,4 +1,4 @@
-"""The cuts of `kernels.selection` on a CPU, without sorting what is not near the cut.
+"""The cuts of `pagemill.kernels.selection` on a CPU, without sorting what is not near the cut.
 
 A row's numbers are counted into buckets by their distance from the largest one, which keeps their order. The counts,
 or the sums of the buckets' probabilities, tell in which bucket the cut lies; only what may matter is sorted.
@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numba import prange
 
-from kernels import cpu_vector as vector
-from kernels.cpu_jit import (
+from pagemill.kernels import cpu_vector as vector
+from pagemill.kernels.cpu_jit import (
     NUMBERS_PER_THREAD,
     f32_pointer,
     f64_pointer,
@@ -20,8 +20,8 @@ from kernels.cpu_jit import (
     jit,
     run_rows,
 )
-from kernels.cpu_row import F32, ZERO
-from kernels.cpu_vector import LANES
+from pagemill.kernels.cpu_row import F32, ZERO
+from pagemill.kernels.cpu_vector import LANES
 
 _BUCKETS = 2048
 _PER_UNIT = np.float32(64.0)
@@ -32,7 +32,7 @@ _INDEX = (1 << 31) - 1
 
 
 def kth_largest(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """See `kernels.selection.kth_largest`; fp32, last dimension contiguous."""
+    """See `pagemill.kernels.selection.kth_largest`; fp32, last dimension contiguous."""
     out, counts = torch.empty((len(logits), 1)), counts.to(torch.int64).contiguous()
     size = logits.shape[1]
     arguments = (out.data_ptr(), logits.data_ptr(), logits.stride(0), size, counts.data_ptr())
@@ -41,7 +41,7 @@ def kth_largest(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def top_p_thresholds(logits: torch.Tensor, probabilities: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """See `kernels.selection.top_p_thresholds`; fp32, last dimension contiguous."""
+    """See `pagemill.kernels.selection.top_p_thresholds`; fp32, last dimension contiguous."""
     out, mass = torch.empty((len(logits), 1)), mass.to(torch.float64).contiguous()
     size = logits.shape[1]
     assert probabilities.is_contiguous()

@@ -13,9 +13,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_jit import jit
-from kernels.cpu_matmul_tile import MOST_ROWS
-from kernels.cpu_row import VECTOR
+from pagemill.kernels.cpu_jit import jit
+from pagemill.kernels.cpu_matmul_tile import MOST_ROWS
+from pagemill.kernels.cpu_row import VECTOR
 
 # Both are whole tiles.
 BLOCK_ROWS = 140 // MOST_ROWS * MOST_ROWS

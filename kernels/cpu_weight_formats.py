@@ -20,10 +20,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_jit import compiles_for, jit
-from kernels.cpu_matmul_tile import PANEL
-from kernels.cpu_row import F32, VECTOR
-from kernels.cpu_vector import F32X16, LANES, call
+from pagemill.kernels.cpu_jit import compiles_for, jit
+from pagemill.kernels.cpu_matmul_tile import PANEL
+from pagemill.kernels.cpu_row import F32, VECTOR
+from pagemill.kernels.cpu_vector import F32X16, LANES, call
 
 FLOAT32, BFLOAT16, FLOAT16, BYTES, NIBBLES = range(5)
 GROUP = 32

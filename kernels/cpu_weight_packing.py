@@ -18,12 +18,12 @@ from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu_jit import f32_pointer, i8_pointer, i32_pointer, jit, use_torch_threads
-from kernels.cpu_matmul_tile import PANEL
-from kernels.cpu_memory import advise_huge_pages
-from kernels.cpu_row import F32, ONE, VECTOR, ZERO, address_of, fill
-from kernels.cpu_vector import F32X16, LANES, call, emit_splat
-from kernels.cpu_weight_formats import (
+from pagemill.kernels.cpu_jit import f32_pointer, i8_pointer, i32_pointer, jit, use_torch_threads
+from pagemill.kernels.cpu_matmul_tile import PANEL
+from pagemill.kernels.cpu_memory import advise_huge_pages
+from pagemill.kernels.cpu_row import F32, ONE, VECTOR, ZERO, address_of, fill
+from pagemill.kernels.cpu_vector import F32X16, LANES, call, emit_splat
+from pagemill.kernels.cpu_weight_formats import (
     BFLOAT16,
     BYTE_CODES,
     BYTES,

@@ -1,6 +1,6 @@
 """The operators that the engine calls. Each picks its face by the device of its tensors.
 
-CUDA tensors go to the Triton kernels, CPU tensors to `kernels.cpu`, or to the plain torch reference where the
+CUDA tensors go to the Triton kernels, CPU tensors to `pagemill.kernels.cpu`, or to the plain torch reference where the
 CPU face's JIT library is not installed. Faces load on first use: a machine without triton never imports it.
 """
 
@@ -15,11 +15,11 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from kernels.layer_cache import LayerCache, as_bytes
-from kernels.metadata import AttentionMetadata
-from kernels.rotation import Rotation
-from kernels.sampling_rows import SamplingRows
-from kernels.scoring import Scoring
+from pagemill.kernels.layer_cache import LayerCache, as_bytes
+from pagemill.kernels.metadata import AttentionMetadata
+from pagemill.kernels.rotation import Rotation
+from pagemill.kernels.sampling_rows import SamplingRows
+from pagemill.kernels.scoring import Scoring
 
 FaceName = Literal["triton", "cpu", "reference"]
 
@@ -103,7 +103,7 @@ def override(face: FaceName) -> Iterator[None]:
 
 @cache
 def _load(face: FaceName) -> _Face:
-    from kernels import reference
+    from pagemill.kernels import reference
 
     fused = (
         reference.rms_norm,
@@ -113,19 +113,19 @@ def _load(face: FaceName) -> _Face:
         reference.sample_tokens,
     )
     if face == "triton":
-        from kernels.copy_blocks import copy_blocks
-        from kernels.paged_attention import paged_attention
-        from kernels.reshape_and_cache import reshape_and_cache
-        from kernels.rms_norm import add_rms_norm, rms_norm
-        from kernels.rotary_cache import rotary_and_cache
-        from kernels.sampling import sample_tokens
-        from kernels.silu_and_mul import silu_and_mul
+        from pagemill.kernels.copy_blocks import copy_blocks
+        from pagemill.kernels.paged_attention import paged_attention
+        from pagemill.kernels.reshape_and_cache import reshape_and_cache
+        from pagemill.kernels.rms_norm import add_rms_norm, rms_norm
+        from pagemill.kernels.rotary_cache import rotary_and_cache
+        from pagemill.kernels.sampling import sample_tokens
+        from pagemill.kernels.silu_and_mul import silu_and_mul
 
         fused = (rms_norm, add_rms_norm, silu_and_mul, rotary_and_cache, sample_tokens)
         return _Face(reshape_and_cache, paged_attention, copy_blocks, *fused)
     if face == "cpu":
-        # Whoever builds for the CPU fuses more than these operators do: see `kernels.cpu_fused`.
-        from kernels import cpu
+        # Whoever builds for the CPU fuses more than these operators do: see `pagemill.kernels.cpu_fused`.
+        from pagemill.kernels import cpu
 
         return _Face(cpu.reshape_and_cache, cpu.paged_attention, cpu.copy_blocks, *fused)
     return _Face(reference.reshape_and_cache, reference.paged_attention, reference.copy_blocks, *fused)
@@ -240,7 +240,7 @@ def sample_tokens(
     """Draw one token per row: argmax of (logit - peak) / temperature + Gumbel noise over what the filters keep.
 
     The filters are top-k, top-p and min-p, each of what the one before has left; ties with the last token kept are
-    kept. The noise is `kernels.noise`'s, so a row's token depends on its logits and its own entry alone; faces
+    kept. The noise is `pagemill.kernels.noise`'s, so a row's token depends on its logits and its own entry alone; faces
     agree unless two tokens are within rounding of each other. A row with NaN gives some valid id.
 
     Args:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.cpu_jit import use_torch_threads
-from kernels.cpu_layer import NO_ROTATION, DecoderLayer, angles_of
-from kernels.layer_cache import LayerCache
-from kernels.metadata import AttentionMetadata
+from pagemill.kernels.cpu_jit import use_torch_threads
+from pagemill.kernels.cpu_layer import NO_ROTATION, DecoderLayer, angles_of
+from pagemill.kernels.layer_cache import LayerCache
+from pagemill.kernels.metadata import AttentionMetadata
 
 
 class LayerStack:

@@ -70,7 +70,7 @@ def argmax_with_noise(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         keys: [num_rows] int32, from `noise_keys`.
     """
     if has_compiled_face(logits):
-        from kernels import cpu_noise
+        from pagemill.kernels import cpu_noise
 
         return cpu_noise.argmax_with_noise(logits, keys)
     return argmax_of_sums(logits, keys)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from kernels.layer_cache import LayerCache
-from kernels.metadata import AttentionMetadata
-from kernels.paged_attention_decode import paged_attention_decode
-from kernels.paged_attention_prefill import paged_attention_prefill
-from kernels.scoring import Scoring
+from pagemill.kernels.layer_cache import LayerCache
+from pagemill.kernels.metadata import AttentionMetadata
+from pagemill.kernels.paged_attention_decode import paged_attention_decode
+from pagemill.kernels.paged_attention_prefill import paged_attention_prefill
+from pagemill.kernels.scoring import Scoring
 
 
 def paged_attention(
     query: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scoring: Scoring
 ) -> torch.Tensor:
-    """See `kernels.dispatch.paged_attention`. Two kernels: one that did both would pipeline neither."""
+    """See `pagemill.kernels.dispatch.paged_attention`. Two kernels: one that did both would pipeline neither."""
     out = query.new_empty(query.shape)
     num_decode_rows = metadata.num_decode_rows
     if num_decode_rows > 0:

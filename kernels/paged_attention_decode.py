@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_tile import (
+from pagemill.kernels.attention_tile import (
     LOWEST_SCORE,
     attention_scores,
     fold_tile,
@@ -20,9 +20,9 @@ from kernels.attention_tile import (
     must_upcast,
     slot_offsets,
 )
-from kernels.layer_cache import LayerCache
-from kernels.scoring import Scoring
-from kernels.tuning import (
+from pagemill.kernels.layer_cache import LayerCache
+from pagemill.kernels.scoring import Scoring
+from pagemill.kernels.tuning import (
     LAUNCHES,
     MIN_SPLIT_TOKENS,
     Tile,
@@ -236,7 +236,7 @@ def paged_attention_decode(
         seq_lens: [num_rows] int32, the query's own token included.
         max_seq_len: at least the longest of `seq_lens`; sizes the grid. While capturing a graph: the longest
             that a replay may bring.
-        tile, num_splits, min_split_tokens: in place of what `kernels.tuning` says. `min_split_tokens` must be
+        tile, num_splits, min_split_tokens: in place of what `pagemill.kernels.tuning` says. `min_split_tokens` must be
             a multiple of the tile's `block_n`; with `num_splits` at least max_seq_len / min_split_tokens every
             split has that size, whatever the row's length.
     """

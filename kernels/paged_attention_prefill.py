@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_tile import (
+from pagemill.kernels.attention_tile import (
     LOWEST_SCORE,
     attention_scores,
     fold_tile,
@@ -24,11 +24,11 @@ from kernels.attention_tile import (
     must_upcast,
     slot_offsets,
 )
-from kernels.layer_cache import LayerCache
-from kernels.metadata import AttentionMetadata
-from kernels.scoring import Scoring
-from kernels.transfer import to_device
-from kernels.tuning import Tile, compute_capability, padded_head_dim, prefill_tile
+from pagemill.kernels.layer_cache import LayerCache
+from pagemill.kernels.metadata import AttentionMetadata
+from pagemill.kernels.scoring import Scoring
+from pagemill.kernels.transfer import to_device
+from pagemill.kernels.tuning import Tile, compute_capability, padded_head_dim, prefill_tile
 
 
 # A number that changes from step to step must not make another kernel: serving would stop to compile it.
@@ -214,7 +214,7 @@ def paged_attention_prefill(
     Args:
         out: [num_tokens, num_heads, head_dim], contiguous. Other tokens are left as they were.
         query: [num_tokens, num_heads, head_dim] of the whole step, last dimension contiguous.
-        tile: in place of what `kernels.tuning` says.
+        tile: in place of what `pagemill.kernels.tuning` says.
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = cache.num_kv_heads, cache.block_size

@@ -9,18 +9,18 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.layer_cache import SMALLEST_PEAK, LayerCache, as_bytes, largest_number
-from kernels.metadata import AttentionMetadata
-from kernels.noise import gumbel_noise, noise_keys
-from kernels.rotation import Rotation
-from kernels.sampling_rows import SamplingRows
-from kernels.scoring import Scoring
+from pagemill.kernels.layer_cache import SMALLEST_PEAK, LayerCache, as_bytes, largest_number
+from pagemill.kernels.metadata import AttentionMetadata
+from pagemill.kernels.noise import gumbel_noise, noise_keys
+from pagemill.kernels.rotation import Rotation
+from pagemill.kernels.sampling_rows import SamplingRows
+from pagemill.kernels.scoring import Scoring
 
 
 def reshape_and_cache(
     key: torch.Tensor, value: torch.Tensor, cache: LayerCache, slot_mapping: torch.Tensor
 ) -> None:
-    """See `kernels.dispatch.reshape_and_cache`."""
+    """See `pagemill.kernels.dispatch.reshape_and_cache`."""
     is_real = slot_mapping >= 0
     slots = slot_mapping[is_real]
     blocks, offsets = slots // cache.block_size, slots % cache.block_size
@@ -48,7 +48,7 @@ def quantise(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
 def copy_blocks(
     key_cache: torch.Tensor, value_cache: torch.Tensor, block_pairs: Sequence[tuple[int, int]]
 ) -> None:
-    """See `kernels.dispatch.copy_blocks`."""
+    """See `pagemill.kernels.dispatch.copy_blocks`."""
     if not block_pairs:
         return
     sources, destinations = torch.tensor(block_pairs, device=key_cache.device).unbind(1)
@@ -59,7 +59,7 @@ def copy_blocks(
 def paged_attention(
     query: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scoring: Scoring
 ) -> torch.Tensor:
-    """See `kernels.dispatch.paged_attention`. Padded tokens come out as zeros here."""
+    """See `pagemill.kernels.dispatch.paged_attention`. Padded tokens come out as zeros here."""
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     compute_dtype = _compute_dtype(query)
     start = 0
@@ -131,7 +131,7 @@ def _attend(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `kernels.dispatch.rms_norm`."""
+    """See `pagemill.kernels.dispatch.rms_norm`."""
     wide = x.to(_compute_dtype(x))
     return (wide * (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * weight.to(wide.dtype)).to(
         x.dtype
@@ -141,13 +141,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.dispatch.add_rms_norm`."""
+    """See `pagemill.kernels.dispatch.add_rms_norm`."""
     total = (x.to(_compute_dtype(x)) + residual).to(x.dtype)
     return rms_norm(total, weight, eps), total
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `kernels.dispatch.silu_and_mul`."""
+    """See `pagemill.kernels.dispatch.silu_and_mul`."""
     gate, up = gate_up.to(_compute_dtype(gate_up)).chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
@@ -160,7 +160,7 @@ def rotary_and_cache(
     cache: LayerCache,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """See `kernels.dispatch.rotary_and_cache`."""
+    """See `pagemill.kernels.dispatch.rotary_and_cache`."""
     reshape_and_cache(_turn(key, rotation.key_weight, rotation), value, cache, slot_mapping)
     return _turn(query, rotation.query_weight, rotation)
 
@@ -180,7 +180,7 @@ def _turn(heads: torch.Tensor, norm_weight: torch.Tensor | None, rotation: Rotat
 def sample_tokens(
     logits: torch.Tensor, peaks: torch.Tensor, rows: SamplingRows, *, has_filters: bool
 ) -> torch.Tensor:
-    """See `kernels.dispatch.sample_tokens`."""
+    """See `pagemill.kernels.dispatch.sample_tokens`."""
     scaled = (logits - peaks[:, None]) / rows.temperatures[:, None]
     if has_filters:
         scaled = torch.stack([_filtered(row, rows, number) for number, row in enumerate(scaled)])

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.layer_cache import SMALLEST_PEAK, LayerCache, as_bytes, largest_number
-from kernels.tuning import LAUNCHES, next_power_of_2
+from pagemill.kernels.layer_cache import SMALLEST_PEAK, LayerCache, as_bytes, largest_number
+from pagemill.kernels.tuning import LAUNCHES, next_power_of_2
 
 # 16 tokens of 128 dims are two 16-byte accesses per thread and tensor at four warps. Not yet measured on a
 # GPU.
@@ -132,7 +132,7 @@ def reshape_and_cache_kernel(
 def reshape_and_cache(
     key: torch.Tensor, value: torch.Tensor, cache: LayerCache, slot_mapping: torch.Tensor
 ) -> None:
-    """See `kernels.dispatch.reshape_and_cache`."""
+    """See `pagemill.kernels.dispatch.reshape_and_cache`."""
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.tuning import next_power_of_2, row_warps
+from pagemill.kernels.tuning import next_power_of_2, row_warps
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def rms_norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `kernels.dispatch.rms_norm`."""
+    """See `pagemill.kernels.dispatch.rms_norm`."""
     out = x.new_empty(x.shape)
     _launch(out, None, x, None, weight, eps)
     return out
@@ -49,7 +49,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.dispatch.add_rms_norm`."""
+    """See `pagemill.kernels.dispatch.add_rms_norm`."""
     out, total = x.new_empty(x.shape), x.new_empty(x.shape)
     _launch(out, total, x, residual, weight, eps)
     return out, total

@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.layer_cache import LayerCache, as_bytes, largest_number
-from kernels.reshape_and_cache import store_tokens
-from kernels.rotation import Rotation
-from kernels.tuning import LAUNCHES, next_power_of_2
+from pagemill.kernels.layer_cache import LayerCache, as_bytes, largest_number
+from pagemill.kernels.reshape_and_cache import store_tokens
+from pagemill.kernels.rotation import Rotation
+from pagemill.kernels.tuning import LAUNCHES, next_power_of_2
 
 # Numbers of one head that a program takes: a 16-byte access per thread and tensor at four warps of bf16. Not yet
 # measured on a GPU.
@@ -153,7 +153,7 @@ def rotary_and_cache(
     cache: LayerCache,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """See `kernels.dispatch.rotary_and_cache`."""
+    """See `pagemill.kernels.dispatch.rotary_and_cache`."""
     num_tokens, num_heads, head_dim = query.shape
     out = query.new_empty(query.shape)
     if num_tokens == 0:

@@ -3,7 +3,7 @@
 The logits that top-k and top-p keep are those within some distance of the row's best one. Distances are numbers
 from 0 on, and such fp32 numbers are ordered as their bits are: the cut is found digit by digit, sixteen candidates
 a pass (a radix search, where a sort would move the whole row). Argmax of logits plus counter-based Gumbel noise
-(`kernels.noise`) then is a draw from what is left.
+(`pagemill.kernels.noise`) then is a draw from what is left.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.sampling_rows import SamplingRows
-from kernels.tuning import LAUNCHES, MAX_SAMPLING_SPLITS, sampling_splits
+from pagemill.kernels.sampling_rows import SamplingRows
+from pagemill.kernels.tuning import LAUNCHES, MAX_SAMPLING_SPLITS, sampling_splits
 
 # Vocabulary entries a program looks at together. 16 candidates times 512 fp64 sums over eight warps are 64
 # registers a thread.
@@ -22,7 +22,7 @@ _DRAW = LAUNCHES["gumbel_argmax"]
 _DIGIT = tl.constexpr(16)
 _NUM_DIGITS = tl.constexpr(8)  # four bits each, 31 in all: a distance has no sign
 _EVERYTHING = tl.constexpr(2**31 - 1)
-# Finaliser constants of MurmurHash3 and the golden ratio, as in kernels.noise.
+# Finaliser constants of MurmurHash3 and the golden ratio, as in pagemill.kernels.noise.
 _MIX_1 = tl.constexpr(0x85EBCA6B)
 _MIX_2 = tl.constexpr(0xC2B2AE35)
 _GOLDEN = tl.constexpr(0x9E3779B9)
@@ -47,7 +47,7 @@ def _chain(key, word):
 
 @triton.jit
 def _gumbel(key, token_ids):
-    """Standard Gumbel noise of `kernels.noise.gumbel_noise` for a tile of tokens."""
+    """Standard Gumbel noise of `pagemill.kernels.noise.gumbel_noise` for a tile of tokens."""
     hashed = _mix(token_ids.to(tl.uint32) * tl.full([], _GOLDEN, tl.uint32) ^ key)
     bits = (_mix(hashed + key) & tl.full([], 0x7FFFFFFF, tl.uint32)).to(tl.int32)
     uniform = (bits.to(tl.float32) + 0.5) * (2.0**-31)
@@ -185,7 +185,7 @@ def gumbel_argmax_kernel(
 def sample_tokens(
     logits: torch.Tensor, peaks: torch.Tensor, rows: SamplingRows, *, has_filters: bool
 ) -> torch.Tensor:
-    """See `kernels.dispatch.sample_tokens`."""
+    """See `pagemill.kernels.dispatch.sample_tokens`."""
     num_rows, vocab_size = logits.shape
     if num_rows == 0:
         return logits.new_empty(0, dtype=torch.int64)

@@ -1,15 +1,15 @@
 """The best of a row of logits, and where to cut it: the k-th largest, and the least likely token of the smallest set
 with some mass.
 
-The plain torch twins sort, or look for so many of the best; `kernels.cpu_selection` and `kernels.cpu_argmax` find the
-same numbers without.
+The plain torch twins sort, or look for so many of the best; `pagemill.kernels.cpu_selection` and
+`pagemill.kernels.cpu_argmax` find the same numbers without.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kernels.noise import has_compiled_face
+from pagemill.kernels.noise import has_compiled_face
 
 _HEADS = (256, 4096)
 """Top-p looks at so many of the best tokens before it sorts the whole vocabulary."""
@@ -21,7 +21,7 @@ def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Of equal ones the first, also of 0.0 and -0.0; of a row with NaN the first NaN.
     """
     if has_compiled_face(logits):
-        from kernels import cpu_argmax
+        from pagemill.kernels import cpu_argmax
 
         return cpu_argmax.largest(logits)
     peaks, places = logits.max(dim=-1)
@@ -39,7 +39,7 @@ def kth_largest(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         [num_rows, 1]; of a row with NaN anything.
     """
     if has_compiled_face(logits):
-        from kernels import cpu_selection
+        from pagemill.kernels import cpu_selection
 
         return cpu_selection.kth_largest(logits, counts)
     return kth_of_best(logits, counts)
@@ -64,7 +64,7 @@ def top_p_thresholds(logits: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     """
     probabilities = logits.softmax(dim=-1)
     if has_compiled_face(logits):
-        from kernels import cpu_selection
+        from pagemill.kernels import cpu_selection
 
         return cpu_selection.top_p_thresholds(logits, probabilities, mass)
     return top_p_of_best(logits, probabilities, mass)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.tuning import LAUNCHES
+from pagemill.kernels.tuning import LAUNCHES
 
 # Two 16-byte accesses per thread and tensor at four warps of bf16. Not yet measured on a GPU.
 _LAUNCH = LAUNCHES["silu_and_mul"]
@@ -32,7 +32,7 @@ def silu_and_mul_kernel(
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `kernels.dispatch.silu_and_mul`."""
+    """See `pagemill.kernels.dispatch.silu_and_mul`."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_rows, size))
     if num_rows:

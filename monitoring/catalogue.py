@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from monitoring.engine_metrics import REQUESTS, STEPS, TOKENS
-from monitoring.gateway_metrics import GATEWAY_METRICS
-from monitoring.kv_cache_metrics import BLOCKS, MOVEMENTS, PREFIXES_AND_RESIDENCY
-from monitoring.metrics import Metric
-from monitoring.queue_metrics import JOBS_AND_WORKERS, SERVER
-from monitoring.scrape_metrics import SCRAPE_METRICS
-from monitoring.worker_metrics import ADMISSION_AND_REDIS, JOBS, LEASES_AND_COMMITS, PROCESS
+from pagemill.monitoring.engine_metrics import REQUESTS, STEPS, TOKENS
+from pagemill.monitoring.gateway_metrics import GATEWAY_METRICS
+from pagemill.monitoring.kv_cache_metrics import BLOCKS, MOVEMENTS, PREFIXES_AND_RESIDENCY
+from pagemill.monitoring.metrics import Metric
+from pagemill.monitoring.queue_metrics import JOBS_AND_WORKERS, SERVER
+from pagemill.monitoring.scrape_metrics import SCRAPE_METRICS
+from pagemill.monitoring.worker_metrics import ADMISSION_AND_REDIS, JOBS, LEASES_AND_COMMITS, PROCESS
 
 
 @dataclass(frozen=True, slots=True)

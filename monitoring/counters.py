@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from typing import Generic, Literal, TypeVar, get_args
 
-from engine.outputs import Histogram, HistogramSnapshot
+from pagemill.engine.outputs import Histogram, HistogramSnapshot
 
 Delivery = Literal["first", "redelivered"]
 Outcome = Literal["succeeded", "failed", "cancelled", "expired", "dead"]

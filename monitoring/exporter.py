@@ -18,16 +18,16 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from engine.outputs import EngineStats, KVCacheStats, SchedulerStats
-from monitoring.catalogue import OF_WORKERS
-from monitoring.counters import WorkerCounters
-from monitoring.engine_metrics import ENGINE_METRICS
-from monitoring.kv_cache_metrics import KV_CACHE_METRICS, accounting_errors
-from monitoring.queue_figures import QueueFigures
-from monitoring.queue_metrics import QUEUE_METRICS
-from monitoring.scrape_metrics import SCRAPE_METRICS, ScrapeFigures, WorkerIdentity
-from monitoring.vllm_names import vllm_families
-from monitoring.worker_metrics import WORKER_METRICS
+from pagemill.engine.outputs import EngineStats, KVCacheStats, SchedulerStats
+from pagemill.monitoring.catalogue import OF_WORKERS
+from pagemill.monitoring.counters import WorkerCounters
+from pagemill.monitoring.engine_metrics import ENGINE_METRICS
+from pagemill.monitoring.kv_cache_metrics import KV_CACHE_METRICS, accounting_errors
+from pagemill.monitoring.queue_figures import QueueFigures
+from pagemill.monitoring.queue_metrics import QUEUE_METRICS
+from pagemill.monitoring.scrape_metrics import SCRAPE_METRICS, ScrapeFigures, WorkerIdentity
+from pagemill.monitoring.vllm_names import vllm_families
+from pagemill.monitoring.worker_metrics import WORKER_METRICS
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.outputs import EngineStats, KVCacheStats
-from monitoring.metrics import Metric, Number, counter, engine_histogram, gauge
+from pagemill.engine.outputs import EngineStats, KVCacheStats
+from pagemill.monitoring.metrics import Metric, Number, counter, engine_histogram, gauge
 
 
 def accounting_errors(kv: KVCacheStats) -> list[str]:

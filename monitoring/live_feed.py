@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from engine.outputs import BlockMap, EngineStats
-from monitoring.job_ends import DatedEnd, JobEnds
-from monitoring.live_history import LiveHistory
-from monitoring.queue_figures import QueueFigures
+from pagemill.engine.outputs import BlockMap, EngineStats
+from pagemill.monitoring.job_ends import DatedEnd, JobEnds
+from pagemill.monitoring.live_history import LiveHistory
+from pagemill.monitoring.queue_figures import QueueFigures
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from engine.outputs import EngineStats
+from pagemill.engine.outputs import EngineStats
 
 POINTS = 600
 COLUMNS = ("time", "active", "occupied", "generated", "computed", "running", "waiting", "queued")

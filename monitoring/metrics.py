@@ -15,7 +15,7 @@ from typing import Generic, Literal, TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 
-from engine.outputs import EngineStats, HistogramSnapshot
+from pagemill.engine.outputs import EngineStats, HistogramSnapshot
 
 PREFIX = "pagemill_"
 

@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from monitoring.metrics import Metric, counter, gauge
-from monitoring.queue_figures import QueueFigures
-from monitoring.queue_metrics import QUEUE_METRICS
+from pagemill.monitoring.metrics import Metric, counter, gauge
+from pagemill.monitoring.queue_figures import QueueFigures
+from pagemill.monitoring.queue_metrics import QUEUE_METRICS
 
 
 @dataclass(frozen=True, slots=True)

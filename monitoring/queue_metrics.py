@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from monitoring.metrics import Labels, Metric, Number, counter, gauge
-from monitoring.queue_figures import ENDED, PRIORITIES, STAGES, Lane, QueueFigures, ServerFigures
+from pagemill.monitoring.metrics import Labels, Metric, Number, counter, gauge
+from pagemill.monitoring.queue_figures import ENDED, PRIORITIES, STAGES, Lane, QueueFigures, ServerFigures
 
 OTHER_MODELS = "other"
 

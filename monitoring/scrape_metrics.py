@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.outputs import EngineStats
-from monitoring.metrics import Labels, Metric, Number, counter, gauge
+from pagemill.engine.outputs import EngineStats
+from pagemill.monitoring.metrics import Labels, Metric, Number, counter, gauge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

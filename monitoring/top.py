@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from monitoring.queue_figures import QueueFigures
+from pagemill.monitoring.queue_figures import QueueFigures
 
 SPARKS = "▁▂▃▄▅▆▇█"
 STATES = {

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.metrics_core import Metric as Family
 
-from engine.outputs import EngineStats, HistogramSnapshot
-from monitoring.metrics import Labels, Metric, Number
+from pagemill.engine.outputs import EngineStats, HistogramSnapshot
+from pagemill.monitoring.metrics import Labels, Metric, Number
 
 PREFIX = "vllm:"
 LABELS = ("model_name", "engine")

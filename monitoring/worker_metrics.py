@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import get_args
 
-from monitoring.counters import WorkerCounters, WorkerState
-from monitoring.metrics import Metric, counter, gauge, histogram, one_of
+from pagemill.monitoring.counters import WorkerCounters, WorkerState
+from pagemill.monitoring.metrics import Metric, counter, gauge, histogram, one_of
 
 JOBS: tuple[Metric[WorkerCounters], ...] = (
     counter(

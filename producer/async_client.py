@@ -10,18 +10,18 @@ from typing import Any, Self, TypeVar
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
-from producer import flows, preparing, submitting
-from producer.async_handles import AsyncBatchHandle, AsyncDeadLetters, AsyncJobHandle
-from producer.async_listener import AsyncListener
-from producer.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wait
-from producer.preparing import JobLike, OnInvalid
-from producer.producer_base import ProducerBase
-from producer.submitting import OnFull
-from producer.tracing import publishing
-from producer.wire.connecting import open_async_client
-from producer.wire.discovery import find_redis
-from producer.wire.outputs import JobStatus
-from producer.wire.transport import AsyncTransport
+from pagemill.producer import flows, preparing, submitting
+from pagemill.producer.async_handles import AsyncBatchHandle, AsyncDeadLetters, AsyncJobHandle
+from pagemill.producer.async_listener import AsyncListener
+from pagemill.producer.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wait
+from pagemill.producer.preparing import JobLike, OnInvalid
+from pagemill.producer.producer_base import ProducerBase
+from pagemill.producer.submitting import OnFull
+from pagemill.producer.tracing import publishing
+from pagemill.producer.wire.connecting import open_async_client
+from pagemill.producer.wire.discovery import find_redis
+from pagemill.producer.wire.outputs import JobStatus
+from pagemill.producer.wire.transport import AsyncTransport
 
 T = TypeVar("T")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from producer import dead_flows, flows
-from producer.dead_flows import Replay
-from producer.wire.dead_letters import DeadLetter, OpenedLetter
-from producer.wire.outputs import BatchCounts, BatchItem, JobStatus, Progress, Result, StreamEvent
+from pagemill.producer import dead_flows, flows
+from pagemill.producer.dead_flows import Replay
+from pagemill.producer.wire.dead_letters import DeadLetter, OpenedLetter
+from pagemill.producer.wire.outputs import BatchCounts, BatchItem, JobStatus, Progress, Result, StreamEvent
 
 if TYPE_CHECKING:
-    from producer.async_client import AsyncProducer
+    from pagemill.producer.async_client import AsyncProducer
 
 
 class AsyncJobHandle:

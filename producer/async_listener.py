@@ -10,11 +10,11 @@ from typing import Any
 
 import redis
 
-from producer.listener import IDLE_EXIT_S, RECONNECT_PAUSE_S
-from producer.waiting import LEASE_PATIENCE_MS, POLL_CHUNK, WaitingRoom, topic_of
-from producer.wire import keys, reading, transitions
-from producer.wire.errors import PagemillError, RedisUnavailable
-from producer.wire.transport import AsyncTransport, wrap_errors
+from pagemill.producer.listener import IDLE_EXIT_S, RECONNECT_PAUSE_S
+from pagemill.producer.waiting import LEASE_PATIENCE_MS, POLL_CHUNK, WaitingRoom, topic_of
+from pagemill.producer.wire import keys, reading, transitions
+from pagemill.producer.wire.errors import PagemillError, RedisUnavailable
+from pagemill.producer.wire.transport import AsyncTransport, wrap_errors
 
 logger = logging.getLogger(__name__)
 

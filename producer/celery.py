@@ -1,6 +1,6 @@
 """Celery as a producer: a task whose `.delay()` goes straight to the native queue, with the native guarantees.
 
-    from producer.celery import generation_task
+    from pagemill.producer.celery import generation_task
 
     app = Celery("shop", broker=..., backend=...)
     generate = generation_task(app, model="smollm2")
@@ -23,10 +23,10 @@ from celery.utils.time import maybe_make_aware
 from kombu.utils.functional import maybe_list
 from kombu.utils.json import dumps, loads
 
-from producer import submitting
-from producer.celery_task import TASK_NAME, desk, job_fields
-from producer.client import Producer
-from producer.wire.errors import InvalidJob
+from pagemill.producer import submitting
+from pagemill.producer.celery_task import TASK_NAME, desk, job_fields
+from pagemill.producer.client import Producer
+from pagemill.producer.wire.errors import InvalidJob
 
 RELAY = "celery"
 METADATA = "celery"

@@ -21,9 +21,9 @@ from celery.concurrency.base import BasePool, apply_target
 from celery.exceptions import SoftTimeLimitExceeded
 from kombu.serialization import loads, prepare_accept_content
 
-from producer import AsyncProducer
-from producer.celery_task import TASK_NAME, desk, job_fields, plain_error, plain_result
-from producer.wire.errors import PagemillError, QueueFull, RedisUnavailable
+from pagemill.producer import AsyncProducer
+from pagemill.producer.celery_task import TASK_NAME, desk, job_fields, plain_error, plain_result
+from pagemill.producer.wire.errors import PagemillError, QueueFull, RedisUnavailable
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from typing import Any
 from celery import Celery
 from celery.app.trace import build_tracer
 
-from producer.celery import RELAY, told_message
-from producer.celery_task import desk, plain_error, plain_result
-from producer.wire import outbox
-from producer.wire.connecting import open_client
-from producer.wire.errors import JobError, RedisUnavailable
-from producer.wire.outbox import Notice
-from producer.wire.transport import SyncTransport
+from pagemill.producer.celery import RELAY, told_message
+from pagemill.producer.celery_task import desk, plain_error, plain_result
+from pagemill.producer.wire import outbox
+from pagemill.producer.wire.connecting import open_client
+from pagemill.producer.wire.errors import JobError, RedisUnavailable
+from pagemill.producer.wire.outbox import Notice
+from pagemill.producer.wire.transport import SyncTransport
 
 logger = logging.getLogger(__name__)
 

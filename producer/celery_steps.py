@@ -10,11 +10,11 @@ from typing import Any
 import redis
 from celery import bootsteps
 
-from producer.celery_pool import EnginePool
-from producer.wire import registry
-from producer.wire.connecting import open_client
-from producer.wire.errors import PagemillError
-from producer.wire.transport import SyncTransport
+from pagemill.producer.celery_pool import EnginePool
+from pagemill.producer.wire import registry
+from pagemill.producer.wire.connecting import open_client
+from pagemill.producer.wire.errors import PagemillError
+from pagemill.producer.wire.transport import SyncTransport
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from celery import Celery, Task
 
-from producer.wire.errors import FINAL_CODES, InvalidJob, JobError
-from producer.wire.outputs import Result
+from pagemill.producer.wire.errors import FINAL_CODES, InvalidJob, JobError
+from pagemill.producer.wire.outputs import Result
 
 TASK_NAME = "pagemill.generate"
 _PLAIN_ERRORS: dict[str, type[Exception]] = {"invalid": ValueError, "other": RuntimeError}

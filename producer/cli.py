@@ -20,15 +20,15 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from producer import cli_options as options
-from producer import cli_views as views
-from producer.client import Producer
-from producer.handles import JobHandle
-from producer.local_worker import LOADING_PATIENCE_S
-from producer.wire import registry
-from producer.wire.connecting import ServerAddress, has_password, open_client, redacted
-from producer.wire.discovery import PASSWORD_VARIABLE, URL_VARIABLE, find_redis
-from producer.wire.errors import (
+from pagemill.producer import cli_options as options
+from pagemill.producer import cli_views as views
+from pagemill.producer.client import Producer
+from pagemill.producer.handles import JobHandle
+from pagemill.producer.local_worker import LOADING_PATIENCE_S
+from pagemill.producer.wire import registry
+from pagemill.producer.wire.connecting import ServerAddress, has_password, open_client, redacted
+from pagemill.producer.wire.discovery import PASSWORD_VARIABLE, URL_VARIABLE, find_redis
+from pagemill.producer.wire.errors import (
     AccessDenied,
     InvalidJob,
     JobError,
@@ -38,8 +38,8 @@ from producer.wire.errors import (
     RedisUnavailable,
     ResultTimeout,
 )
-from producer.wire.scripts import Call
-from producer.wire.transport import SyncTransport
+from pagemill.producer.wire.scripts import Call
+from pagemill.producer.wire.transport import SyncTransport
 
 EXIT_NOT_SUCCEEDED = 1
 EXIT_USAGE = 2

@@ -11,13 +11,13 @@ from typing import Annotated
 
 import typer
 
-from producer import cli_options as options
-from producer import cli_run
-from producer.cli import AsJson, Queue, RedisUrl, app, default_model, say
-from producer.client import Producer
-from producer.dataset.bar import RunBar
-from producer.local_worker import served_name
-from producer.openai_batch import BatchFile
+from pagemill.producer import cli_options as options
+from pagemill.producer import cli_run
+from pagemill.producer.cli import AsJson, Queue, RedisUrl, app, default_model, say
+from pagemill.producer.client import Producer
+from pagemill.producer.dataset.bar import RunBar
+from pagemill.producer.local_worker import served_name
+from pagemill.producer.openai_batch import BatchFile
 
 batch_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="OpenAI Batch files.")
 app.add_typer(batch_app, name="batch")

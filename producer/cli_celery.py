@@ -1,5 +1,5 @@
 """`pagemill celery-worker`: Celery's own worker, with our pool in front of the native queue. `pagemill celery-relay`:
-Celery's results and links for jobs that `producer.celery` submitted.
+Celery's results and links for jobs that `pagemill.producer.celery` submitted.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from producer import cli_options as options
-from producer.cli import Queue, RedisUrl, app, say
-from producer.local_worker import LocalWorker, has_server, served_name, serving_workers
-from producer.wire.discovery import find_redis
+from pagemill.producer import cli_options as options
+from pagemill.producer.cli import Queue, RedisUrl, app, say
+from pagemill.producer.local_worker import LocalWorker, has_server, served_name, serving_workers
+from pagemill.producer.wire.discovery import find_redis
 
 if TYPE_CHECKING:
     from celery import Celery
 
 EXIT_USAGE = 2
-POOL = "producer.celery_pool:EnginePool"
+POOL = "pagemill.producer.celery_pool:EnginePool"
 NATIVE_QUEUE = "celery"
 
 
@@ -71,10 +71,10 @@ def celery_relay(
 ) -> None:
     """Tell Celery how the jobs that its tasks submitted ended.
 
-    The tasks are those of producer.celery. Runs until SIGTERM.
+    The tasks are those of pagemill.producer.celery. Runs until SIGTERM.
     """
     application = _loaded(celery_app)
-    from producer.celery_relay import Relay
+    from pagemill.producer.celery_relay import Relay
 
     relay = Relay(application, find_redis(redis_url), queue)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -126,9 +126,9 @@ def _configure(
     application: Celery, url: str, broker: str | None, backend: str | None, native_queue: str, model: str,
     threads: int, celery_queue: str,
 ) -> None:  # fmt: skip
-    from producer.celery_pool import EnginePool, PoolSettings
-    from producer.celery_steps import TRANSPORT_OPTIONS, PrefetchAdapter, VisibilityRefresher
-    from producer.celery_task import register
+    from pagemill.producer.celery_pool import EnginePool, PoolSettings
+    from pagemill.producer.celery_steps import TRANSPORT_OPTIONS, PrefetchAdapter, VisibilityRefresher
+    from pagemill.producer.celery_task import register
 
     os.environ["CELERY_CUSTOM_WORKER_POOL"] = POOL
     _name_custom_pool()

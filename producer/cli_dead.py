@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from producer import cli_views as views
-from producer.cli import EXIT_NOT_SUCCEEDED, AsJson, JobId, Queue, RedisUrl, app, say
-from producer.client import Producer
-from producer.dead_flows import Replay, submitted_fields
-from producer.preparing import check_id
-from producer.wire.dead_letters import DeadLetter, OpenedLetter
+from pagemill.producer import cli_views as views
+from pagemill.producer.cli import EXIT_NOT_SUCCEEDED, AsJson, JobId, Queue, RedisUrl, app, say
+from pagemill.producer.client import Producer
+from pagemill.producer.dead_flows import Replay, submitted_fields
+from pagemill.producer.preparing import check_id
+from pagemill.producer.wire.dead_letters import DeadLetter, OpenedLetter
 
 dead_app = typer.Typer(
     no_args_is_help=True,

@@ -14,16 +14,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from producer.cli import EXIT_NOT_SUCCEEDED, EXIT_REDIS, AsJson, Queue, RedisUrl, app, describe
-from producer.doctor.finding import Finding, worst
-from producer.doctor.machine_checks import DEFAULT_HTTP_PORT, machine_findings
-from producer.doctor.queue_checks import queue_findings
-from producer.doctor.server_checks import server_findings
-from producer.wire import registry
-from producer.wire.connecting import open_client, redacted
-from producer.wire.discovery import find_redis, state_dir
-from producer.wire.errors import RedisUnavailable
-from producer.wire.transport import SyncTransport
+from pagemill.producer.cli import EXIT_NOT_SUCCEEDED, EXIT_REDIS, AsJson, Queue, RedisUrl, app, describe
+from pagemill.producer.doctor.finding import Finding, worst
+from pagemill.producer.doctor.machine_checks import DEFAULT_HTTP_PORT, machine_findings
+from pagemill.producer.doctor.queue_checks import queue_findings
+from pagemill.producer.doctor.server_checks import server_findings
+from pagemill.producer.wire import registry
+from pagemill.producer.wire.connecting import open_client, redacted
+from pagemill.producer.wire.discovery import find_redis, state_dir
+from pagemill.producer.wire.errors import RedisUnavailable
+from pagemill.producer.wire.transport import SyncTransport
 
 _MARKS = {
     "ok": ("ok", "green"),

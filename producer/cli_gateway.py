@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from producer.cli import EXIT_REDIS, EXIT_USAGE, AsJson, Queue, RedisUrl, app, say
-from producer.wire.connecting import redacted
-from producer.wire.discovery import find_redis
+from pagemill.producer.cli import EXIT_REDIS, EXIT_USAGE, AsJson, Queue, RedisUrl, app, say
+from pagemill.producer.wire.connecting import redacted
+from pagemill.producer.wire.discovery import find_redis
 
 DEFAULT_PORT = 8000
 
@@ -56,10 +56,10 @@ def gateway(
 ) -> None:
     """OpenAI's HTTP interface in front of the queue. Runs until SIGTERM; start as many as you like."""
     _need_extra()
-    from producer.gateway.api_keys import KeyFileError
-    from producer.gateway.config import GatewayConfig
-    from producer.gateway.gateway import LOOPBACK
-    from producer.gateway.server import bind, build_server
+    from pagemill.producer.gateway.api_keys import KeyFileError
+    from pagemill.producer.gateway.config import GatewayConfig
+    from pagemill.producer.gateway.gateway import LOOPBACK
+    from pagemill.producer.gateway.server import bind, build_server
 
     if keys is None and not no_keys and host not in LOOPBACK:
         say(f"{host} is reached by others: give --keys FILE (pagemill gateway-key), or --no-keys")
@@ -109,7 +109,7 @@ def gateway_key(
     _need_extra()
     from pydantic import ValidationError
 
-    from producer.gateway.api_keys import ApiKey, KeyFileError, add_key, new_key
+    from pagemill.producer.gateway.api_keys import ApiKey, KeyFileError, add_key, new_key
 
     key, digest = new_key()
     try:

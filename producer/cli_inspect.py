@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from producer.cli import AsJson, JobId, Queue, RedisUrl, app, ask, say
-from producer.preparing import check_id
-from producer.wire import registry
-from producer.wire.errors import JobNotFound
-from producer.wire.history import Execution, JobHistory, history
+from pagemill.producer.cli import AsJson, JobId, Queue, RedisUrl, app, ask, say
+from pagemill.producer.preparing import check_id
+from pagemill.producer.wire import registry
+from pagemill.producer.wire.errors import JobNotFound
+from pagemill.producer.wire.history import Execution, JobHistory, history
 
 Event = tuple[float | None, str, str, str]
 """When (unix seconds; None: still to come), what, on which worker, and why."""

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from producer import cli_views as views
-from producer.cli import AsJson, Queue, RedisUrl, ask, queue_app, say
-from producer.wire import limits
-from producer.wire.limits import QueueLimits
+from pagemill.producer import cli_views as views
+from pagemill.producer.cli import AsJson, Queue, RedisUrl, ask, queue_app, say
+from pagemill.producer.wire import limits
+from pagemill.producer.wire.limits import QueueLimits
 
 
 @queue_app.command("limit")

@@ -18,20 +18,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from producer import cli
-from producer import cli_options as options
-from producer.cli import AsJson, Queue, RedisUrl, app, say
-from producer.client import Producer
-from producer.dataset import report
-from producer.dataset.bar import RunBar
-from producer.dataset.recipe import Recipe
-from producer.dataset.rows import DatasetError, DiskFailed, Format, RowError, open_source
-from producer.dataset.run import DatasetRun
-from producer.dataset.summary import Summary
-from producer.dataset.tokens import TokenCounter
-from producer.dataset.work import WINDOW, TooManyErrors
-from producer.dataset.writers import OUTPUT
-from producer.local_worker import (
+from pagemill.producer import cli
+from pagemill.producer import cli_options as options
+from pagemill.producer.cli import AsJson, Queue, RedisUrl, app, say
+from pagemill.producer.client import Producer
+from pagemill.producer.dataset import report
+from pagemill.producer.dataset.bar import RunBar
+from pagemill.producer.dataset.recipe import Recipe
+from pagemill.producer.dataset.rows import DatasetError, DiskFailed, Format, RowError, open_source
+from pagemill.producer.dataset.run import DatasetRun
+from pagemill.producer.dataset.summary import Summary
+from pagemill.producer.dataset.tokens import TokenCounter
+from pagemill.producer.dataset.work import WINDOW, TooManyErrors
+from pagemill.producer.dataset.writers import OUTPUT
+from pagemill.producer.local_worker import (
     LocalWorker,
     WorkerFailed,
     has_server,
@@ -39,10 +39,10 @@ from producer.local_worker import (
     served_name,
     serving_workers,
 )
-from producer.wire.discovery import find_redis
-from producer.wire.errors import PagemillError
-from producer.wire.protocol import Job
-from producer.wire.registry import WorkerInfo
+from pagemill.producer.wire.discovery import find_redis
+from pagemill.producer.wire.errors import PagemillError
+from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.registry import WorkerInfo
 
 EXIT_INCOMPLETE = 1
 EXIT_FAILED_ROWS = 4

@@ -12,18 +12,18 @@ from typing import Any, Self, TypeVar
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
-from producer import flows, preparing, submitting
-from producer.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wait
-from producer.handles import BatchHandle, DeadLetters, JobHandle
-from producer.listener import Listener
-from producer.preparing import JobLike, OnInvalid
-from producer.producer_base import ProducerBase
-from producer.submitting import OnFull
-from producer.tracing import publishing
-from producer.wire.connecting import open_client
-from producer.wire.discovery import find_redis
-from producer.wire.outputs import JobStatus
-from producer.wire.transport import Pending, SyncTransport
+from pagemill.producer import flows, preparing, submitting
+from pagemill.producer.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wait
+from pagemill.producer.handles import BatchHandle, DeadLetters, JobHandle
+from pagemill.producer.listener import Listener
+from pagemill.producer.preparing import JobLike, OnInvalid
+from pagemill.producer.producer_base import ProducerBase
+from pagemill.producer.submitting import OnFull
+from pagemill.producer.tracing import publishing
+from pagemill.producer.wire.connecting import open_client
+from pagemill.producer.wire.discovery import find_redis
+from pagemill.producer.wire.outputs import JobStatus
+from pagemill.producer.wire.transport import Pending, SyncTransport
 
 T = TypeVar("T")
 

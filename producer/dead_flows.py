@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from producer.effects import Emit, Flow, Sync
-from producer.preparing import Preparer
-from producer.submitting import CHUNK_JOBS, cut_chunks, send
-from producer.wire import dead_letters, transitions
-from producer.wire.dead_letters import DeadLetter, LetterPage, OpenedLetter
-from producer.wire.errors import InvalidJob, JobNotFound, QueueFull
-from producer.wire.signing import split_payload
-from producer.wire.transitions import Submission
+from pagemill.producer.effects import Emit, Flow, Sync
+from pagemill.producer.preparing import Preparer
+from pagemill.producer.submitting import CHUNK_JOBS, cut_chunks, send
+from pagemill.producer.wire import dead_letters, transitions
+from pagemill.producer.wire.dead_letters import DeadLetter, LetterPage, OpenedLetter
+from pagemill.producer.wire.errors import InvalidJob, JobNotFound, QueueFull
+from pagemill.producer.wire.signing import split_payload
+from pagemill.producer.wire.transitions import Submission
 
 OPEN_AT_ONCE = 50
 """Letters whose payloads are read in one call: each may have a megabyte."""

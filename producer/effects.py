@@ -11,7 +11,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from producer.wire.scripts import Call
+from pagemill.producer.wire.scripts import Call
 
 T = TypeVar("T")
 

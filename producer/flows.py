@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import TypeVar
 
-from producer.effects import Emit, Flow, Sleep, Wait
-from producer.wire import batches, reading, transitions
-from producer.wire.errors import InvalidJob, JobNotFound, RedisUnavailable, ResultTimeout
-from producer.wire.outputs import BatchCounts, JobStatus, Output, Result, StreamEvent
-from producer.wire.reading import Feed
-from producer.wire.scripts import Call
+from pagemill.producer.effects import Emit, Flow, Sleep, Wait
+from pagemill.producer.wire import batches, reading, transitions
+from pagemill.producer.wire.errors import InvalidJob, JobNotFound, RedisUnavailable, ResultTimeout
+from pagemill.producer.wire.outputs import BatchCounts, JobStatus, Output, Result, StreamEvent
+from pagemill.producer.wire.reading import Feed
+from pagemill.producer.wire.scripts import Call
 
 T = TypeVar("T")
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import redis
 
-from producer.waiting import LEASE_PATIENCE_MS, POLL_CHUNK, WaitingRoom, topic_of
-from producer.wire import keys, reading, transitions
-from producer.wire.errors import PagemillError, RedisUnavailable
-from producer.wire.transport import SyncTransport, wrap_errors
+from pagemill.producer.waiting import LEASE_PATIENCE_MS, POLL_CHUNK, WaitingRoom, topic_of
+from pagemill.producer.wire import keys, reading, transitions
+from pagemill.producer.wire.errors import PagemillError, RedisUnavailable
+from pagemill.producer.wire.transport import SyncTransport, wrap_errors
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from producer.wire import registry
-from producer.wire.connecting import open_client
-from producer.wire.discovery import find_redis, state_dir
-from producer.wire.errors import PagemillError, RedisUnavailable
-from producer.wire.registry import WorkerInfo
-from producer.wire.transport import SyncTransport
+from pagemill.producer.wire import registry
+from pagemill.producer.wire.connecting import open_client
+from pagemill.producer.wire.discovery import find_redis, state_dir
+from pagemill.producer.wire.errors import PagemillError, RedisUnavailable
+from pagemill.producer.wire.registry import WorkerInfo
+from pagemill.producer.wire.transport import SyncTransport
 
 START_LIMIT_S = 600.0
 """Covers the packaged model's one-time conversion on a slow machine."""
@@ -62,14 +62,14 @@ class LocalWorker:
         options: Sequence[str] = (),
     ) -> None:
         """`state_dir`: where the embedded server keeps its data, where there is no `url`."""
-        if importlib.util.find_spec("worker") is None or importlib.util.find_spec("torch") is None:
+        if importlib.util.find_spec("torch") is None:
             raise WorkerFailed("a worker needs more than a producer: pip install 'pagemill[worker]'")
         self._queue = queue
         self._url = url
         self._state_dir = state_dir
         self._log = tempfile.NamedTemporaryFile(prefix="pagemill-worker-", suffix=".log")  # noqa: SIM115
         command = [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, str(os.getpid())]
-        command += [sys.executable, "-m", "worker", "worker", "--model", model, "--queue", queue]
+        command += [sys.executable, "-m", "pagemill", "worker", "--model", model, "--queue", queue]
         if state_dir is not None:
             command += ["--state-dir", str(state_dir)]
         environment = dict(os.environ)

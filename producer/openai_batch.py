@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from producer.client import Producer
-from producer.dataset.journal import Failure, Journal
-from producer.dataset.rows import DatasetError
-from producer.dataset.work import WINDOW, Tally, Work, WorkLoop
-from producer.dataset.writers import check_output, replacing
-from producer.openai_lines import BatchAnswers, BatchRequests, BatchSummary, RefusedFile
-from producer.wire.protocol import Job
+from pagemill.producer.client import Producer
+from pagemill.producer.dataset.journal import Failure, Journal
+from pagemill.producer.dataset.rows import DatasetError
+from pagemill.producer.dataset.work import WINDOW, Tally, Work, WorkLoop
+from pagemill.producer.dataset.writers import check_output, replacing
+from pagemill.producer.openai_lines import BatchAnswers, BatchRequests, BatchSummary, RefusedFile
+from pagemill.producer.wire.protocol import Job
 
 
 @dataclass

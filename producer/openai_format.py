@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from producer.wire.errors import InvalidJob
-from producer.wire.outputs import Output, PositionLogprobs, TokenLogprob, Usage
-from producer.wire.protocol import MAX_METADATA_BYTES, SAMPLING_FIELDS, Job
+from pagemill.producer.wire.errors import InvalidJob
+from pagemill.producer.wire.outputs import Output, PositionLogprobs, TokenLogprob, Usage
+from pagemill.producer.wire.protocol import MAX_METADATA_BYTES, SAMPLING_FIELDS, Job
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"

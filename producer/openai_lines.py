@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from producer.dataset.journal import Failure
-from producer.dataset.recipe import is_deterministic
-from producer.dataset.rows import DatasetError, JsonLinesSource
-from producer.openai_format import URLS, choice, completion, parse_job, read_job
-from producer.wire.errors import InvalidJob
-from producer.wire.outputs import Output, Usage
-from producer.wire.protocol import Job
+from pagemill.producer.dataset.journal import Failure
+from pagemill.producer.dataset.recipe import is_deterministic
+from pagemill.producer.dataset.rows import DatasetError, JsonLinesSource
+from pagemill.producer.openai_format import URLS, choice, completion, parse_job, read_job
+from pagemill.producer.wire.errors import InvalidJob
+from pagemill.producer.wire.outputs import Output, Usage
+from pagemill.producer.wire.protocol import Job
 
 _FINAL_STATUS = 400
 _STATUS = {"deadline_exceeded": 504, "unknown_model": 404, "payload_too_large": 413}

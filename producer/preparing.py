@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
-from producer.tracing import traced
-from producer.wire import keys, transitions
-from producer.wire.errors import InvalidJob
-from producer.wire.job_form import JobForm, JobForms, read_key, read_metadata, read_text
-from producer.wire.outputs import ErrorInfo
-from producer.wire.protocol import ENVELOPE_VERSION, MAX_KEY, MAX_METADATA_BYTES, Job
-from producer.wire.signing import Keys
-from producer.wire.transitions import Submission
+from pagemill.producer.tracing import traced
+from pagemill.producer.wire import keys, transitions
+from pagemill.producer.wire.errors import InvalidJob
+from pagemill.producer.wire.job_form import JobForm, JobForms, read_key, read_metadata, read_text
+from pagemill.producer.wire.outputs import ErrorInfo
+from pagemill.producer.wire.protocol import ENVELOPE_VERSION, MAX_KEY, MAX_METADATA_BYTES, Job
+from pagemill.producer.wire.signing import Keys
+from pagemill.producer.wire.transitions import Submission
 
 JobLike: TypeAlias = Job | Mapping[str, Any]
 OnInvalid: TypeAlias = Literal["record", "raise"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import get_args
 
-from producer.preparing import Preparer
-from producer.wire import keys
-from producer.wire.durability import Durability
-from producer.wire.errors import InvalidJob
-from producer.wire.signing import Keys
+from pagemill.producer.preparing import Preparer
+from pagemill.producer.wire import keys
+from pagemill.producer.wire.durability import Durability
+from pagemill.producer.wire.errors import InvalidJob
+from pagemill.producer.wire.signing import Keys
 
 HMAC_KEYS_VARIABLE = "PAGEMILL_HMAC_KEYS"
 

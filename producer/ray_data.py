@@ -1,6 +1,6 @@
 """Ray Data through the queue: the rows of a dataset as jobs, their results as columns.
 
-    from producer.ray_data import through_queue
+    from pagemill.producer.ray_data import through_queue
 
     def job(row):
         return {"model": "model", "prompt": f"Label this: {row['text']}", "max_tokens": 8, "temperature": 0.0}
@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from producer import preparing
-from producer.client import Producer
-from producer.preparing import JobLike
-from producer.wire.errors import InvalidJob, JobError, JobNotFound, ResultExpired
-from producer.wire.outputs import Result
-from producer.wire.protocol import Job
+from pagemill.producer import preparing
+from pagemill.producer.client import Producer
+from pagemill.producer.preparing import JobLike
+from pagemill.producer.wire.errors import InvalidJob, JobError, JobNotFound, ResultExpired
+from pagemill.producer.wire.outputs import Result
+from pagemill.producer.wire.protocol import Job
 
 if TYPE_CHECKING:
     from ray.data import Dataset

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
-from producer.effects import Begin, Finish, Flow, Sleep, Sync
-from producer.preparing import OnInvalid, record_invalid
-from producer.wire import transitions
-from producer.wire.errors import IdempotencyConflict, InvalidJob, QueueFull, RedisUnavailable
-from producer.wire.scripts import Call
-from producer.wire.transitions import Submission, SubmitReply
+from pagemill.producer.effects import Begin, Finish, Flow, Sleep, Sync
+from pagemill.producer.preparing import OnInvalid, record_invalid
+from pagemill.producer.wire import transitions
+from pagemill.producer.wire.errors import IdempotencyConflict, InvalidJob, QueueFull, RedisUnavailable
+from pagemill.producer.wire.scripts import Call
+from pagemill.producer.wire.transitions import Submission, SubmitReply
 
 OnFull: TypeAlias = Literal["block", "raise"]
 

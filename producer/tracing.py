@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from producer.wire.protocol import Job
+from pagemill.producer.wire.protocol import Job
 
 
 @contextmanager

@@ -9,16 +9,16 @@ import logging
 
 import torch
 
-from engine.execution.device_tuning import uses_cpu_kernels
-from engine.execution.packaged_model import packaged_model_directory
-from engine.llm import LLM
-from engine.sampling_params import SamplingParams
+from pagemill.engine.execution.device_tuning import uses_cpu_kernels
+from pagemill.engine.execution.packaged_model import packaged_model_directory
+from pagemill.engine.llm import LLM
+from pagemill.engine.sampling_params import SamplingParams
 
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="    %(message)s")
     if uses_cpu_kernels(torch.device("cpu"), torch.float32):
-        from kernels import cpu
+        from pagemill.kernels import cpu
 
         cpu.warm_up_layers(2, 1, 16, 16)
     llm = LLM(model=str(packaged_model_directory()), device="cpu", kv_cache_memory_bytes=64 << 20)

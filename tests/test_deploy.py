@@ -12,11 +12,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from producer.cli_gateway import DEFAULT_PORT
-from producer.gateway.config import GatewayConfig
-from producer.gateway.gateway import CLOSE_S
+from pagemill.producer.cli_gateway import DEFAULT_PORT
+from pagemill.producer.gateway.config import GatewayConfig
+from pagemill.producer.gateway.gateway import CLOSE_S
+from pagemill.worker.cli import app
 from tests.monitoring.prometheus_server import promtool
-from worker.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -39,7 +39,8 @@ def test_everything_that_is_copied_or_mounted_exists() -> None:
 
 def test_the_image_holds_every_package() -> None:
     copied = set(re.findall(r"^COPY (\w+) \1$", DOCKERFILE, re.MULTILINE))
-    assert copied == {name.partition(".")[0] for name in PROJECT["tool"]["setuptools"]["packages"]}
+    assert copied == {"pagemill", *(path.name for path in (ROOT / "pagemill").iterdir() if path.is_symlink())}
+    assert DOCKERFILE.rindex("COPY pagemill") > DOCKERFILE.rindex("COPY monitoring")
 
 
 def test_the_extras_that_are_installed_exist() -> None:

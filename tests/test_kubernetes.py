@@ -18,15 +18,15 @@ import redis
 import typer
 import yaml
 
-from monitoring.catalogue import CATALOGUE
+from pagemill.monitoring.catalogue import CATALOGUE
+from pagemill.worker.cli import app
+from pagemill.worker.config import WorkerConfig
+from pagemill.worker.process import CLOSE_S
+from pagemill.worker.queue_exporter import QueueExporter, QueueSet
 from tests.conftest import _free_port, server_binary
 from tests.monitoring.prometheus_server import SERIES, promtool
 from tests.producer.gateway.serving import gateway
 from tests.worker.harness import eventually, get, running_worker, worker_config
-from worker.cli import app
-from worker.config import WorkerConfig
-from worker.process import CLOSE_S
-from worker.queue_exporter import QueueExporter, QueueSet
 
 ROOT = Path(__file__).resolve().parents[1]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
@@ -155,8 +155,8 @@ def test_the_worker_is_gone_within_its_grace_period(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_gateway_is_gone_within_its_grace_period() -> None:
-    from producer.gateway.config import GatewayConfig
-    from producer.gateway.gateway import CLOSE_S as GATEWAY_CLOSE_S
+    from pagemill.producer.gateway.config import GatewayConfig
+    from pagemill.producer.gateway.gateway import CLOSE_S as GATEWAY_CLOSE_S
 
     workload = find(base(), "Deployment", "pagemill-gateway")
     pause = int(container("gateway")["lifecycle"]["preStop"]["exec"]["command"][1])

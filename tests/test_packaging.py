@@ -17,15 +17,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PARTS = ("producer", "engine", "kernels", "worker", "monitoring")
 
 
-def test_every_package_is_named() -> None:
-    found = {
-        ".".join(path.parent.relative_to(ROOT).parts)
-        for part in PARTS
-        for path in (ROOT / part).rglob("__init__.py")
-    }
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found
-
-
 def test_extras_name_each_other_rightly() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     for requirements in extras.values():

@@ -14,22 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import InvalidRequest
-from engine.outputs import SampleState
-from monitoring.counters import BlockReason, WorkerCounters
-from producer.wire import transitions
-from producer.wire.errors import InvalidJob, QueueFull, RedisUnavailable
-from producer.wire.outputs import ErrorInfo, Progress
-from producer.wire.transitions import PulledJob
-from worker.engine_thread import AddRequest, EngineState, EngineThread
-from worker.final_write import failed, succeeded
-from worker.intake import Intake
-from worker.job_queue import Backoff, JobQueue, ServerClock
-from worker.job_table import JobTable
-from worker.journal import Journal
-from worker.leases import LeaseKeeper
-from worker.progress import ProgressReporter
-from worker.running_job import PRIORITIES, RunningJob, sample_states
+from pagemill.engine.errors import InvalidRequest
+from pagemill.engine.outputs import SampleState
+from pagemill.monitoring.counters import BlockReason, WorkerCounters
+from pagemill.producer.wire import transitions
+from pagemill.producer.wire.errors import InvalidJob, QueueFull, RedisUnavailable
+from pagemill.producer.wire.outputs import ErrorInfo, Progress
+from pagemill.producer.wire.transitions import PulledJob
+from pagemill.worker.engine_thread import AddRequest, EngineState, EngineThread
+from pagemill.worker.final_write import failed, succeeded
+from pagemill.worker.intake import Intake
+from pagemill.worker.job_queue import Backoff, JobQueue, ServerClock
+from pagemill.worker.job_table import JobTable
+from pagemill.worker.journal import Journal
+from pagemill.worker.leases import LeaseKeeper
+from pagemill.worker.progress import ProgressReporter
+from pagemill.worker.running_job import PRIORITIES, RunningJob, sample_states
 
 logger = logging.getLogger(__name__)
 

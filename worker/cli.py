@@ -12,8 +12,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from pydantic import ValidationError
 
-from engine.errors import ConfigError
-from producer import (  # noqa: F401 - they register their commands
+from pagemill.engine.errors import ConfigError
+from pagemill.producer import (  # noqa: F401 - they register their commands
     cli_batch,
     cli_celery,
     cli_dead,
@@ -23,9 +23,9 @@ from producer import (  # noqa: F401 - they register their commands
     cli_queue,
     cli_run,
 )
-from producer.cli import EXIT_USAGE, app, check_url, say
-from worker import cli_exporter, cli_top  # noqa: F401 - they register their commands
-from worker.config import ENV_PREFIX, SECRETS, WorkerConfig
+from pagemill.producer.cli import EXIT_USAGE, app, check_url, say
+from pagemill.worker import cli_exporter, cli_top  # noqa: F401 - they register their commands
+from pagemill.worker.config import ENV_PREFIX, SECRETS, WorkerConfig
 
 
 @app.command()
@@ -104,7 +104,7 @@ def _load(flags: dict[str, Any]) -> WorkerConfig:
 
 def _run(config: WorkerConfig) -> int:
     try:
-        from worker.process import run_worker
+        from pagemill.worker.process import run_worker
     except ModuleNotFoundError as error:
         _refuse(
             f"{error.name} is missing; a worker needs more than a producer: pip install 'pagemill[worker]'"

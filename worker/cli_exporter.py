@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from producer.cli import EXIT_USAGE, RedisUrl, app, say
-from producer.wire import keys
-from producer.wire.connecting import redacted
-from producer.wire.discovery import find_redis
+from pagemill.producer.cli import EXIT_USAGE, RedisUrl, app, say
+from pagemill.producer.wire import keys
+from pagemill.producer.wire.connecting import redacted
+from pagemill.producer.wire.discovery import find_redis
 
 DEFAULT_EXPORTER_PORT = 9791
 DISCOVER_EVERY_S = 60.0
@@ -40,8 +40,8 @@ def exporter(
         keys.prefix(name)
     url = find_redis(redis_url)
     try:
-        from monitoring.logging import configure_logging
-        from worker.queue_exporter import QueueSet, run_exporter
+        from pagemill.monitoring.logging import configure_logging
+        from pagemill.worker.queue_exporter import QueueSet, run_exporter
     except ModuleNotFoundError as error:
         say(f"{error.name} is missing: pip install 'pagemill[exporter]'")
         raise typer.Exit(EXIT_USAGE) from error

@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from monitoring.queue_figures import QueueFigures
-from monitoring.top import screen
-from producer.cli import EXIT_REDIS, AsJson, Queue, RedisUrl, app, say
-from producer.wire.discovery import find_redis
-from producer.wire.errors import RedisUnavailable
-from worker.top_source import TopSource
+from pagemill.monitoring.queue_figures import QueueFigures
+from pagemill.monitoring.top import screen
+from pagemill.producer.cli import EXIT_REDIS, AsJson, Queue, RedisUrl, app, say
+from pagemill.producer.wire.discovery import find_redis
+from pagemill.producer.wire.errors import RedisUnavailable
+from pagemill.worker.top_source import TopSource
 
 FIRST_MAP_S = 0.5
 ONCE_ROWS = 50

@@ -10,12 +10,12 @@ from typing import Any, Literal, Self
 from pydantic import Field, SecretStr, TypeAdapter, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from engine.config import EngineConfig
-from engine.errors import ConfigError
-from producer.wire.durability import Durability
-from producer.wire.signing import Keys
-from worker.webhook_delivery import secret_bytes
-from worker.webhook_policy import WebhookPolicy
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.errors import ConfigError
+from pagemill.producer.wire.durability import Durability
+from pagemill.producer.wire.signing import Keys
+from pagemill.worker.webhook_delivery import secret_bytes
+from pagemill.worker.webhook_policy import WebhookPolicy
 
 ENV_PREFIX = "PAGEMILL_"
 DEFAULT_HTTP_PORT = 9790
@@ -119,7 +119,7 @@ class WorkerConfig(BaseSettings):
         """Settings from flags and environment. A flag that is None was not given.
 
         Engine options are taken under their own names (`max_num_seqs=...`, `PAGEMILL_MAX_NUM_SEQS`).
-        Raises `pydantic.ValidationError` or `engine.errors.ConfigError` when a value makes no sense.
+        Raises `pydantic.ValidationError` or `pagemill.engine.errors.ConfigError` when a value makes no sense.
         """
         given = {name: value for name, value in flags.items() if value is not None}
         environment = {

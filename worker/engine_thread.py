@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig
-from engine.errors import EngineError, InvalidRequest
-from engine.outputs import Capacity, EngineStats, RequestOutput, SampleState
-from engine.sampling_params import SamplingParams
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.errors import EngineError, InvalidRequest
+from pagemill.engine.outputs import Capacity, EngineStats, RequestOutput, SampleState
+from pagemill.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
-    from engine.input_processor import InputProcessor
+    from pagemill.engine.engine import Engine
+    from pagemill.engine.input_processor import InputProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,8 @@ class EngineThread:
                 self._engine.close()
 
     def _load(self) -> None:
-        from engine.engine import Engine  # brings torch: only the thread that owns the engine pays for it
+        # Brings torch: only the thread that owns the engine pays for it.
+        from pagemill.engine.engine import Engine
 
         self._engine = Engine.from_config(self._config)
         self._engine.load_grammar_vocabulary()  # holds every thread up: now, while there are no leases

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from monitoring.tracing import ExecutionTrace, Value
-from producer.wire.transitions import PulledJob
-from worker.final_write import FinalWrite
-from worker.running_job import RunningJob
+from pagemill.monitoring.tracing import ExecutionTrace, Value
+from pagemill.producer.wire.transitions import PulledJob
+from pagemill.worker.final_write import FinalWrite
+from pagemill.worker.running_job import RunningJob
 
 
 def execution_trace(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from monitoring.counters import WorkerCounters
-from producer.wire import transitions
-from producer.wire.outputs import ErrorInfo, Result
-from producer.wire.scripts import Call
-from producer.wire.signing import Keys
-from producer.wire.transitions import CheckpointReply, PulledJob
-from worker.running_job import Ending, RunningJob, end_state
+from pagemill.monitoring.counters import WorkerCounters
+from pagemill.producer.wire import transitions
+from pagemill.producer.wire.outputs import ErrorInfo, Result
+from pagemill.producer.wire.scripts import Call
+from pagemill.producer.wire.signing import Keys
+from pagemill.producer.wire.transitions import CheckpointReply, PulledJob
+from pagemill.worker.running_job import Ending, RunningJob, end_state
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,9 +16,9 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from monitoring import live_page
-from monitoring.live_feed import LiveFeed, TooManyWatchers
-from worker.config import DEFAULT_HTTP_PORT
+from pagemill.monitoring import live_page
+from pagemill.monitoring.live_feed import LiveFeed, TooManyWatchers
+from pagemill.worker.config import DEFAULT_HTTP_PORT
 
 logger = logging.getLogger(__name__)
 

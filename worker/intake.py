@@ -7,15 +7,15 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from monitoring.counters import WorkerCounters
-from producer.wire.errors import InvalidJob
-from producer.wire.outputs import Checkpoint
-from producer.wire.protocol import Job
-from producer.wire.signing import Keys, split_payload
-from producer.wire.transitions import PulledJob
-from worker.engine_thread import EngineThread
-from worker.running_job import RunningJob, engine_params, sample_records
-from worker.webhook_policy import Refused, WebhookPolicy
+from pagemill.monitoring.counters import WorkerCounters
+from pagemill.producer.wire.errors import InvalidJob
+from pagemill.producer.wire.outputs import Checkpoint
+from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.signing import Keys, split_payload
+from pagemill.producer.wire.transitions import PulledJob
+from pagemill.worker.engine_thread import EngineThread
+from pagemill.worker.running_job import RunningJob, engine_params, sample_records
+from pagemill.worker.webhook_policy import Refused, WebhookPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Intake:
             started_at: unix seconds by the server's clock.
 
         Raises:
-            InvalidJob, engine.errors.InvalidRequest: the job's own error. No message quotes its input.
+            InvalidJob, pagemill.engine.errors.InvalidRequest: the job's own error. No message quotes its input.
         """
         job = self._checked(pulled)
         messages = None

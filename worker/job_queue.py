@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 
 import redis
 
-from monitoring.counters import RedisErrorKind, WorkerCounters
-from producer.wire import keys, registry, transitions
-from producer.wire.connecting import open_client
-from producer.wire.durability import sync
-from producer.wire.errors import AccessDenied, RedisUnavailable
-from producer.wire.scripts import Call
-from producer.wire.transitions import PullReply, RenewReply, SweepReply
-from producer.wire.transport import SyncTransport, wrap_errors
+from pagemill.monitoring.counters import RedisErrorKind, WorkerCounters
+from pagemill.producer.wire import keys, registry, transitions
+from pagemill.producer.wire.connecting import open_client
+from pagemill.producer.wire.durability import sync
+from pagemill.producer.wire.errors import AccessDenied, RedisUnavailable
+from pagemill.producer.wire.scripts import Call
+from pagemill.producer.wire.transitions import PullReply, RenewReply, SweepReply
+from pagemill.producer.wire.transport import SyncTransport, wrap_errors
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from monitoring.job_ends import JobEnd, JobEnds
-from monitoring.tracing import Tracing
-from producer.wire.transitions import PulledJob
-from worker.execution_trace import execution_trace
-from worker.final_write import FinalWrite
-from worker.job_queue import ServerClock
-from worker.running_job import RunningJob
+from pagemill.monitoring.job_ends import JobEnd, JobEnds
+from pagemill.monitoring.tracing import Tracing
+from pagemill.producer.wire.transitions import PulledJob
+from pagemill.worker.execution_trace import execution_trace
+from pagemill.worker.final_write import FinalWrite
+from pagemill.worker.job_queue import ServerClock
+from pagemill.worker.running_job import RunningJob
 
 logger = logging.getLogger(__name__)
 

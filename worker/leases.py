@@ -14,11 +14,11 @@ from typing import Protocol
 
 from redis.client import PubSub
 
-from monitoring.counters import WorkerCounters
-from producer.wire.errors import RedisUnavailable
-from producer.wire.registry import WorkerInfo, heartbeat, leave
-from worker.job_queue import Backoff, JobQueue, ServerClock
-from worker.job_table import JobTable
+from pagemill.monitoring.counters import WorkerCounters
+from pagemill.producer.wire.errors import RedisUnavailable
+from pagemill.producer.wire.registry import WorkerInfo, heartbeat, leave
+from pagemill.worker.job_queue import Backoff, JobQueue, ServerClock
+from pagemill.worker.job_table import JobTable
 
 logger = logging.getLogger(__name__)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from monitoring.live_feed import JobRow
-from worker.job_queue import ServerClock
-from worker.job_table import JobTable
-from worker.running_job import RunningJob
+from pagemill.monitoring.live_feed import JobRow
+from pagemill.worker.job_queue import ServerClock
+from pagemill.worker.job_table import JobTable
+from pagemill.worker.running_job import RunningJob
 
 PROMPT_CHARS = 160
 

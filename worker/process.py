@@ -15,15 +15,15 @@ import threading
 import time
 from types import FrameType
 
-from engine.errors import ConfigError, EngineError
-from engine.execution.model_directory import check_model
-from monitoring.logging import configure_logging
-from producer.wire import discovery
-from producer.wire.errors import PagemillError, RedisUnavailable
-from worker.config import WorkerConfig
-from worker.embedded import EmbeddedServer, EmbeddedServerError
-from worker.watchdog import Watchdog
-from worker.worker import Worker
+from pagemill.engine.errors import ConfigError, EngineError
+from pagemill.engine.execution.model_directory import check_model
+from pagemill.monitoring.logging import configure_logging
+from pagemill.producer.wire import discovery
+from pagemill.producer.wire.errors import PagemillError, RedisUnavailable
+from pagemill.worker.config import WorkerConfig
+from pagemill.worker.embedded import EmbeddedServer, EmbeddedServerError
+from pagemill.worker.watchdog import Watchdog
+from pagemill.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 

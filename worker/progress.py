@@ -13,18 +13,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from engine.outputs import RequestOutput
-from monitoring.counters import WorkerCounters
-from producer.wire.errors import FINAL_CODES, RETRYABLE_CODES, RedisUnavailable
-from producer.wire.outputs import ErrorInfo
-from producer.wire.signing import Keys
-from worker.config import WorkerConfig
-from worker.engine_thread import EngineThread
-from worker.final_write import FinalWrite, checkpoint_call, failed, released, retried, stopped, succeeded
-from worker.job_queue import Backoff, JobQueue, ServerClock
-from worker.job_table import JobTable
-from worker.journal import Journal
-from worker.running_job import Ending, RunningJob
+from pagemill.engine.outputs import RequestOutput
+from pagemill.monitoring.counters import WorkerCounters
+from pagemill.producer.wire.errors import FINAL_CODES, RETRYABLE_CODES, RedisUnavailable
+from pagemill.producer.wire.outputs import ErrorInfo
+from pagemill.producer.wire.signing import Keys
+from pagemill.worker.config import WorkerConfig
+from pagemill.worker.engine_thread import EngineThread
+from pagemill.worker.final_write import (
+    FinalWrite,
+    checkpoint_call,
+    failed,
+    released,
+    retried,
+    stopped,
+    succeeded,
+)
+from pagemill.worker.job_queue import Backoff, JobQueue, ServerClock
+from pagemill.worker.job_table import JobTable
+from pagemill.worker.journal import Journal
+from pagemill.worker.running_job import Ending, RunningJob
 
 logger = logging.getLogger(__name__)
 

@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 
-from monitoring.queue_exposition import QueueExposition, QueueReadings
-from monitoring.queue_figures import QueueFigures
-from producer.wire import keys
-from producer.wire.connecting import open_masters
-from producer.wire.errors import AccessDenied, RedisUnavailable
-from producer.wire.transport import wrap_errors
-from worker.http import Health, Probes, StatusServer
-from worker.job_queue import JobQueue, ReaderConnectivity, ServerClock
-from worker.queue_reader import QueueReader
+from pagemill.monitoring.queue_exposition import QueueExposition, QueueReadings
+from pagemill.monitoring.queue_figures import QueueFigures
+from pagemill.producer.wire import keys
+from pagemill.producer.wire.connecting import open_masters
+from pagemill.producer.wire.errors import AccessDenied, RedisUnavailable
+from pagemill.producer.wire.transport import wrap_errors
+from pagemill.worker.http import Health, Probes, StatusServer
+from pagemill.worker.job_queue import JobQueue, ReaderConnectivity, ServerClock
+from pagemill.worker.queue_reader import QueueReader
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class QueueExporter:
     """Serves /metrics, /healthz (always good), /readyz and /startupz (Redis answers) until closed."""
 
     def __init__(self, queues: QueueSet, host: str, port: int) -> None:
-        """Raises `worker.http.PortTaken`, or OSError for a host that is not ours."""
+        """Raises `pagemill.worker.http.PortTaken`, or OSError for a host that is not ours."""
         self._queues = queues
         self._is_up = False
         self._reading = threading.Lock()

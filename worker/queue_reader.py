@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, cast
 
-from monitoring.queue_figures import (
+from pagemill.monitoring.queue_figures import (
     ENDED,
     STAGES,
     DrainEstimate,
@@ -16,9 +16,9 @@ from monitoring.queue_figures import (
     ServerFigures,
     WorkerStage,
 )
-from producer.wire import registry
-from producer.wire.registry import QueueStats, WorkerInfo
-from worker.job_queue import JobQueue, ServerClock
+from pagemill.producer.wire import registry
+from pagemill.producer.wire.registry import QueueStats, WorkerInfo
+from pagemill.worker.job_queue import JobQueue, ServerClock
 
 
 class QueueReader:

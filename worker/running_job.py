@@ -7,12 +7,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from engine.outputs import RequestOutput, SampleState
-from engine.plan import TokenLogprobs
-from engine.sampling_params import SamplingParams
-from engine.sampling_params import StructuredOutputs as EngineStructuredOutputs
-from producer.wire.json_values import parse_output
-from producer.wire.outputs import (
+from pagemill.engine.outputs import RequestOutput, SampleState
+from pagemill.engine.plan import TokenLogprobs
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.producer.wire.json_values import parse_output
+from pagemill.producer.wire.outputs import (
     Checkpoint,
     CheckpointSample,
     Delta,
@@ -27,8 +26,8 @@ from producer.wire.outputs import (
     TokenLogprob,
     Usage,
 )
-from producer.wire.protocol import Job
-from producer.wire.transitions import PulledJob
+from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.transitions import PulledJob
 
 PRIORITIES = {"high": -1, "normal": 0, "low": 1}
 """The wire's priorities as the engine's: lower runs first."""
@@ -264,16 +263,11 @@ class RunningJob:
 
 
 def engine_params(job: Job, job_id: str) -> SamplingParams:
-    """The job's sampling parameters as the engine's. Raises `engine.errors.InvalidRequest`.
+    """The job's sampling parameters as the engine's. Raises `pagemill.engine.errors.InvalidRequest`.
 
     A job that came without a seed (a submit by hand) gets one from its id: the same wherever it runs.
     """
     fields: dict[str, Any] = job.sampling()
-    structure = fields["structured_outputs"]
-    if structure is not None:
-        fields["structured_outputs"] = EngineStructuredOutputs(
-            choice=structure.choice, regex=structure.regex, json=structure.json, grammar=structure.grammar
-        )
     if fields["seed"] is None:
         digest = hashlib.blake2b(job_id.encode(), digest_size=8).digest()
         fields["seed"] = int.from_bytes(digest, "big") >> 1

@@ -8,13 +8,13 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from monitoring.queue_figures import QueueFigures
-from monitoring.top import TopView, WorkerLine
-from producer.wire import registry
-from producer.wire.errors import RedisUnavailable
-from producer.wire.registry import WorkerInfo
-from worker.job_queue import JobQueue, ReaderConnectivity
-from worker.queue_reader import queue_figures
+from pagemill.monitoring.queue_figures import QueueFigures
+from pagemill.monitoring.top import TopView, WorkerLine
+from pagemill.producer.wire import registry
+from pagemill.producer.wire.errors import RedisUnavailable
+from pagemill.producer.wire.registry import WorkerInfo
+from pagemill.worker.job_queue import JobQueue, ReaderConnectivity
+from pagemill.worker.queue_reader import queue_figures
 
 HTTP_TIMEOUT_S = 5.0
 

@@ -17,8 +17,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from producer.wire.outbox import Notice
-from worker.webhook_policy import Target
+from pagemill.producer.wire.outbox import Notice
+from pagemill.worker.webhook_policy import Target
 
 TIMEOUT_S = 10.0
 SECRET_PREFIX = "whsec_"

@@ -9,13 +9,13 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from monitoring.counters import WorkerCounters
-from producer.wire import outbox
-from producer.wire.errors import RedisUnavailable
-from producer.wire.outbox import Notice
-from worker.job_queue import Backoff, JobQueue
-from worker.webhook_delivery import TIMEOUT_S, DeliveryFailed, body_of, deliver
-from worker.webhook_policy import Refused, Unresolved, WebhookPolicy
+from pagemill.monitoring.counters import WorkerCounters
+from pagemill.producer.wire import outbox
+from pagemill.producer.wire.errors import RedisUnavailable
+from pagemill.producer.wire.outbox import Notice
+from pagemill.worker.job_queue import Backoff, JobQueue
+from pagemill.worker.webhook_delivery import TIMEOUT_S, DeliveryFailed, body_of, deliver
+from pagemill.worker.webhook_policy import Refused, Unresolved, WebhookPolicy
 
 logger = logging.getLogger(__name__)
 

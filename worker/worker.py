@@ -16,30 +16,30 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from monitoring.counters import WorkerCounters, WorkerState
-from monitoring.exporter import WorkerMetrics
-from monitoring.job_ends import JobEnds
-from monitoring.live_feed import LiveFeed, LiveSources, WorkerFacts
-from monitoring.live_page import is_loopback
-from monitoring.queue_figures import QueueFigures
-from monitoring.scrape_metrics import WorkerIdentity
-from monitoring.tracing import Tracing
-from producer.wire.registry import WorkerInfo
-from worker.admission import Admission
-from worker.config import WorkerConfig
-from worker.engine_thread import EngineState, EngineThread
-from worker.http import Health, LivePage, Probes, StatusServer
-from worker.intake import Intake
-from worker.job_queue import Connectivity, JobQueue, ServerClock, warn_about_server
-from worker.job_table import JobTable
-from worker.journal import Journal
-from worker.leases import LeaseKeeper
-from worker.live_view import LiveView
-from worker.progress import ProgressReporter
-from worker.queue_reader import QueueReader
-from worker.running_job import RunningJob
-from worker.webhook_policy import WebhookPolicy
-from worker.webhooks import WebhookSender
+from pagemill.monitoring.counters import WorkerCounters, WorkerState
+from pagemill.monitoring.exporter import WorkerMetrics
+from pagemill.monitoring.job_ends import JobEnds
+from pagemill.monitoring.live_feed import LiveFeed, LiveSources, WorkerFacts
+from pagemill.monitoring.live_page import is_loopback
+from pagemill.monitoring.queue_figures import QueueFigures
+from pagemill.monitoring.scrape_metrics import WorkerIdentity
+from pagemill.monitoring.tracing import Tracing
+from pagemill.producer.wire.registry import WorkerInfo
+from pagemill.worker.admission import Admission
+from pagemill.worker.config import WorkerConfig
+from pagemill.worker.engine_thread import EngineState, EngineThread
+from pagemill.worker.http import Health, LivePage, Probes, StatusServer
+from pagemill.worker.intake import Intake
+from pagemill.worker.job_queue import Connectivity, JobQueue, ServerClock, warn_about_server
+from pagemill.worker.job_table import JobTable
+from pagemill.worker.journal import Journal
+from pagemill.worker.leases import LeaseKeeper
+from pagemill.worker.live_view import LiveView
+from pagemill.worker.progress import ProgressReporter
+from pagemill.worker.queue_reader import QueueReader
+from pagemill.worker.running_job import RunningJob
+from pagemill.worker.webhook_policy import WebhookPolicy
+from pagemill.worker.webhooks import WebhookSender
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class Worker:
     def start(self) -> None:
         """Check the server, open the status port, begin to load the model.
 
-        Raises RedisUnavailable, or OSError (`worker.http.PortTaken`) when the port can't be had.
+        Raises RedisUnavailable, or OSError (`pagemill.worker.http.PortTaken`) when the port can't be had.
         """
         probe = self._new_queue()
         warn_about_server(probe.server_info())
@@ -141,7 +141,7 @@ class Worker:
 
         `on_loaded` is called once, with the model there and no job pulled yet.
 
-        Raises `engine.errors.EngineError`, mostly ConfigError, when the model can't be loaded.
+        Raises `pagemill.engine.errors.EngineError`, mostly ConfigError, when the model can't be loaded.
         """
         if self._is_serving:
             return True

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from engine.execution.model_library import ALL_ATTENTION_FUNCTIONS
-from kernels import dispatch
-from kernels.layer_cache import LayerCache
-from kernels.metadata import AttentionMetadata
-from kernels.scoring import Scoring
+from pagemill.engine.execution.model_library import ALL_ATTENTION_FUNCTIONS
+from pagemill.kernels import dispatch
+from pagemill.kernels.layer_cache import LayerCache
+from pagemill.kernels.metadata import AttentionMetadata
+from pagemill.kernels.scoring import Scoring
 
 PAGED_ATTENTION = "pagemill_paged"
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.errors import ModelLoadError
+from pagemill.engine.errors import ModelLoadError
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"

@@ -1,7 +1,7 @@
 """Rewrites a loaded model in place for CUDA: merged products, and the fused kernels around them.
 
-Runs before `engine.execution.fusion`, which sees to the layers that are left. The operators come from
-`kernels.dispatch`, so the rewritten model computes the same on any device; only on CUDA it is faster for it.
+Runs before `pagemill.engine.execution.fusion`, which sees to the layers that are left. The operators come from
+`pagemill.kernels.dispatch`, so the rewritten model computes the same on any device; only on CUDA it is faster for it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.execution.attention import current_context
-from engine.execution.decoder_layer import PRE_NORM_LAYERS
-from engine.execution.fusion import (
+from pagemill.engine.execution.attention import current_context
+from pagemill.engine.execution.decoder_layer import PRE_NORM_LAYERS
+from pagemill.engine.execution.fusion import (
     OFFSET_RMS_NORM,
     RMS_NORM,
     ROTARY_ATTENTION,
@@ -22,9 +22,9 @@ from engine.execution.fusion import (
     SiluGatedMLP,
     is_silu_gated,
 )
-from engine.execution.packed_linear import LinearOptions
-from kernels import dispatch
-from kernels.rotation import Rotation
+from pagemill.engine.execution.packed_linear import LinearOptions
+from pagemill.kernels import dispatch
+from pagemill.kernels.rotation import Rotation
 
 
 def fuse_for_cuda(model: nn.Module, linear: LinearOptions) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from engine.execution.input_batch import NULL_BLOCK, StepInputs, bucket_size
-from engine.plan import StepPlan
-from kernels.metadata import AttentionMetadata
+from pagemill.engine.execution.input_batch import NULL_BLOCK, StepInputs, bucket_size
+from pagemill.engine.plan import StepPlan
+from pagemill.kernels.metadata import AttentionMetadata
 
 logger = logging.getLogger(__name__)
 

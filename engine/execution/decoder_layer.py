@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from engine.execution.attention import current_context
-from engine.execution.packed_linear import PackedLinear
-from engine.execution.quantization import Int8Linear, PackedInt8Product
+from pagemill.engine.execution.attention import current_context
+from pagemill.engine.execution.packed_linear import PackedLinear
+from pagemill.engine.execution.quantization import Int8Linear, PackedInt8Product
 
 if TYPE_CHECKING:
-    from kernels.compile_ahead import Part
-    from kernels.cpu_layer import DecoderLayer, LayerWeights, Product, StepBuffers
+    from pagemill.kernels.compile_ahead import Part
+    from pagemill.kernels.cpu_layer import DecoderLayer, LayerWeights, Product, StepBuffers
 
 # hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden)).
 PRE_NORM_LAYERS = (
@@ -30,13 +30,13 @@ PRE_NORM_LAYERS = (
 class FusedDecoderLayer(nn.Module):
     """Computes what `source` computes, to the last bit, in place on the hidden states it is given.
 
-    `source` is one of transformers' layers whose modules have been replaced (`engine.execution.fusion`). It stays
-    as a child: its modules own the weights.
+    `source` is one of transformers' layers whose modules have been replaced (`pagemill.engine.execution.fusion`).
+    It stays as a child: its modules own the weights.
     """
 
     def __init__(self, source: Any, buffers: StepBuffers) -> None:
         super().__init__()
-        from kernels.cpu_layer import DecoderLayer
+        from pagemill.kernels.cpu_layer import DecoderLayer
 
         self.source = source
         self._attention = source.self_attn
@@ -70,8 +70,8 @@ class FusedDecoderLayer(nn.Module):
 
     def parts(self, cache_dtype: torch.dtype) -> list[Part]:
         """The kernels that it runs over a cache of this dtype."""
-        from kernels.compile_ahead import Part
-        from kernels.cpu_layer import PARTS
+        from pagemill.kernels.compile_ahead import Part
+        from pagemill.kernels.cpu_layer import PARTS
 
         return [Part(name, self.compiled.weights.qkv.is_int8, cache_dtype) for name in PARTS]
 
@@ -96,8 +96,8 @@ def can_be_compiled(layer: Any) -> bool:
 
 def _has_whole_panels(down: Any) -> bool:
     """Whether the compiled MLP takes these sizes; every model that people use has such."""
-    from kernels.cpu_matmul_tile import PANEL
-    from kernels.cpu_vector import LANES
+    from pagemill.kernels.cpu_matmul_tile import PANEL
+    from pagemill.kernels.cpu_vector import LANES
 
     return bool(down.in_features % PANEL == 0 and down.out_features % LANES == 0)
 
@@ -108,7 +108,7 @@ def _packed(linear: Any) -> Any:
 
 
 def _weights(layer: Any) -> LayerWeights:
-    from kernels.cpu_layer import LayerWeights
+    from pagemill.kernels.cpu_layer import LayerWeights
 
     attention, mlp = layer.self_attn, layer.mlp
     has_qk_norm = attention.q_norm is not None and attention.k_norm is not None
@@ -131,7 +131,7 @@ def _weights(layer: Any) -> LayerWeights:
 
 
 def _product(linear: PackedLinear | Int8Linear) -> Product:
-    from kernels.cpu_layer import Product
+    from pagemill.kernels.cpu_layer import Product
 
     owner = _packed(linear)
     if isinstance(owner, PackedLinear):

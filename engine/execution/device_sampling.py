@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.execution.logits_processors import SampleWork
-from engine.execution.staging import Transfer
-from kernels import dispatch
-from kernels.sampling_rows import SamplingRows
+from pagemill.engine.execution.logits_processors import SampleWork
+from pagemill.engine.execution.staging import Transfer
+from pagemill.kernels import dispatch
+from pagemill.kernels.sampling_rows import SamplingRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ import time
 import torch
 from torch import nn
 
-from engine.config import EngineConfig
-from engine.errors import ConfigError
-from engine.execution.decoder_layer import FusedDecoderLayer
-from engine.execution.kv_cache import KVCacheShape
-from engine.execution.packed_linear import has_packed_products
-from engine.execution.quantization import PackedInt8Product
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.execution.decoder_layer import FusedDecoderLayer
+from pagemill.engine.execution.kv_cache import KVCacheShape
+from pagemill.engine.execution.packed_linear import has_packed_products
+from pagemill.engine.execution.quantization import PackedInt8Product
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,9 @@ def require_batch_invariance(device: torch.device, dtype: torch.dtype) -> None:
 
 def warm_up_cpu_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) -> None:
     """Compile the operators of a fused model, or load them from the disk, before the first step needs them."""
-    from kernels import cpu, cpu_argmax
-    from kernels.compile_ahead import compile_apart
-    from kernels.compile_progress import report_compiling
+    from pagemill.kernels import cpu, cpu_argmax
+    from pagemill.kernels.compile_ahead import compile_apart
+    from pagemill.kernels.compile_progress import report_compiling
 
     layer = next((part for part in module.modules() if isinstance(part, FusedDecoderLayer)), None)
 
@@ -78,7 +78,7 @@ def warm_up_cpu_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) 
 def warm_up_int8_products(module: nn.Module) -> None:
     """Compile them, or load them from the disk, where the model has such."""
     if any(isinstance(part, PackedInt8Product) for part in module.modules()):
-        from kernels import cpu_int8_matmul
+        from pagemill.kernels import cpu_int8_matmul
 
         cpu_int8_matmul.warm_up()
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from engine.execution.decoder_layer import FusedDecoderLayer
-from engine.execution.rotary_table import RotaryTable
-from kernels.layer_cache import LayerCache
-from kernels.metadata import AttentionMetadata
+from pagemill.engine.execution.decoder_layer import FusedDecoderLayer
+from pagemill.engine.execution.rotary_table import RotaryTable
+from pagemill.kernels.layer_cache import LayerCache
+from pagemill.kernels.metadata import AttentionMetadata
 
 _MODELS = (
     "GemmaForCausalLM",
@@ -33,7 +33,7 @@ class DirectForward:
     """Runs a causal language model of `_MODELS`."""
 
     def __init__(self, module: Any) -> None:
-        from kernels.layer_stack import LayerStack
+        from pagemill.kernels.layer_stack import LayerStack
 
         decoder = module.model
         layers: list[FusedDecoderLayer] = list(decoder.layers)

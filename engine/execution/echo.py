@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from engine.errors import ConfigError
-from engine.plan import NewRow, Sample, StepPlan, StepResult
-from engine.tokenizer import ByteTokenizer
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.plan import NewRow, Sample, StepPlan, StepResult
+from pagemill.engine.tokenizer import ByteTokenizer
 
 ECHO_MODEL = "echo"
 ECHO_MAX_MODEL_LEN = 4096

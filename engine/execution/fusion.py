@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from engine.execution.attention import attend
-from engine.execution.decoder_layer import FusedDecoderLayer, can_be_compiled
-from engine.execution.device_tuning import uses_cpu_kernels
-from engine.execution.packed_linear import LinearOptions, make_linear, merged_linear
-from engine.execution.parallel.linear import PartialLinear, RowParallelLinear
-from kernels.scoring import Scoring
+from pagemill.engine.execution.attention import attend
+from pagemill.engine.execution.decoder_layer import FusedDecoderLayer, can_be_compiled
+from pagemill.engine.execution.device_tuning import uses_cpu_kernels
+from pagemill.engine.execution.packed_linear import LinearOptions, make_linear, merged_linear
+from pagemill.engine.execution.parallel.linear import PartialLinear, RowParallelLinear
+from pagemill.kernels.scoring import Scoring
 
 if TYPE_CHECKING:
-    from kernels.cpu_layer import StepBuffers
+    from pagemill.kernels.cpu_layer import StepBuffers
 
 # q, k, v projections (Phi 3: as one), optional q and k norms per head, rotation of pairs half a head apart.
 ROTARY_ATTENTION = (
@@ -62,7 +62,7 @@ def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype, linear: Lin
     """Rewrite the model's modules. Its weights move into the new modules; the old ones are dropped."""
     use_cpu_kernels, buffers = uses_cpu_kernels(device, dtype), None
     if use_cpu_kernels:
-        from kernels.cpu_layer import StepBuffers
+        from pagemill.kernels.cpu_layer import StepBuffers
 
         buffers = StepBuffers()
     _fuse_children(model, FusionOptions(use_cpu_kernels, linear, buffers))
@@ -91,7 +91,7 @@ def _fuse_children(parent: nn.Module, options: FusionOptions) -> None:
 def _replacement(module: Any, options: FusionOptions) -> nn.Module | None:
     kind = type(module).__name__
     if options.use_cpu_kernels:
-        from kernels import cpu_fused
+        from pagemill.kernels import cpu_fused
 
         if kind in ROTARY_ATTENTION:
             return RotaryAttention(module, options.linear)
@@ -203,7 +203,7 @@ class RotaryAttention(MergedAttention):
 
     def __init__(self, source: Any, linear: LinearOptions) -> None:
         super().__init__(source, linear)
-        from kernels import cpu_fused
+        from pagemill.kernels import cpu_fused
 
         self._rotate = cpu_fused.rotary_embedding
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from kernels.layer_cache import LayerCache, as_bytes
-from kernels.transfer import to_device
+from pagemill.kernels.layer_cache import LayerCache, as_bytes
+from pagemill.kernels.transfer import to_device
 
 Pairs = list[tuple[int, int]]
 _PROBE_BYTES = 32 * 1024**2

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.execution.staging import DirectTransfer, Transfer
-from engine.plan import NewRow, StepPlan
-from kernels.metadata import AttentionMetadata
+from pagemill.engine.execution.staging import DirectTransfer, Transfer
+from pagemill.engine.plan import NewRow, StepPlan
+from pagemill.kernels.metadata import AttentionMetadata
 
 NULL_BLOCK = 0
 

@@ -14,22 +14,22 @@ import torch
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
-from engine.config import EngineConfig, resolve_max_model_len
-from engine.errors import ConfigError, ModelLoadError
-from engine.execution.attention import PAGED_ATTENTION
-from engine.execution.checkpoint import read_config, read_tensors, weight_files
-from engine.execution.families.family import Family
-from engine.execution.families.registry import find_family
-from engine.execution.kv_cache import KVCacheShape
-from engine.execution.model_directory import model_directory
-from engine.execution.model_library import causal_lm_class
-from engine.execution.packaged_model import PACKAGED_MODEL
-from engine.execution.parallel.rank_group import RankGroup
-from engine.execution.parallel.sharding import finish_sharding, sharded_class
-from engine.execution.parallel.share import ShardingPlan, Share, sharding_plan
-from engine.execution.quantization import quantization_scheme
-from engine.execution.rotary import depends_on_length, fix_frequencies, stretched_context
-from engine.tokenizer import generation_eos_token_ids
+from pagemill.engine.config import EngineConfig, resolve_max_model_len
+from pagemill.engine.errors import ConfigError, ModelLoadError
+from pagemill.engine.execution.attention import PAGED_ATTENTION
+from pagemill.engine.execution.checkpoint import read_config, read_tensors, weight_files
+from pagemill.engine.execution.families.family import Family
+from pagemill.engine.execution.families.registry import find_family
+from pagemill.engine.execution.kv_cache import KVCacheShape
+from pagemill.engine.execution.model_directory import model_directory
+from pagemill.engine.execution.model_library import causal_lm_class
+from pagemill.engine.execution.packaged_model import PACKAGED_MODEL
+from pagemill.engine.execution.parallel.rank_group import RankGroup
+from pagemill.engine.execution.parallel.sharding import finish_sharding, sharded_class
+from pagemill.engine.execution.parallel.share import ShardingPlan, Share, sharding_plan
+from pagemill.engine.execution.quantization import quantization_scheme
+from pagemill.engine.execution.rotary import depends_on_length, fix_frequencies, stretched_context
+from pagemill.engine.tokenizer import generation_eos_token_ids
 
 logger = logging.getLogger(__name__)
 

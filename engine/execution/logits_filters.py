@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.sampling_params import SamplingParams
-from kernels.selection import kth_largest, top_p_thresholds
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.kernels.selection import kth_largest, top_p_thresholds
 
 
 def filter_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.plan import NewRow, Sample
-from engine.sampling_params import SamplingParams
+from pagemill.engine.plan import NewRow, Sample
+from pagemill.engine.sampling_params import SamplingParams
 
 _ROWS_AT_ONCE = 64
 """Penalties count tokens in tables of this many rows by the vocabulary."""

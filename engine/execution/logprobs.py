@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.plan import TokenLogprobs
+from pagemill.engine.plan import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

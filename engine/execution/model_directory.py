@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.errors import ModelLoadError
-from engine.execution.echo import echo_step_seconds, is_echo
-from engine.execution.packaged_model import PACKAGED_MODEL, find_gguf, packaged_model_directory
+from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.execution.echo import echo_step_seconds, is_echo
+from pagemill.engine.execution.packaged_model import PACKAGED_MODEL, find_gguf, packaged_model_directory
 
 
 def model_directory(model: str) -> Path:

@@ -8,30 +8,30 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.config import EngineConfig, SchedulerConfig
-from engine.execution.attention import AttentionContext, attention_context
-from engine.execution.cuda_fusion import fuse_for_cuda
-from engine.execution.cuda_graphs import DecodeGraphs
-from engine.execution.device_sampling import StagedDraws
-from engine.execution.device_tuning import (
+from pagemill.engine.config import EngineConfig, SchedulerConfig
+from pagemill.engine.execution.attention import AttentionContext, attention_context
+from pagemill.engine.execution.cuda_fusion import fuse_for_cuda
+from pagemill.engine.execution.cuda_graphs import DecodeGraphs
+from pagemill.engine.execution.device_sampling import StagedDraws
+from pagemill.engine.execution.device_tuning import (
     require_batch_invariance,
     uses_cpu_kernels,
     warm_up_cpu_kernels,
     warm_up_int8_products,
 )
-from engine.execution.direct_forward import DirectForward
-from engine.execution.fusion import fuse
-from engine.execution.input_batch import InputBatch, StepInputs
-from engine.execution.kv_cache import KVCache, KVCacheShape
-from engine.execution.loader import LoadedModel
-from engine.execution.logits_processors import SampleWork
-from engine.execution.narrow_head import NarrowHead, NarrowVocabulary
-from engine.execution.packed_linear import LinearOptions
-from engine.execution.parallel.rank_group import RankGroup
-from engine.execution.prompt_scorer import PromptLogprobs, PromptScorer
-from engine.execution.sampler import Sampler, SamplerOutput
-from engine.execution.staging import DirectTransfer, StagedTransfer
-from engine.plan import StepPlan, StepResult
+from pagemill.engine.execution.direct_forward import DirectForward
+from pagemill.engine.execution.fusion import fuse
+from pagemill.engine.execution.input_batch import InputBatch, StepInputs
+from pagemill.engine.execution.kv_cache import KVCache, KVCacheShape
+from pagemill.engine.execution.loader import LoadedModel
+from pagemill.engine.execution.logits_processors import SampleWork
+from pagemill.engine.execution.narrow_head import NarrowHead, NarrowVocabulary
+from pagemill.engine.execution.packed_linear import LinearOptions
+from pagemill.engine.execution.parallel.rank_group import RankGroup
+from pagemill.engine.execution.prompt_scorer import PromptLogprobs, PromptScorer
+from pagemill.engine.execution.sampler import Sampler, SamplerOutput
+from pagemill.engine.execution.staging import DirectTransfer, StagedTransfer
+from pagemill.engine.plan import StepPlan, StepResult
 
 
 @dataclass(slots=True)

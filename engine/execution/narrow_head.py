@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import nn
 
-from engine.execution.logits_processors import SampleWork
+from pagemill.engine.execution.logits_processors import SampleWork
 
 MOST_TOKENS = 256
 """Tokens that a step's samples may choose from, all together; with more, the whole vocabulary is computed."""

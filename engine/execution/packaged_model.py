@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.errors import ModelLoadError
+from pagemill.engine.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 

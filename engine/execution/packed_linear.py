@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from engine.execution.quantization import Int8Linear
+from pagemill.engine.execution.quantization import Int8Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
         super().__init__()
-        from kernels import cpu_matmul, cpu_matmul_tile, cpu_weight_packing
+        from pagemill.kernels import cpu_matmul, cpu_matmul_tile, cpu_weight_packing
 
         self._multiply = cpu_matmul.multiply
         self.packed = cpu_weight_packing.pack_merged([weight.detach() for weight in weights])
@@ -108,7 +108,7 @@ def _below_each_other(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 def _has_own_kernel() -> bool:
     if importlib.util.find_spec("numba") is None:
         return False
-    from kernels import cpu_matmul
+    from pagemill.kernels import cpu_matmul
 
     return cpu_matmul.is_supported()
 

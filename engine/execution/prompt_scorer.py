@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from engine.execution.logprobs import TopLogprobs
-from engine.plan import StepPlan, TokenLogprobs
+from pagemill.engine.execution.logprobs import TopLogprobs
+from pagemill.engine.plan import StepPlan, TokenLogprobs
 
 _SLICE = 128
 """Positions whose logits exist at the same time."""

@@ -1,8 +1,8 @@
 """Linear layers of 8-bit integers: weights and activations with scales of their own, sums exact.
 
 One activation scale for the whole batch, as torch's own dynamic quantisation has, would let a neighbour's outlier
-change what a request gets. On CPU scales stand for groups of inputs (`kernels.grouped_int8`); on CUDA, where the
-library's product has no groups, for a whole row, which costs accuracy (docs/quantization.md).
+change what a request gets. On CPU scales stand for groups of inputs (`pagemill.kernels.grouped_int8`); on CUDA, where
+the library's product has no groups, for a whole row, which costs accuracy (docs/quantization.md).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from kernels import grouped_int8
-from kernels.layer_cache import SMALLEST_PEAK
+from pagemill.kernels import grouped_int8
+from pagemill.kernels.layer_cache import SMALLEST_PEAK
 
 LIMIT = 127.0
 # torch._int_mm on CUDA wants more than 16 rows on the left, and inputs and outputs in multiples of 8.
@@ -63,8 +63,8 @@ class PackedInt8Product(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        from kernels import cpu_int8_matmul
-        from kernels.cpu_matmul_tile import PANEL
+        from pagemill.kernels import cpu_int8_matmul
+        from pagemill.kernels.cpu_matmul_tile import PANEL
 
         self._multiply = cpu_int8_matmul.multiply
         self._out_features = len(weight)

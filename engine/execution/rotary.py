@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.execution.model_library import ROPE_INIT_FUNCTIONS
+from pagemill.engine.execution.model_library import ROPE_INIT_FUNCTIONS
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """These choose their frequencies by the longest position, until `fix_frequencies` has run."""

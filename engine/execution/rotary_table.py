@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from engine.execution.rotary import LENGTH_DEPENDENT
+from pagemill.engine.execution.rotary import LENGTH_DEPENDENT
 
 _FIRST_POSITIONS = 1024
 """Rows of a table at first."""

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.execution.device_sampling import StagedDraws, draw, stage_draws
-from engine.execution.logits_filters import filter_logits
-from engine.execution.logits_processors import LogitsProcessors, SampleWork
-from engine.execution.logprobs import TopLogprobs
-from engine.execution.narrow_head import NarrowVocabulary
-from engine.execution.staging import HostCopy, Transfer
-from engine.plan import StepResult, TokenLogprobs
-from kernels.noise import argmax_of_sums, argmax_with_noise, noise_keys
-from kernels.selection import largest
+from pagemill.engine.execution.device_sampling import StagedDraws, draw, stage_draws
+from pagemill.engine.execution.logits_filters import filter_logits
+from pagemill.engine.execution.logits_processors import LogitsProcessors, SampleWork
+from pagemill.engine.execution.logprobs import TopLogprobs
+from pagemill.engine.execution.narrow_head import NarrowVocabulary
+from pagemill.engine.execution.staging import HostCopy, Transfer
+from pagemill.engine.plan import StepResult, TokenLogprobs
+from pagemill.kernels.noise import argmax_of_sums, argmax_with_noise, noise_keys
+from pagemill.kernels.selection import largest
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class SamplerOutput:
 
 class Sampler:
     def __init__(self, eos_token_ids: tuple[int, ...], *, draws_on_device: bool = False) -> None:
-        """`draws_on_device`: draw by `kernels.dispatch.sample_tokens`, which neither sorts nor waits."""
+        """`draws_on_device`: draw by `pagemill.kernels.dispatch.sample_tokens`, which neither sorts nor waits."""
         self._processors = LogitsProcessors(eos_token_ids)
         self._draws_on_device = draws_on_device
 

@@ -10,10 +10,10 @@ import heapq
 from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass
 
-from engine.outputs import FinishReason
-from engine.plan import TokenLogprobs
-from engine.sampling_params import EarlyStopping
-from engine.scheduling.request import Request, Sequence, SequenceUpdate
+from pagemill.engine.outputs import FinishReason
+from pagemill.engine.plan import TokenLogprobs
+from pagemill.engine.sampling_params import EarlyStopping
+from pagemill.engine.scheduling.request import Request, Sequence, SequenceUpdate
 
 Candidates = list[tuple[int, float]]
 """(token id, log probability), best first."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from engine.scheduling.block_residency import BlockResidency
+from pagemill.engine.scheduling.block_residency import BlockResidency
 
 NULL_BLOCK_ID = 0
 """Padding in block tables. Never allocated."""
@@ -262,7 +262,7 @@ class BlockPool:
         block.num_filled = num_filled
 
     def states(self) -> bytes:
-        """What each block is, by id, as the letters of `engine.outputs.BlockMap`. Walks the whole pool."""
+        """What each block is, by id, as the letters of `pagemill.engine.outputs.BlockMap`. Walks the whole pool."""
         return "".join(
             ("s" if block.ref_count > 1 else "a")
             if block.ref_count

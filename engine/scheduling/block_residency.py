@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from engine.outputs import Histogram, HistogramSnapshot, LabelValues
+from pagemill.engine.outputs import Histogram, HistogramSnapshot, LabelValues
 
 SAMPLE = 64
 """One block in so many is timed, always the same ones: block ids mean nothing, so they are a fair sample."""

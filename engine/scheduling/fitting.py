@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.config import SchedulerConfig
-from engine.errors import NeverFits
-from engine.scheduling.request import Request
+from pagemill.engine.config import SchedulerConfig
+from pagemill.engine.errors import NeverFits
+from pagemill.engine.scheduling.request import Request
 
 
 def check_fits(request: Request, config: SchedulerConfig) -> None:

@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from engine.outputs import KVCacheStats
-from engine.scheduling.block_pool import BlockPool, KVBlock
-from engine.scheduling.request import Sequence
-from engine.scheduling.swap_space import HostBlock, SwapSpace
+from pagemill.engine.outputs import KVCacheStats
+from pagemill.engine.scheduling.block_pool import BlockPool, KVBlock
+from pagemill.engine.scheduling.request import Sequence
+from pagemill.engine.scheduling.swap_space import HostBlock, SwapSpace
 
 _HASH_BYTES = 16
 """128 bits: two different prefixes sharing a hash are less likely than a memory error."""

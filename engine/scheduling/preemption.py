@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceType
 
-from engine.config import SchedulerConfig
-from engine.scheduling.beam_search import restart_beams
-from engine.scheduling.block_pool import KVBlock
-from engine.scheduling.kv_cache_manager import KVCacheManager
-from engine.scheduling.preemption_cost import PreemptionCost
-from engine.scheduling.request import Sequence
-from engine.scheduling.sequence_queue import SequenceQueue
+from pagemill.engine.config import SchedulerConfig
+from pagemill.engine.scheduling.beam_search import restart_beams
+from pagemill.engine.scheduling.block_pool import KVBlock
+from pagemill.engine.scheduling.kv_cache_manager import KVCacheManager
+from pagemill.engine.scheduling.preemption_cost import PreemptionCost
+from pagemill.engine.scheduling.request import Sequence
+from pagemill.engine.scheduling.sequence_queue import SequenceQueue
 
 
 class Preemption:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as SequenceType
 
-from engine.plan import StepPlan
-from engine.scheduling.request import Sequence
-from engine.scheduling.swap_space import SwapQuote
+from pagemill.engine.plan import StepPlan
+from pagemill.engine.scheduling.request import Sequence
+from pagemill.engine.scheduling.swap_space import SwapQuote
 
 _WEIGHT = 0.1
 """Of the newest measurement in the moving averages."""

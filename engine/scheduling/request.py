@@ -6,15 +6,15 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from engine.errors import EngineError
-from engine.outputs import FinishReason
-from engine.plan import TokenLogprobs
-from engine.sampling_params import SamplingParams
+from pagemill.engine.errors import EngineError
+from pagemill.engine.outputs import FinishReason
+from pagemill.engine.plan import TokenLogprobs
+from pagemill.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from engine.scheduling.beam_search import BeamSearch
-    from engine.scheduling.block_pool import KVBlock
-    from engine.scheduling.swap_space import HostBlock
+    from pagemill.engine.scheduling.beam_search import BeamSearch
+    from pagemill.engine.scheduling.block_pool import KVBlock
+    from pagemill.engine.scheduling.swap_space import HostBlock
 
 
 class Grammar(Protocol):

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceType
 
-from engine.scheduling.request import Request, Sequence
+from pagemill.engine.scheduling.request import Request, Sequence
 
 
 class RowTable:

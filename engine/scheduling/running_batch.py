@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceType
 
-from engine.config import SchedulerConfig
-from engine.outputs import WaitReason
-from engine.scheduling.beam_search import Continuation
-from engine.scheduling.kv_cache_manager import NO_NEW_SLOTS, AllocatedSlots, KVCacheManager
-from engine.scheduling.preemption import Preemption
-from engine.scheduling.request import Request, Sequence, SequenceStatus
-from engine.scheduling.rows import RowTable
-from engine.scheduling.sequence_queue import SequenceQueue
-from engine.scheduling.step_builder import StepBuilder
+from pagemill.engine.config import SchedulerConfig
+from pagemill.engine.outputs import WaitReason
+from pagemill.engine.scheduling.beam_search import Continuation
+from pagemill.engine.scheduling.kv_cache_manager import NO_NEW_SLOTS, AllocatedSlots, KVCacheManager
+from pagemill.engine.scheduling.preemption import Preemption
+from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus
+from pagemill.engine.scheduling.rows import RowTable
+from pagemill.engine.scheduling.sequence_queue import SequenceQueue
+from pagemill.engine.scheduling.step_builder import StepBuilder
 
 Work = list[tuple[Sequence, int]]
 """Sequences and how many tokens each is to compute, all of them or none."""

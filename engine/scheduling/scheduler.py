@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import count
 
-from engine.config import SchedulerConfig
-from engine.errors import InvalidRequest
-from engine.outputs import (
+from pagemill.engine.config import SchedulerConfig
+from pagemill.engine.errors import InvalidRequest
+from pagemill.engine.outputs import (
     Capacity,
     FinishReason,
     HistogramSnapshot,
@@ -21,16 +21,16 @@ from engine.outputs import (
     LabelValues,
     SchedulerStats,
 )
-from engine.plan import StepPlan, StepResult
-from engine.scheduling.beam_search import BeamSearch, Candidates, restart_beams
-from engine.scheduling.fitting import check_fits
-from engine.scheduling.kv_cache_manager import KVCacheManager
-from engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
-from engine.scheduling.running_batch import RunningBatch
-from engine.scheduling.sequence_queue import scheduling_key
-from engine.scheduling.step_builder import InFlightStep, StepBuilder
-from engine.scheduling.stopping import append_sampled
-from engine.scheduling.waiting_queue import WaitingQueue, will_fork
+from pagemill.engine.plan import StepPlan, StepResult
+from pagemill.engine.scheduling.beam_search import BeamSearch, Candidates, restart_beams
+from pagemill.engine.scheduling.fitting import check_fits
+from pagemill.engine.scheduling.kv_cache_manager import KVCacheManager
+from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
+from pagemill.engine.scheduling.running_batch import RunningBatch
+from pagemill.engine.scheduling.sequence_queue import scheduling_key
+from pagemill.engine.scheduling.step_builder import InFlightStep, StepBuilder
+from pagemill.engine.scheduling.stopping import append_sampled
+from pagemill.engine.scheduling.waiting_queue import WaitingQueue, will_fork
 
 
 class Scheduler:

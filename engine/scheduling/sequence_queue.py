@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from engine.scheduling.request import Sequence
+from pagemill.engine.scheduling.request import Sequence
 
 _Key = tuple[int, float, int, int]
 

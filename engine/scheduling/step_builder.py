@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.plan import NewRow, RowWork, Sample, StepPlan
-from engine.scheduling.kv_cache_manager import NO_NEW_SLOTS, AllocatedSlots
-from engine.scheduling.request import Request, Sequence
+from pagemill.engine.plan import NewRow, RowWork, Sample, StepPlan
+from pagemill.engine.scheduling.kv_cache_manager import NO_NEW_SLOTS, AllocatedSlots
+from pagemill.engine.scheduling.request import Request, Sequence
 
 
 @dataclass(slots=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.plan import TokenLogprobs
-from engine.scheduling.request import Sequence, SequenceUpdate
+from pagemill.engine.plan import TokenLogprobs
+from pagemill.engine.scheduling.request import Sequence, SequenceUpdate
 
 
 def append_sampled(

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass
 
-from engine.scheduling.block_pool import BlockPool, KVBlock
-from engine.scheduling.request import Sequence
+from pagemill.engine.scheduling.block_pool import BlockPool, KVBlock
+from pagemill.engine.scheduling.request import Sequence
 
 
 class HostBlock:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.scheduling.request import Request, Sequence, SequenceStatus
-from engine.scheduling.rows import RowTable
-from engine.scheduling.sequence_queue import SequenceQueue
+from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus
+from pagemill.engine.scheduling.rows import RowTable
+from pagemill.engine.scheduling.sequence_queue import SequenceQueue
 
 
 class WaitingQueue(SequenceQueue):

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from engine.errors import InvalidRequest
-from engine.tokenizer import Tokenizer
+from pagemill.engine.errors import InvalidRequest
+from pagemill.engine.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

@@ -9,11 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import llguidance
 
-from engine.errors import InvalidRequest
-from engine.outputs import Histogram
-from engine.structured_output.matcher import CompiledSchema, compile_schema
-from engine.structured_output.probe import SchemaProbe
-from engine.structured_output.vocabulary import GrammarVocabulary
+from pagemill.engine.errors import InvalidRequest
+from pagemill.engine.outputs import Histogram
+from pagemill.engine.structured_output.matcher import CompiledSchema, compile_schema
+from pagemill.engine.structured_output.probe import SchemaProbe
+from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
 
 _MAX_CACHED = 256
 _NUM_THREADS = 2

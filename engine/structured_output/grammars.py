@@ -7,16 +7,16 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.errors import EngineError, InvalidRequest, UnsupportedFeature
-from engine.outputs import Histogram, HistogramSnapshot, LabelValues
-from engine.sampling_params import StructuredOutputs
-from engine.scheduling.request import Grammar, Request
-from engine.structured_output.choice import ChoiceCompiler, CompiledChoice
-from engine.tokenizer import Tokenizer
+from pagemill.engine.errors import EngineError, InvalidRequest, UnsupportedFeature
+from pagemill.engine.outputs import Histogram, HistogramSnapshot, LabelValues
+from pagemill.engine.sampling_params import StructuredShape
+from pagemill.engine.scheduling.request import Grammar, Request
+from pagemill.engine.structured_output.choice import ChoiceCompiler, CompiledChoice
+from pagemill.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from engine.structured_output.compiler import SchemaCompiler
-    from engine.structured_output.matcher import CompiledSchema
+    from pagemill.engine.structured_output.compiler import SchemaCompiler
+    from pagemill.engine.structured_output.matcher import CompiledSchema
 
 _COMPILE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _FEW_CHARACTERS = 2048
@@ -58,8 +58,8 @@ class Grammars:
             return
         self._choices = ChoiceCompiler(tokenizer, eos_token_ids[0] if eos_token_ids else None)
         # Not at the top: an engine without a tokenizer, as benchmarks have it, does without llguidance.
-        from engine.structured_output.compiler import SchemaCompiler
-        from engine.structured_output.vocabulary import GrammarVocabulary
+        from pagemill.engine.structured_output.compiler import SchemaCompiler
+        from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
 
         vocabulary = GrammarVocabulary.of(tokenizer, vocab_size, eos_token_ids)
         if vocabulary is not None:
@@ -130,7 +130,7 @@ class Grammars:
         return self._choices.compile(labels, request.prompt_token_ids)
 
     def _compile(
-        self, shape: StructuredOutputs, request: Request
+        self, shape: StructuredShape, request: Request
     ) -> Future[CompiledSchema] | Future[CompiledChoice]:
         if shape.choice is not None:
             return self._threads.submit(self._compile_choice, shape.choice, request)

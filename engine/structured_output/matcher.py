@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
-from engine.errors import InvalidRequest, SchemaInvalid, SchemaTooComplex, UnsupportedFeature
+from pagemill.engine.errors import InvalidRequest, SchemaInvalid, SchemaTooComplex, UnsupportedFeature
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

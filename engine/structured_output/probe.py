@@ -20,9 +20,15 @@ import sys
 import weakref
 from pathlib import Path
 
-from engine.errors import EngineError, InvalidRequest, SchemaInvalid, SchemaTooComplex, UnsupportedFeature
-from engine.structured_output.matcher import CompiledSchema, compile_schema
-from engine.structured_output.vocabulary import GrammarVocabulary
+from pagemill.engine.errors import (
+    EngineError,
+    InvalidRequest,
+    SchemaInvalid,
+    SchemaTooComplex,
+    UnsupportedFeature,
+)
+from pagemill.engine.structured_output.matcher import CompiledSchema, compile_schema
+from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
 
 TIME_LIMIT_S = 5.0
 """Seconds of real time for one schema: to compile it and to follow it for a few tokens."""
@@ -68,7 +74,7 @@ class SchemaProbe:
     def _running(self) -> subprocess.Popen[str]:
         if self._process is not None and self._process.poll() is None:
             return self._process
-        root = str(Path(__file__).resolve().parents[2])
+        root = str(Path(sys.modules["pagemill"].__path__[0]).parent)
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(self._time_limit_s), str(self._memory_limit_mib)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])},

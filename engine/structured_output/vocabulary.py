@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import llguidance
 
-from engine.tokenizer import Tokenizer
+from pagemill.engine.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""The Grafana boards as code. `python -m monitoring.dashboards` writes them to monitoring/grafana/dashboards."""
+"""The Grafana boards as code; `python -m pagemill.monitoring.dashboards` writes monitoring/grafana/dashboards."""

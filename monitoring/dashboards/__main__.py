@@ -1,4 +1,4 @@
-"""Writes the boards: `python -m monitoring.dashboards`. With `--check`, only says whether they are fresh."""
+"""Writes the boards: `python -m pagemill.monitoring.dashboards`. With `--check`, only says whether they are fresh."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from monitoring.dashboards.dataset_runs import dataset_runs
-from monitoring.dashboards.engine import engine
-from monitoring.dashboards.gateway import gateway
-from monitoring.dashboards.kv_cache import kv_cache
-from monitoring.dashboards.overview import overview
-from monitoring.dashboards.queue import queue
-from monitoring.dashboards.reliability import reliability
+from pagemill.monitoring.dashboards.dataset_runs import dataset_runs
+from pagemill.monitoring.dashboards.engine import engine
+from pagemill.monitoring.dashboards.gateway import gateway
+from pagemill.monitoring.dashboards.kv_cache import kv_cache
+from pagemill.monitoring.dashboards.overview import overview
+from pagemill.monitoring.dashboards.queue import queue
+from pagemill.monitoring.dashboards.reliability import reliability
 
 DIRECTORY = Path(__file__).parent.parent / "grafana" / "dashboards"
 
@@ -42,7 +42,7 @@ def main() -> int:
     paths = stale()
     if "--check" in sys.argv[1:]:
         for path in paths:
-            sys.stderr.write(f"{path} is stale; run python -m monitoring.dashboards\n")
+            sys.stderr.write(f"{path} is stale; run python -m pagemill.monitoring.dashboards\n")
         return int(bool(paths))
     wanted = rendered()
     for path in paths:

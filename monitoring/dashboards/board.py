@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import dashboard as model
 
-from monitoring.dashboards.panels import DATASOURCE, Panel
+from pagemill.monitoring.dashboards.panels import DATASOURCE, Panel
 
 TAG = "pagemill"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from monitoring.dashboards.board import Row, board
-from monitoring.dashboards.panels import (
+from pagemill.monitoring.dashboards.board import Row, board
+from pagemill.monitoring.dashboards.panels import (
     BYTES,
     COUNT,
     PER_SECOND,
@@ -17,7 +17,7 @@ from monitoring.dashboards.panels import (
     lines,
     number,
 )
-from monitoring.dashboards.queries import QUEUE, Query, quantiles, rate, rate_by, total_rate
+from pagemill.monitoring.dashboards.queries import QUEUE, Query, quantiles, rate, rate_by, total_rate
 
 
 def dataset_runs() -> Dashboard:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from monitoring.dashboards.board import Row, board, gateways
-from monitoring.dashboards.panels import (
+from pagemill.monitoring.dashboards.board import Row, board, gateways
+from pagemill.monitoring.dashboards.panels import (
     COUNT,
     PER_SECOND,
     RATIO,
@@ -15,7 +15,7 @@ from monitoring.dashboards.panels import (
     heat,
     lines,
 )
-from monitoring.dashboards.queries import GATEWAY, Query, gauge, quantiles, rate, rate_by, total_rate
+from pagemill.monitoring.dashboards.queries import GATEWAY, Query, gauge, quantiles, rate, rate_by, total_rate
 
 CLIENTS = f'{GATEWAY}, route!~"/healthz|/readyz|/metrics|/openapi.json"'
 """What clients ask, without the probes and scrapes that would thin out every share."""

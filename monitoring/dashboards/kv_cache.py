@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from monitoring.dashboards.board import Row, board
-from monitoring.dashboards.panels import (
+from pagemill.monitoring.dashboards.board import Row, board
+from pagemill.monitoring.dashboards.panels import (
     BYTES,
     COUNT,
     PER_SECOND,
@@ -16,7 +16,7 @@ from monitoring.dashboards.panels import (
     heat,
     lines,
 )
-from monitoring.dashboards.queries import (
+from pagemill.monitoring.dashboards.queries import (
     WORKER,
     Query,
     gauge,

@@ -12,7 +12,7 @@ from grafana_foundation_sdk.models import dashboard as dashboard_model
 from grafana_foundation_sdk.models import heatmap as heatmap_model
 from grafana_foundation_sdk.models import prometheus as prometheus_model
 
-from monitoring.dashboards.queries import WORKER, Query
+from pagemill.monitoring.dashboards.queries import WORKER, Query
 
 DATASOURCE = dashboard_model.DataSourceRef(type_val="prometheus", uid="${datasource}")
 

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from monitoring.dashboards.board import Row, board
-from monitoring.dashboards.panels import COUNT, PER_SECOND, RATIO, SECONDS, Panel, heat, lines
-from monitoring.dashboards.queries import LANE, QUEUE, Query, gauge, of_queue, quantiles, rate, rate_by
+from pagemill.monitoring.dashboards.board import Row, board
+from pagemill.monitoring.dashboards.panels import COUNT, PER_SECOND, RATIO, SECONDS, Panel, heat, lines
+from pagemill.monitoring.dashboards.queries import (
+    LANE,
+    QUEUE,
+    Query,
+    gauge,
+    of_queue,
+    quantiles,
+    rate,
+    rate_by,
+)
 
 
 def queue() -> Dashboard:

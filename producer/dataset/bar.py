@@ -11,7 +11,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from producer.dataset.work import Tally
+from pagemill.producer.dataset.work import Tally
 
 LOG_INTERVAL_S = 10.0
 SCRAPE_INTERVAL_S = 1.0

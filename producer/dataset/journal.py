@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from producer.dataset.rows import DatasetError, DiskFailed, Row, RowError
+from pagemill.producer.dataset.rows import DatasetError, DiskFailed, Row, RowError
 
 VERSION = 1
 

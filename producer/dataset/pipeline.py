@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from producer.client import Producer
-from producer.dataset.recipe import Recipe
-from producer.dataset.rows import MemorySource, Source, open_source
-from producer.dataset.run import DatasetRun
-from producer.dataset.summary import Summary
-from producer.dataset.work import WINDOW, Tally
+from pagemill.producer.client import Producer
+from pagemill.producer.dataset.recipe import Recipe
+from pagemill.producer.dataset.rows import MemorySource, Source, open_source
+from pagemill.producer.dataset.run import DatasetRun
+from pagemill.producer.dataset.summary import Summary
+from pagemill.producer.dataset.work import WINDOW, Tally
 
 
 class Pipeline:

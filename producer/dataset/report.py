@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from producer.dataset.summary import Summary
+from pagemill.producer.dataset.summary import Summary
 
 BAR_WIDTH = 30
 
@@ -57,7 +57,7 @@ def write_json(summary: Summary, path: Path, about: dict[str, Any]) -> None:
 
 def write_html(summary: Summary, path: Path, about: dict[str, Any]) -> None:
     """One self-contained page. Everything that comes from the data is escaped."""
-    source = files("producer.dataset").joinpath("report.html.j2").read_text()
+    source = files("pagemill.producer.dataset").joinpath("report.html.j2").read_text()
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
     facts = summary.as_json()
     charts = [

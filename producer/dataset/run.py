@@ -17,14 +17,22 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from producer.client import Producer
-from producer.dataset.journal import Journal
-from producer.dataset.recipe import Recipe, is_deterministic, raw_text
-from producer.dataset.rows import DatasetError, DiskFailed, MemorySource, Row, RowError, Source, open_source
-from producer.dataset.summary import Summary
-from producer.dataset.work import WINDOW, Tally, Work, WorkLoop
-from producer.dataset.writers import META, OUTPUT, TEXT_CELLS, Writer, check_output, replacing
-from producer.wire.protocol import Job
+from pagemill.producer.client import Producer
+from pagemill.producer.dataset.journal import Journal
+from pagemill.producer.dataset.recipe import Recipe, is_deterministic, raw_text
+from pagemill.producer.dataset.rows import (
+    DatasetError,
+    DiskFailed,
+    MemorySource,
+    Row,
+    RowError,
+    Source,
+    open_source,
+)
+from pagemill.producer.dataset.summary import Summary
+from pagemill.producer.dataset.work import WINDOW, Tally, Work, WorkLoop
+from pagemill.producer.dataset.writers import META, OUTPUT, TEXT_CELLS, Writer, check_output, replacing
+from pagemill.producer.wire.protocol import Job
 
 SPOOL_ROWS = 1_000
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from producer import flows
-from producer.client import Producer
-from producer.dataset.journal import Failure, Journal
-from producer.effects import Flow, Wait
-from producer.wire import batches
-from producer.wire.errors import JobNotFound, RedisUnavailable
-from producer.wire.outputs import BatchItem
-from producer.wire.protocol import Job
+from pagemill.producer import flows
+from pagemill.producer.client import Producer
+from pagemill.producer.dataset.journal import Failure, Journal
+from pagemill.producer.effects import Flow, Wait
+from pagemill.producer.wire import batches
+from pagemill.producer.wire.errors import JobNotFound, RedisUnavailable
+from pagemill.producer.wire.outputs import BatchItem
+from pagemill.producer.wire.protocol import Job
 
 WINDOW = 20_000
 CHUNK = 1_000

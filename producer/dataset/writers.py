@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from producer.dataset.rows import DatasetError, DiskFailed
+from pagemill.producer.dataset.rows import DatasetError, DiskFailed
 
 PARQUET_ROWS = 4_096
 OUTPUT = "output"

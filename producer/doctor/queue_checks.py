@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from producer.doctor.finding import Finding
-from producer.wire.registry import QueueStats, WorkerInfo
+from pagemill.producer.doctor.finding import Finding
+from pagemill.producer.wire.registry import QueueStats, WorkerInfo
 
 LONG_WAIT_S = 300.0
 

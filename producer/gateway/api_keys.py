@@ -21,9 +21,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from producer.gateway.errors import ApiError
-from producer.wire import keys
-from producer.wire.rates import Rate
+from pagemill.producer.gateway.errors import ApiError
+from pagemill.producer.wire import keys
+from pagemill.producer.wire.rates import Rate
 
 logger = logging.getLogger(__name__)
 

@@ -14,18 +14,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from producer.gateway import completions, openapi
-from producer.gateway.batch_runner import BatchRunner
-from producer.gateway.batches import BatchEndpoints
-from producer.gateway.config import GatewayConfig
-from producer.gateway.errors import ApiError, JsonResponse, as_api_error, not_found
-from producer.gateway.files import FileEndpoints
-from producer.gateway.frontdoor import STATUS_CLIENT_GONE, ClientGone, Frontdoor
-from producer.gateway.gateway import Gateway
-from producer.gateway.metrics import CONTENT_TYPE, GatewayMetrics
-from producer.openai_format import CHAT_URL, COMPLETIONS_URL
-from producer.wire import registry
-from producer.wire.errors import PagemillError
+from pagemill.producer.gateway import completions, openapi
+from pagemill.producer.gateway.batch_runner import BatchRunner
+from pagemill.producer.gateway.batches import BatchEndpoints
+from pagemill.producer.gateway.config import GatewayConfig
+from pagemill.producer.gateway.errors import ApiError, JsonResponse, as_api_error, not_found
+from pagemill.producer.gateway.files import FileEndpoints
+from pagemill.producer.gateway.frontdoor import STATUS_CLIENT_GONE, ClientGone, Frontdoor
+from pagemill.producer.gateway.gateway import Gateway
+from pagemill.producer.gateway.metrics import CONTENT_TYPE, GatewayMetrics
+from pagemill.producer.openai_format import CHAT_URL, COMPLETIONS_URL
+from pagemill.producer.wire import registry
+from pagemill.producer.wire.errors import PagemillError
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from starlette.requests import Request
 
-from producer.gateway.api_keys import ApiKey
-from producer.gateway.errors import ApiError
-from producer.openai_format import parse_job, read_jobs
-from producer.wire.errors import InvalidJob
-from producer.wire.protocol import MAX_KEY, Job
+from pagemill.producer.gateway.api_keys import ApiKey
+from pagemill.producer.gateway.errors import ApiError
+from pagemill.producer.openai_format import parse_job, read_jobs
+from pagemill.producer.wire.errors import InvalidJob
+from pagemill.producer.wire.protocol import MAX_KEY, Job
 
 TIMEOUT_HEADER = "x-request-timeout"
 _STREAM_OPTIONS = {"include_usage": (True, False), "include_obfuscation": (False,)}

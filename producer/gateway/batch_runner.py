@@ -21,17 +21,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from producer.async_handles import AsyncBatchHandle
-from producer.dataset.journal import Failure
-from producer.dataset.recipe import is_deterministic
-from producer.gateway.gateway import Gateway
-from producer.gateway.stored_lines import StoredLines
-from producer.openai_lines import BatchAnswers, BatchRequest, BatchRequests, BatchSummary, RefusedFile
-from producer.wire import api_batches, stored_files
-from producer.wire.api_batches import Claim
-from producer.wire.errors import JobNotFound, PagemillError
-from producer.wire.outputs import BatchItem
-from producer.wire.protocol import Job
+from pagemill.producer.async_handles import AsyncBatchHandle
+from pagemill.producer.dataset.journal import Failure
+from pagemill.producer.dataset.recipe import is_deterministic
+from pagemill.producer.gateway.gateway import Gateway
+from pagemill.producer.gateway.stored_lines import StoredLines
+from pagemill.producer.openai_lines import (
+    BatchAnswers,
+    BatchRequest,
+    BatchRequests,
+    BatchSummary,
+    RefusedFile,
+)
+from pagemill.producer.wire import api_batches, stored_files
+from pagemill.producer.wire.api_batches import Claim
+from pagemill.producer.wire.errors import JobNotFound, PagemillError
+from pagemill.producer.wire.outputs import BatchItem
+from pagemill.producer.wire.protocol import Job
 
 logger = logging.getLogger(__name__)
 

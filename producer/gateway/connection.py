@@ -12,8 +12,8 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from producer.gateway.errors import ApiError
-from producer.gateway.metrics import GatewayMetrics
+from pagemill.producer.gateway.errors import ApiError
+from pagemill.producer.gateway.metrics import GatewayMetrics
 
 
 class ConnectionLimits:

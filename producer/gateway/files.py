@@ -16,12 +16,12 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from producer.gateway.config import DAY_S
-from producer.gateway.errors import ApiError, JsonResponse, not_found, retry_later
-from producer.gateway.gateway import Gateway
-from producer.gateway.pages import page_body, read_paging
-from producer.wire import stored_files
-from producer.wire.stored_files import CHUNK_BYTES, StoredFile
+from pagemill.producer.gateway.config import DAY_S
+from pagemill.producer.gateway.errors import ApiError, JsonResponse, not_found, retry_later
+from pagemill.producer.gateway.gateway import Gateway
+from pagemill.producer.gateway.pages import page_body, read_paging
+from pagemill.producer.wire import stored_files
+from pagemill.producer.wire.stored_files import CHUNK_BYTES, StoredFile
 
 FILE_ID = re.compile(r"file-[0-9a-f]{24}")
 LONGEST_TTL_S = 30 * DAY_S

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from producer.gateway.config import GatewayConfig
-from producer.gateway.errors import ApiError, retry_later, stopping
-from producer.gateway.metrics import GatewayMetrics
+from pagemill.producer.gateway.config import GatewayConfig
+from pagemill.producer.gateway.errors import ApiError, retry_later, stopping
+from pagemill.producer.gateway.metrics import GatewayMetrics
 
 MAX_HEAD_BYTES = 32 << 10
 FORM_BYTES = 64 << 10

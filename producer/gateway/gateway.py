@@ -11,18 +11,18 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from producer import flows
-from producer.async_client import AsyncProducer
-from producer.async_handles import AsyncJobHandle
-from producer.gateway.api_keys import ApiKey, ApiKeys
-from producer.gateway.config import GatewayConfig
-from producer.gateway.errors import ApiError, retry_later
-from producer.gateway.frontdoor import ClientGone
-from producer.gateway.metrics import GatewayMetrics
-from producer.gateway.served_models import ServedModels
-from producer.wire import rates
-from producer.wire.errors import PagemillError
-from producer.wire.scripts import Call
+from pagemill.producer import flows
+from pagemill.producer.async_client import AsyncProducer
+from pagemill.producer.async_handles import AsyncJobHandle
+from pagemill.producer.gateway.api_keys import ApiKey, ApiKeys
+from pagemill.producer.gateway.config import GatewayConfig
+from pagemill.producer.gateway.errors import ApiError, retry_later
+from pagemill.producer.gateway.frontdoor import ClientGone
+from pagemill.producer.gateway.metrics import GatewayMetrics
+from pagemill.producer.gateway.served_models import ServedModels
+from pagemill.producer.wire import rates
+from pagemill.producer.wire.errors import PagemillError
+from pagemill.producer.wire.scripts import Call
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from producer.gateway.asking import TIMEOUT_HEADER
-from producer.openai_format import ANNOTATIONS, CHAT_URL, COMPLETIONS_URL, FIELDS, NEUTRAL, URLS
-from producer.wire.protocol import Job
+from pagemill.producer.gateway.asking import TIMEOUT_HEADER
+from pagemill.producer.openai_format import ANNOTATIONS, CHAT_URL, COMPLETIONS_URL, FIELDS, NEUTRAL, URLS
+from pagemill.producer.wire.protocol import Job
 
 _REF = "#/components/schemas/"
 _STRING: dict[str, Any] = {"type": "string"}

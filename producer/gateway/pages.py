@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from producer.gateway.errors import ApiError
+from pagemill.producer.gateway.errors import ApiError
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from collections.abc import Generator
 
 import uvicorn
 
-from producer.gateway.app import build_app
-from producer.gateway.config import GatewayConfig
-from producer.gateway.connection import ConnectionLimits
-from producer.gateway.frontdoor import MAX_HEAD_BYTES
-from producer.gateway.metrics import GatewayMetrics
+from pagemill.producer.gateway.app import build_app
+from pagemill.producer.gateway.config import GatewayConfig
+from pagemill.producer.gateway.connection import ConnectionLimits
+from pagemill.producer.gateway.frontdoor import MAX_HEAD_BYTES
+from pagemill.producer.gateway.metrics import GatewayMetrics
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 30

@@ -8,10 +8,10 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
-from producer.gateway.gateway import Gateway
-from producer.wire import stored_files
-from producer.wire.errors import QueueFull
-from producer.wire.stored_files import CHUNK_BYTES, StoredFile
+from pagemill.producer.gateway.gateway import Gateway
+from pagemill.producer.wire import stored_files
+from pagemill.producer.wire.errors import QueueFull
+from pagemill.producer.wire.stored_files import CHUNK_BYTES, StoredFile
 
 _IN_MEMORY = 1 << 20
 

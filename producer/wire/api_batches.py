@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from producer.wire import keys
-from producer.wire.scripts import Call
+from pagemill.producer.wire import keys
+from pagemill.producer.wire.scripts import Call
 
 LEASE_MS = 10_000
 _DAY_MS = 86_400_000

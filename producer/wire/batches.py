@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from producer.wire import keys
-from producer.wire.errors import InvalidJob
-from producer.wire.outputs import BatchCounts, BatchItem
-from producer.wire.reading import read_outcome
-from producer.wire.scripts import Call
+from pagemill.producer.wire import keys
+from pagemill.producer.wire.errors import InvalidJob
+from pagemill.producer.wire.outputs import BatchCounts, BatchItem
+from pagemill.producer.wire.reading import read_outcome
+from pagemill.producer.wire.scripts import Call
 
 PAGE_JOBS = 250
 PAGE_BYTES = 1 << 20

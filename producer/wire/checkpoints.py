@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from producer.wire.outputs import (
+from pagemill.producer.wire.outputs import (
     Checkpoint,
     CheckpointSample,
     Delta,
@@ -12,7 +12,7 @@ from producer.wire.outputs import (
     Output,
     PositionLogprobs,
 )
-from producer.wire.signing import unsigned_entry
+from pagemill.producer.wire.signing import unsigned_entry
 
 
 def read_deltas(entries: Iterable[bytes]) -> list[Delta]:

@@ -23,8 +23,8 @@ import redis.asyncio
 from redis import connection, exceptions
 from redis.asyncio import connection as async_connection
 
-from producer.wire import keys
-from producer.wire.locating import Address, ClusterLocator, Locator, SentinelLocator
+from pagemill.producer.wire import keys
+from pagemill.producer.wire.locating import Address, ClusterLocator, Locator, SentinelLocator
 
 CONNECTION_OPTIONS: dict[str, Any] = {
     "socket_timeout": 15.0,

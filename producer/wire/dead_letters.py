@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from producer.wire import keys
-from producer.wire.checkpoints import partial_outputs
-from producer.wire.outputs import ErrorInfo, Output, WireModel
-from producer.wire.scripts import Call
+from pagemill.producer.wire import keys
+from pagemill.producer.wire.checkpoints import partial_outputs
+from pagemill.producer.wire.outputs import ErrorInfo, Output, WireModel
+from pagemill.producer.wire.scripts import Call
 
 PAGE_LETTERS = 250
 

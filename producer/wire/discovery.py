@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from urllib.parse import quote
 
-from producer.wire.errors import RedisUnavailable
+from pagemill.producer.wire.errors import RedisUnavailable
 
 URL_VARIABLE = "PAGEMILL_REDIS_URL"
 USERNAME_VARIABLE = "PAGEMILL_REDIS_USERNAME"

@@ -13,8 +13,8 @@ import redis
 import redis.asyncio
 from redis import exceptions
 
-from producer.wire import keys
-from producer.wire.errors import InvalidJob, RedisUnavailable
+from pagemill.producer.wire import keys
+from pagemill.producer.wire.errors import InvalidJob, RedisUnavailable
 
 Durability = Literal["server", "fsync"]
 """server: as the server's own `appendfsync` has it."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from producer.wire.outputs import Output
+    from pagemill.producer.wire.outputs import Output
 
 ErrorCode = Literal[
     "invalid_job",

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from typing import Any, Literal, get_args
 
-from producer.wire import keys
-from producer.wire.outputs import END_STATES, ErrorInfo, Progress, State, WireModel
-from producer.wire.reading import unpack_progress
-from producer.wire.scripts import Call
+from pagemill.producer.wire import keys
+from pagemill.producer.wire.outputs import END_STATES, ErrorInfo, Progress, State, WireModel
+from pagemill.producer.wire.reading import unpack_progress
+from pagemill.producer.wire.scripts import Call
 
 ExecutionEnd = Literal[
     "running", "retried", "released", "lost", "crashed", "succeeded", "failed", "cancelled", "expired", "dead"

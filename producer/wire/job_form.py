@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, Final
 
-from producer.wire.affinity import chat_affinity, prompt_affinity
-from producer.wire.protocol import (
+from pagemill.producer.wire.affinity import chat_affinity, prompt_affinity
+from pagemill.producer.wire.protocol import (
     ENVELOPE_VERSION,
     MAX_KEY,
     MAX_MESSAGES,
@@ -26,7 +26,7 @@ from producer.wire.protocol import (
     turn_tokens,
     work_digest,
 )
-from producer.wire.transitions import Submission, header_options, lane_of
+from pagemill.producer.wire.transitions import Submission, header_options, lane_of
 
 MAX_FORMS = 64
 _VARYING: Final = {"prompt", "messages", "key", "metadata"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from producer.wire.errors import InvalidJob
+from pagemill.producer.wire.errors import InvalidJob
 
 QUEUE_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 TENANT_PATTERN = re.compile(r"[A-Za-z0-9._@-]{1,64}")

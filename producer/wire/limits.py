@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from producer.wire import keys
-from producer.wire.errors import InvalidJob
-from producer.wire.scripts import Call
+from pagemill.producer.wire import keys
+from pagemill.producer.wire.errors import InvalidJob
+from pagemill.producer.wire.scripts import Call
 
 MAX_WEIGHT = 1000
 MAX_LIMIT = 1e12

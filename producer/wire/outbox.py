@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from producer.wire import keys
-from producer.wire.reading import Outcome, read_outcome
-from producer.wire.scripts import Call
+from pagemill.producer.wire import keys
+from pagemill.producer.wire.reading import Outcome, read_outcome
+from pagemill.producer.wire.scripts import Call
 
 
 @dataclass(frozen=True, slots=True)

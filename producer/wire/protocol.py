@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, Strict, StringConstraints, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from producer.wire import keys
-from producer.wire.affinity import chat_affinity, prompt_affinity, token_affinity
-from producer.wire.errors import FINAL_CODES, InvalidJob
-from producer.wire.json_values import check_json
-from producer.wire.outputs import (
+from pagemill.producer.wire import keys
+from pagemill.producer.wire.affinity import chat_affinity, prompt_affinity, token_affinity
+from pagemill.producer.wire.errors import FINAL_CODES, InvalidJob
+from pagemill.producer.wire.json_values import check_json
+from pagemill.producer.wire.outputs import (
     ACTIVE_STATES,
     END_STATES,
     BatchCounts,
@@ -41,7 +41,7 @@ from producer.wire.outputs import (
     Usage,
     WireModel,
 )
-from producer.wire.sampling import (
+from pagemill.producer.wire.sampling import (
     DEFAULT_PROMPT_MAX_TOKENS,
     SAMPLING_FIELDS,
     Int,
@@ -49,8 +49,8 @@ from producer.wire.sampling import (
     StructuredOutputs,
     TokenId,
 )
-from producer.wire.signing import split_payload
-from producer.wire.webhook_url import WebhookUrl
+from pagemill.producer.wire.signing import split_payload
+from pagemill.producer.wire.webhook_url import WebhookUrl
 
 __all__ = [
     "ENVELOPE_VERSION",

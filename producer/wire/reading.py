@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from producer.wire import keys
-from producer.wire.checkpoints import partial_outputs, read_deltas
-from producer.wire.errors import JOB_ERRORS, JobError, JobNotFound, ResultExpired
-from producer.wire.outputs import (
+from pagemill.producer.wire import keys
+from pagemill.producer.wire.checkpoints import partial_outputs, read_deltas
+from pagemill.producer.wire.errors import JOB_ERRORS, JobError, JobNotFound, ResultExpired
+from pagemill.producer.wire.outputs import (
     END_STATES,
     Delta,
     EndState,
@@ -22,7 +22,7 @@ from producer.wire.outputs import (
     State,
     Timing,
 )
-from producer.wire.scripts import Call
+from pagemill.producer.wire.scripts import Call
 
 FEED_ENTRIES = 256
 """Deltas that one read of a feed returns at most."""

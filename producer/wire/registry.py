@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from producer.wire import keys
-from producer.wire.outputs import WireModel
-from producer.wire.scripts import Call
+from pagemill.producer.wire import keys
+from pagemill.producer.wire.outputs import WireModel
+from pagemill.producer.wire.scripts import Call
 
 WORKER_TTL_MS = 10_000
 

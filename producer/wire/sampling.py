@@ -10,8 +10,8 @@ from pydantic import Field, Strict, StringConstraints, field_validator, model_va
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from producer.wire.json_values import check_json
-from producer.wire.outputs import WireModel
+from pagemill.producer.wire.json_values import check_json
+from pagemill.producer.wire.outputs import WireModel
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64

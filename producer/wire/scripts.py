@@ -39,7 +39,7 @@ def _expand(name: str, seen: set[str]) -> str:
     if name in seen:
         return ""
     seen.add(name)
-    text = (files("producer.wire") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    text = (files("pagemill.producer.wire") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
     return _INCLUDE.sub(lambda match: _expand(match[1], seen), text)
 
 
@@ -48,7 +48,7 @@ def names() -> tuple[str, ...]:
     """Every script that can be called; the files that only others include are left out."""
     texts = {
         path.name.removesuffix(".lua"): path.read_text(encoding="utf-8")
-        for path in (files("producer.wire") / "lua").iterdir()
+        for path in (files("pagemill.producer.wire") / "lua").iterdir()
     }
     included = {name for text in texts.values() for name in _INCLUDE.findall(text)}
     return tuple(sorted(texts.keys() - included))

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from producer.wire.errors import InvalidJob
+from pagemill.producer.wire.errors import InvalidJob
 
 MIN_KEY_BYTES = 16
 MAX_KEYS = 2

@@ -9,8 +9,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from producer.wire import keys
-from producer.wire.scripts import Call
+from pagemill.producer.wire import keys
+from pagemill.producer.wire.scripts import Call
 
 CHUNK_BYTES = 256 << 10
 UPLOAD_MS = 900_000

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from producer.wire import keys
-from producer.wire.checkpoints import merge_checkpoint
-from producer.wire.outputs import Checkpoint, Delta, EndState, ErrorInfo, Progress
-from producer.wire.protocol import ENVELOPE_VERSION, Job
-from producer.wire.scripts import Call
+from pagemill.producer.wire import keys
+from pagemill.producer.wire.checkpoints import merge_checkpoint
+from pagemill.producer.wire.outputs import Checkpoint, Delta, EndState, ErrorInfo, Progress
+from pagemill.producer.wire.protocol import ENVELOPE_VERSION, Job
+from pagemill.producer.wire.scripts import Call
 
 DEFAULT_QUEUE_LIMIT = 1_000_000
 """Jobs that may be queued or delayed, unless the queue's own limit is set."""

@@ -15,9 +15,9 @@ import redis
 import redis.asyncio
 from redis import exceptions
 
-from producer.wire import durability, scripts
-from producer.wire.errors import AccessDenied, QueueFull, RedisUnavailable
-from producer.wire.scripts import Call
+from pagemill.producer.wire import durability, scripts
+from pagemill.producer.wire.errors import AccessDenied, QueueFull, RedisUnavailable
+from pagemill.producer.wire.scripts import Call
 
 T = TypeVar("T")
 

@@ -6,8 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from producer.wire import keys
-from producer.wire.reading import Outcome
+from pagemill.producer.wire import keys
+from pagemill.producer.wire.reading import Outcome
 from tests.worker.harness import QueueClient, eventually
 
 STAYS = re.compile(

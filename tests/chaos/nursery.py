@@ -19,10 +19,10 @@ from typing import Any
 _NURSERY = """
 import json, os, signal, sys
 import time
-from engine.engine import Engine
-from engine.execution.echo import EchoRunner
-from worker.config import WorkerConfig
-from worker.process import run_worker
+from pagemill.engine.engine import Engine
+from pagemill.engine.execution.echo import EchoRunner
+from pagemill.worker.config import WorkerConfig
+from pagemill.worker.process import run_worker
 launch = EchoRunner.launch
 def faulty_launch(self, plan):
     for row in plan.new_rows:

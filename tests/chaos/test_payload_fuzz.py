@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from producer.wire import keys, reading, transitions
-from producer.wire.errors import FINAL_CODES, InvalidJob
-from producer.wire.outputs import END_STATES
-from producer.wire.protocol import Job
-from producer.wire.transitions import Submission
+from pagemill.producer.wire import keys, reading, transitions
+from pagemill.producer.wire.errors import FINAL_CODES, InvalidJob
+from pagemill.producer.wire.outputs import END_STATES
+from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.transitions import Submission
+from pagemill.worker.worker import Worker
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
-from worker.worker import Worker
 
 CHUNK = 200
 

@@ -11,9 +11,9 @@ from typing import TypeVar
 
 import pytest
 
-from producer import Producer
-from producer.wire import transitions
-from producer.wire.errors import QueueFull, RedisUnavailable
+from pagemill import Producer
+from pagemill.producer.wire import transitions
+from pagemill.producer.wire.errors import QueueFull, RedisUnavailable
 from tests.chaos import invariants
 from tests.chaos.conftest import Spawn
 from tests.chaos.nursery import Nursery

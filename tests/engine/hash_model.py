@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from engine.plan import NewRow, Sample, StepPlan, StepResult, TokenLogprobs
-from engine.sampling_params import SamplingParams
-from engine.scheduling.request import Grammar
+from pagemill.engine.plan import NewRow, Sample, StepPlan, StepResult, TokenLogprobs
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.scheduling.request import Grammar
 
 Slot = tuple[int, int]
 POISON: Slot = (-1, -1)

@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from engine.config import SchedulerConfig
-from engine.outputs import FinishReason
-from engine.plan import StepPlan, StepResult
-from engine.sampling_params import SamplingParams
-from engine.scheduling.request import Grammar, Request, Sequence, SequenceStatus, SequenceUpdate
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence_queue import scheduling_key
+from pagemill.engine.config import SchedulerConfig
+from pagemill.engine.outputs import FinishReason
+from pagemill.engine.plan import StepPlan, StepResult
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.scheduling.request import Grammar, Request, Sequence, SequenceStatus, SequenceUpdate
+from pagemill.engine.scheduling.scheduler import Scheduler
+from pagemill.engine.scheduling.sequence_queue import scheduling_key
 from tests.engine.hash_model import BadStep, HashModel, HashOracle, HashStep
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from engine.errors import UnsupportedFeature
-from engine.execution.packaged_model import packaged_model_directory
-from engine.input_processor import InputLimits, InputProcessor
-from engine.llm import LLM
-from engine.sampling_params import SamplingParams
-from engine.tokenizer import HuggingFaceTokenizer
+from pagemill.engine.errors import UnsupportedFeature
+from pagemill.engine.execution.packaged_model import packaged_model_directory
+from pagemill.engine.input_processor import InputLimits, InputProcessor
+from pagemill.engine.llm import LLM
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.tokenizer import HuggingFaceTokenizer
 
 LIMITS = InputLimits(vocab_size=49152, max_model_len=64, pool_tokens=256, max_num_seqs=4)
 

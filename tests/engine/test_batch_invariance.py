@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import ConfigError
-from engine.llm import LLM
-from engine.outputs import SampleState
-from engine.sampling_params import SamplingParams
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.llm import LLM
+from pagemill.engine.outputs import SampleState
+from pagemill.engine.sampling_params import SamplingParams
 
 SMALL: dict[str, Any] = {"vocab_size": 301, "bos_token_id": 0, "eos_token_id": 0}
 LLAMA: dict[str, Any] = {

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.llm import LLM, GenerationOutput
-from engine.plan import StepPlan, StepResult
-from engine.sampling_params import BeamSearchParams, SamplingParams
+from pagemill.engine.llm import LLM, GenerationOutput
+from pagemill.engine.plan import StepPlan, StepResult
+from pagemill.engine.sampling_params import BeamSearchParams, SamplingParams
 from tests.engine.scheduler_harness import Harness, make_config, make_request
 from tests.engine.tiny_model import EOS, VOCAB_SIZE, save_tiny_gpt2, save_tiny_llama
 
@@ -295,7 +295,7 @@ class TestScheduling:
         ("limits", "width"), [({"max_num_seqs": 2}, 3), ({"max_num_batched_tokens": 2}, 3)], ids=str
     )
     def test_a_width_that_never_fits_is_refused(self, limits: dict[str, int], width: int) -> None:
-        from engine.errors import NeverFits
+        from pagemill.engine.errors import NeverFits
 
         with pytest.raises(NeverFits):
             Harness(make_config(**limits)).add(make_request("s", PROMPT, beam_width=width))

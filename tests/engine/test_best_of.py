@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from engine.best_of import BestOf
-from engine.errors import InvalidRequest
-from engine.llm import LLM
-from engine.outputs import CompletionDelta, SampleState
-from engine.plan import TokenLogprobs
-from engine.sampling_params import SamplingParams
+from pagemill.engine.best_of import BestOf
+from pagemill.engine.errors import InvalidRequest
+from pagemill.engine.llm import LLM
+from pagemill.engine.outputs import CompletionDelta, SampleState
+from pagemill.engine.plan import TokenLogprobs
+from pagemill.engine.sampling_params import SamplingParams
 from tests.engine.tiny_model import save_tiny_llama
 
 PROMPT = [5, 9, 11, 30, 2]

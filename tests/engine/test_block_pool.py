@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduling.block_pool import BlockPool, FreeBlockQueue, KVBlock
+from pagemill.engine.scheduling.block_pool import BlockPool, FreeBlockQueue, KVBlock
 
 
 def ids(blocks: list[KVBlock]) -> list[int]:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from engine.errors import InvalidRequest
-from engine.execution.packaged_model import packaged_model_directory
-from engine.llm import LLM
-from engine.sampling_params import SamplingParams
-from engine.tokenizer import HuggingFaceTokenizer
+from pagemill.engine.errors import InvalidRequest
+from pagemill.engine.execution.packaged_model import packaged_model_directory
+from pagemill.engine.llm import LLM
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.tokenizer import HuggingFaceTokenizer
 
 CHATS: list[list[dict[str, str]]] = [
     [{"role": "user", "content": "Hi"}],

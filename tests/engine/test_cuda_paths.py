@@ -25,19 +25,19 @@ from transformers import (
     SmolLM3Config,
 )
 
-from engine.config import EngineConfig
-from engine.execution import cuda_graphs, model_runner
-from engine.execution.attention import AttentionContext, attention_context
-from engine.execution.cuda_fusion import PreNormLayer, fuse_for_cuda
-from engine.execution.cuda_graphs import DecodeGraphs, buckets_up_to
-from engine.execution.kv_cache import KVCacheShape, num_blocks_for
-from engine.execution.packed_linear import LinearOptions
-from engine.execution.sampler import Sampler
-from engine.execution.staging import DirectTransfer, HostCopy, StagedTransfer
-from engine.llm import LLM
-from engine.sampling_params import SamplingParams
-from kernels.layer_cache import LayerCache
-from kernels.metadata import AttentionMetadata
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.execution import cuda_graphs, model_runner
+from pagemill.engine.execution.attention import AttentionContext, attention_context
+from pagemill.engine.execution.cuda_fusion import PreNormLayer, fuse_for_cuda
+from pagemill.engine.execution.cuda_graphs import DecodeGraphs, buckets_up_to
+from pagemill.engine.execution.kv_cache import KVCacheShape, num_blocks_for
+from pagemill.engine.execution.packed_linear import LinearOptions
+from pagemill.engine.execution.sampler import Sampler
+from pagemill.engine.execution.staging import DirectTransfer, HostCopy, StagedTransfer
+from pagemill.engine.llm import LLM
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.kernels.layer_cache import LayerCache
+from pagemill.kernels.metadata import AttentionMetadata
 from tests.engine.tiny_model import VOCAB_SIZE, save_tiny_llama
 
 _CPU = torch.device("cpu")
@@ -182,8 +182,8 @@ class TestStagedTransfer:
 
 
 def test_draws_on_the_device_are_the_ones_on_the_cpu() -> None:
-    from engine.execution.logits_processors import SampleWork
-    from engine.plan import NewRow, Sample
+    from pagemill.engine.execution.logits_processors import SampleWork
+    from pagemill.engine.plan import NewRow, Sample
 
     torch.manual_seed(3)
     logits = 3 * torch.randn(len(_PARAMS), 400)
@@ -295,7 +295,7 @@ def _one_prompt(length: int) -> AttentionMetadata:
 
 
 def test_only_covered_plans_are_replayed() -> None:
-    from engine.plan import RowWork, StepPlan
+    from pagemill.engine.plan import RowWork, StepPlan
 
     graphs = DecodeGraphs(
         lambda _: torch.zeros(1), max_num_seqs=2, max_model_len=32, block_size=16, device=_CPU

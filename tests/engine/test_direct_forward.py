@@ -9,21 +9,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.execution.attention import AttentionContext, attention_context
-from engine.execution.direct_forward import DirectForward
-from engine.execution.rotary import fix_frequencies
-from engine.execution.rotary_table import RotaryTable
-from engine.llm import LLM
-from engine.sampling_params import SamplingParams
-from kernels.layer_cache import LayerCache
-from kernels.metadata import AttentionMetadata
-from tests.engine.test_decoder_layer import (
-    FAMILIES,
-    fused_model,
-    random_caches,
-    step,
-    with_every_product,
-)
+from pagemill.engine.execution.attention import AttentionContext, attention_context
+from pagemill.engine.execution.direct_forward import DirectForward
+from pagemill.engine.execution.rotary import fix_frequencies
+from pagemill.engine.execution.rotary_table import RotaryTable
+from pagemill.engine.llm import LLM
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.kernels.layer_cache import LayerCache
+from pagemill.kernels.metadata import AttentionMetadata
+from tests.engine.test_decoder_layer import FAMILIES, fused_model, random_caches, step, with_every_product
 from tests.engine.tiny_model import VOCAB_SIZE, save_tiny_llama
 
 STEPS = (([1], [1], 0), ([1, 1, 1], [9, 1, 17], 0), ([1, 1, 6, 3], [4, 12, 6, 19], 2), ([9], [21], 0))

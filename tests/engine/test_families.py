@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.errors import PromptTooLong
-from engine.execution import model_runner
-from engine.execution.families.registry import FAMILIES
-from engine.llm import LLM
-from engine.sampling_params import SamplingParams
+from pagemill.engine.errors import PromptTooLong
+from pagemill.engine.execution import model_runner
+from pagemill.engine.execution.families.registry import FAMILIES
+from pagemill.engine.llm import LLM
+from pagemill.engine.sampling_params import SamplingParams
 from tests.engine.families.native_cases import NATIVE_CASES, mpt
 from tests.engine.families.remote_cases import REMOTE_CASES
 from tests.engine.families.tiny import NUM_OUTPUT_TOKENS, PROMPTS, VOCAB_SIZE, TinyCheckpoint

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.errors import ConfigError
-from engine.llm import LLM
-from engine.sampling_params import SamplingParams
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.llm import LLM
+from pagemill.engine.sampling_params import SamplingParams
 from tests.engine.families.native_cases import GEMMA3, GEMMA_NORM_MEAN, LLAMA, PHI3
 from tests.engine.families.tiny import NUM_OUTPUT_TOKENS, VOCAB_SIZE, TinyCheckpoint, native_checkpoint
 

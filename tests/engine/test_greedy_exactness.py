@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.execution.packaged_model import packaged_model_directory
-from engine.llm import LLM
-from engine.sampling_params import SamplingParams
+from pagemill.engine.execution.packaged_model import packaged_model_directory
+from pagemill.engine.llm import LLM
+from pagemill.engine.sampling_params import SamplingParams
 
 NUM_OUTPUT_TOKENS = 16
 TEXT = """The lighthouse keeper wrote down the weather every evening, even when nobody asked for it. On the first

@@ -7,9 +7,9 @@ from collections import defaultdict
 import pytest
 import torch
 
-from engine.execution.input_batch import InputBatch, StepInputs, bucket_size
-from engine.plan import NewRow, RowWork, Sample, StepPlan
-from engine.sampling_params import SamplingParams
+from pagemill.engine.execution.input_batch import InputBatch, StepInputs, bucket_size
+from pagemill.engine.plan import NewRow, RowWork, Sample, StepPlan
+from pagemill.engine.sampling_params import SamplingParams
 
 BLOCK_SIZE, MAX_LEN, NUM_ROWS = 4, 64, 12
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.llm import LLM
-from engine.sampling_params import SamplingParams
+from pagemill.engine.llm import LLM
+from pagemill.engine.sampling_params import SamplingParams
 from tests.engine.families.native_cases import write_llama
 
 POISON = 50

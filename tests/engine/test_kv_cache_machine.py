@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.scheduling.block_pool import KVBlock
-from engine.scheduling.kv_cache_manager import KVCacheManager
-from engine.scheduling.request import Sequence
-from engine.scheduling.swap_space import HostBlock
+from pagemill.engine.scheduling.block_pool import KVBlock
+from pagemill.engine.scheduling.kv_cache_manager import KVCacheManager
+from pagemill.engine.scheduling.request import Sequence
+from pagemill.engine.scheduling.swap_space import HostBlock
 from tests.engine.scheduler_harness import make_request
 
 

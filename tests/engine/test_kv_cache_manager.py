@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.scheduling.kv_cache_manager import AllocatedSlots, KVCacheManager
-from engine.scheduling.request import Sequence
+from pagemill.engine.scheduling.kv_cache_manager import AllocatedSlots, KVCacheManager
+from pagemill.engine.scheduling.request import Sequence
 from tests.engine.scheduler_harness import make_request
 
 

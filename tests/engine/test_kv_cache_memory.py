@@ -6,8 +6,8 @@ import psutil
 import pytest
 import torch
 
-from engine.execution.kv_cache import KVCache, KVCacheShape
-from kernels.layer_cache import FP8
+from pagemill.engine.execution.kv_cache import KVCache, KVCacheShape
+from pagemill.kernels.layer_cache import FP8
 
 MIB = 2**20
 CPU = torch.device("cpu")

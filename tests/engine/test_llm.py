@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.engine_builder import build_parts
-from engine.errors import InvalidRequest
-from engine.execution.echo import EchoRunner, EchoStep
-from engine.llm import LLM
-from engine.outputs import RequestOutput
-from engine.plan import StepPlan, StepResult
-from engine.sampling_params import SamplingParams, StructuredOutputs
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.engine import Engine
+from pagemill.engine.engine_builder import build_parts
+from pagemill.engine.errors import InvalidRequest
+from pagemill.engine.execution.echo import EchoRunner, EchoStep
+from pagemill.engine.llm import LLM
+from pagemill.engine.outputs import RequestOutput
+from pagemill.engine.plan import StepPlan, StepResult
+from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
 
 
 @pytest.fixture(params=[False, True], ids=["depth 0", "depth 1"])

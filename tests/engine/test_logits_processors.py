@@ -19,11 +19,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from engine.execution.logits_filters import filter_logits
-from engine.execution.logits_processors import LogitsProcessors, SampleWork
-from engine.execution.sampler import Sampler
-from engine.plan import NewRow, Sample
-from engine.sampling_params import SamplingParams
+from pagemill.engine.execution.logits_filters import filter_logits
+from pagemill.engine.execution.logits_processors import LogitsProcessors, SampleWork
+from pagemill.engine.execution.sampler import Sampler
+from pagemill.engine.plan import NewRow, Sample
+from pagemill.engine.sampling_params import SamplingParams
 
 VOCAB_SIZE = 40
 EOS = (3, 9)

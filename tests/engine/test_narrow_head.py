@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from engine.execution import narrow_head
-from engine.execution.logits_processors import SampleWork
-from engine.execution.narrow_head import NarrowHead, NarrowVocabulary
-from engine.execution.packed_linear import LinearOptions, PackedLinear, make_linear
-from engine.execution.quantization import Int8Linear
-from engine.execution.sampler import Sampler
-from engine.llm import LLM
-from engine.plan import NewRow, Sample
-from engine.sampling_params import SamplingParams, StructuredOutputs
-from kernels import cpu_matmul
+from pagemill.engine.execution import narrow_head
+from pagemill.engine.execution.logits_processors import SampleWork
+from pagemill.engine.execution.narrow_head import NarrowHead, NarrowVocabulary
+from pagemill.engine.execution.packed_linear import LinearOptions, PackedLinear, make_linear
+from pagemill.engine.execution.quantization import Int8Linear
+from pagemill.engine.execution.sampler import Sampler
+from pagemill.engine.llm import LLM
+from pagemill.engine.plan import NewRow, Sample
+from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
+from pagemill.kernels import cpu_matmul
 from tests.engine.families.native_cases import NATIVE_CASES, write_llama
 from tests.engine.families.tiny import VOCAB_SIZE
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.llm import LLM
-from engine.offline_order import merge_equal, rank_by_prefix
-from engine.sampling_params import SamplingParams
+from pagemill.engine.llm import LLM
+from pagemill.engine.offline_order import merge_equal, rank_by_prefix
+from pagemill.engine.sampling_params import SamplingParams
 from tests.engine.tiny_model import save_tiny_llama
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)

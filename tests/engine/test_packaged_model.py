@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ModelLoadError
-from engine.execution import packaged_model
-from engine.execution.packaged_model import packaged_model_directory
+from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.execution import packaged_model
+from pagemill.engine.execution.packaged_model import packaged_model_directory
 
 # A converter whose slow part is made up: it writes a file, says so, and waits for leave to go on.
 CONVERTER = """
 import sys, time
 from pathlib import Path
-from engine.execution import packaged_model
+from pagemill.engine.execution import packaged_model
 
 def write_model(gguf_file, directory):
     (directory / "config.json").write_text("{}")

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.execution import prompt_scorer
-from engine.llm import LLM
-from engine.outputs import RequestOutput, SampleState
-from engine.plan import TokenLogprobs
-from engine.sampling_params import SamplingParams
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.engine import Engine
+from pagemill.engine.execution import prompt_scorer
+from pagemill.engine.llm import LLM
+from pagemill.engine.outputs import RequestOutput, SampleState
+from pagemill.engine.plan import TokenLogprobs
+from pagemill.engine.sampling_params import SamplingParams
 from tests.engine.families.native_cases import NATIVE_CASES, write_llama
 from tests.engine.families.tiny import VOCAB_SIZE
 

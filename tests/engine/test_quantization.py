@@ -10,15 +10,20 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.errors import ConfigError
-from engine.execution.kv_cache import KVCacheShape, num_blocks_for
-from engine.execution.loader import _fingerprint
-from engine.execution.quantization import CudaInt8Product, Int8Linear, quantise_rows, quantization_scheme
-from engine.llm import LLM
-from engine.sampling_params import SamplingParams
-from kernels import grouped_int8
-from kernels.layer_cache import FP8
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.execution.kv_cache import KVCacheShape, num_blocks_for
+from pagemill.engine.execution.loader import _fingerprint
+from pagemill.engine.execution.quantization import (
+    CudaInt8Product,
+    Int8Linear,
+    quantise_rows,
+    quantization_scheme,
+)
+from pagemill.engine.llm import LLM
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.kernels import grouped_int8
+from pagemill.kernels.layer_cache import FP8
 
 TINY = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 101, "hidden_size": 64,

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.errors import InvalidRequest
-from engine.outputs import SampleState
-from engine.plan import TokenLogprobs
-from engine.sampling_params import SamplingParams, StructuredOutputs
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.engine import Engine
+from pagemill.engine.errors import InvalidRequest
+from pagemill.engine.outputs import SampleState
+from pagemill.engine.plan import TokenLogprobs
+from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
 from tests.engine.families.native_cases import write_llama
 
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 33, 60]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.execution.sampler import Sampler, SamplerOutput, SampleWork
-from engine.llm import LLM
-from engine.plan import NewRow, Sample
-from engine.sampling_params import SamplingParams
-from kernels import noise, selection
+from pagemill.engine.execution.sampler import Sampler, SamplerOutput, SampleWork
+from pagemill.engine.llm import LLM
+from pagemill.engine.plan import NewRow, Sample
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.kernels import noise, selection
 from tests.engine.families.native_cases import write_llama
 from tests.engine.families.tiny import VOCAB_SIZE
 

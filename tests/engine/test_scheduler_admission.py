@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.errors import InvalidRequest, NeverFits
+from pagemill.engine.errors import InvalidRequest, NeverFits
 from tests.engine.scheduler_harness import (
     PROMPT,
     Harness,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.scheduling.request import SequenceStatus
+from pagemill.engine.scheduling.request import SequenceStatus
 from tests.engine.scheduler_harness import (
     PROMPT,
     Harness,

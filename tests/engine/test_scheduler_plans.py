@@ -11,10 +11,10 @@ from unittest import mock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.plan import RowWork, StepPlan
-from engine.scheduling.request import Request, Sequence
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step_builder import StepBuilder
+from pagemill.engine.plan import RowWork, StepPlan
+from pagemill.engine.scheduling.request import Request, Sequence
+from pagemill.engine.scheduling.scheduler import Scheduler
+from pagemill.engine.scheduling.step_builder import StepBuilder
 from tests.engine.scheduler_harness import Harness, make_config, make_request
 from tests.engine.test_scheduler_fuzz import make_workload, run_workload
 

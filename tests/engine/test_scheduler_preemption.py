@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.scheduling.request import SequenceStatus
+from pagemill.engine.scheduling.request import SequenceStatus
 from tests.engine.scheduler_harness import (
     PROMPT,
     Harness,

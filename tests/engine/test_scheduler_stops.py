@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.scheduling.request import Request
+from pagemill.engine.scheduling.request import Request
 from tests.engine.scheduler_harness import (
     PROMPT,
     Harness,

@@ -16,11 +16,11 @@ class NoTorch:
 
 sys.meta_path.insert(0, NoTorch())
 
-import engine.config, engine.errors, engine.outputs, engine.plan, engine.sampling_params
-from engine.config import SchedulerConfig
-from engine.sampling_params import SamplingParams
-from engine.scheduling.request import Request, Sequence
-from engine.scheduling.scheduler import Scheduler
+from pagemill.engine import config, errors, outputs, plan, sampling_params
+from pagemill.engine.config import SchedulerConfig
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.scheduling.request import Request, Sequence
+from pagemill.engine.scheduling.scheduler import Scheduler
 
 scheduler = Scheduler(
     SchedulerConfig(

@@ -11,13 +11,19 @@ import signal
 
 import pytest
 
-from engine.errors import EngineError, InvalidRequest, SchemaInvalid, SchemaTooComplex, UnsupportedFeature
-from engine.outputs import Histogram
-from engine.structured_output.compiler import SchemaCompiler
-from engine.structured_output.matcher import CompiledSchema, MatcherGrammar, compile_schema
-from engine.structured_output.probe import SchemaProbe
-from engine.structured_output.vocabulary import GrammarVocabulary
-from engine.tokenizer import ByteTokenizer
+from pagemill.engine.errors import (
+    EngineError,
+    InvalidRequest,
+    SchemaInvalid,
+    SchemaTooComplex,
+    UnsupportedFeature,
+)
+from pagemill.engine.outputs import Histogram
+from pagemill.engine.structured_output.compiler import SchemaCompiler
+from pagemill.engine.structured_output.matcher import CompiledSchema, MatcherGrammar, compile_schema
+from pagemill.engine.structured_output.probe import SchemaProbe
+from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
+from pagemill.engine.tokenizer import ByteTokenizer
 
 EOS = 256
 VOCABULARY = GrammarVocabulary.of(ByteTokenizer(), 264, (EOS,))

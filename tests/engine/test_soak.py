@@ -8,11 +8,11 @@ import tracemalloc
 
 import pytest
 
-from engine.config import SchedulerConfig
-from engine.engine import Engine, EngineParts
-from engine.errors import InvalidRequest
-from engine.outputs import RequestOutput
-from engine.sampling_params import SamplingParams
+from pagemill.engine.config import SchedulerConfig
+from pagemill.engine.engine import Engine, EngineParts
+from pagemill.engine.errors import InvalidRequest
+from pagemill.engine.outputs import RequestOutput
+from pagemill.engine.sampling_params import SamplingParams
 from tests.engine.hash_model import HashModel, HashOracle
 
 VOCAB_SIZE, EOS, MAX_MODEL_LEN = 97, 0, 120

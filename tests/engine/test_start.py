@@ -13,19 +13,19 @@ import pytest
 import torch
 from transformers import initialization
 
-from engine import engine_builder
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.errors import ModelLoadError
-from engine.execution.loader import load_model
+from pagemill.engine import engine_builder
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.engine import Engine
+from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.execution.loader import load_model
 from tests.engine.tiny_model import save_tiny_llama
 
 ROOT = Path(__file__).parents[2]
 
 READY = """
 import sys
-from engine.llm import LLM
-from engine.sampling_params import SamplingParams
+from pagemill.engine.llm import LLM
+from pagemill.engine.sampling_params import SamplingParams
 
 llm = LLM(model=sys.argv[1], skip_tokenizer_init=True, kv_cache_memory_bytes=2**22)
 result = llm.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
@@ -59,7 +59,7 @@ UNTOUCHED = """
 import sys
 if sys.argv[1] == "imported before":
     import transformers.modeling_utils
-import engine.execution.model_library
+import pagemill.engine.execution.model_library
 import transformers.distributed.sharding_utils
 from transformers.utils import is_torch_distributed_available
 
@@ -68,7 +68,7 @@ assert transformers.distributed.sharding_utils.DTensor
 """
 
 NEEDS_MORE = """
-import engine.execution.model_library as library
+import pagemill.engine.execution.model_library as library
 
 seen = []
 

@@ -9,13 +9,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.errors import InvalidRequest
-from engine.llm import LLM, GenerationOutput
-from engine.outputs import RequestOutput
-from engine.sampling_params import SamplingParams, StructuredOutputs
-from engine.tokenizer import ByteTokenizer
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.engine import Engine
+from pagemill.engine.errors import InvalidRequest
+from pagemill.engine.llm import LLM, GenerationOutput
+from pagemill.engine.outputs import RequestOutput
+from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
+from pagemill.engine.tokenizer import ByteTokenizer
 from tests.engine.test_resume import Sample, check_every_cut, run
 
 POINT = {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from engine.errors import InvalidRequest
-from engine.execution.packaged_model import packaged_model_directory
-from engine.llm import LLM
-from engine.sampling_params import SamplingParams, StructuredOutputs
-from engine.structured_output.choice import ChoiceCompiler, ChoiceGrammar, build_choice_trie
-from engine.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from pagemill.engine.errors import InvalidRequest
+from pagemill.engine.execution.packaged_model import packaged_model_directory
+from pagemill.engine.llm import LLM
+from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
+from pagemill.engine.structured_output.choice import ChoiceCompiler, ChoiceGrammar, build_choice_trie
+from pagemill.engine.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 
 EOS = 9
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.errors import ConfigError
-from engine.execution.host_cache import HostCache, measure_link
-from engine.llm import LLM
-from engine.plan import RowWork, StepPlan
-from engine.sampling_params import SamplingParams
-from engine.scheduling.preemption_cost import PreemptionCost
-from engine.scheduling.request import Sequence, SequenceStatus
-from engine.scheduling.swap_space import HostBlock, SwapQuote
-from kernels.layer_cache import allocate_layer
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.execution.host_cache import HostCache, measure_link
+from pagemill.engine.llm import LLM
+from pagemill.engine.plan import RowWork, StepPlan
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.scheduling.preemption_cost import PreemptionCost
+from pagemill.engine.scheduling.request import Sequence, SequenceStatus
+from pagemill.engine.scheduling.swap_space import HostBlock, SwapQuote
+from pagemill.kernels.layer_cache import allocate_layer
 from tests.engine.scheduler_harness import PROMPT, Harness, expected, make_config, make_request
 from tests.engine.tiny_model import VOCAB_SIZE, save_tiny_llama
 

@@ -28,8 +28,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from engine.llm import LLM, GenerationOutput
-from engine.sampling_params import BeamSearchParams, SamplingParams
+from pagemill.engine.llm import LLM, GenerationOutput
+from pagemill.engine.sampling_params import BeamSearchParams, SamplingParams
 
 VOCAB_SIZE = 61  # no multiple of anything: the last rank has fewer tokens
 SHARED = [5, 17, 42, 9, 3, 60, 33, 8, 21, 2, 50, 11, 7, 29, 31, 44, 12, 1]
@@ -246,8 +246,8 @@ def test_random_weights_are_the_same_on_every_rank(llama: Path) -> None:
 
 def test_messages_are_small() -> None:
     """A step of 64 rows that decode, in bytes; prompts are sent once, and what sampling needs never is."""
-    from engine.execution.parallel.plan_delta import decode, encode
-    from engine.plan import NewRow, RowWork, Sample, StepPlan
+    from pagemill.engine.execution.parallel.plan_delta import decode, encode
+    from pagemill.engine.plan import NewRow, RowWork, Sample, StepPlan
 
     work = [RowWork(row, 1000 + row, 1, [row] if row % 16 == 0 else []) for row in range(64)]
     samples = [Sample(row, row, 1001 + row, token_mask=bytes(16_000), num_candidates=4) for row in range(64)]

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine.config import EngineConfig, SchedulerConfig
-from engine.errors import RankLost
-from engine.execution.parallel.executor import ParallelStep
-from engine.execution.parallel.linear import GatheredHead, RowParallelLinear
-from engine.execution.parallel.messages import Loaded, LoadShare
-from engine.execution.parallel.rank_group import RankGroup
-from engine.execution.parallel.rank_processes import RankProcesses, _spawn
-from engine.execution.parallel.share import Share
-from engine.plan import StepPlan, StepResult
+from pagemill.engine.config import EngineConfig, SchedulerConfig
+from pagemill.engine.errors import RankLost
+from pagemill.engine.execution.parallel.executor import ParallelStep
+from pagemill.engine.execution.parallel.linear import GatheredHead, RowParallelLinear
+from pagemill.engine.execution.parallel.messages import Loaded, LoadShare
+from pagemill.engine.execution.parallel.rank_group import RankGroup
+from pagemill.engine.execution.parallel.rank_processes import RankProcesses, _spawn
+from pagemill.engine.execution.parallel.share import Share
+from pagemill.engine.plan import StepPlan, StepResult
 from tests.worker.harness import PATIENCE_S, eventually
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.errors import ConfigError
-from engine.execution.parallel.share import ShardingPlan, Share, sharding_plan
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.engine import Engine
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.execution.parallel.share import ShardingPlan, Share, sharding_plan
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 61, "hidden_size": 48,

@@ -6,7 +6,7 @@ import os
 
 from celery import Celery
 
-from producer.celery import generation_task
+from pagemill.producer.celery import generation_task
 
 app = Celery("native-shop", broker=os.environ["SHOP_BROKER"], backend=os.environ["SHOP_BROKER"])
 app.conf.task_default_queue = "native-shop"

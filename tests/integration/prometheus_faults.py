@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from engine.sampling_params import SamplingParams
-from producer.wire import keys, transitions
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.producer.wire import keys, transitions
+from pagemill.worker.engine_thread import STATS_INTERVAL_S, AddRequest
+from pagemill.worker.worker import Worker
 from tests.integration.test_worker_faults import fail_in_the_engine
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually
-from worker.engine_thread import STATS_INTERVAL_S, AddRequest
-from worker.worker import Worker
 
 Seen = Callable[[], bool]
 """Whether Prometheus has raised all that the fault is to raise."""

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from celery import chain, chord
 
-from producer import InvalidJob
-from producer.celery_relay import Relay
-from producer.celery_task import plain_error
-from producer.wire import outbox
-from producer.wire.errors import END_CODES, FINAL_CODES, RETRYABLE_CODES, JobDead, JobFailed
+from pagemill import InvalidJob
+from pagemill.producer.celery_relay import Relay
+from pagemill.producer.celery_task import plain_error
+from pagemill.producer.wire import outbox
+from pagemill.producer.wire.errors import END_CODES, FINAL_CODES, RETRYABLE_CODES, JobDead, JobFailed
 from tests.conftest import RedisServer, server_binary
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
@@ -69,7 +69,7 @@ def environment(url: str) -> dict[str, str]:
 
 def relay_process(url: str) -> subprocess.Popen[bytes]:
     command = [
-        sys.executable, "-m", "worker", "celery-relay", "--celery-app", "tests.integration.celery_native_shop:app",
+        sys.executable, "-m", "pagemill", "celery-relay", "--celery-app", "tests.integration.celery_native_shop:app",
         "--redis-url", url, "--queue", "native",
     ]  # fmt: skip
     return subprocess.Popen(command, env=environment(url), cwd=ROOT, stderr=subprocess.DEVNULL)

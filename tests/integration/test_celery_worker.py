@@ -23,8 +23,8 @@ import redis
 from celery import chain, chord, group
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 
-from producer.wire import registry
-from producer.wire.registry import WorkerInfo
+from pagemill.producer.wire import registry
+from pagemill.producer.wire.registry import WorkerInfo
 from tests.conftest import RedisServer, server_binary
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
@@ -62,7 +62,7 @@ def celery_worker(
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
     environment = kept | {"PYTHONPATH": str(ROOT), "SHOP_BROKER": url, "PAGEMILL_REDIS_URL": url}
     command = [
-        sys.executable, "-m", "worker", "celery-worker", "--model", "echo", "--concurrency", "100", *options,
+        sys.executable, "-m", "pagemill", "celery-worker", "--model", "echo", "--concurrency", "100", *options,
         "--celery-app", "tests.integration.celery_shop:app", "--", "-n", f"{uuid.uuid4().hex[:8]}@test",
     ]  # fmt: skip
     with log.open("ab") as file:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from producer.wire import registry
-from producer.wire.registry import WorkerInfo
+from pagemill.producer.wire import registry
+from pagemill.producer.wire.registry import WorkerInfo
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
 Finished = subprocess.CompletedProcess[str]
@@ -35,7 +35,7 @@ def bare_environment() -> dict[str, str]:
 def pagemill(valkey_url: str, queue_name: str, tmp_path: Path) -> Callable[..., Finished]:
     def run(*arguments: str) -> Finished:
         return subprocess.run(
-            [sys.executable, "-m", "worker", *arguments], env=environment(valkey_url, queue_name), cwd=tmp_path,
+            [sys.executable, "-m", "pagemill", *arguments], env=environment(valkey_url, queue_name), cwd=tmp_path,
             capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         )  # fmt: skip
 
@@ -146,7 +146,7 @@ def test_a_run_waits_for_a_worker_that_is_loading(valkey_url: str, queue_name: s
     client = QueueClient(valkey_url, queue_name)
     loading = WorkerInfo(id="loading", models=(), state="loading")
     client.run(registry.heartbeat(queue_name, loading, ttl_ms=600_000))
-    command = [sys.executable, "-m", "worker", *RUN, "--model", "echo"]
+    command = [sys.executable, "-m", "pagemill", *RUN, "--model", "echo"]
     run = subprocess.Popen(
         command, cwd=tmp_path, env=environment(valkey_url, queue_name), stderr=subprocess.PIPE, text=True
     )
@@ -203,7 +203,7 @@ def test_interrupted_and_started_again(
     write_rows(tmp_path / "in.jsonl", 60)
     config = worker_config(valkey_url, queue_name, model="echo:20")
     with running_worker(config) as worker:
-        command = [sys.executable, "-m", "worker", *RUN, "--window", "10", "--model", "echo"]
+        command = [sys.executable, "-m", "pagemill", *RUN, "--window", "10", "--model", "echo"]
         first = subprocess.Popen(
             command, cwd=tmp_path, env=environment(valkey_url, queue_name), stderr=subprocess.PIPE, text=True
         )
@@ -227,7 +227,7 @@ def test_a_run_brings_its_own_worker(tmp_path: Path, pagemill: Callable[..., Fin
     """No server, no worker: `--model` starts both, and they are gone afterwards."""
     write_rows(tmp_path / "in.jsonl", 5)
     done = subprocess.run(
-        [sys.executable, "-m", "worker", *RUN, "--model", "echo"], cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, "-m", "pagemill", *RUN, "--model", "echo"], cwd=tmp_path, capture_output=True, text=True,
         env=bare_environment() | {"PAGEMILL_STATE_DIR": str(tmp_path / "state")}, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -244,7 +244,7 @@ def test_a_run_that_is_killed_takes_its_own_worker_along(
     client = QueueClient(valkey_url, queue_name)
     client.pause()  # the run can't end before it is killed
     run = subprocess.Popen(
-        [sys.executable, "-m", "worker", *RUN, "--model", "echo"], cwd=tmp_path,
+        [sys.executable, "-m", "pagemill", *RUN, "--model", "echo"], cwd=tmp_path,
         env=environment(valkey_url, queue_name),
     )  # fmt: skip
     call = registry.workers(queue_name)

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from producer import cli_run
-from producer.local_worker import WorkerFailed
+from pagemill.producer import cli_run
+from pagemill.producer.local_worker import WorkerFailed
+from pagemill.worker.cli import app
 from tests.integration.test_cli_run import environment
 from tests.worker.harness import PATIENCE_S, running_worker, worker_config
-from worker.cli import app
 
 ROWS = 300
 TEXT = "x" * 300
@@ -56,7 +56,7 @@ def test_a_limit_on_file_sizes_stops_the_run_and_lifting_it_ends_it(
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
-    command = [sys.executable, "-m", "worker", *RUN, "--out", "out.jsonl"]
+    command = [sys.executable, "-m", "pagemill", *RUN, "--out", "out.jsonl"]
     stopped = subprocess.run(
         command, cwd=tmp_path, env=place, preexec_fn=limited, capture_output=True, text=True, timeout=PATIENCE_S
     )  # fmt: skip
@@ -74,7 +74,7 @@ def test_a_disk_that_fills_stops_the_run_and_space_ends_it(place: dict[str, str]
     write_rows(tmp_path / "in.jsonl")
     (tmp_path / "disk").mkdir()
     command = " ".join(
-        [f"'{sys.executable}' -m worker", *(f"'{word}'" for word in RUN), "--out disk/out.jsonl"]
+        [f"'{sys.executable}' -m pagemill", *(f"'{word}'" for word in RUN), "--out disk/out.jsonl"]
     )
     script = f"""
         mount -t tmpfs -o size=160k tmpfs disk 2>/dev/null || exit 77

@@ -20,7 +20,7 @@ Pagemill = Callable[..., Finished]
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "worker", *arguments]
+    return [sys.executable, "-m", "pagemill", *arguments]
 
 
 def settings(**extra: str) -> dict[str, str]:
@@ -173,7 +173,10 @@ def test_a_worker_without_its_server_is_exit_code_3(pagemill: Pagemill) -> None:
 def test_a_light_install_says_what_a_worker_needs(state_dir: Path) -> None:
     """Only the producer's libraries are there: every other one is hidden from the import system."""
     hidden = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'prometheus_client', 'numba']));"
-    program = hidden + "sys.argv[1:] = ['worker', '--model', 'smollm2']; from worker.cli import main; main()"
+    program = (
+        hidden
+        + "sys.argv[1:] = ['worker', '--model', 'smollm2']; from pagemill.worker.cli import main; main()"
+    )
     refused = subprocess.run(
         [sys.executable, "-c", program], env=settings(PAGEMILL_STATE_DIR=str(state_dir)),
         capture_output=True, text=True, timeout=PATIENCE_S, check=False,

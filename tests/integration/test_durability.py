@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import redis
 
-from producer import AsyncProducer, InvalidJob, Producer
+from pagemill import AsyncProducer, InvalidJob, Producer
 from tests.conftest import RedisServer
 from tests.worker.harness import running_worker, worker_config
 

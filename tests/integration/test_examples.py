@@ -20,7 +20,7 @@ def worker(valkey_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch) ->
     """An echo worker on the default queue's stand-in."""
     monkeypatch.setenv("PAGEMILL_REDIS_URL", valkey_url)
     monkeypatch.setenv("PAGEMILL_MODEL", "echo")
-    from producer import AsyncProducer, Producer
+    from pagemill import AsyncProducer, Producer
 
     for client in (Producer, AsyncProducer):
         defaults = dict(client.__init__.__kwdefaults__ or {})

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from engine.outputs import EngineStats, HistogramSnapshot
-from monitoring.engine_metrics import ENGINE_METRICS
-from monitoring.kv_cache_metrics import KV_CACHE_METRICS
+from pagemill.engine.outputs import EngineStats, HistogramSnapshot
+from pagemill.monitoring.engine_metrics import ENGINE_METRICS
+from pagemill.monitoring.kv_cache_metrics import KV_CACHE_METRICS
+from pagemill.worker.queue_exporter import QueueExporter, QueueSet
+from pagemill.worker.worker import Worker
 from tests.conftest import RedisServer, server_binary
 from tests.integration.prometheus_clients import Clients
 from tests.integration.prometheus_faults import FAULTS, Fault
@@ -30,8 +32,6 @@ from tests.monitoring.prometheus_server import (
 )
 from tests.producer.gateway.serving import Served, gateway
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, worker_config
-from worker.queue_exporter import QueueExporter, QueueSet
-from worker.worker import Worker
 
 JOB = "pagemill-workers"
 EXPORTER_JOB = "pagemill-exporter"

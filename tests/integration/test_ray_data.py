@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from producer import InvalidJob, JobNotFound, Producer, ray_data
-from producer.wire import history
-from producer.wire.protocol import Job
+from pagemill import InvalidJob, JobNotFound, Producer
+from pagemill.producer import ray_data
+from pagemill.producer.wire import history
+from pagemill.producer.wire.protocol import Job
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from producer import AccessDenied, AsyncProducer, Producer, RedisUnavailable
-from producer.wire.connecting import open_client
+from pagemill import AccessDenied, AsyncProducer, Producer, RedisUnavailable
+from pagemill.producer.wire.connecting import open_client
 from tests.conftest import RedisServer, _free_port
 from tests.topologies import (
     Certificates,
@@ -268,7 +268,7 @@ def test_the_exporter_finds_the_queues_of_every_master(cluster: ClusterSetup) ->
             producer.submit(prompt="p", model="nobody-serves-it")
     # One seed is enough, and it need not be the first.
     url = f"redis+cluster://127.0.0.1:{_free_port()},127.0.0.1:{cluster.nodes[1].port}"
-    command = [sys.executable, "-m", "worker", "exporter", "--redis-url", url, "--http-port", "0"]
+    command = [sys.executable, "-m", "pagemill", "exporter", "--redis-url", url, "--http-port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None

@@ -12,10 +12,10 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from pagemill.worker.queue_exporter import QueueExporter, QueueSet
 from tests.chaos import invariants
 from tests.monitoring.prometheus_server import PrometheusServer, program
 from tests.worker.harness import QueueClient, WorkerProcess, eventually, get, process_settings
-from worker.queue_exporter import QueueExporter, QueueSet
 
 SCALED_OBJECT = Path(__file__).parents[2] / "deploy/kubernetes/components/autoscaling/scaledobject.yaml"
 

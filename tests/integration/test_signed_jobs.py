@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from producer import JobFailed, Producer
-from producer.wire import keys, transitions
-from producer.wire.outputs import Delta, Progress
-from producer.wire.protocol import Job
-from producer.wire.signing import Keys
+from pagemill import JobFailed, Producer
+from pagemill.producer.wire import keys, transitions
+from pagemill.producer.wire.outputs import Delta, Progress
+from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.signing import Keys
+from pagemill.worker.config import WorkerConfig
+from pagemill.worker.worker import Worker
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
-from worker.config import WorkerConfig
-from worker.worker import Worker
 
 KEY, NEXT_KEY = "k" * 32, "n" * 32
 

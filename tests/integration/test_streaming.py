@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from producer import AsyncProducer, JobCancelled, Producer
-from producer.async_client import MAX_CONNECTIONS
-from producer.preparing import item_id
-from producer.wire import keys
-from producer.wire.outputs import StreamEvent
+from pagemill import AsyncProducer, JobCancelled, Producer
+from pagemill.producer.async_client import MAX_CONNECTIONS
+from pagemill.producer.preparing import item_id
+from pagemill.producer.wire import keys
+from pagemill.producer.wire.outputs import StreamEvent
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
 
 TEXT = "0123456789" * 30

@@ -11,15 +11,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from producer.wire.outputs import Result
+from pagemill.producer.wire.outputs import Result
 from tests.chaos.nursery import Nursery
-from tests.worker.harness import (
-    QueueClient,
-    eventually,
-    process_settings,
-    running_worker,
-    worker_config,
-)
+from tests.worker.harness import QueueClient, eventually, process_settings, running_worker, worker_config
 
 TOKENS = 400
 PROMPT = [5, 17, 42, 99, 3, 64]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from producer import Producer
+from pagemill import Producer
 from tests.worker.harness import running_worker, worker_config
 
 

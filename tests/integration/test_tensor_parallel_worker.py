@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from producer.wire.outputs import Result
+from pagemill.producer.wire.outputs import Result
 from tests.worker.harness import (
     QueueClient,
     WorkerProcess,
@@ -59,7 +59,9 @@ def submit(client: QueueClient) -> list[str]:
 
 def rank_processes(worker: WorkerProcess) -> list[psutil.Process]:
     children = psutil.Process(worker.process.pid).children(recursive=True)
-    return [child for child in children if "engine.execution.parallel.rank_process" in child.cmdline()]
+    return [
+        child for child in children if "pagemill.engine.execution.parallel.rank_process" in child.cmdline()
+    ]
 
 
 def results(client: QueueClient, ids: list[str]) -> list[Result]:

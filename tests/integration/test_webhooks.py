@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from engine.errors import ConfigError
-from producer import JobFailed, Producer
-from producer.wire import keys, outbox
+from pagemill import JobFailed, Producer
+from pagemill.engine.errors import ConfigError
+from pagemill.producer.wire import keys, outbox
 from tests.topologies import Certificates
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from engine import sampling_params
-from engine.errors import InvalidRequest, UnsupportedFeature
-from engine.sampling_params import SamplingParams
-from engine.sampling_params import StructuredOutputs as EngineStructuredOutputs
-from producer.wire import sampling as wire
-from producer.wire.errors import InvalidJob
-from producer.wire.protocol import Job
-from producer.wire.sampling import SamplingFields, StructuredOutputs
+from pagemill.engine import sampling_params
+from pagemill.engine.errors import InvalidRequest, UnsupportedFeature
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.sampling_params import StructuredOutputs as EngineStructuredOutputs
+from pagemill.producer.wire import sampling as wire
+from pagemill.producer.wire.errors import InvalidJob
+from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.sampling import SamplingFields, StructuredOutputs
 
 
 def engine_defaults() -> dict[str, Any]:

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.outputs import RequestOutput
-from producer.wire.errors import JobDead
+from pagemill.engine.outputs import RequestOutput
+from pagemill.producer.wire.errors import JobDead
+from pagemill.worker.engine_thread import EngineState
+from pagemill.worker.worker import Worker
 from tests.conftest import RedisServer
 from tests.worker.harness import (
     PATIENCE_S,
@@ -20,8 +22,6 @@ from tests.worker.harness import (
     running_worker,
     worker_config,
 )
-from worker.engine_thread import EngineState
-from worker.worker import Worker
 
 SLOW = "echo:5"
 PROMPT = "0123456789" * 10

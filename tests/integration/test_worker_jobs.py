@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from engine.engine import Engine
-from producer.wire.errors import JobCancelled, JobExpired, JobFailed
-from producer.wire.outputs import Delta
-from producer.wire.reading import feed
+from pagemill.engine.engine import Engine
+from pagemill.producer.wire.errors import JobCancelled, JobExpired, JobFailed
+from pagemill.producer.wire.outputs import Delta
+from pagemill.producer.wire.reading import feed
+from pagemill.worker.worker import Worker
 from tests.worker.harness import (
     PATIENCE_S,
     QueueClient,
@@ -22,7 +23,6 @@ from tests.worker.harness import (
     running_worker,
     worker_config,
 )
-from worker.worker import Worker
 
 SLOW = "echo:5"
 

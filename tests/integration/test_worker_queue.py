@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from producer import Producer
-from producer.wire import limits
-from producer.wire.limits import QueueLimits
+from pagemill import Producer
+from pagemill.producer.wire import limits
+from pagemill.producer.wire.limits import QueueLimits
+from pagemill.worker.worker import Worker
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
-from worker.worker import Worker
 
 
 @pytest.fixture

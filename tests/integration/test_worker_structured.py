@@ -10,11 +10,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from producer.wire.errors import JobFailed
-from producer.wire.json_values import parse_output
-from producer.wire.outputs import Result
+from pagemill.producer.wire.errors import JobFailed
+from pagemill.producer.wire.json_values import parse_output
+from pagemill.producer.wire.outputs import Result
+from pagemill.worker.worker import Worker
 from tests.worker.harness import QueueClient, running_worker, worker_config
-from worker.worker import Worker
 
 CITY = {
     "type": "object",

@@ -13,12 +13,12 @@ pytest.importorskip("numba")
 
 import numba
 
-from kernels import compile_ahead, cpu_layer
-from kernels.compile_ahead import Part, compile_apart
-from kernels.compile_progress import report_compiling
-from kernels.cpu_matmul_tile import PANEL
-from kernels.cpu_weight_packing import pack
-from kernels.scoring import Scoring
+from pagemill.kernels import compile_ahead, cpu_layer
+from pagemill.kernels.compile_ahead import Part, compile_apart
+from pagemill.kernels.compile_progress import report_compiling
+from pagemill.kernels.cpu_matmul_tile import PANEL
+from pagemill.kernels.cpu_weight_packing import pack
+from pagemill.kernels.scoring import Scoring
 
 PART = Part("project", is_int8=False, cache_dtype=torch.float32)
 

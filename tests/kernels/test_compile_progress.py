@@ -8,7 +8,7 @@ pytest.importorskip("numba")
 
 import numba
 
-from kernels.compile_progress import report_compiling
+from pagemill.kernels.compile_progress import report_compiling
 
 
 def test_reports_what_has_been_compiled() -> None:

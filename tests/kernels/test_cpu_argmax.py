@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba")
 
-from kernels import cpu_argmax
-from kernels.selection import largest
+from pagemill.kernels import cpu_argmax
+from pagemill.kernels.selection import largest
 
 INF, NAN = torch.inf, torch.nan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import cpu_fused
+from pagemill.kernels import cpu_fused
 
 SHAPES = [(1, 576), (8, 64), (128, 576), (3, 24), (5, 16), (2, 7), (64, 1536)]
 EPS = 1e-5

@@ -10,12 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import cpu_int8_matmul, grouped_int8
-from kernels.cpu_int8_rows import quantised
-from kernels.cpu_int8_tile import BYTES, PRODUCTS, QUAD, SHIFTED, WORDS, ZERO_POINT, Products, make_tile
-from kernels.cpu_jit import compiles_for
-from kernels.cpu_matmul_tile import NARROW, PANEL, WIDE, Cut
-from kernels.grouped_int8 import GROUP
+from pagemill.kernels import cpu_int8_matmul, grouped_int8
+from pagemill.kernels.cpu_int8_rows import quantised
+from pagemill.kernels.cpu_int8_tile import (
+    BYTES,
+    PRODUCTS,
+    QUAD,
+    SHIFTED,
+    WORDS,
+    ZERO_POINT,
+    Products,
+    make_tile,
+)
+from pagemill.kernels.cpu_jit import compiles_for
+from pagemill.kernels.cpu_matmul_tile import NARROW, PANEL, WIDE, Cut
+from pagemill.kernels.grouped_int8 import GROUP
 
 NUM_ROWS = 3
 

@@ -12,12 +12,12 @@ import numba
 import pytest
 import torch
 
-from kernels import cpu_int8_matmul, cpu_matmul
-from kernels.cpu_jit import compiles_for
-from kernels.cpu_matmul_tile import NARROW, PANEL, WIDE, Cut, make_lined_tile, make_tile
-from kernels.cpu_row import F32, VECTOR
-from kernels.cpu_vector import LANES
-from kernels.cpu_weight_packing import PackedWeight, pack
+from pagemill.kernels import cpu_int8_matmul, cpu_matmul
+from pagemill.kernels.cpu_jit import compiles_for
+from pagemill.kernels.cpu_matmul_tile import NARROW, PANEL, WIDE, Cut, make_lined_tile, make_tile
+from pagemill.kernels.cpu_row import F32, VECTOR
+from pagemill.kernels.cpu_vector import LANES
+from pagemill.kernels.cpu_weight_packing import PackedWeight, pack
 
 pytestmark = [
     pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX2 and AVX-512"),
@@ -124,8 +124,8 @@ HASWELL = (
 )
 AVX2_PRODUCTS = """
 import sys, torch
-from kernels import cpu_int8_matmul, cpu_int8_tile, cpu_matmul, cpu_matmul_tile
-from kernels.cpu_weight_packing import pack
+from pagemill.kernels import cpu_int8_matmul, cpu_int8_tile, cpu_matmul, cpu_matmul_tile
+from pagemill.kernels.cpu_weight_packing import pack
 assert cpu_matmul_tile.CUT == cpu_matmul_tile.NARROW
 assert cpu_int8_tile.PRODUCTS is cpu_int8_tile.WORDS
 given, out = sys.argv[1:]
@@ -164,7 +164,7 @@ def test_avx2_computes_the_same_as_this_cpu(tmp_path):
 
 TALL_PRODUCTS = """
 import torch
-from kernels import cpu_matmul, cpu_weight_packing
+from pagemill.kernels import cpu_matmul, cpu_weight_packing
 torch.set_num_threads(1)
 packed, x = cpu_weight_packing.pack(torch.randn(1024, 96)), torch.randn(64, 96)
 for _ in range(20):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import cpu_noise, cpu_selection, noise, selection
+from pagemill.kernels import cpu_noise, cpu_selection, noise, selection
 
 
 def make_logits(num_rows: int, size: int, spread: float, seed: int, *, levels: int = 0) -> torch.Tensor:

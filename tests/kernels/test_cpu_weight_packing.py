@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import cpu_matmul
-from kernels.cpu_matmul_tile import PANEL
-from kernels.cpu_weight_formats import BFLOAT16, BYTES, FLOAT16, FLOAT32, GROUP, NIBBLES, panel_bytes
-from kernels.cpu_weight_packing import PackedWeight, pack, pack_merged
+from pagemill.kernels import cpu_matmul
+from pagemill.kernels.cpu_matmul_tile import PANEL
+from pagemill.kernels.cpu_weight_formats import BFLOAT16, BYTES, FLOAT16, FLOAT32, GROUP, NIBBLES, panel_bytes
+from pagemill.kernels.cpu_weight_packing import PackedWeight, pack, pack_merged
 
 pytestmark = [
     pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX2 and AVX-512"),

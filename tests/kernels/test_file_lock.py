@@ -12,12 +12,12 @@ import pytest
 
 pytest.importorskip("numba")
 
-from kernels import file_lock
+from pagemill.kernels import file_lock
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from kernels import file_lock
+from pagemill.kernels import file_lock
 with file_lock.hold(Path(sys.argv[1]), 0.0) as is_held:
     print(is_held, flush=True)
     sys.stdin.read()

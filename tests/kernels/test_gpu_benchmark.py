@@ -22,7 +22,7 @@ from benchmarks.gpu_correctness import Job, run_jobs
 from benchmarks.gpu_engine import Job as EngineJob
 from benchmarks.gpu_engine import floor_seconds, run_in_process
 from benchmarks.gpu_process import DeviceProcess, SectionFailed
-from kernels.tuning import Tile
+from pagemill.kernels.tuning import Tile
 
 _ROOT = Path(__file__).parents[2]
 
@@ -173,7 +173,8 @@ def test_a_gpu_machine_needs_no_more_than_torch_and_transformers() -> None:
     code = (
         "import sys\n"
         "for name in ('llguidance', 'pydantic', 'redis'): sys.modules[name] = None\n"
-        "import benchmarks.gpu, engine.llm, engine.engine_builder, engine.execution.model_runner\n"
+        "import benchmarks.gpu, pagemill.engine.llm, pagemill.engine.engine_builder\n"
+        "import pagemill.engine.execution.model_runner\n"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

@@ -11,7 +11,10 @@ _ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     "statement",
-    ["from transformers import LlamaForCausalLM", "import kernels, sys; assert 'torch' not in sys.modules"],
+    [
+        "from transformers import LlamaForCausalLM",
+        "import pagemill.kernels, sys; assert 'torch' not in sys.modules",
+    ],
 )
 def test_folder_does_not_pass_for_the_package_of_the_same_name(statement: str) -> None:
     """transformers looks for a distribution called `kernels` and, from the repository root, finds our folder."""

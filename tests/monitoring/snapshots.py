@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.outputs import EngineStats, Histogram, KVCacheStats, SchedulerStats
-from monitoring.counters import WorkerCounters
-from monitoring.exporter import WorkerMetrics
-from monitoring.queue_figures import QueueFigures
-from monitoring.scrape_metrics import WorkerIdentity
+from pagemill.engine.outputs import EngineStats, Histogram, KVCacheStats, SchedulerStats
+from pagemill.monitoring.counters import WorkerCounters
+from pagemill.monitoring.exporter import WorkerMetrics
+from pagemill.monitoring.queue_figures import QueueFigures
+from pagemill.monitoring.scrape_metrics import WorkerIdentity
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

@@ -7,16 +7,16 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.outputs import Histogram
-from monitoring.catalogue import CATALOGUE
-from monitoring.engine_metrics import ENGINE_METRICS
-from monitoring.exporter import NOT_LOADED
-from monitoring.kv_cache_metrics import KV_CACHE_METRICS
-from monitoring.metrics import PREFIX, Metric
-from monitoring.queue_figures import QueueFigures
-from monitoring.vllm_names import ALIASES
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.engine import Engine
+from pagemill.engine.outputs import Histogram
+from pagemill.monitoring.catalogue import CATALOGUE
+from pagemill.monitoring.engine_metrics import ENGINE_METRICS
+from pagemill.monitoring.exporter import NOT_LOADED
+from pagemill.monitoring.kv_cache_metrics import KV_CACHE_METRICS
+from pagemill.monitoring.metrics import PREFIX, Metric
+from pagemill.monitoring.queue_figures import QueueFigures
+from pagemill.monitoring.vllm_names import ALIASES
 from tests.monitoring.prometheus_server import promtool
 from tests.monitoring.snapshots import engine_stats, metrics, scrape
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from monitoring.dashboards.__main__ import rendered, stale
+from pagemill.monitoring.dashboards.__main__ import rendered, stale
 from tests.monitoring.prometheus_server import (
     MONITORING,
     SERIES,
@@ -27,7 +27,7 @@ QUEUES = re.compile(r"pagemill_(queue|redis_(?:memory|evicted|aof|connected|bloc
 
 
 def test_the_committed_boards_are_what_the_code_says() -> None:
-    assert stale() == [], "run python -m monitoring.dashboards"
+    assert stale() == [], "run python -m pagemill.monitoring.dashboards"
     assert len(rendered()) == len(BOARDS) == 7
 
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from monitoring.counters import WorkerCounters
-from monitoring.exporter import WorkerMetrics
-from monitoring.kv_cache_metrics import accounting_errors
-from monitoring.queue_figures import MAX_MODELS, QueueFigures, ServerFigures
-from monitoring.queue_metrics import OTHER_MODELS
+from pagemill.monitoring.counters import WorkerCounters
+from pagemill.monitoring.exporter import WorkerMetrics
+from pagemill.monitoring.kv_cache_metrics import accounting_errors
+from pagemill.monitoring.queue_figures import MAX_MODELS, QueueFigures, ServerFigures
+from pagemill.monitoring.queue_metrics import OTHER_MODELS
 from tests.monitoring.snapshots import engine_stats, kv_stats, metrics, scrape, value
 
 

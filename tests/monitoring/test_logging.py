@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from monitoring.logging import LogFormat, configure_logging
+from pagemill.monitoring.logging import LogFormat, configure_logging
 
 
 @pytest.fixture(autouse=True)

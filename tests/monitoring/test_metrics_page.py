@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from monitoring.catalogue import CATALOGUE
-from monitoring.metrics_page import PAGE, page
-from monitoring.vllm_names import ALIASES
+from pagemill.monitoring.catalogue import CATALOGUE
+from pagemill.monitoring.metrics_page import PAGE, page
+from pagemill.monitoring.vllm_names import ALIASES
 
 
 def test_the_committed_page_is_fresh() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m monitoring.metrics_page"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m pagemill.monitoring.metrics_page"
 
 
 def test_every_metric_has_its_line() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from monitoring.catalogue import CATALOGUE
-from monitoring.metrics import PREFIX
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.engine import Engine
+from pagemill.monitoring.catalogue import CATALOGUE
+from pagemill.monitoring.metrics import PREFIX
 from tests.monitoring.prometheus_server import (
     MONITORING,
     RULE_FILES,

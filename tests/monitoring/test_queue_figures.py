@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from monitoring.queue_figures import DrainEstimate, QueueFigures
+from pagemill.monitoring.queue_figures import DrainEstimate, QueueFigures
 
 
 def reading(at: float, waiting: int, ended: int) -> QueueFigures:

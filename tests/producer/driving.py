@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 
 import redis
 
-from producer.wire import keys, reading, transitions
-from producer.wire.connecting import CONNECTION_OPTIONS
-from producer.wire.outputs import Delta, ErrorInfo, JobStatus, Output, Progress, Result, Usage
-from producer.wire.protocol import Job
-from producer.wire.scripts import Call
-from producer.wire.transitions import PulledJob
-from producer.wire.transport import SyncTransport
+from pagemill.producer.wire import keys, reading, transitions
+from pagemill.producer.wire.connecting import CONNECTION_OPTIONS
+from pagemill.producer.wire.outputs import Delta, ErrorInfo, JobStatus, Output, Progress, Result, Usage
+from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.scripts import Call
+from pagemill.producer.wire.transitions import PulledJob
+from pagemill.producer.wire.transport import SyncTransport
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from producer import AsyncProducer, JobCancelled, JobNotFound, Producer, ResultTimeout
+from pagemill import AsyncProducer, JobCancelled, JobNotFound, Producer, ResultTimeout
 from tests.producer.driving import Queue, delta
 from tests.producer.scripted_worker import scripted_worker
 

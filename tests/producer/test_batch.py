@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from producer import BatchCounts, InvalidJob, Producer
-from producer.wire import transitions
+from pagemill import BatchCounts, InvalidJob, Producer
+from pagemill.producer.wire import transitions
 from tests.producer.driving import Queue, delta
 from tests.producer.scripted_worker import scripted_worker
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 import pytest
 from typer.testing import CliRunner, Result
 
-from producer.cli import app
-from producer.wire import registry
-from producer.wire.discovery import STATE_DIR_VARIABLE, URL_VARIABLE
-from producer.wire.registry import WorkerInfo
-from producer.wire.transitions import PulledJob
+from pagemill.producer.cli import app
+from pagemill.producer.wire import registry
+from pagemill.producer.wire.discovery import STATE_DIR_VARIABLE, URL_VARIABLE
+from pagemill.producer.wire.registry import WorkerInfo
+from pagemill.producer.wire.transitions import PulledJob
 from tests.producer.driving import Queue, delta, open_queue
 from tests.producer.scripted_worker import scripted_worker
 
@@ -231,7 +231,5 @@ def test_workers_lists_who_is_alive(pagemill: Pagemill, queue: Queue) -> None:
 
 
 def test_the_commands_import_no_torch() -> None:
-    probe = (
-        "import sys, producer.cli, worker.cli; sys.exit(any(m in sys.modules for m in ('torch', 'triton')))"
-    )
+    probe = "import sys, pagemill.worker.cli; sys.exit(any(m in sys.modules for m in ('torch', 'triton')))"
     subprocess.run([sys.executable, "-c", probe], check=True, timeout=120)

@@ -7,9 +7,9 @@ import json
 import pytest
 from typer.testing import CliRunner, Result
 
-from producer import cli_inspect
-from producer.cli import app
-from producer.wire.discovery import URL_VARIABLE
+from pagemill.producer import cli_inspect
+from pagemill.producer.cli import app
+from pagemill.producer.wire.discovery import URL_VARIABLE
 from tests.producer.driving import Queue
 
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 from typer.testing import CliRunner
 
-from producer import AsyncProducer, JobDead, JobNotFound, Producer
-from producer.cli_dead import app
-from producer.wire import dead_letters, keys, transitions
-from producer.wire.outputs import ErrorInfo
-from producer.wire.protocol import Job
-from producer.wire.transitions import Submission
+from pagemill import AsyncProducer, JobDead, JobNotFound, Producer
+from pagemill.producer.cli_dead import app
+from pagemill.producer.wire import dead_letters, keys, transitions
+from pagemill.producer.wire.outputs import ErrorInfo
+from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.transitions import Submission
 from tests.producer.driving import Queue, delta
 from tests.producer.scripted_worker import scripted_worker
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from producer import InvalidJob, Producer
-from producer.wire import batches, reading, registry, transitions
-from producer.wire.outputs import Progress, Result
+from pagemill import InvalidJob, Producer
+from pagemill.producer.wire import batches, reading, registry, transitions
+from pagemill.producer.wire.outputs import Progress, Result
 from tests.producer.driving import DECODE, Queue, delta, result_json
 
 GREEDY = {"dedupe": True, "temperature": 0.0}

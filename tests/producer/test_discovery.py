@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from producer import Producer, RedisUnavailable
-from producer.wire.discovery import find_redis
+from pagemill import Producer, RedisUnavailable
+from pagemill.producer.wire.discovery import find_redis
 
 
 @pytest.fixture(autouse=True)

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from producer import cli_doctor
-from producer.cli import app
-from producer.doctor import machine_checks, server_checks
-from producer.doctor.finding import Finding
-from producer.wire import registry
-from producer.wire.registry import WorkerInfo
+from pagemill.producer import cli_doctor
+from pagemill.producer.cli import app
+from pagemill.producer.doctor import machine_checks, server_checks
+from pagemill.producer.doctor.finding import Finding
+from pagemill.producer.wire import registry
+from pagemill.producer.wire.registry import WorkerInfo
 from tests.conftest import RedisServer
 from tests.producer.driving import Queue, open_queue
 

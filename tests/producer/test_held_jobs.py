@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from producer.wire import reading, transitions
-from producer.wire.outputs import Progress
+from pagemill.producer.wire import reading, transitions
+from pagemill.producer.wire.outputs import Progress
 from tests.producer.driving import Queue, delta, result_json
 
 

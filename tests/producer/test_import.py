@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import producer
+from pagemill import producer
 
 HEAVY = ("torch", "transformers", "triton", "numba", "numpy", "typer", "rich", "jinja2", "celery", "yaml")
 
@@ -16,16 +16,18 @@ def run(code: str) -> str:
 
 
 def test_importing_it_loads_neither_redis_nor_pydantic() -> None:
-    loaded = run("import sys, producer; print([n for n in ('redis', 'pydantic') if n in sys.modules])")
+    loaded = run(
+        "import sys; from pagemill import producer; print([n for n in ('redis', 'pydantic') if n in sys.modules])"
+    )
     assert loaded == "[]"
 
 
 def test_using_it_loads_redis_and_pydantic_and_nothing_heavy() -> None:
     code = f"""
 import sys
-import producer
+from pagemill import producer
 producer.Producer("redis://127.0.0.1:1"), producer.AsyncProducer("redis://127.0.0.1:1"), producer.Job
-ours = {{"engine", "kernels", "worker", "monitoring"}}
+ours = {{f"pagemill.{{part}}" for part in ("engine", "kernels", "worker", "monitoring")}}
 print(sorted(name for name in sys.modules if name in {HEAVY} or name in ours))
 """
     assert run(code) == "[]"

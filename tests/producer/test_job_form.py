@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from producer.preparing import Preparer
-from producer.wire.job_form import JobForms
-from producer.wire.protocol import Job
-from producer.wire.signing import Keys
-from producer.wire.transitions import Submission
+from pagemill.producer.preparing import Preparer
+from pagemill.producer.wire.job_form import JobForms
+from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.signing import Keys
+from pagemill.producer.wire.transitions import Submission
 
 PREPARER = Preparer("q", "acme", Keys())
 
@@ -59,7 +59,7 @@ class NoForms(JobForms):
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch, rows: list[Any], by_content: bool) -> list[Submission]:
     with monkeypatch.context() as patch:
-        patch.setattr("producer.preparing.JobForms", NoForms)
+        patch.setattr("pagemill.producer.preparing.JobForms", NoForms)
         return list(PREPARER.items(rows, "b", on_invalid="record", by_content=by_content))
 
 

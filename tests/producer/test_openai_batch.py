@@ -12,12 +12,12 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from producer import Producer
-from producer.dataset.rows import DatasetError
-from producer.openai_batch import BatchFile
-from producer.openai_format import CHAT_URL, COMPLETIONS_URL
-from producer.openai_lines import job_of, success_line
-from producer.wire.errors import InvalidJob
+from pagemill import Producer
+from pagemill.producer.dataset.rows import DatasetError
+from pagemill.producer.openai_batch import BatchFile
+from pagemill.producer.openai_format import CHAT_URL, COMPLETIONS_URL
+from pagemill.producer.openai_lines import job_of, success_line
+from pagemill.producer.wire.errors import InvalidJob
 from tests.producer.scripted_worker import scripted_worker
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from producer import (
+from pagemill import (
     IdempotencyConflict,
     InvalidJob,
     Job,
@@ -24,9 +24,9 @@ from producer import (
     ResultExpired,
     ResultTimeout,
 )
-from producer.wire import limits, transitions
-from producer.wire.outputs import BatchCounts
-from producer.wire.transitions import PulledJob
+from pagemill.producer.wire import limits, transitions
+from pagemill.producer.wire.outputs import BatchCounts
+from pagemill.producer.wire.transitions import PulledJob
 from tests.producer.driving import Queue, delta
 from tests.producer.scripted_worker import scripted_worker
 

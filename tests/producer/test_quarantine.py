@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from producer.wire import reading, transitions
-from producer.wire.transitions import PulledJob
+from pagemill.producer.wire import reading, transitions
+from pagemill.producer.wire.transitions import PulledJob
 from tests.producer.driving import Queue, delta
 
 INNOCENTS = 64

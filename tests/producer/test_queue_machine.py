@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from producer.wire import batches, dead_letters, limits, reading, registry, transitions
-from producer.wire.affinity import prompt_affinity
-from producer.wire.outputs import ACTIVE_STATES, END_STATES
-from producer.wire.protocol import Job
-from producer.wire.transitions import PulledJob
+from pagemill.producer.wire import batches, dead_letters, limits, reading, registry, transitions
+from pagemill.producer.wire.affinity import prompt_affinity
+from pagemill.producer.wire.outputs import ACTIVE_STATES, END_STATES
+from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.transitions import PulledJob
 from tests.producer.driving import Queue, delta, open_queue
 
 WORKERS = ("w1", "w2")

@@ -9,7 +9,7 @@ import redis
 
 from benchmarks.queue import rows
 from benchmarks.server import kinds, start_server, used_memory
-from producer import Producer
+from pagemill import Producer
 
 JOBS = 8000
 """Just below a power of two, where the server's tables of keys are nearly full."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from producer.wire import registry, transitions
-from producer.wire.protocol import MAX_PAYLOAD_BYTES, Job
+from pagemill.producer.wire import registry, transitions
+from pagemill.producer.wire.protocol import MAX_PAYLOAD_BYTES, Job
 from tests.producer.driving import DECODE, Queue, delta
 
 

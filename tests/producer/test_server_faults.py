@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from producer import Producer, QueueFull, RedisUnavailable
-from producer.wire import reading, transitions
+from pagemill import Producer, QueueFull, RedisUnavailable
+from pagemill.producer.wire import reading, transitions
 from tests.conftest import RedisServer
 from tests.producer.driving import Queue, delta, open_queue
 from tests.producer.scripted_worker import scripted_worker

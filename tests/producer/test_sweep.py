@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from producer.wire import reading, registry, transitions
-from producer.wire.outputs import Progress
+from pagemill.producer.wire import reading, registry, transitions
+from pagemill.producer.wire.outputs import Progress
 from tests.producer.driving import Queue, delta
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from producer import AsyncProducer, Producer
+from pagemill import AsyncProducer, Producer
 from tests.conftest import RedisServer, server_binary
 
 

@@ -19,25 +19,25 @@ from typing import Any
 
 import redis
 
-from producer.wire import batches, keys, reading, transitions
-from producer.wire.errors import RedisUnavailable
-from producer.wire.outputs import BatchCounts, JobStatus
-from producer.wire.protocol import ENVELOPE_VERSION, Job
-from producer.wire.reading import Outcome
-from producer.wire.registry import QueueStats, WorkerInfo, set_paused, stats, workers
-from producer.wire.scripts import Call
-from producer.wire.transitions import Submission
-from producer.wire.transport import SyncTransport
-from worker.config import WorkerConfig
-from worker.worker import Worker
+from pagemill.producer.wire import batches, keys, reading, transitions
+from pagemill.producer.wire.errors import RedisUnavailable
+from pagemill.producer.wire.outputs import BatchCounts, JobStatus
+from pagemill.producer.wire.protocol import ENVELOPE_VERSION, Job
+from pagemill.producer.wire.reading import Outcome
+from pagemill.producer.wire.registry import QueueStats, WorkerInfo, set_paused, stats, workers
+from pagemill.producer.wire.scripts import Call
+from pagemill.producer.wire.transitions import Submission
+from pagemill.producer.wire.transport import SyncTransport
+from pagemill.worker.config import WorkerConfig
+from pagemill.worker.worker import Worker
 
 PATIENCE_S = 120.0
 """How long anything may take before a test calls it missing; generous, since the machine may be busy."""
 
 _RUN_WORKER = """
 import json, sys
-from worker.config import WorkerConfig
-from worker.process import run_worker
+from pagemill.worker.config import WorkerConfig
+from pagemill.worker.process import run_worker
 sys.exit(run_worker(WorkerConfig.load(**json.loads(sys.argv[1]))))
 """
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from engine.outputs import Capacity, EngineStats, KVCacheStats, SchedulerStats
-from engine.sampling_params import SamplingParams
-from producer.wire.protocol import Job
-from producer.wire.transitions import PulledJob
-from worker.admission import MAX_JOBS_PER_PULL, OutputForecast, credit
-from worker.engine_thread import EngineState, EngineThread
-from worker.running_job import RunningJob, sample_records
+from pagemill.engine.outputs import Capacity, EngineStats, KVCacheStats, SchedulerStats
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.transitions import PulledJob
+from pagemill.worker.admission import MAX_JOBS_PER_PULL, OutputForecast, credit
+from pagemill.worker.engine_thread import EngineState, EngineThread
+from pagemill.worker.running_job import RunningJob, sample_records
 
 BLOCK_SIZE = 16
 

@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-from producer.wire import keys, transitions
-from producer.wire.outputs import Progress
+from pagemill.producer.wire import keys, transitions
+from pagemill.producer.wire.outputs import Progress
+from pagemill.worker.queue_exporter import QueueSet
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
-from worker.queue_exporter import QueueSet
 
 SECRET = "a word that no log may hold"
 

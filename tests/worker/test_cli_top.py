@@ -14,10 +14,10 @@ import time
 
 from typer.testing import CliRunner, Result
 
-import worker.cli  # noqa: F401 - registers the commands
-from producer.cli import app
-from producer.wire import registry
-from producer.wire.registry import WorkerInfo
+from pagemill.producer.cli import app
+from pagemill.producer.wire import registry
+from pagemill.producer.wire.registry import WorkerInfo
+from pagemill.worker import cli as _all_commands  # noqa: F401 - registers them
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
 NOBODY = "redis://127.0.0.1:1/0"
@@ -70,7 +70,16 @@ def test_it_draws_on_a_terminal_until_ctrl_c(client: QueueClient, valkey_url: st
     with running_worker(worker_config(valkey_url, client.queue)):
         eventually(lambda: _is_ready(client), "the worker")
         leader, follower = pty.openpty()
-        command = [sys.executable, "-m", "worker", "top", "--redis-url", valkey_url, "--queue", client.queue]
+        command = [
+            sys.executable,
+            "-m",
+            "pagemill",
+            "top",
+            "--redis-url",
+            valkey_url,
+            "--queue",
+            client.queue,
+        ]
         environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
         process = subprocess.Popen(
             [*command, "--every", "0.2"], stdout=follower, stderr=follower, env=environment

@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from worker.cli import app
-from worker.config import WorkerConfig
+from pagemill.worker.cli import app
+from pagemill.worker.config import WorkerConfig
 
 
 def test_a_flag_beats_the_environment_and_the_environment_the_default(

@@ -15,14 +15,14 @@ import psutil
 import pytest
 import redis
 
+from pagemill.worker import embedded
+from pagemill.worker.embedded import EmbeddedServer, EmbeddedServerError
 from tests.worker.harness import eventually
-from worker import embedded
-from worker.embedded import EmbeddedServer, EmbeddedServerError
 
 OWNER_SCRIPT = """
 import sys, time
 from pathlib import Path
-from worker.embedded import EmbeddedServer
+from pagemill.worker.embedded import EmbeddedServer
 server = EmbeddedServer.open(Path(sys.argv[1]))
 print(server.url, server.record.pid, server.is_owner, flush=True)
 time.sleep(60)

@@ -9,12 +9,12 @@ from queue import SimpleQueue
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.errors import ConfigError
-from engine.outputs import RequestOutput
-from engine.sampling_params import SamplingParams
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.outputs import RequestOutput
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.worker.engine_thread import AddRequest, EngineState, EngineThread
 from tests.worker.harness import PATIENCE_S, eventually
-from worker.engine_thread import AddRequest, EngineState, EngineThread
 
 Start = Callable[..., tuple[EngineThread, "Outputs"]]
 

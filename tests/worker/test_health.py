@@ -12,23 +12,16 @@ from typing import Any
 
 import pytest
 
-from engine.engine import Engine
+from pagemill.engine.engine import Engine
+from pagemill.worker.worker import Worker
 from tests.conftest import RedisServer
-from tests.worker.harness import (
-    PATIENCE_S,
-    QueueClient,
-    eventually,
-    get_json,
-    running_worker,
-    worker_config,
-)
-from worker.worker import Worker
+from tests.worker.harness import PATIENCE_S, QueueClient, eventually, get_json, running_worker, worker_config
 
 _HOLDS_THE_LOCK = """
 import ctypes, sys
-from engine.execution.echo import EchoRunner
-from worker.config import WorkerConfig
-from worker.process import run_worker
+from pagemill.engine.execution.echo import EchoRunner
+from pagemill.worker.config import WorkerConfig
+from pagemill.worker.process import run_worker
 
 def launch(self, plan):
     ctypes.PyDLL(None).sleep(600)  # native code that keeps the interpreter lock
@@ -41,8 +34,8 @@ sys.exit(run_worker(WorkerConfig.load(redis_url=url, queue=queue, model="echo", 
 
 _NO_SUCH_MODEL = """
 import sys
-from worker.config import WorkerConfig
-from worker.process import run_worker
+from pagemill.worker.config import WorkerConfig
+from pagemill.worker.process import run_worker
 code = run_worker(WorkerConfig.load(model="/no/such/model", state_dir=sys.argv[1]))
 print(code, "torch" in sys.modules)
 """

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from monitoring.live_feed import MAX_WATCHERS
+from pagemill.monitoring.live_feed import MAX_WATCHERS
+from pagemill.worker.worker import Worker
 from tests.worker.harness import QueueClient, eventually, get_json, running_worker, worker_config
-from worker.worker import Worker
 
 SECRET = "the-prompt-nobody-may-see"
 
@@ -145,7 +145,7 @@ def test_the_block_map_shows_every_block_and_agrees_with_the_pool(
 
 def test_nobody_watching_means_no_map(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     eventually(lambda: get_json(f"{worker.http_url}/live.json")[1]["blocks"], "a map")
-    monkeypatch.setattr("engine.block_watch.time.monotonic", lambda: time.perf_counter() + 1e9)
+    monkeypatch.setattr("pagemill.engine.block_watch.time.monotonic", lambda: time.perf_counter() + 1e9)
     worker.engine.watch_blocks(-1.0)
     eventually(
         lambda: worker.engine.stats is not None and worker.engine.stats.blocks is None, "the map to go"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
-from worker import process
+from pagemill.worker import process
 
 
 class LoadedWorker:

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from producer.wire import registry, transitions
-from producer.wire.registry import WorkerInfo
+from pagemill.producer.wire import registry, transitions
+from pagemill.producer.wire.registry import WorkerInfo
+from pagemill.worker.queue_exporter import QueueExporter, QueueSet, discover
 from tests.conftest import RedisServer
 from tests.worker.harness import (
     PATIENCE_S,
@@ -24,7 +25,6 @@ from tests.worker.harness import (
     running_worker,
     worker_config,
 )
-from worker.queue_exporter import QueueExporter, QueueSet, discover
 
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -145,7 +145,7 @@ def test_the_command_runs_without_torch_and_ends_at_sigterm(client: QueueClient,
     client.submit({"prompt": "a"})
     program = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "from worker.cli import main\nmain()"
+        "from pagemill.worker.cli import main\nmain()"
     )
     command = [sys.executable, "-c", program, "exporter", "--queue", client.queue, "--redis-url", valkey_url]
     process = subprocess.Popen([*command, "--http-port", "0"], stderr=subprocess.PIPE, text=True)

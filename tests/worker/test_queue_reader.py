@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from monitoring.counters import WorkerCounters
-from producer.wire import transitions
-from producer.wire.registry import WorkerInfo, heartbeat
+from pagemill.monitoring.counters import WorkerCounters
+from pagemill.producer.wire import transitions
+from pagemill.producer.wire.registry import WorkerInfo, heartbeat
+from pagemill.worker.job_queue import Connectivity, JobQueue, ServerClock
+from pagemill.worker.queue_reader import QueueReader, server_figures
 from tests.worker.harness import QueueClient
-from worker.job_queue import Connectivity, JobQueue, ServerClock
-from worker.queue_reader import QueueReader, server_figures
 
 
 @pytest.fixture

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from engine.outputs import CompletionDelta, RequestOutput
-from engine.plan import TokenLogprobs
-from engine.sampling_params import SamplingParams
-from producer.wire.outputs import Checkpoint, CheckpointSample
-from producer.wire.protocol import Job
-from producer.wire.transitions import PulledJob
-from worker.config import WorkerConfig
-from worker.progress import is_checkpoint_due
-from worker.running_job import RunningJob, engine_params, sample_records, sample_states
+from pagemill.engine.outputs import CompletionDelta, RequestOutput
+from pagemill.engine.plan import TokenLogprobs
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.producer.wire.outputs import Checkpoint, CheckpointSample
+from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.transitions import PulledJob
+from pagemill.worker.config import WorkerConfig
+from pagemill.worker.progress import is_checkpoint_due
+from pagemill.worker.running_job import RunningJob, engine_params, sample_records, sample_states
 
 
 def running_job(n: int = 1, checkpoint: Checkpoint | None = None, **fields: Any) -> RunningJob:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from producer.wire.webhook_url import WebhookUrl
-from worker.webhook_policy import Refused, Unresolved, WebhookPolicy, is_public
+from pagemill.producer.wire.webhook_url import WebhookUrl
+from pagemill.worker.webhook_policy import Refused, Unresolved, WebhookPolicy, is_public
 
 POLICY = WebhookPolicy(["hooks.example.com", "*.example.org", "localhost"])
 

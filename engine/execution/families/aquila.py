@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from transformers import LlamaConfig, PretrainedConfig
 
-from engine.execution.families.family import Family, RawConfig
-from engine.execution.families.llama_like import shared_fields
+from pagemill.engine.execution.families.family import Family, RawConfig
+from pagemill.engine.execution.families.llama_like import shared_fields
 
 
 def _build_config(raw: RawConfig) -> PretrainedConfig:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, PretrainedConfig
 
-from engine.execution.families.alibi import replace_rotation_by_alibi
-from engine.execution.families.family import Family, RawConfig, Tensors, require
-from engine.execution.families.llama_like import shared_fields, split_rows
+from pagemill.engine.execution.families.alibi import replace_rotation_by_alibi
+from pagemill.engine.execution.families.family import Family, RawConfig, Tensors, require
+from pagemill.engine.execution.families.llama_like import shared_fields, split_rows
 
 _ROTARY_ARCHITECTURE = "BaiChuanForCausalLM"  # Baichuan-7B's spelling
 _BAICHUAN2_VOCAB_SIZE = 125696

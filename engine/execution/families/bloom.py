@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from engine.execution.families.alibi import alibi_slopes
-from engine.execution.families.family import Family, RawConfig, native_config
+from pagemill.engine.execution.families.alibi import alibi_slopes
+from pagemill.engine.execution.families.family import Family, RawConfig, native_config
 
 _TRAINED_CONTEXT = 2048
 
@@ -22,7 +22,7 @@ def _build_config(raw: RawConfig) -> PretrainedConfig:
 def _adapt(module: nn.Module) -> None:
     from transformers.models.bloom.modeling_bloom import BloomAttention, BloomMLP
 
-    from engine.execution.families.bloom_attention import PagedBloomAttention
+    from pagemill.engine.execution.families.bloom_attention import PagedBloomAttention
 
     for child in module.modules():
         if isinstance(child, BloomAttention):

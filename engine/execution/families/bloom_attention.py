@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers.models.bloom.modeling_bloom import BloomAttention
 
-from engine.execution.attention import attend
-from kernels.scoring import Scoring
+from pagemill.engine.execution.attention import attend
+from pagemill.kernels.scoring import Scoring
 
 
 class PagedBloomAttention(BloomAttention):

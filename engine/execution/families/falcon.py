@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from transformers import FalconConfig, PretrainedConfig
 
-from engine.execution.families.alibi import alibi_slopes
-from engine.execution.families.family import Family, RawConfig
+from pagemill.engine.execution.families.alibi import alibi_slopes
+from pagemill.engine.execution.families.family import Family, RawConfig
 
 # config.json before Falcon was part of transformers.
 _FIRST_RELEASE_TYPES = ("RefinedWeb", "RefinedWebModel")
@@ -42,7 +42,7 @@ def _build_config(raw: RawConfig) -> PretrainedConfig:
 def _adapt(module: nn.Module) -> None:
     from transformers.models.falcon.modeling_falcon import FalconAttention
 
-    from engine.execution.families.falcon_attention import PagedFalconAttention
+    from pagemill.engine.execution.families.falcon_attention import PagedFalconAttention
 
     for child in module.modules():
         if isinstance(child, FalconAttention):

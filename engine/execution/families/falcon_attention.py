@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
-from engine.execution.attention import attend
-from engine.execution.families.falcon import num_kv_heads_of
-from kernels.scoring import Scoring
+from pagemill.engine.execution.attention import attend
+from pagemill.engine.execution.families.falcon import num_kv_heads_of
+from pagemill.kernels.scoring import Scoring
 
 
 class PagedFalconAttention(FalconAttention):

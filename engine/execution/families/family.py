@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from engine.errors import ModelLoadError
+from pagemill.engine.errors import ModelLoadError
 
 RawConfig = Mapping[str, Any]
 """config.json as it stands on disk."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import Gemma3TextConfig, PretrainedConfig
 
-from engine.execution.families.family import Family, RawConfig, Tensors, native_config, require
+from pagemill.engine.execution.families.family import Family, RawConfig, Tensors, native_config, require
 
 # The language model's tensors, as the first release and as transformers 5 name them.
 _TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model."}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from engine.execution.families.family import Family
+from pagemill.engine.execution.families.family import Family
 
 
 def _adapt(module: nn.Module) -> None:
     from transformers.models.gptj.modeling_gptj import GPTJAttention
 
-    from engine.execution.families.gptj_attention import PagedGPTJAttention
+    from pagemill.engine.execution.families.gptj_attention import PagedGPTJAttention
 
     for child in module.modules():
         if isinstance(child, GPTJAttention):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 
-from engine.execution.attention import attend
-from kernels.scoring import Scoring
+from pagemill.engine.execution.attention import attend
+from pagemill.kernels.scoring import Scoring
 
 
 class PagedGPTJAttention(GPTJAttention):

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig
 
-from engine.execution.families.family import Family, RawConfig, Tensors, require
-from engine.execution.families.llama_like import renamed, shared_fields
+from pagemill.engine.execution.families.family import Family, RawConfig, Tensors, require
+from pagemill.engine.execution.families.llama_like import renamed, shared_fields
 
 _INTERNLM2_NAMES = {
     "model.tok_embeddings.": "model.embed_tokens.",

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from engine.execution.families.alibi import mpt_alibi_slopes
-from engine.execution.families.family import Family, RawConfig, native_config, require
+from pagemill.engine.execution.families.alibi import mpt_alibi_slopes
+from pagemill.engine.execution.families.family import Family, RawConfig, native_config, require
 
 _REQUIRED_SETTINGS = {"no_bias": True, "expansion_ratio": 4, "logit_scale": None}
 _REQUIRED_ATTENTION_SETTINGS = {
@@ -41,7 +41,7 @@ def _build_config(raw: RawConfig) -> PretrainedConfig:
 def _adapt(module: nn.Module) -> None:
     from transformers.models.mpt.modeling_mpt import MptAttention
 
-    from engine.execution.families.mpt_attention import PagedMptAttention
+    from pagemill.engine.execution.families.mpt_attention import PagedMptAttention
 
     model: Any = module
     attention = model.config.attn_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.execution.families.family import Family
+from pagemill.engine.execution.families.family import Family
 
 
 def _bigcode_kv_heads(config: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from engine.execution.families.family import Family, RawConfig, native_config
+from pagemill.engine.execution.families.family import Family, RawConfig, native_config
 
 _FIRST_RELEASE_ROPE_TYPES = ("su", "yarn")  # both were the one that is called longrope today
 

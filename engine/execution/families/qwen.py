@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig, Qwen2Config
 
-from engine.execution.families.family import Family, RawConfig, Tensors, require
-from engine.execution.families.llama_like import renamed, shared_fields, split_rows
+from pagemill.engine.execution.families.family import Family, RawConfig, Tensors, require
+from pagemill.engine.execution.families.llama_like import renamed, shared_fields, split_rows
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _NAMES = {

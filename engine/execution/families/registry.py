@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from engine.errors import ModelLoadError
-from engine.execution.families import native
-from engine.execution.families.aquila import AQUILA
-from engine.execution.families.baichuan import BAICHUAN
-from engine.execution.families.bloom import BLOOM
-from engine.execution.families.falcon import FALCON
-from engine.execution.families.family import Family, RawConfig
-from engine.execution.families.gemma import GEMMA, GEMMA3_MULTIMODAL
-from engine.execution.families.gptj import GPTJ
-from engine.execution.families.internlm import INTERNLM, INTERNLM2, INTERNLM3
-from engine.execution.families.mpt import MPT
-from engine.execution.families.phi import PHI, PHI3
-from engine.execution.families.qwen import QWEN
+from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.execution.families import native
+from pagemill.engine.execution.families.aquila import AQUILA
+from pagemill.engine.execution.families.baichuan import BAICHUAN
+from pagemill.engine.execution.families.bloom import BLOOM
+from pagemill.engine.execution.families.falcon import FALCON
+from pagemill.engine.execution.families.family import Family, RawConfig
+from pagemill.engine.execution.families.gemma import GEMMA, GEMMA3_MULTIMODAL
+from pagemill.engine.execution.families.gptj import GPTJ
+from pagemill.engine.execution.families.internlm import INTERNLM, INTERNLM2, INTERNLM3
+from pagemill.engine.execution.families.mpt import MPT
+from pagemill.engine.execution.families.phi import PHI, PHI3
+from pagemill.engine.execution.families.qwen import QWEN
 
 FAMILIES = (
     AQUILA,

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.errors import RankLost
-from engine.execution.model_runner import LaunchedStep, ModelRunner
-from engine.execution.parallel.plan_delta import encode
-from engine.execution.parallel.rank_processes import RankProcesses
-from engine.plan import StepPlan, StepResult
+from pagemill.engine.errors import RankLost
+from pagemill.engine.execution.model_runner import LaunchedStep, ModelRunner
+from pagemill.engine.execution.parallel.plan_delta import encode
+from pagemill.engine.execution.parallel.rank_processes import RankProcesses
+from pagemill.engine.plan import StepPlan, StepResult
 
 _POLL_S = 50e-6
 

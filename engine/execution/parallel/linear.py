@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from engine.execution.packed_linear import LinearOptions, make_linear
-from engine.execution.parallel.rank_group import RankGroup
-from engine.execution.parallel.share import Share
+from pagemill.engine.execution.packed_linear import LinearOptions, make_linear
+from pagemill.engine.execution.parallel.rank_group import RankGroup
+from pagemill.engine.execution.parallel.share import Share
 
 
 class PartialLinear(nn.Linear):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config import EngineConfig
+from pagemill.engine.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pickle
 
-from engine.plan import NewRow, RowWork, Sample, StepPlan
-from engine.sampling_params import SamplingParams
+from pagemill.engine.plan import NewRow, RowWork, Sample, StepPlan
+from pagemill.engine.sampling_params import SamplingParams
 
 _PROTOCOL = 5
 _ANY_PARAMS = SamplingParams()

@@ -39,8 +39,8 @@ class Inbox:
 
 def main(connection: Connection) -> NoReturn:
     """Raises nothing: whatever goes wrong ends the process, and rank 0 sees that."""
-    from engine.errors import ConfigError
-    from engine.execution.parallel.messages import Failed, LoadShare
+    from pagemill.engine.errors import ConfigError
+    from pagemill.engine.execution.parallel.messages import Failed, LoadShare
 
     try:
         task = connection.recv()
@@ -65,12 +65,12 @@ def main(connection: Connection) -> NoReturn:
 
 def _get_ready(connection: Connection, task: Any) -> tuple[Any, Inbox]:
     """Load the rank's share, agree on limits, meet the others; returns the `ModelRunner`, and what brings its plans."""
-    from engine.execution.device_tuning import tune_device
-    from engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
-    from engine.execution.loader import load_model
-    from engine.execution.model_runner import ModelRunner
-    from engine.execution.parallel.messages import Loaded, Ready
-    from engine.execution.parallel.rank_group import RankGroup
+    from pagemill.engine.execution.device_tuning import tune_device
+    from pagemill.engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
+    from pagemill.engine.execution.loader import load_model
+    from pagemill.engine.execution.model_runner import ModelRunner
+    from pagemill.engine.execution.parallel.messages import Loaded, Ready
+    from pagemill.engine.execution.parallel.rank_group import RankGroup
 
     config = task.config
     tune_device(config)
@@ -91,7 +91,7 @@ def _get_ready(connection: Connection, task: Any) -> tuple[Any, Inbox]:
 
 
 def _run_plans(runner: Any, inbox: Inbox) -> NoReturn:
-    from engine.execution.parallel.plan_delta import decode
+    from pagemill.engine.execution.parallel.plan_delta import decode
 
     while True:
         runner.launch(decode(inbox.take()))

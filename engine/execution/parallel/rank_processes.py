@@ -22,12 +22,12 @@ from typing import TypeVar
 
 import torch
 
-from engine.config import EngineConfig, SchedulerConfig
-from engine.errors import ConfigError, EngineError, RankLost
-from engine.execution.parallel.messages import Failed, Loaded, LoadShare, Ready
-from engine.execution.parallel.rank_group import RankGroup
+from pagemill.engine.config import EngineConfig, SchedulerConfig
+from pagemill.engine.errors import ConfigError, EngineError, RankLost
+from pagemill.engine.execution.parallel.messages import Failed, Loaded, LoadShare, Ready
+from pagemill.engine.execution.parallel.rank_group import RankGroup
 
-_CHILD = "engine.execution.parallel.rank_process"
+_CHILD = "pagemill.engine.execution.parallel.rank_process"
 _END_S = 2.0
 """How long a process may take to end by itself once its connection is closed."""
 _LOOK_S = 0.2
@@ -169,7 +169,7 @@ def _threads_of_a_rank(config: EngineConfig) -> int:
 
 
 def _spawn(connection_fd: int, num_threads: int | None) -> subprocess.Popen[bytes]:
-    root = str(Path(__file__).resolve().parents[3])
+    root = str(Path(sys.modules["pagemill"].__path__[0]).parent)
     return subprocess.Popen(
         [sys.executable, "-m", _CHILD, str(connection_fd)],
         env={

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.errors import ConfigError
-from engine.execution.parallel.linear import GatheredHead, RowParallelLinear
-from engine.execution.parallel.rank_group import RankGroup
-from engine.execution.parallel.share import COLUMNS, ShardingPlan
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.execution.parallel.linear import GatheredHead, RowParallelLinear
+from pagemill.engine.execution.parallel.rank_group import RankGroup
+from pagemill.engine.execution.parallel.share import COLUMNS, ShardingPlan
 
 
 def sharded_class(module_class: Any, plan: ShardingPlan, group: RankGroup) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine.errors import ConfigError
+from pagemill.engine.errors import ConfigError
 
 COLUMNS, ROWS = "colwise", "rowwise"
 """transformers' words. Columns: a rank has some of the outputs. Rows: it has some of the inputs, and what the ranks

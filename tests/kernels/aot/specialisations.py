@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernels.tuning import LAUNCHES, MIN_SPLIT_TOKENS, Tile, padded_head_dim
+from pagemill.kernels.tuning import LAUNCHES, MIN_SPLIT_TOKENS, Tile, padded_head_dim
 
 SCALED = ("i8", "fp8e4nv")
 
 
 def row_tile(name: str) -> Tile:
-    """How a kernel of `kernels.tuning.LAUNCHES` is spread; none of them has a loop that Triton could pipeline."""
+    """How a kernel of `tuning.LAUNCHES` is spread; none of them has a loop that Triton could pipeline."""
     return Tile(0, 0, LAUNCHES[name].num_warps, 1)
 
 

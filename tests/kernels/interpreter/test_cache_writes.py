@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import dispatch, reference
-from kernels.layer_cache import FP8, LayerCache, allocate_layer, as_bytes
-from kernels.metadata import AttentionMetadata
-from kernels.scoring import Scoring
+from pagemill.kernels import dispatch, reference
+from pagemill.kernels.layer_cache import FP8, LayerCache, allocate_layer, as_bytes
+from pagemill.kernels.metadata import AttentionMetadata
+from pagemill.kernels.scoring import Scoring
 
 Caches = tuple[torch.Tensor, torch.Tensor]
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import dispatch, reference
-from kernels.attention_tile import INTERPRETED
-from kernels.layer_cache import FP8
-from kernels.paged_attention_decode import paged_attention_decode
-from kernels.paged_attention_prefill import build_work_list, paged_attention_prefill
-from kernels.tuning import Tile
+from pagemill.kernels import dispatch, reference
+from pagemill.kernels.attention_tile import INTERPRETED
+from pagemill.kernels.layer_cache import FP8
+from pagemill.kernels.paged_attention_decode import paged_attention_decode
+from pagemill.kernels.paged_attention_prefill import build_work_list, paged_attention_prefill
+from pagemill.kernels.tuning import Tile
 from tests.kernels.paged_case import TOLERANCE, PagedCase, assert_close, make_case
 
 assert INTERPRETED

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.execution.logits_filters import filter_logits
-from engine.sampling_params import SamplingParams
-from kernels import dispatch, reference
-from kernels.noise import gumbel_noise, noise_keys
-from kernels.sampling_rows import SamplingRows
+from pagemill.engine.execution.logits_filters import filter_logits
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.kernels import dispatch, reference
+from pagemill.kernels.noise import gumbel_noise, noise_keys
+from pagemill.kernels.sampling_rows import SamplingRows
 
 _ROWS = [
     {"temperature": 1.0},

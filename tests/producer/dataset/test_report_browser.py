@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from producer.dataset import report
-from producer.dataset.summary import Summary
+from pagemill.producer.dataset import report
+from pagemill.producer.dataset.summary import Summary
 from tests.worker.browser import DESKTOP, PHONE, Browser, open_browser
 
 HOSTILE = [

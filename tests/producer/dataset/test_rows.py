@@ -11,8 +11,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from producer.dataset import rows as rows_module
-from producer.dataset.rows import DatasetError, MemorySource, Row, open_source
+from pagemill.producer.dataset import rows as rows_module
+from pagemill.producer.dataset.rows import DatasetError, MemorySource, Row, open_source
 
 TABLE = [{"text": "one", "n": 1}, {"text": "zwei ✓", "n": None}, {"text": "", "n": 3}]
 

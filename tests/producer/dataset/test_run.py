@@ -18,20 +18,20 @@ from typing import Any
 
 import pytest
 
-from producer import Producer
-from producer.dataset.journal import Journal
-from producer.dataset.pipeline import Pipeline
-from producer.dataset.rows import DatasetError
-from producer.dataset.work import TooManyErrors
-from producer.wire.protocol import Job
-from producer.wire.transitions import PulledJob
+from pagemill import Producer
+from pagemill.producer.dataset.journal import Journal
+from pagemill.producer.dataset.pipeline import Pipeline
+from pagemill.producer.dataset.rows import DatasetError
+from pagemill.producer.dataset.work import TooManyErrors
+from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.transitions import PulledJob
 from tests.producer.driving import Queue
 from tests.producer.scripted_worker import echo, scripted_worker
 
 RUN = """
 import json, sys
-from producer import Producer
-from producer.dataset.pipeline import Pipeline
+from pagemill import Producer
+from pagemill.producer.dataset.pipeline import Pipeline
 url, queue, source, out = sys.argv[1:]
 with Producer(url, queue=queue) as producer:
     pipeline = Pipeline("{{ text }}", model="m", chat=False)
@@ -167,7 +167,7 @@ def test_a_failed_row_is_tried_again_the_next_time(
 def test_other_output_formats_can_be_taken_up_again(
     producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path, name: str
 ) -> None:
-    from producer.dataset.rows import open_source
+    from pagemill.producer.dataset.rows import open_source
 
     source = write_rows(tmp_path / "in.jsonl", ["a,b", 'quote "x"', "line\nbreak"])
     with counting_worker(valkey_url, queue_name) as ran:
@@ -219,7 +219,7 @@ def test_a_server_that_forgot_everything_costs_only_what_was_under_way(
     """A new server, or one that was flushed: the journal holds what is done, the rest is submitted again."""
     import redis
 
-    monkeypatch.setattr("producer.dataset.work.LOST_AFTER_S", 0.5)
+    monkeypatch.setattr("pagemill.producer.dataset.work.LOST_AFTER_S", 0.5)
     source = write_rows(tmp_path / "in.jsonl", [f"row {i}" for i in range(50)])
     wiped = threading.Event()
     ran: Counter[str] = Counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from producer.dataset.summary import MAX_CONFUSION, Summary
+from pagemill.producer.dataset.summary import MAX_CONFUSION, Summary
 
 
 def kept(text: str) -> dict[str, Any]:

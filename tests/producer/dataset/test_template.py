@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from producer.dataset.recipe import Recipe
-from producer.dataset.rows import DatasetError, Row, RowError
-from producer.dataset.template import PromptTemplate, TemplateFailed
-from producer.wire.protocol import Job
+from pagemill.producer.dataset.recipe import Recipe
+from pagemill.producer.dataset.rows import DatasetError, Row, RowError
+from pagemill.producer.dataset.template import PromptTemplate, TemplateFailed
+from pagemill.producer.wire.protocol import Job
 
 
 def test_columns_and_filters() -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 
-from producer.gateway.api_keys import ApiKey, new_key
-from producer.gateway.config import GatewayConfig
-from producer.gateway.server import bind, build_server
+from pagemill.producer.gateway.api_keys import ApiKey, new_key
+from pagemill.producer.gateway.config import GatewayConfig
+from pagemill.producer.gateway.server import bind, build_server
 from tests.worker.harness import PATIENCE_S, eventually
 
 
@@ -85,8 +85,8 @@ def gateway(url: str, queue: str, **settings: Any) -> Iterator[Served]:
 _RUN = """
 import json, sys
 from pathlib import Path
-from producer.gateway.config import GatewayConfig
-from producer.gateway.server import bind, build_server
+from pagemill.producer.gateway.config import GatewayConfig
+from pagemill.producer.gateway.server import bind, build_server
 settings = json.loads(sys.argv[1])
 config = GatewayConfig(**settings)
 server = build_server(config)

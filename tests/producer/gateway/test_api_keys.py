@@ -14,11 +14,11 @@ import pytest
 from openai import OpenAI
 from typer.testing import CliRunner
 
-from producer import Producer
-from producer.gateway.api_keys import ApiKeys, KeyFileError, read_keys
+from pagemill import Producer
+from pagemill.producer.gateway.api_keys import ApiKeys, KeyFileError, read_keys
+from pagemill.worker.cli import app
 from tests.producer.gateway.serving import Served, gateway, write_keys
 from tests.worker.harness import eventually
-from worker.cli import app
 
 ENTRIES: dict[str, dict[str, Any]] = {
     "shop": {"tenant": "shop", "priority": "high"},
@@ -86,7 +86,7 @@ def test_a_key_decides_whose_job_it_is(
 def _entries(path: Path, keys: dict[str, str]) -> list[Any]:
     write_keys(path, **(ENTRIES | {"shut": {"tenant": "shut"}}))
     found = {key.name: key for key in read_keys(path).values()}
-    from producer.gateway.api_keys import digest
+    from pagemill.producer.gateway.api_keys import digest
 
     return [found[name].model_copy(update={"sha256": digest(keys[name])}) for name in found]
 

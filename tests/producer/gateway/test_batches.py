@@ -15,8 +15,8 @@ import pytest
 from openai import OpenAI
 from openai.types import Batch, Completion
 
-from producer.gateway.files import SHORTEST_TTL_S
-from producer.wire import api_batches, stored_files
+from pagemill.producer.gateway.files import SHORTEST_TTL_S
+from pagemill.producer.wire import api_batches, stored_files
 from tests.producer.driving import Queue, open_queue
 from tests.producer.gateway.serving import Served, gateway, gateway_process, write_keys
 from tests.producer.scripted_worker import scripted_worker

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode, checks
 
-from producer.gateway.openapi import description
+from pagemill.producer.gateway.openapi import description
 from tests.producer.gateway.serving import gateway, write_keys
 from tests.worker.harness import running_worker, worker_config
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from prometheus_client import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
-from monitoring.gateway_metrics import GATEWAY_METRICS
-from monitoring.metrics import PREFIX
-from producer.gateway.metrics import GatewayMetrics
+from pagemill.monitoring.gateway_metrics import GATEWAY_METRICS
+from pagemill.monitoring.metrics import PREFIX
+from pagemill.producer.gateway.metrics import GatewayMetrics
 from tests.monitoring.prometheus_server import promtool
 
 ANY = ()

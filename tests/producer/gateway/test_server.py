@@ -6,8 +6,8 @@ import asyncio
 import socket
 from typing import cast
 
-from producer.gateway.config import GatewayConfig
-from producer.gateway.server import bind
+from pagemill.producer.gateway.config import GatewayConfig
+from pagemill.producer.gateway.server import bind
 
 
 async def test_an_answers_end_does_not_wait_for_an_acknowledgement() -> None:

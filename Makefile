@@ -58,7 +58,7 @@ endif
 	@echo "==> $(VENV) is ready"
 
 demo: $(STAMP)
-	@$(BIN)/python -m pagemill.worker.demo
+	@$(BIN)/python -m pagemill.demo
 
 test: $(STAMP)
 	@$(PREPARE)

@@ -246,7 +246,7 @@ def _running(command: list[str], environment: dict[str, str], log: Path) -> Iter
 def _pagemill(
     arguments: list[str], url: str, log: Path
 ) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
-    code = "from pagemill.worker.cli import main; main()"
+    code = "from pagemill.__main__ import main; main()"
     command = [sys.executable, "-c", code, *arguments, "--redis-url", url, "--queue", QUEUE]
     return _running(command, dict(os.environ), log)
 

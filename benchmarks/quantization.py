@@ -68,7 +68,7 @@ class Score:
 
 
 def read_texts() -> dict[str, str]:
-    reviews = (ROOT / "worker" / "demo_rows.jsonl").read_text().splitlines()
+    reviews = (ROOT / "pagemill" / "demo" / "demo_rows.jsonl").read_text().splitlines()
     return {
         "reference": "\n\n".join(topics[name] for name in sorted(topics)),
         "reviews": "\n".join(json.loads(line)["text"] for line in reviews),

@@ -1,8 +1,31 @@
-"""`python -m pagemill` is `pagemill`."""
+"""The command `pagemill`; also `python -m pagemill`.
+
+Imports without torch: the model's libraries load when a worker starts, so that `pagemill status` is quick and
+works where only the light producer is installed.
+"""
 
 from __future__ import annotations
 
-from pagemill.worker.cli import main
+from pagemill.cli import (  # noqa: F401 - they register their commands
+    batch,
+    celery,
+    dead,
+    doctor,
+    exporter,
+    gateway,
+    inspect,
+    queue,
+    run,
+    top,
+    worker,
+)
+from pagemill.cli.app import app
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="pagemill")
+
 
 if __name__ == "__main__":
     main()

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pagemill.worker.cli import app
+from pagemill.__main__ import app
 
 ROOT = Path(__file__).resolve().parents[1]
-START = "import sys; sys.argv[0] = 'pagemill'; from pagemill.worker.cli import main; main()"
+START = "import sys; sys.argv[0] = 'pagemill'; from pagemill.__main__ import main; main()"
 
 
 def pagemill(**variables: str) -> str:

@@ -12,10 +12,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from pagemill.producer.cli_gateway import DEFAULT_PORT
+from pagemill.__main__ import app
+from pagemill.cli.gateway import DEFAULT_PORT
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.gateway import CLOSE_S
-from pagemill.worker.cli import app
 from tests.monitoring.prometheus_server import promtool
 
 ROOT = Path(__file__).resolve().parents[1]

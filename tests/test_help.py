@@ -10,8 +10,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from pagemill.producer.cli import app
-from pagemill.worker import cli as _all_commands  # noqa: F401 - registers them
+from pagemill.__main__ import app
 
 
 def commands(command: Any = None, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:

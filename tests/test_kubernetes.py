@@ -18,8 +18,8 @@ import redis
 import typer
 import yaml
 
+from pagemill.__main__ import app
 from pagemill.monitoring.catalogue import CATALOGUE
-from pagemill.worker.cli import app
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.process import CLOSE_S
 from pagemill.worker.queue_exporter import QueueExporter, QueueSet

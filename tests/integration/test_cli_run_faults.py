@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from pagemill.producer import cli_run
-from pagemill.producer.local_worker import WorkerFailed
-from pagemill.worker.cli import app
+from pagemill.__main__ import app
+from pagemill.cli import run as cli_run
+from pagemill.cli.local_worker import WorkerFailed
 from tests.integration.test_cli_run import environment
 from tests.worker.harness import PATIENCE_S, running_worker, worker_config
 

@@ -174,8 +174,7 @@ def test_a_light_install_says_what_a_worker_needs(state_dir: Path) -> None:
     """Only the producer's libraries are there: every other one is hidden from the import system."""
     hidden = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'prometheus_client', 'numba']));"
     program = (
-        hidden
-        + "sys.argv[1:] = ['worker', '--model', 'smollm2']; from pagemill.worker.cli import main; main()"
+        hidden + "sys.argv[1:] = ['worker', '--model', 'smollm2']; from pagemill.__main__ import main; main()"
     )
     refused = subprocess.run(
         [sys.executable, "-c", program], env=settings(PAGEMILL_STATE_DIR=str(state_dir)),

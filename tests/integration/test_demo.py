@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pagemill.worker.demo_metrics import parse_metrics
-from pagemill.worker.demo_rows import LABELS, ROWS_FILE, job_fields, load_rows
+from pagemill.demo.demo_rows import LABELS, ROWS_FILE, job_fields, load_rows
+from pagemill.demo.metrics import parse_metrics
 
 LIMIT_S = 560.0
 
@@ -21,7 +21,7 @@ LIMIT_S = 560.0
 def start(*arguments: str) -> subprocess.Popen[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-m", "pagemill.worker.demo", *arguments], env=environment, start_new_session=True,
+        [sys.executable, "-m", "pagemill.demo", *arguments], env=environment, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 

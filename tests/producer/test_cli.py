@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from typer.testing import CliRunner, Result
 
-from pagemill.producer.cli import app
+from pagemill.cli.app import app
 from pagemill.producer.wire import registry
 from pagemill.producer.wire.discovery import STATE_DIR_VARIABLE, URL_VARIABLE
 from pagemill.producer.wire.registry import WorkerInfo
@@ -231,5 +231,5 @@ def test_workers_lists_who_is_alive(pagemill: Pagemill, queue: Queue) -> None:
 
 
 def test_the_commands_import_no_torch() -> None:
-    probe = "import sys, pagemill.worker.cli; sys.exit(any(m in sys.modules for m in ('torch', 'triton')))"
+    probe = "import sys, pagemill.__main__; sys.exit(any(m in sys.modules for m in ('torch', 'triton')))"
     subprocess.run([sys.executable, "-c", probe], check=True, timeout=120)

@@ -7,8 +7,8 @@ import json
 import pytest
 from typer.testing import CliRunner, Result
 
-from pagemill.producer import cli_inspect
-from pagemill.producer.cli import app
+from pagemill.cli import inspect as cli_inspect
+from pagemill.cli.app import app
 from pagemill.producer.wire.discovery import URL_VARIABLE
 from tests.producer.driving import Queue
 

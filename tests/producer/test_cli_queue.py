@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from pagemill.producer.cli_queue import queue_app
+from pagemill.cli.queue import queue_app
 from tests.producer.driving import Queue
 
 

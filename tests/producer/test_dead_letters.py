@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pagemill import AsyncProducer, JobDead, JobNotFound, Producer
-from pagemill.producer.cli_dead import app
+from pagemill.cli.dead import app
 from pagemill.producer.wire import dead_letters, keys, transitions
 from pagemill.producer.wire.outputs import ErrorInfo
 from pagemill.producer.wire.protocol import Job

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from pagemill.producer import cli_doctor
-from pagemill.producer.cli import app
+from pagemill.cli import doctor as cli_doctor
+from pagemill.cli.app import app
 from pagemill.producer.doctor import machine_checks, server_checks
 from pagemill.producer.doctor.finding import Finding
 from pagemill.producer.wire import registry

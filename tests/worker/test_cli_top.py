@@ -14,10 +14,9 @@ import time
 
 from typer.testing import CliRunner, Result
 
-from pagemill.producer.cli import app
+from pagemill.__main__ import app
 from pagemill.producer.wire import registry
 from pagemill.producer.wire.registry import WorkerInfo
-from pagemill.worker import cli as _all_commands  # noqa: F401 - registers them
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
 NOBODY = "redis://127.0.0.1:1/0"

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from pagemill.worker.cli import app
+from pagemill.__main__ import app
 from pagemill.worker.config import WorkerConfig
 
 

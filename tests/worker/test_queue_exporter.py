@@ -145,7 +145,7 @@ def test_the_command_runs_without_torch_and_ends_at_sigterm(client: QueueClient,
     client.submit({"prompt": "a"})
     program = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "from pagemill.worker.cli import main\nmain()"
+        "from pagemill.__main__ import main\nmain()"
     )
     command = [sys.executable, "-c", program, "exporter", "--queue", client.queue, "--redis-url", valkey_url]
     process = subprocess.Popen([*command, "--http-port", "0"], stderr=subprocess.PIPE, text=True)

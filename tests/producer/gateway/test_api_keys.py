@@ -15,8 +15,8 @@ from openai import OpenAI
 from typer.testing import CliRunner
 
 from pagemill import Producer
+from pagemill.__main__ import app
 from pagemill.producer.gateway.api_keys import ApiKeys, KeyFileError, read_keys
-from pagemill.worker.cli import app
 from tests.producer.gateway.serving import Served, gateway, write_keys
 from tests.worker.harness import eventually
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagemill.producer import cli_options as options
-from pagemill.producer.cli import Queue, RedisUrl, app, say
-from pagemill.producer.local_worker import LocalWorker, has_server, served_name, serving_workers
+from pagemill.cli import options
+from pagemill.cli.app import Queue, RedisUrl, app, say
+from pagemill.cli.local_worker import LocalWorker, has_server, served_name, serving_workers
 from pagemill.producer.wire.discovery import find_redis
 
 if TYPE_CHECKING:

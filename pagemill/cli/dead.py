@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from pagemill.producer import cli_views as views
-from pagemill.producer.cli import EXIT_NOT_SUCCEEDED, AsJson, JobId, Queue, RedisUrl, app, say
+from pagemill.cli import views
+from pagemill.cli.app import EXIT_NOT_SUCCEEDED, AsJson, JobId, Queue, RedisUrl, app, say
 from pagemill.producer.client import Producer
 from pagemill.producer.dead_flows import Replay, submitted_fields
 from pagemill.producer.preparing import check_id

@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from pagemill.cli.local_worker import LocalWorker
+from pagemill.demo.demo_rows import LABELS, MODEL, Row, job_fields, load_rows
+from pagemill.demo.metrics import MetricsSampler, Usage
 from pagemill.producer import Producer
-from pagemill.producer.local_worker import LocalWorker
 from pagemill.producer.wire.errors import PagemillError
-from pagemill.worker.demo_metrics import MetricsSampler, Usage
-from pagemill.worker.demo_rows import LABELS, MODEL, Row, job_fields, load_rows
 
 QUEUE = "demo"
 KV_BLOCKS = 512
@@ -143,7 +143,7 @@ def run(state_dir: Path, num_rows: int | None, keep: bool, console: Console) -> 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m pagemill.worker.demo", description="Label rows of product reviews."
+        prog="python -m pagemill.demo.run", description="Label rows of product reviews."
     )
     parser.add_argument("--rows", type=int, help="label only the first ROWS")
     parser.add_argument(
@@ -193,7 +193,3 @@ def _stay(worker: LocalWorker, url: str, console: Console) -> None:
 
 def _temporary_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="pagemill-demo-")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

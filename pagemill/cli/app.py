@@ -20,11 +20,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from pagemill.producer import cli_options as options
-from pagemill.producer import cli_views as views
+from pagemill.cli import options, views
+from pagemill.cli.local_worker import LOADING_PATIENCE_S
 from pagemill.producer.client import Producer
 from pagemill.producer.handles import JobHandle
-from pagemill.producer.local_worker import LOADING_PATIENCE_S
 from pagemill.producer.wire import registry
 from pagemill.producer.wire.connecting import ServerAddress, has_password, open_client, redacted
 from pagemill.producer.wire.discovery import PASSWORD_VARIABLE, URL_VARIABLE, find_redis

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from pagemill.producer import cli_views as views
-from pagemill.producer.cli import AsJson, Queue, RedisUrl, ask, queue_app, say
+from pagemill.cli import views
+from pagemill.cli.app import AsJson, Queue, RedisUrl, ask, queue_app, say
 from pagemill.producer.wire import limits
 from pagemill.producer.wire.limits import QueueLimits
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pagemill.producer.cli import AsJson, JobId, Queue, RedisUrl, app, ask, say
+from pagemill.cli.app import AsJson, JobId, Queue, RedisUrl, app, ask, say
 from pagemill.producer.preparing import check_id
 from pagemill.producer.wire import registry
 from pagemill.producer.wire.errors import JobNotFound

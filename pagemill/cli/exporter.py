@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pagemill.producer.cli import EXIT_USAGE, RedisUrl, app, say
+from pagemill.cli.app import EXIT_USAGE, RedisUrl, app, say
 from pagemill.producer.wire import keys
 from pagemill.producer.wire.connecting import redacted
 from pagemill.producer.wire.discovery import find_redis

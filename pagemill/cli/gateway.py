@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from pagemill.producer.cli import EXIT_REDIS, EXIT_USAGE, AsJson, Queue, RedisUrl, app, say
+from pagemill.cli.app import EXIT_REDIS, EXIT_USAGE, AsJson, Queue, RedisUrl, app, say
 from pagemill.producer.wire.connecting import redacted
 from pagemill.producer.wire.discovery import find_redis
 

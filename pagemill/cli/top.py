@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from pagemill.cli.app import EXIT_REDIS, AsJson, Queue, RedisUrl, app, say
 from pagemill.monitoring.queue_figures import QueueFigures
 from pagemill.monitoring.top import screen
-from pagemill.producer.cli import EXIT_REDIS, AsJson, Queue, RedisUrl, app, say
 from pagemill.producer.wire.discovery import find_redis
 from pagemill.producer.wire.errors import RedisUnavailable
 from pagemill.worker.top_source import TopSource

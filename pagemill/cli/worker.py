@@ -1,8 +1,4 @@
-"""`pagemill`: the producer's commands, and `pagemill worker`.
-
-Imports without torch: the model's libraries load when a worker starts, so that `pagemill status` is quick and
-works where only the light producer is installed.
-"""
+"""`pagemill worker`."""
 
 from __future__ import annotations
 
@@ -12,19 +8,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from pydantic import ValidationError
 
+from pagemill.cli.app import EXIT_USAGE, app, check_url, say
 from pagemill.engine.errors import ConfigError
-from pagemill.producer import (  # noqa: F401 - they register their commands
-    cli_batch,
-    cli_celery,
-    cli_dead,
-    cli_doctor,
-    cli_gateway,
-    cli_inspect,
-    cli_queue,
-    cli_run,
-)
-from pagemill.producer.cli import EXIT_USAGE, app, check_url, say
-from pagemill.worker import cli_exporter, cli_top  # noqa: F401 - they register their commands
 from pagemill.worker.config import ENV_PREFIX, SECRETS, WorkerConfig
 
 
@@ -85,11 +70,6 @@ def worker(
     if not flags["model"]:
         _refuse("no model; for the packaged one: pagemill worker --model smollm2")
     raise typer.Exit(_run(_load(flags)))
-
-
-def main() -> None:
-    """The console script."""
-    app(prog_name="pagemill")
 
 
 def _load(flags: dict[str, Any]) -> WorkerConfig:

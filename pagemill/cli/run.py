@@ -18,9 +18,28 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pagemill.producer import cli
-from pagemill.producer import cli_options as options
-from pagemill.producer.cli import AsJson, Queue, RedisUrl, app, say
+from pagemill.cli import options
+from pagemill.cli.app import (
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    AsJson,
+    Queue,
+    RedisUrl,
+    app,
+    default_model,
+    describe,
+    exit_code,
+    extra_fields,
+    say,
+)
+from pagemill.cli.local_worker import (
+    LocalWorker,
+    WorkerFailed,
+    has_server,
+    live_workers,
+    served_name,
+    serving_workers,
+)
 from pagemill.producer.client import Producer
 from pagemill.producer.dataset import report
 from pagemill.producer.dataset.bar import RunBar
@@ -31,14 +50,6 @@ from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.tokens import TokenCounter
 from pagemill.producer.dataset.work import WINDOW, TooManyErrors
 from pagemill.producer.dataset.writers import OUTPUT
-from pagemill.producer.local_worker import (
-    LocalWorker,
-    WorkerFailed,
-    has_server,
-    live_workers,
-    served_name,
-    serving_workers,
-)
 from pagemill.producer.wire.discovery import find_redis
 from pagemill.producer.wire.errors import PagemillError
 from pagemill.producer.wire.protocol import Job
@@ -114,7 +125,7 @@ def run(
             return
         with contextlib.ExitStack() as stack:
             url, metrics_url = server(stack, redis_url, queue, model, worker_option or [], quiet)
-            name = served_name(model) if model else cli.default_model(url, queue)
+            name = served_name(model) if model else default_model(url, queue)
             dataset.recipe = replace(dataset.recipe, model=name)
             producer = stack.enter_context(Producer(url, queue=queue))
             if cancel or detach:
@@ -167,7 +178,7 @@ def _job_fields(
         fields["structured_outputs"] = given
     options = {"max_tokens": max_tokens, "seed": seed, "stop": stop or None}
     fields |= {name: value for name, value in options.items() if value is not None}
-    return fields | cli.extra_fields(extra or [])
+    return fields | extra_fields(extra or [])
 
 
 def _schema_text(given: str) -> str:
@@ -204,17 +215,17 @@ def reported(out: Path) -> Any:
         raise typer.Exit(EXIT_INCOMPLETE) from None
     except DatasetError as error:
         say(str(error))
-        raise typer.Exit(cli.EXIT_USAGE) from None
+        raise typer.Exit(EXIT_USAGE) from None
     except TooManyErrors as error:
         say(f"{error}\n{again}")
         raise typer.Exit(EXIT_INCOMPLETE) from None
     except PagemillError as error:
         partial = out.with_name(out.name + ".partial")
-        say(cli.describe(error) + (f"\n{again}" if partial.exists() else ""))
-        raise typer.Exit(cli.exit_code(error)) from None
+        say(describe(error) + (f"\n{again}" if partial.exists() else ""))
+        raise typer.Exit(exit_code(error)) from None
     except KeyboardInterrupt:
         say(f"\nstopped; jobs that were submitted go on where a worker runs (--cancel ends them)\n{again}")
-        raise typer.Exit(cli.EXIT_INTERRUPTED) from None
+        raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 def server(

@@ -11,12 +11,11 @@ from typing import Annotated
 
 import typer
 
-from pagemill.producer import cli_options as options
-from pagemill.producer import cli_run
-from pagemill.producer.cli import AsJson, Queue, RedisUrl, app, default_model, say
+from pagemill.cli import options, run
+from pagemill.cli.app import AsJson, Queue, RedisUrl, app, default_model, say
+from pagemill.cli.local_worker import served_name
 from pagemill.producer.client import Producer
 from pagemill.producer.dataset.bar import RunBar
-from pagemill.producer.local_worker import served_name
 from pagemill.producer.openai_batch import BatchFile
 
 batch_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="OpenAI Batch files.")
@@ -47,13 +46,13 @@ def batch_run(
 ) -> None:
     """Run a batch file; run the same command again after any interruption."""
     target = out or source.with_name(f"{source.stem}.output.jsonl")
-    with cli_run.reported(target), contextlib.ExitStack() as stack:
+    with run.reported(target), contextlib.ExitStack() as stack:
         batch = BatchFile(source, target, served_name(model) if model else None)
         count = batch.check()
         if within is not None:
             batch.deadline = time.time() + 3600 * within
         wanted = model or next(iter(sorted(batch.models())), None)
-        url, metrics_url = cli_run.server(stack, redis_url, queue, wanted, worker_option or [], quiet)
+        url, metrics_url = run.server(stack, redis_url, queue, wanted, worker_option or [], quiet)
         if wanted is None:
             batch.model = default_model(url, queue)
         producer = stack.enter_context(Producer(url, queue=queue))
@@ -70,4 +69,4 @@ def batch_run(
     if summary.failed:
         codes = ", ".join(f"{code} {n:,}" for code, n in sorted(summary.codes.items()))
         say(f"{summary.failed:,} failed ({codes}): {batch.errors_path}")
-        raise typer.Exit(cli_run.EXIT_FAILED_ROWS)
+        raise typer.Exit(run.EXIT_FAILED_ROWS)

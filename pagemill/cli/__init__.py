@@ -1,0 +1,1 @@
+"""The commands of `pagemill`, one module each; they register themselves with `app`."""

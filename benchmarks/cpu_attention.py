@@ -17,10 +17,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from pagemill.kernels import cpu, cpu_fused, reference
-from pagemill.kernels.layer_cache import LayerCache
-from pagemill.kernels.metadata import AttentionMetadata
-from pagemill.kernels.scoring import Scoring
+from pagemill.kernels import reference
+from pagemill.kernels.cpu import fused_rows
+from pagemill.kernels.cpu import operators as cpu
+from pagemill.kernels.types.layer_cache import LayerCache
+from pagemill.kernels.types.metadata import AttentionMetadata
+from pagemill.kernels.types.scoring import Scoring
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 9, 3, 64, 16, 30
 HIDDEN, INTERMEDIATE = 576, 1536
@@ -151,15 +153,15 @@ def fused_table() -> None:
         gate, up = gate_up.chunk(2, dim=1)
         pairs = {
             "add_rms_norm": (
-                lambda x=x: cpu_fused.add_rms_norm(x, x, weight, 1e-5),
+                lambda x=x: fused_rows.add_rms_norm(x, x, weight, 1e-5),
                 lambda x=x: torch_norm(x + x),
             ),
             "silu_and_mul": (
-                lambda gate_up=gate_up: cpu_fused.silu_and_mul(gate_up),
+                lambda gate_up=gate_up: fused_rows.silu_and_mul(gate_up),
                 lambda gate=gate, up=up: F.silu(gate) * up,
             ),
             "rotary_embedding": (
-                lambda a=(q, k, cos, sin): cpu_fused.rotary_embedding(*a),
+                lambda a=(q, k, cos, sin): fused_rows.rotary_embedding(*a),
                 lambda q=q, k=k, a=(cos, sin): (torch_rotary(q, *a), torch_rotary(k, *a)),
             ),
             "reshape_and_cache": (

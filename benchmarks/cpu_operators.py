@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from pagemill.kernels import cpu_int8_matmul, cpu_matmul, cpu_weight_packing, noise, selection
+from pagemill.kernels import noise, selection
+from pagemill.kernels.cpu.matmul import fp32, int8, weight_packing
 
 RESULTS = Path(__file__).parent / "results"
 PRODUCTS = {"qkv": (576, 960), "o": (576, 576), "gate, up": (576, 3072), "down": (1536, 576)}
@@ -51,12 +52,12 @@ def measure_products(rounds: int) -> list[dict[str, Any]]:
     shapes = {**PRODUCTS, HEAD: (HIDDEN, VOCABULARY)}
     for name, (in_features, out_features) in shapes.items():
         weights = [torch.randn(out_features, in_features) for _ in range(1 if name == HEAD else NUM_LAYERS)]
-        bias = torch.zeros(-(-out_features // cpu_matmul.PANEL) * cpu_matmul.PANEL)
+        bias = torch.zeros(-(-out_features // fp32.PANEL) * fp32.PANEL)
         packed = [
             (multiply, [pack(weight) for weight in weights])
             for multiply, pack in (
-                (cpu_matmul.multiply, cpu_weight_packing.pack),
-                (partial(_multiply_int8, out_features=out_features), cpu_int8_matmul.pack),
+                (fp32.multiply, weight_packing.pack),
+                (partial(_multiply_int8, out_features=out_features), int8.pack),
             )
         ]
         del weights
@@ -83,7 +84,7 @@ def _multiply_all(
 def _multiply_int8(
     x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor, *, out_features: int
 ) -> torch.Tensor:
-    return cpu_int8_matmul.multiply(x, packed, bias, out_features)
+    return int8.multiply(x, packed, bias, out_features)
 
 
 def measure_draws(rounds: int) -> list[dict[str, Any]]:
@@ -97,7 +98,7 @@ def measure_draws(rounds: int) -> list[dict[str, Any]]:
     cases: dict[str, dict[str, Callable[[], object]]] = {
         "draw with noise": {
             "plain": lambda: noise.argmax_of_sums(logits, keys),
-            "compiled": lambda: noise.argmax_with_noise(logits, keys),
+            "compiled": lambda: selection.argmax_with_noise(logits, keys),
         },
         "cut of top-k 50": {
             "plain": lambda: selection.kth_of_best(logits, counts),

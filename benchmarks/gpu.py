@@ -33,7 +33,7 @@ from benchmarks import gpu_attention, gpu_correctness, gpu_engine, gpu_rows
 from benchmarks.gpu_attention import Measure, Shape
 from benchmarks.gpu_process import DeviceProcess
 from benchmarks.gpu_timing import host_seconds, median_seconds
-from pagemill.kernels.tuning import Tile
+from pagemill.kernels.gpu.tuning import Tile
 
 Row = dict[str, Any]
 

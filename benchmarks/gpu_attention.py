@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from triton.runtime.errors import OutOfResources
 
 from pagemill.kernels import dispatch, reference
-from pagemill.kernels.layer_cache import FP8, LayerCache
-from pagemill.kernels.metadata import AttentionMetadata
-from pagemill.kernels.paged_attention_decode import paged_attention_decode
-from pagemill.kernels.paged_attention_prefill import paged_attention_prefill
-from pagemill.kernels.scoring import Scoring
-from pagemill.kernels.tuning import Tile, compute_capability, decode_tile, prefill_tile
+from pagemill.kernels.gpu.attention_decode import paged_attention_decode
+from pagemill.kernels.gpu.attention_prefill import paged_attention_prefill
+from pagemill.kernels.gpu.tuning import Tile, compute_capability, decode_tile, prefill_tile
+from pagemill.kernels.types.layer_cache import FP8, LayerCache
+from pagemill.kernels.types.metadata import AttentionMetadata
+from pagemill.kernels.types.scoring import Scoring
 from tests.kernels.paged_case import TOLERANCE, assert_close, make_case
 
 Row = dict[str, Any]

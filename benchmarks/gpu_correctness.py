@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks import gpu_attention, gpu_rows
-from pagemill.kernels.tuning import Tile
+from pagemill.kernels.gpu.tuning import Tile
 
 Row = dict[str, Any]
 

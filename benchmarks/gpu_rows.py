@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.gpu_attention import Measure, Row, Shape
 from pagemill.kernels import dispatch, reference
-from pagemill.kernels.layer_cache import FP8, LayerCache, allocate_layer, as_bytes
-from pagemill.kernels.rotation import Rotation
-from pagemill.kernels.sampling_rows import SamplingRows
+from pagemill.kernels.types.layer_cache import FP8, LayerCache, allocate_layer, as_bytes
+from pagemill.kernels.types.rotation import Rotation
+from pagemill.kernels.types.sampling_rows import SamplingRows
 
 # Largest ||out - truth|| / ||truth||: a few roundings of each dtype.
 _RELATIVE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -1,7 +1,7 @@
 """The operators that the engine calls. Each picks its face by the device of its tensors.
 
-CUDA tensors go to the Triton kernels, CPU tensors to `pagemill.kernels.cpu`, or to the plain torch reference where the
-CPU face's JIT library is not installed. Faces load on first use: a machine without triton never imports it.
+CUDA tensors go to the Triton kernels, CPU tensors to `pagemill.kernels.cpu.operators`, or to the
+plain torch reference where the CPU face's JIT library is not installed. Faces load on first use: a machine without triton never imports it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from pagemill.kernels.layer_cache import LayerCache, as_bytes
-from pagemill.kernels.metadata import AttentionMetadata
-from pagemill.kernels.rotation import Rotation
-from pagemill.kernels.sampling_rows import SamplingRows
-from pagemill.kernels.scoring import Scoring
+from pagemill.kernels.types.layer_cache import LayerCache, as_bytes
+from pagemill.kernels.types.metadata import AttentionMetadata
+from pagemill.kernels.types.rotation import Rotation
+from pagemill.kernels.types.sampling_rows import SamplingRows
+from pagemill.kernels.types.scoring import Scoring
 
 FaceName = Literal["triton", "cpu", "reference"]
 
@@ -113,19 +113,19 @@ def _load(face: FaceName) -> _Face:
         reference.sample_tokens,
     )
     if face == "triton":
-        from pagemill.kernels.copy_blocks import copy_blocks
-        from pagemill.kernels.paged_attention import paged_attention
-        from pagemill.kernels.reshape_and_cache import reshape_and_cache
-        from pagemill.kernels.rms_norm import add_rms_norm, rms_norm
-        from pagemill.kernels.rotary_cache import rotary_and_cache
-        from pagemill.kernels.sampling import sample_tokens
-        from pagemill.kernels.silu_and_mul import silu_and_mul
+        from pagemill.kernels.gpu.attention import paged_attention
+        from pagemill.kernels.gpu.cache import reshape_and_cache
+        from pagemill.kernels.gpu.copy_blocks import copy_blocks
+        from pagemill.kernels.gpu.norm import add_rms_norm, rms_norm
+        from pagemill.kernels.gpu.rotary_cache import rotary_and_cache
+        from pagemill.kernels.gpu.sampling import sample_tokens
+        from pagemill.kernels.gpu.silu import silu_and_mul
 
         fused = (rms_norm, add_rms_norm, silu_and_mul, rotary_and_cache, sample_tokens)
         return _Face(reshape_and_cache, paged_attention, copy_blocks, *fused)
     if face == "cpu":
-        # Whoever builds for the CPU fuses more than these operators do: see `pagemill.kernels.cpu_fused`.
-        from pagemill.kernels import cpu
+        # Whoever builds for the CPU fuses more than these operators do: see `pagemill.kernels.cpu.fused_rows`.
+        from pagemill.kernels.cpu import operators as cpu
 
         return _Face(cpu.reshape_and_cache, cpu.paged_attention, cpu.copy_blocks, *fused)
     return _Face(reference.reshape_and_cache, reference.paged_attention, reference.copy_blocks, *fused)

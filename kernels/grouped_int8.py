@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from pagemill.kernels.layer_cache import SMALLEST_PEAK
+from pagemill.kernels.types.layer_cache import SMALLEST_PEAK
 
 GROUP = 32  # columns that share a scale
 LIMIT = 127.0

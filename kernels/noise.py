@@ -7,8 +7,6 @@ device or the number of attempts. Gumbel noise added to logits makes argmax a dr
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
 # Finaliser constants of MurmurHash3 (public domain), as signed 32-bit integers: torch's int32 wraps.
@@ -62,24 +60,10 @@ def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
-def argmax_with_noise(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The token with the highest sum of logit and noise in each row, the lowest id of several; [num_rows] int64.
-
-    Args:
-        logits: [num_rows, vocab_size], the largest of each row 0. A row with NaN gets any token.
-        keys: [num_rows] int32, from `noise_keys`.
-    """
-    if has_compiled_face(logits):
-        from pagemill.kernels import cpu_noise
-
-        return cpu_noise.argmax_with_noise(logits, keys)
-    return argmax_of_sums(logits, keys)
-
-
 def argmax_of_sums(
     logits: torch.Tensor, keys: torch.Tensor, token_ids: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`argmax_with_noise` as it is defined: noise for every token.
+    """`selection.argmax_with_noise` as it is defined: noise for every token.
 
     With `token_ids` [num_columns], ascending, the columns are those tokens' instead of the whole vocabulary's, and
     columns are what is returned.
@@ -87,9 +71,3 @@ def argmax_of_sums(
     if token_ids is None:
         token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
     return (logits + gumbel_noise(keys, token_ids)).argmax(dim=-1)
-
-
-def has_compiled_face(logits: torch.Tensor) -> bool:
-    """Whether a compiled operator takes these logits."""
-    is_fast = logits.device.type == "cpu" and logits.dtype is torch.float32 and logits.stride(1) == 1
-    return is_fast and importlib.util.find_spec("numba") is not None

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from pagemill.kernels.layer_cache import SMALLEST_PEAK, LayerCache, as_bytes, largest_number
-from pagemill.kernels.metadata import AttentionMetadata
 from pagemill.kernels.noise import gumbel_noise, noise_keys
-from pagemill.kernels.rotation import Rotation
-from pagemill.kernels.sampling_rows import SamplingRows
-from pagemill.kernels.scoring import Scoring
+from pagemill.kernels.types.layer_cache import SMALLEST_PEAK, LayerCache, as_bytes, largest_number
+from pagemill.kernels.types.metadata import AttentionMetadata
+from pagemill.kernels.types.rotation import Rotation
+from pagemill.kernels.types.sampling_rows import SamplingRows
+from pagemill.kernels.types.scoring import Scoring
 
 
 def reshape_and_cache(

@@ -1,15 +1,17 @@
-"""The best of a row of logits, and where to cut it: the k-th largest, and the least likely token of the smallest set
-with some mass.
+"""The best of a row of logits, with and without noise, and where to cut it: the k-th largest, and the least likely
+token of the smallest set with some mass.
 
-The plain torch twins sort, or look for so many of the best; `pagemill.kernels.cpu_selection` and
-`pagemill.kernels.cpu_argmax` find the same numbers without.
+The plain torch twins sort, or look for so many of the best; the modules of
+`pagemill.kernels.cpu.sampling` find the same numbers without.
 """
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 
-from pagemill.kernels.noise import has_compiled_face
+from pagemill.kernels.noise import argmax_of_sums
 
 _HEADS = (256, 4096)
 """Top-p looks at so many of the best tokens before it sorts the whole vocabulary."""
@@ -21,7 +23,7 @@ def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Of equal ones the first, also of 0.0 and -0.0; of a row with NaN the first NaN.
     """
     if has_compiled_face(logits):
-        from pagemill.kernels import cpu_argmax
+        from pagemill.kernels.cpu.sampling import argmax as cpu_argmax
 
         return cpu_argmax.largest(logits)
     peaks, places = logits.max(dim=-1)
@@ -39,7 +41,7 @@ def kth_largest(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         [num_rows, 1]; of a row with NaN anything.
     """
     if has_compiled_face(logits):
-        from pagemill.kernels import cpu_selection
+        from pagemill.kernels.cpu.sampling import selection as cpu_selection
 
         return cpu_selection.kth_largest(logits, counts)
     return kth_of_best(logits, counts)
@@ -64,7 +66,7 @@ def top_p_thresholds(logits: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     """
     probabilities = logits.softmax(dim=-1)
     if has_compiled_face(logits):
-        from pagemill.kernels import cpu_selection
+        from pagemill.kernels.cpu.sampling import selection as cpu_selection
 
         return cpu_selection.top_p_thresholds(logits, probabilities, mass)
     return top_p_of_best(logits, probabilities, mass)
@@ -90,3 +92,23 @@ def top_p_of_best(logits: torch.Tensor, probabilities: torch.Tensor, mass: torch
             if not len(rows):
                 break
     return thresholds
+
+
+def argmax_with_noise(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The token with the highest sum of logit and noise in each row, the lowest id of several; [num_rows] int64.
+
+    Args:
+        logits: [num_rows, vocab_size], the largest of each row 0. A row with NaN gets any token.
+        keys: [num_rows] int32, from `noise_keys`.
+    """
+    if has_compiled_face(logits):
+        from pagemill.kernels.cpu.sampling import noise as cpu_noise
+
+        return cpu_noise.argmax_with_noise(logits, keys)
+    return argmax_of_sums(logits, keys)
+
+
+def has_compiled_face(logits: torch.Tensor) -> bool:
+    """Whether a compiled operator takes these logits."""
+    is_fast = logits.device.type == "cpu" and logits.dtype is torch.float32 and logits.stride(1) == 1
+    return is_fast and importlib.util.find_spec("numba") is not None

@@ -18,7 +18,7 @@ from pagemill.engine.sampling_params import SamplingParams
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="    %(message)s")
     if uses_cpu_kernels(torch.device("cpu"), torch.float32):
-        from pagemill.kernels import cpu
+        from pagemill.kernels.cpu import operators as cpu
 
         cpu.warm_up_layers(2, 1, 16, 16)
     llm = LLM(model=str(packaged_model_directory()), device="cpu", kv_cache_memory_bytes=64 << 20)

@@ -16,9 +16,9 @@ import torch
 
 from pagemill.engine.execution.model_library import ALL_ATTENTION_FUNCTIONS
 from pagemill.kernels import dispatch
-from pagemill.kernels.layer_cache import LayerCache
-from pagemill.kernels.metadata import AttentionMetadata
-from pagemill.kernels.scoring import Scoring
+from pagemill.kernels.types.layer_cache import LayerCache
+from pagemill.kernels.types.metadata import AttentionMetadata
+from pagemill.kernels.types.scoring import Scoring
 
 PAGED_ATTENTION = "pagemill_paged"
 

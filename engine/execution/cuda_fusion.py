@@ -24,7 +24,7 @@ from pagemill.engine.execution.fusion import (
 )
 from pagemill.engine.execution.packed_linear import LinearOptions
 from pagemill.kernels import dispatch
-from pagemill.kernels.rotation import Rotation
+from pagemill.kernels.types.rotation import Rotation
 
 
 def fuse_for_cuda(model: nn.Module, linear: LinearOptions) -> None:

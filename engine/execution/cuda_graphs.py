@@ -16,7 +16,7 @@ import torch
 
 from pagemill.engine.execution.input_batch import NULL_BLOCK, StepInputs, bucket_size
 from pagemill.engine.plan import StepPlan
-from pagemill.kernels.metadata import AttentionMetadata
+from pagemill.kernels.types.metadata import AttentionMetadata
 
 logger = logging.getLogger(__name__)
 

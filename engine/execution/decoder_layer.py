@@ -12,8 +12,8 @@ from pagemill.engine.execution.packed_linear import PackedLinear
 from pagemill.engine.execution.quantization import Int8Linear, PackedInt8Product
 
 if TYPE_CHECKING:
-    from pagemill.kernels.compile_ahead import Part
-    from pagemill.kernels.cpu_layer import DecoderLayer, LayerWeights, Product, StepBuffers
+    from pagemill.kernels.cpu.layer.compile_ahead import Part
+    from pagemill.kernels.cpu.layer.layer import DecoderLayer, LayerWeights, Product, StepBuffers
 
 # hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden)).
 PRE_NORM_LAYERS = (
@@ -36,7 +36,7 @@ class FusedDecoderLayer(nn.Module):
 
     def __init__(self, source: Any, buffers: StepBuffers) -> None:
         super().__init__()
-        from pagemill.kernels.cpu_layer import DecoderLayer
+        from pagemill.kernels.cpu.layer.layer import DecoderLayer
 
         self.source = source
         self._attention = source.self_attn
@@ -70,8 +70,8 @@ class FusedDecoderLayer(nn.Module):
 
     def parts(self, cache_dtype: torch.dtype) -> list[Part]:
         """The kernels that it runs over a cache of this dtype."""
-        from pagemill.kernels.compile_ahead import Part
-        from pagemill.kernels.cpu_layer import PARTS
+        from pagemill.kernels.cpu.layer.compile_ahead import Part
+        from pagemill.kernels.cpu.layer.layer import PARTS
 
         return [Part(name, self.compiled.weights.qkv.is_int8, cache_dtype) for name in PARTS]
 
@@ -96,8 +96,8 @@ def can_be_compiled(layer: Any) -> bool:
 
 def _has_whole_panels(down: Any) -> bool:
     """Whether the compiled MLP takes these sizes; every model that people use has such."""
-    from pagemill.kernels.cpu_matmul_tile import PANEL
-    from pagemill.kernels.cpu_vector import LANES
+    from pagemill.kernels.cpu.jit.vector import LANES
+    from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
 
     return bool(down.in_features % PANEL == 0 and down.out_features % LANES == 0)
 
@@ -108,7 +108,7 @@ def _packed(linear: Any) -> Any:
 
 
 def _weights(layer: Any) -> LayerWeights:
-    from pagemill.kernels.cpu_layer import LayerWeights
+    from pagemill.kernels.cpu.layer.layer import LayerWeights
 
     attention, mlp = layer.self_attn, layer.mlp
     has_qk_norm = attention.q_norm is not None and attention.k_norm is not None
@@ -131,7 +131,7 @@ def _weights(layer: Any) -> LayerWeights:
 
 
 def _product(linear: PackedLinear | Int8Linear) -> Product:
-    from pagemill.kernels.cpu_layer import Product
+    from pagemill.kernels.cpu.layer.layer import Product
 
     owner = _packed(linear)
     if isinstance(owner, PackedLinear):

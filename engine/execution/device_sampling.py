@@ -11,7 +11,7 @@ import torch
 from pagemill.engine.execution.logits_processors import SampleWork
 from pagemill.engine.execution.staging import Transfer
 from pagemill.kernels import dispatch
-from pagemill.kernels.sampling_rows import SamplingRows
+from pagemill.kernels.types.sampling_rows import SamplingRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,9 +52,10 @@ def require_batch_invariance(device: torch.device, dtype: torch.dtype) -> None:
 
 def warm_up_cpu_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) -> None:
     """Compile the operators of a fused model, or load them from the disk, before the first step needs them."""
-    from pagemill.kernels import cpu, cpu_argmax
-    from pagemill.kernels.compile_ahead import compile_apart
-    from pagemill.kernels.compile_progress import report_compiling
+    from pagemill.kernels.cpu import operators as cpu
+    from pagemill.kernels.cpu.jit.progress import report_compiling
+    from pagemill.kernels.cpu.layer.compile_ahead import compile_apart
+    from pagemill.kernels.cpu.sampling import argmax as cpu_argmax
 
     layer = next((part for part in module.modules() if isinstance(part, FusedDecoderLayer)), None)
 
@@ -78,9 +79,9 @@ def warm_up_cpu_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) 
 def warm_up_int8_products(module: nn.Module) -> None:
     """Compile them, or load them from the disk, where the model has such."""
     if any(isinstance(part, PackedInt8Product) for part in module.modules()):
-        from pagemill.kernels import cpu_int8_matmul
+        from pagemill.kernels.cpu.matmul import int8
 
-        cpu_int8_matmul.warm_up()
+        int8.warm_up()
 
 
 def _log_compiling(count: int, seconds: float) -> None:

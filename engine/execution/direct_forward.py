@@ -14,8 +14,8 @@ import torch
 
 from pagemill.engine.execution.decoder_layer import FusedDecoderLayer
 from pagemill.engine.execution.rotary_table import RotaryTable
-from pagemill.kernels.layer_cache import LayerCache
-from pagemill.kernels.metadata import AttentionMetadata
+from pagemill.kernels.types.layer_cache import LayerCache
+from pagemill.kernels.types.metadata import AttentionMetadata
 
 _MODELS = (
     "GemmaForCausalLM",
@@ -33,7 +33,7 @@ class DirectForward:
     """Runs a causal language model of `_MODELS`."""
 
     def __init__(self, module: Any) -> None:
-        from pagemill.kernels.layer_stack import LayerStack
+        from pagemill.kernels.cpu.layer.stack import LayerStack
 
         decoder = module.model
         layers: list[FusedDecoderLayer] = list(decoder.layers)

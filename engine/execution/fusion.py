@@ -18,10 +18,10 @@ from pagemill.engine.execution.decoder_layer import FusedDecoderLayer, can_be_co
 from pagemill.engine.execution.device_tuning import uses_cpu_kernels
 from pagemill.engine.execution.packed_linear import LinearOptions, make_linear, merged_linear
 from pagemill.engine.execution.parallel.linear import PartialLinear, RowParallelLinear
-from pagemill.kernels.scoring import Scoring
+from pagemill.kernels.types.scoring import Scoring
 
 if TYPE_CHECKING:
-    from pagemill.kernels.cpu_layer import StepBuffers
+    from pagemill.kernels.cpu.layer.layer import StepBuffers
 
 # q, k, v projections (Phi 3: as one), optional q and k norms per head, rotation of pairs half a head apart.
 ROTARY_ATTENTION = (
@@ -62,7 +62,7 @@ def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype, linear: Lin
     """Rewrite the model's modules. Its weights move into the new modules; the old ones are dropped."""
     use_cpu_kernels, buffers = uses_cpu_kernels(device, dtype), None
     if use_cpu_kernels:
-        from pagemill.kernels.cpu_layer import StepBuffers
+        from pagemill.kernels.cpu.layer.layer import StepBuffers
 
         buffers = StepBuffers()
     _fuse_children(model, FusionOptions(use_cpu_kernels, linear, buffers))
@@ -91,14 +91,14 @@ def _fuse_children(parent: nn.Module, options: FusionOptions) -> None:
 def _replacement(module: Any, options: FusionOptions) -> nn.Module | None:
     kind = type(module).__name__
     if options.use_cpu_kernels:
-        from pagemill.kernels import cpu_fused
+        from pagemill.kernels.cpu import fused_rows
 
         if kind in ROTARY_ATTENTION:
             return RotaryAttention(module, options.linear)
         if is_silu_gated(module):
-            return SiluGatedMLP(module, options.linear, cpu_fused.silu_and_mul)
+            return SiluGatedMLP(module, options.linear, fused_rows.silu_and_mul)
         if kind in RMS_NORM + OFFSET_RMS_NORM:
-            return RMSNorm(module, cpu_fused.rms_norm)
+            return RMSNorm(module, fused_rows.rms_norm)
     if isinstance(module, PartialLinear):
         module.pack(options.linear)
         return None
@@ -203,9 +203,9 @@ class RotaryAttention(MergedAttention):
 
     def __init__(self, source: Any, linear: LinearOptions) -> None:
         super().__init__(source, linear)
-        from pagemill.kernels import cpu_fused
+        from pagemill.kernels.cpu import fused_rows
 
-        self._rotate = cpu_fused.rotary_embedding
+        self._rotate = fused_rows.rotary_embedding
 
     def forward(
         self,

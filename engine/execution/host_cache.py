@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from pagemill.kernels.layer_cache import LayerCache, as_bytes
-from pagemill.kernels.transfer import to_device
+from pagemill.kernels.types.layer_cache import LayerCache, as_bytes
+from pagemill.kernels.types.transfer import to_device
 
 Pairs = list[tuple[int, int]]
 _PROBE_BYTES = 32 * 1024**2

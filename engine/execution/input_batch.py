@@ -10,7 +10,7 @@ import torch
 
 from pagemill.engine.execution.staging import DirectTransfer, Transfer
 from pagemill.engine.plan import NewRow, StepPlan
-from pagemill.kernels.metadata import AttentionMetadata
+from pagemill.kernels.types.metadata import AttentionMetadata
 
 NULL_BLOCK = 0
 

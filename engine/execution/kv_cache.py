@@ -14,7 +14,7 @@ from pagemill.engine.errors import ConfigError
 from pagemill.engine.execution.host_cache import HostCache
 from pagemill.engine.plan import StepPlan
 from pagemill.kernels import dispatch
-from pagemill.kernels.layer_cache import FP8, LayerCache, allocate_layer, largest_number
+from pagemill.kernels.types.layer_cache import FP8, LayerCache, allocate_layer, largest_number
 
 GIB = 1024**3
 # On a CPU the cache shares its memory with everything else on the machine.
@@ -56,7 +56,7 @@ class KVCache:
         if device.type == "cpu":
             self.layers = [_mapped_layer(layer) for layer in self.layers]
         if device.type == "cpu" and importlib.util.find_spec("numba") is not None:
-            from pagemill.kernels.cpu import advise_huge_pages
+            from pagemill.kernels.cpu.operators import advise_huge_pages
 
             for layer in self.layers:
                 for tensor in layer.tensors():

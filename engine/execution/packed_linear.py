@@ -32,13 +32,13 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
         super().__init__()
-        from pagemill.kernels import cpu_matmul, cpu_matmul_tile, cpu_weight_packing
+        from pagemill.kernels.cpu.matmul import fp32, fp32_tile, weight_packing
 
-        self._multiply = cpu_matmul.multiply
-        self.packed = cpu_weight_packing.pack_merged([weight.detach() for weight in weights])
+        self._multiply = fp32.multiply
+        self.packed = weight_packing.pack_merged([weight.detach() for weight in weights])
         self.in_features, self.out_features = self.packed.in_features, self.packed.out_features
         self.panels = self.packed.panels
-        self.bias = torch.zeros(len(self.panels) * cpu_matmul_tile.PANEL)
+        self.bias = torch.zeros(len(self.panels) * fp32_tile.PANEL)
         if bias is not None:
             self.bias[: self.out_features] = bias.detach()
 
@@ -108,9 +108,9 @@ def _below_each_other(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 def _has_own_kernel() -> bool:
     if importlib.util.find_spec("numba") is None:
         return False
-    from pagemill.kernels import cpu_matmul
+    from pagemill.kernels.cpu.matmul import fp32
 
-    return cpu_matmul.is_supported()
+    return fp32.is_supported()
 
 
 def merged_linear(layers: Sequence[nn.Linear], options: LinearOptions) -> nn.Module:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pagemill.kernels import grouped_int8
-from pagemill.kernels.layer_cache import SMALLEST_PEAK
+from pagemill.kernels.types.layer_cache import SMALLEST_PEAK
 
 LIMIT = 127.0
 # torch._int_mm on CUDA wants more than 16 rows on the left, and inputs and outputs in multiples of 8.
@@ -63,12 +63,12 @@ class PackedInt8Product(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        from pagemill.kernels import cpu_int8_matmul
-        from pagemill.kernels.cpu_matmul_tile import PANEL
+        from pagemill.kernels.cpu.matmul import int8
+        from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
 
-        self._multiply = cpu_int8_matmul.multiply
+        self._multiply = int8.multiply
         self._out_features = len(weight)
-        self.packed = cpu_int8_matmul.pack(weight)
+        self.packed = int8.pack(weight)
         self.panel = PANEL
         self.bias = torch.zeros(len(self.packed) * self.panel)
         if bias is not None:

@@ -18,8 +18,8 @@ from pagemill.engine.execution.logprobs import TopLogprobs
 from pagemill.engine.execution.narrow_head import NarrowVocabulary
 from pagemill.engine.execution.staging import HostCopy, Transfer
 from pagemill.engine.plan import StepResult, TokenLogprobs
-from pagemill.kernels.noise import argmax_of_sums, argmax_with_noise, noise_keys
-from pagemill.kernels.selection import largest
+from pagemill.kernels.noise import argmax_of_sums, noise_keys
+from pagemill.kernels.selection import argmax_with_noise, largest
 
 
 @dataclass(slots=True)

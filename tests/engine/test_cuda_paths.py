@@ -36,8 +36,8 @@ from pagemill.engine.execution.sampler import Sampler
 from pagemill.engine.execution.staging import DirectTransfer, HostCopy, StagedTransfer
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.kernels.layer_cache import LayerCache
-from pagemill.kernels.metadata import AttentionMetadata
+from pagemill.kernels.types.layer_cache import LayerCache
+from pagemill.kernels.types.metadata import AttentionMetadata
 from tests.engine.tiny_model import VOCAB_SIZE, save_tiny_llama
 
 _CPU = torch.device("cpu")

@@ -14,11 +14,11 @@ from pagemill.engine.execution.decoder_layer import FusedDecoderLayer, can_be_co
 from pagemill.engine.execution.fusion import fuse
 from pagemill.engine.execution.packed_linear import LinearOptions, PackedLinear, has_packed_products
 from pagemill.engine.execution.quantization import _PlainProduct
-from pagemill.kernels.cpu_weight_formats import BFLOAT16, BYTES, FLOAT16, NIBBLES
-from pagemill.kernels.layer_cache import LayerCache, allocate_layer
-from pagemill.kernels.metadata import AttentionMetadata
+from pagemill.kernels.cpu.matmul.weight_formats import BFLOAT16, BYTES, FLOAT16, NIBBLES
+from pagemill.kernels.types.layer_cache import LayerCache, allocate_layer
+from pagemill.kernels.types.metadata import AttentionMetadata
 
-cpu_matmul = pytest.importorskip("pagemill.kernels.cpu_matmul")
+cpu_matmul = pytest.importorskip("pagemill.kernels.cpu.matmul.fp32")
 HAS_FP32_PRODUCTS = cpu_matmul.is_supported() and has_packed_products(torch.device("cpu"), torch.float32)
 with_every_product = pytest.mark.parametrize("quantization", [None, "int8"])
 
@@ -165,7 +165,7 @@ def test_same_numbers_where_threads_share_the_rows(quantization: str | None) -> 
 def test_threads_take_rows_or_channels(
     monkeypatch: pytest.MonkeyPatch, num_threads: int, quantization: str | None
 ) -> None:
-    from pagemill.kernels.cpu_share import BLOCK_ROWS
+    from pagemill.kernels.cpu.matmul.work_sharing import BLOCK_ROWS
 
     monkeypatch.setattr(f"{__name__}.NUM_BLOCKS", 1024)
     model = fused_model("llama", quantization)
@@ -188,13 +188,13 @@ def test_more_inputs_than_the_cache_holds_for_a_block_of_rows(quantization: str 
 @with_every_product
 def test_threads_have_fixed_channels_of_rows_that_no_cache_holds(quantization: str | None) -> None:
     """Many threads and rows: more than this machine may have, so the kernel is told how many there are."""
-    from pagemill.kernels import cpu_int8_mlp, cpu_mlp
+    from pagemill.kernels.cpu.matmul import fp32_mlp, int8_mlp
 
     model = fused_model("llama", quantization, hidden_size=96, intermediate_size=224, head_dim=16)
     layer = model.model.layers[0]
     assert_same(model, step([5], [5]))  # so that it has been told of a step
     record = layer.compiled._record
-    mlp = cpu_mlp if quantization is None else cpu_int8_mlp
+    mlp = fp32_mlp if quantization is None else int8_mlp
     x, num_rows = torch.randn(300, 96), 300
     with torch.inference_mode():
         expected = layer.source.mlp(x)
@@ -268,11 +268,11 @@ def test_buffers_shrink_and_grow_with_the_step() -> None:
 def test_a_kind_of_product_compiles_that_product_alone() -> None:
     from numba import types
 
-    from pagemill.kernels import cpu_int8_mlp, cpu_mlp
-    from pagemill.kernels.cpu_layer_steps import choose_kernel
+    from pagemill.kernels.cpu.layer.steps import choose_kernel
+    from pagemill.kernels.cpu.matmul import fp32_mlp, int8_mlp
 
-    for kind, module in ((types.float32, cpu_mlp), (types.uint8, cpu_int8_mlp)):
-        chosen = choose_kernel(kind, cpu_mlp.mlp_rows, cpu_int8_mlp.mlp_rows)
+    for kind, module in ((types.float32, fp32_mlp), (types.uint8, int8_mlp)):
+        chosen = choose_kernel(kind, fp32_mlp.mlp_rows, int8_mlp.mlp_rows)
         names = inspect.getclosurevars(chosen)
         assert [*names.nonlocals.values()] == [module.mlp_rows]
         assert not names.globals

@@ -15,8 +15,8 @@ from pagemill.engine.execution.rotary import fix_frequencies
 from pagemill.engine.execution.rotary_table import RotaryTable
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.kernels.layer_cache import LayerCache
-from pagemill.kernels.metadata import AttentionMetadata
+from pagemill.kernels.types.layer_cache import LayerCache
+from pagemill.kernels.types.metadata import AttentionMetadata
 from tests.engine.test_decoder_layer import FAMILIES, fused_model, random_caches, step, with_every_product
 from tests.engine.tiny_model import VOCAB_SIZE, save_tiny_llama
 

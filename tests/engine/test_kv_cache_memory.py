@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagemill.engine.execution.kv_cache import KVCache, KVCacheShape
-from pagemill.kernels.layer_cache import FP8
+from pagemill.kernels.types.layer_cache import FP8
 
 MIB = 2**20
 CPU = torch.device("cpu")

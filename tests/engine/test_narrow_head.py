@@ -21,12 +21,12 @@ from pagemill.engine.execution.sampler import Sampler
 from pagemill.engine.llm import LLM
 from pagemill.engine.plan import NewRow, Sample
 from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
-from pagemill.kernels import cpu_matmul
+from pagemill.kernels.cpu.matmul import fp32
 from tests.engine.families.native_cases import NATIVE_CASES, write_llama
 from tests.engine.families.tiny import VOCAB_SIZE
 
 SIZE = 200
-needs_own_kernel = pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX2 and AVX-512")
+needs_own_kernel = pytest.mark.skipif(not fp32.is_supported(), reason="made for AVX2 and AVX-512")
 
 
 def int8_head(out_features: int = SIZE, in_features: int = 19) -> Int8Linear:

@@ -23,7 +23,7 @@ from pagemill.engine.execution.quantization import (
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels import grouped_int8
-from pagemill.kernels.layer_cache import FP8
+from pagemill.kernels.types.layer_cache import FP8
 
 TINY = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 101, "hidden_size": 64,

@@ -13,7 +13,7 @@ from pagemill.engine.execution.sampler import Sampler, SamplerOutput, SampleWork
 from pagemill.engine.llm import LLM
 from pagemill.engine.plan import NewRow, Sample
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.kernels import noise, selection
+from pagemill.kernels import selection
 from tests.engine.families.native_cases import write_llama
 from tests.engine.families.tiny import VOCAB_SIZE
 
@@ -240,7 +240,6 @@ def test_a_draw_is_that_of_the_definition(temperature: float, monkeypatch: pytes
         for row in range(40)
     ]
     fast = sample(logits, work).token_ids
-    monkeypatch.setattr(noise, "has_compiled_face", lambda logits: False)
     monkeypatch.setattr(selection, "has_compiled_face", lambda logits: False)
     assert torch.equal(sample(logits, work).token_ids, fast)
 

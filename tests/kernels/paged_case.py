@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pagemill.kernels.layer_cache import LayerCache, as_bytes
-from pagemill.kernels.metadata import AttentionMetadata
 from pagemill.kernels.reference import quantise
-from pagemill.kernels.scoring import Scoring
+from pagemill.kernels.types.layer_cache import LayerCache, as_bytes
+from pagemill.kernels.types.metadata import AttentionMetadata
+from pagemill.kernels.types.scoring import Scoring
 
 WILD_BLOCK_ID = 2**31 - 1
 

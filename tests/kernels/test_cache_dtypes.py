@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from pagemill.kernels import cpu, dispatch, reference
-from pagemill.kernels.layer_cache import FP8, LayerCache, allocate_layer, as_bytes, largest_number
+from pagemill.kernels import dispatch, reference
+from pagemill.kernels.cpu import operators as cpu
+from pagemill.kernels.types.layer_cache import FP8, LayerCache, allocate_layer, as_bytes, largest_number
 from tests.kernels.paged_case import assert_close, dense_attention, make_case
 
 DTYPES = [torch.float16, torch.bfloat16, torch.int8, FP8]

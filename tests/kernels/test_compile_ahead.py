@@ -13,12 +13,13 @@ pytest.importorskip("numba")
 
 import numba
 
-from pagemill.kernels import compile_ahead, cpu_layer
-from pagemill.kernels.compile_ahead import Part, compile_apart
-from pagemill.kernels.compile_progress import report_compiling
-from pagemill.kernels.cpu_matmul_tile import PANEL
-from pagemill.kernels.cpu_weight_packing import pack
-from pagemill.kernels.scoring import Scoring
+from pagemill.kernels.cpu.jit.progress import report_compiling
+from pagemill.kernels.cpu.layer import compile_ahead
+from pagemill.kernels.cpu.layer import layer as cpu_layer
+from pagemill.kernels.cpu.layer.compile_ahead import Part, compile_apart
+from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
+from pagemill.kernels.cpu.matmul.weight_packing import pack
+from pagemill.kernels.types.scoring import Scoring
 
 PART = Part("project", is_int8=False, cache_dtype=torch.float32)
 

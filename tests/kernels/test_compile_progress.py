@@ -8,7 +8,7 @@ pytest.importorskip("numba")
 
 import numba
 
-from pagemill.kernels.compile_progress import report_compiling
+from pagemill.kernels.cpu.jit.progress import report_compiling
 
 
 def test_reports_what_has_been_compiled() -> None:

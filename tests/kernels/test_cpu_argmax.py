@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba")
 
-from pagemill.kernels import cpu_argmax
+from pagemill.kernels.cpu.sampling import argmax as cpu_argmax
 from pagemill.kernels.selection import largest
 
 INF, NAN = torch.inf, torch.nan

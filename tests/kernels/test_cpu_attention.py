@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from pagemill.kernels import cpu, cpu_attention_decode, cpu_attention_prefill, cpu_cache
-from pagemill.kernels.layer_cache import LayerCache
-from pagemill.kernels.metadata import AttentionMetadata
-from pagemill.kernels.scoring import Scoring
+from pagemill.kernels.cpu import cache as cpu_cache
+from pagemill.kernels.cpu import operators as cpu
+from pagemill.kernels.cpu.attention import decode, prefill
+from pagemill.kernels.types.layer_cache import LayerCache
+from pagemill.kernels.types.metadata import AttentionMetadata
+from pagemill.kernels.types.scoring import Scoring
 
 NO_BLOCK = 2**31 - 1  # an id that no cache holds: reading it is a crash
 SPLIT = 256  # keys; the decode kernel's, so that lengths around it cross the merge
@@ -320,8 +322,8 @@ def test_copy_blocks():
 
 def test_after_the_warm_up_no_step_compiles():
     kernels = [
-        cpu_attention_decode.decode,
-        cpu_attention_prefill.prefill,
+        decode.decode,
+        prefill.prefill,
         cpu_cache.write_tokens,
         cpu_cache.write_tokens_parallel,
     ]
@@ -336,7 +338,7 @@ def test_after_the_warm_up_no_step_compiles():
 
 def test_kernels_compile_where_nothing_can_be_cached():
     script = (
-        "import torch; from pagemill.kernels import cpu; from pagemill.kernels.layer_cache import LayerCache;"
+        "import torch; from pagemill.kernels import cpu; from pagemill.kernels.types.layer_cache import LayerCache;"
         "cache = torch.zeros(2, 1, 1, 4, 16); layer = LayerCache(*cache);"
         "x = torch.ones(1, 1, 16); cpu.reshape_and_cache(x, x, layer, torch.tensor([2]));"
         "assert cache[:, 0, 0, 2].eq(1).all()"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagemill.kernels import cpu_fused
+from pagemill.kernels.cpu import fused_rows
 
 SHAPES = [(1, 576), (8, 64), (128, 576), (3, 24), (5, 16), (2, 7), (64, 1536)]
 EPS = 1e-5
@@ -35,8 +35,8 @@ def test_rms_norm(num_tokens, size):
     torch.manual_seed(42)
     x, weight = strided(num_tokens, size), torch.randn(size)
     expected = norm(x, weight)
-    assert_exact(cpu_fused.rms_norm(x, weight, EPS), expected)
-    assert cpu_fused.rms_norm(x, weight, EPS, out=x) is x
+    assert_exact(fused_rows.rms_norm(x, weight, EPS), expected)
+    assert fused_rows.rms_norm(x, weight, EPS, out=x) is x
     assert_exact(x, expected)
     assert x._base is not None
     assert x._base[:, [0, -1]].isnan().all()
@@ -46,7 +46,7 @@ def test_rms_norm(num_tokens, size):
 def test_add_rms_norm(num_tokens, size):
     torch.manual_seed(42)
     x, residual, weight = strided(num_tokens, size), strided(num_tokens, size), torch.randn(size)
-    normed, total = cpu_fused.add_rms_norm(x, residual, weight, EPS)
+    normed, total = fused_rows.add_rms_norm(x, residual, weight, EPS)
     assert torch.equal(total, x + residual)
     assert_exact(normed, norm(total, weight))
 
@@ -57,7 +57,7 @@ def test_silu_and_mul(num_tokens, size):
     gate_up = strided(num_tokens, 2 * size)
     gate_up[0, :3] = torch.tensor([-200.0, 200.0, 0.0])
     gate, up = gate_up.double().split(size, dim=1)
-    assert_exact(cpu_fused.silu_and_mul(gate_up), torch.nn.functional.silu(gate) * up)
+    assert_exact(fused_rows.silu_and_mul(gate_up), torch.nn.functional.silu(gate) * up)
 
 
 @pytest.mark.parametrize("rotary_dim", [64, 32, 20])
@@ -68,7 +68,7 @@ def test_rotary_embedding(num_tokens, rotary_dim):
     before = packed.double()
     query, key, _ = packed.split([9, 3, 3], dim=1)
     angles = torch.rand(num_tokens, rotary_dim // 2).repeat(1, 2) * 6
-    cpu_fused.rotary_embedding(query, key, angles.cos(), angles.sin())
+    fused_rows.rotary_embedding(query, key, angles.cos(), angles.sin())
 
     expected = before.clone()
     x = before[:, :12, :rotary_dim]
@@ -81,5 +81,5 @@ def test_rotary_embedding(num_tokens, rotary_dim):
 def test_a_row_does_not_depend_on_the_others():
     torch.manual_seed(42)
     x, weight = torch.randn(128, 576), torch.randn(576)
-    assert torch.equal(cpu_fused.rms_norm(x, weight, EPS)[77:78], cpu_fused.rms_norm(x[77:78], weight, EPS))
-    assert torch.equal(cpu_fused.silu_and_mul(x)[77:78], cpu_fused.silu_and_mul(x[77:78]))
+    assert torch.equal(fused_rows.rms_norm(x, weight, EPS)[77:78], fused_rows.rms_norm(x[77:78], weight, EPS))
+    assert torch.equal(fused_rows.silu_and_mul(x)[77:78], fused_rows.silu_and_mul(x[77:78]))

@@ -10,9 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagemill.kernels import cpu_int8_matmul, grouped_int8
-from pagemill.kernels.cpu_int8_rows import quantised
-from pagemill.kernels.cpu_int8_tile import (
+from pagemill.kernels import grouped_int8
+from pagemill.kernels.cpu.jit.compiler import compiles_for
+from pagemill.kernels.cpu.matmul import int8
+from pagemill.kernels.cpu.matmul.fp32_tile import NARROW, PANEL, WIDE, Cut
+from pagemill.kernels.cpu.matmul.int8_rows import quantised
+from pagemill.kernels.cpu.matmul.int8_tile import (
     BYTES,
     PRODUCTS,
     QUAD,
@@ -22,8 +25,6 @@ from pagemill.kernels.cpu_int8_tile import (
     Products,
     make_tile,
 )
-from pagemill.kernels.cpu_jit import compiles_for
-from pagemill.kernels.cpu_matmul_tile import NARROW, PANEL, WIDE, Cut
 from pagemill.kernels.grouped_int8 import GROUP
 
 NUM_ROWS = 3
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 def make(in_features: int, out_features: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(weight, packed, bias), the bias with NaN where no channel is."""
     weight = torch.randn(out_features, in_features) * torch.rand(out_features, 1)
-    packed = cpu_int8_matmul.pack(weight)
+    packed = int8.pack(weight)
     bias = torch.full((len(packed) * PANEL,), torch.nan)
     bias[:out_features] = torch.randn(out_features)
     return weight, packed, bias
@@ -65,7 +66,7 @@ def test_equals_the_twin_bit_by_bit(num_rows, in_features, out_features, seed):
     torch.manual_seed(seed)
     weight, packed, bias = make(in_features, out_features)
     x = activations(num_rows, in_features)
-    out = cpu_int8_matmul.multiply(x, packed, bias, out_features)
+    out = int8.multiply(x, packed, bias, out_features)
     assert_same_bits(out, grouped_int8.multiply(x, *grouped_int8.quantise(weight), bias[:out_features]))
 
 
@@ -74,7 +75,7 @@ def test_equals_the_twin_at_sizes_of_models(in_features, out_features):
     torch.manual_seed(42)
     weight, packed, bias = make(in_features, out_features)
     x = activations(141, in_features)
-    out = cpu_int8_matmul.multiply(x, packed, bias, out_features)
+    out = int8.multiply(x, packed, bias, out_features)
     assert_same_bits(out, grouped_int8.multiply(x, *grouped_int8.quantise(weight), bias[:out_features]))
 
 
@@ -111,12 +112,12 @@ def test_a_row_depends_neither_on_its_neighbours_nor_on_the_threads():
     torch.manual_seed(42)
     _, packed, bias = make(800, 200)
     x = activations(300, 800)
-    whole = cpu_int8_matmul.multiply(x, packed, bias, 200)
+    whole = int8.multiply(x, packed, bias, 200)
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
         for num_rows in [*range(1, 31), 56, 57, 141]:
             first = (37 * num_rows) % (301 - num_rows)
-            part = cpu_int8_matmul.multiply(x[first : first + num_rows], packed, bias, 200)
+            part = int8.multiply(x[first : first + num_rows], packed, bias, 200)
             assert_same_bits(part, whole[first : first + num_rows])
 
 
@@ -125,9 +126,9 @@ def test_rows_that_do_not_fit_the_cache_together():
     torch.manual_seed(42)
     _, packed, bias = make(9000, 33)
     x = activations(120, 9000)
-    whole = cpu_int8_matmul.multiply(x, packed, bias, 33)
+    whole = int8.multiply(x, packed, bias, 33)
     for row in (0, 57, 58, 119):
-        assert_same_bits(cpu_int8_matmul.multiply(x[row : row + 1], packed, bias, 33), whole[row : row + 1])
+        assert_same_bits(int8.multiply(x[row : row + 1], packed, bias, 33), whole[row : row + 1])
 
 
 @pytest.mark.parametrize("in_features", [64, 100])
@@ -135,9 +136,9 @@ def test_what_is_not_finite_stays_in_its_row(in_features):
     torch.manual_seed(42)
     weight, packed, bias = make(in_features, 40)
     x = activations(20, in_features)
-    clean = cpu_int8_matmul.multiply(x, packed, bias, 40)
+    clean = int8.multiply(x, packed, bias, 40)
     x[3, 5], x[11, 0], x[17, in_features - 1] = torch.nan, -torch.inf, torch.inf
-    out = cpu_int8_matmul.multiply(x, packed, bias, 40)
+    out = int8.multiply(x, packed, bias, 40)
     bad = [3, 11, 17]
     assert out[bad].isnan().all()
     others = [row for row in range(20) if row not in bad]
@@ -151,18 +152,18 @@ def test_zeros_and_the_smallest_numbers():
     bias[:3] = 0.0
     x = torch.zeros(4, 70)
     x[1], x[2, 69], x[3, 0] = 1e-38, 1e-45, 1e37
-    out = cpu_int8_matmul.multiply(x, packed, bias, 3)
+    out = int8.multiply(x, packed, bias, 3)
     assert (out[:1] == 0.0).all()
     assert out.isfinite().all()
 
 
 def test_no_rows():
     _, packed, bias = make(8, 40)
-    assert cpu_int8_matmul.multiply(torch.empty(0, 8), packed, bias, 40).shape == (0, 40)
+    assert int8.multiply(torch.empty(0, 8), packed, bias, 40).shape == (0, 40)
 
 
 def test_weights_take_little_more_than_a_byte_each():
-    packed = cpu_int8_matmul.pack(torch.zeros(960, 576))
+    packed = int8.pack(torch.zeros(960, 576))
     assert packed.nbytes <= 960 * 576 * 1.13
 
 
@@ -207,7 +208,7 @@ def test_every_cpu_computes_the_same(products, feature, cut):
     x = activations(NUM_ROWS, num_groups * GROUP)
     x[0, :GROUP], weight[:, :GROUP] = 3.0, 2.0  # the largest sums, of either sign
     weight[PANEL // 2 :, :GROUP] = -2.0
-    packed = cpu_int8_matmul.pack(weight)
+    packed = int8.pack(weight)
     sums = torch.zeros(NUM_ROWS, PANEL)
     rows = rows_for(products, x)
     runner(products, cut)(sums.data_ptr(), rows.data_ptr(), packed.data_ptr(), num_groups)

@@ -12,15 +12,15 @@ import numba
 import pytest
 import torch
 
-from pagemill.kernels import cpu_int8_matmul, cpu_matmul
-from pagemill.kernels.cpu_jit import compiles_for
-from pagemill.kernels.cpu_matmul_tile import NARROW, PANEL, WIDE, Cut, make_lined_tile, make_tile
-from pagemill.kernels.cpu_row import F32, VECTOR
-from pagemill.kernels.cpu_vector import LANES
-from pagemill.kernels.cpu_weight_packing import PackedWeight, pack
+from pagemill.kernels.cpu.jit.compiler import compiles_for
+from pagemill.kernels.cpu.jit.row import F32, VECTOR
+from pagemill.kernels.cpu.jit.vector import LANES
+from pagemill.kernels.cpu.matmul import fp32, int8
+from pagemill.kernels.cpu.matmul.fp32_tile import NARROW, PANEL, WIDE, Cut, make_lined_tile, make_tile
+from pagemill.kernels.cpu.matmul.weight_packing import PackedWeight, pack
 
 pytestmark = [
-    pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX2 and AVX-512"),
+    pytest.mark.skipif(not fp32.is_supported(), reason="made for AVX2 and AVX-512"),
     pytest.mark.usefixtures("two_threads"),
 ]
 
@@ -45,7 +45,7 @@ def test_equals_fp64(in_features, out_features):
     weight, packed, bias = make(in_features, out_features)
     for num_rows in ROWS:
         x = torch.randn(num_rows, in_features + 3)[:, 1:-2]  # rows with a stride of their own
-        out = cpu_matmul.multiply(x, packed, bias)
+        out = fp32.multiply(x, packed, bias)
         assert out.shape == (num_rows, out_features)
         expected = x.double() @ weight.double().t() + bias[:out_features].double()
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=2e-5)
@@ -53,28 +53,28 @@ def test_equals_fp64(in_features, out_features):
 
 def test_no_rows():
     _, packed, bias = make(8, 40)
-    assert cpu_matmul.multiply(torch.empty(0, 8), packed, bias).shape == (0, 40)
+    assert fp32.multiply(torch.empty(0, 8), packed, bias).shape == (0, 40)
 
 
 def test_a_row_depends_neither_on_its_neighbours_nor_on_the_threads():
-    out_features = 2 * cpu_matmul.LINED_PANELS * PANEL + 8  # in lines, for two threads too
+    out_features = 2 * fp32.LINED_PANELS * PANEL + 8  # in lines, for two threads too
     _, packed, bias = make(790, out_features)
     x = torch.randn(300, 790)
-    whole = cpu_matmul.multiply(x, packed, bias)
+    whole = fp32.multiply(x, packed, bias)
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
         for num_rows in ROWS:
             first = (37 * num_rows) % (301 - num_rows)
-            part = cpu_matmul.multiply(x[first : first + num_rows], packed, bias)
+            part = fp32.multiply(x[first : first + num_rows], packed, bias)
             assert torch.equal(part, whole[first : first + num_rows])
 
 
 def test_nan_and_infinity_stay_in_their_row():
     _, packed, bias = make(64, 40)
     x = torch.randn(20, 64)
-    clean = cpu_matmul.multiply(x, packed, bias)
+    clean = fp32.multiply(x, packed, bias)
     x[3, 5], x[17, 9] = torch.nan, torch.inf
-    out = cpu_matmul.multiply(x, packed, bias)
+    out = fp32.multiply(x, packed, bias)
     assert out[3].isnan().all()
     assert not out[17].isfinite().any()
     others = [row for row in range(20) if row not in (3, 17)]
@@ -125,7 +125,7 @@ HASWELL = (
 AVX2_PRODUCTS = """
 import sys, torch
 from pagemill.kernels import cpu_int8_matmul, cpu_int8_tile, cpu_matmul, cpu_matmul_tile
-from pagemill.kernels.cpu_weight_packing import pack
+from pagemill.kernels.cpu.matmul.weight_packing import pack
 assert cpu_matmul_tile.CUT == cpu_matmul_tile.NARROW
 assert cpu_int8_tile.PRODUCTS is cpu_int8_tile.WORDS
 given, out = sys.argv[1:]
@@ -151,9 +151,9 @@ def test_avx2_computes_the_same_as_this_cpu(tmp_path):
         rows = [torch.randn(num_rows, in_features) for num_rows in (1, 7, 29, 150, 290)]
         cases.append((weight, bias, rows))
         for x in rows:
-            expected.append(cpu_matmul.multiply(x, pack(weight), bias))
-            packed = cpu_int8_matmul.pack(weight)
-            expected.append(cpu_int8_matmul.multiply(x, packed, bias, out_features))
+            expected.append(fp32.multiply(x, pack(weight), bias))
+            packed = int8.pack(weight)
+            expected.append(int8.multiply(x, packed, bias, out_features))
     given, out = tmp_path / "given.pt", tmp_path / "out.pt"
     torch.save(cases, given)
     cpu = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in HASWELL)}

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagemill.kernels import cpu_noise, cpu_selection, noise, selection
+from pagemill.kernels import noise, selection
+from pagemill.kernels.cpu.sampling import noise as cpu_noise
+from pagemill.kernels.cpu.sampling import selection as cpu_selection
 
 
 def make_logits(num_rows: int, size: int, spread: float, seed: int, *, levels: int = 0) -> torch.Tensor:

@@ -13,10 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numba import prange
 
-from pagemill.kernels.cpu_jit import jit, use_torch_threads
-from pagemill.kernels.cpu_matmul_tile import MOST_ROWS
-from pagemill.kernels.cpu_row import line_in
-from pagemill.kernels.cpu_share import BLOCK_ROWS, FEWEST_ROWS, new_counter, plan_blocks, plan_turns, take
+from pagemill.kernels.cpu.jit.compiler import jit, use_torch_threads
+from pagemill.kernels.cpu.jit.row import line_in
+from pagemill.kernels.cpu.matmul.fp32_tile import MOST_ROWS
+from pagemill.kernels.cpu.matmul.work_sharing import (
+    BLOCK_ROWS,
+    FEWEST_ROWS,
+    new_counter,
+    plan_blocks,
+    plan_turns,
+    take,
+)
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 

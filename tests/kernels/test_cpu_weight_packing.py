@@ -9,13 +9,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagemill.kernels import cpu_matmul
-from pagemill.kernels.cpu_matmul_tile import PANEL
-from pagemill.kernels.cpu_weight_formats import BFLOAT16, BYTES, FLOAT16, FLOAT32, GROUP, NIBBLES, panel_bytes
-from pagemill.kernels.cpu_weight_packing import PackedWeight, pack, pack_merged
+from pagemill.kernels.cpu.matmul import fp32
+from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
+from pagemill.kernels.cpu.matmul.weight_formats import (
+    BFLOAT16,
+    BYTES,
+    FLOAT16,
+    FLOAT32,
+    GROUP,
+    NIBBLES,
+    panel_bytes,
+)
+from pagemill.kernels.cpu.matmul.weight_packing import PackedWeight, pack, pack_merged
 
 pytestmark = [
-    pytest.mark.skipif(not cpu_matmul.is_supported(), reason="made for AVX2 and AVX-512"),
+    pytest.mark.skipif(not fp32.is_supported(), reason="made for AVX2 and AVX-512"),
     pytest.mark.usefixtures("two_threads"),
 ]
 
@@ -132,7 +140,7 @@ def test_products_have_the_bits_of_fp32_weights(weight_format):
             torch.set_num_threads(num_threads)
             for num_rows in (1, 2, 13, 14, 15, 32, 141, 300):
                 x = torch.randn(num_rows, in_features)
-                assert torch.equal(cpu_matmul.multiply(x, packed, bias), cpu_matmul.multiply(x, plain, bias))
+                assert torch.equal(fp32.multiply(x, packed, bias), fp32.multiply(x, plain, bias))
 
 
 def test_channels_apart_from_their_panels():

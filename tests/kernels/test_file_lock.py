@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from pagemill.kernels import file_lock
+from pagemill.kernels.cpu.jit import file_lock
 
 HOLDER = """
 import sys, time

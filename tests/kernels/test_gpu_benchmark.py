@@ -22,7 +22,7 @@ from benchmarks.gpu_correctness import Job, run_jobs
 from benchmarks.gpu_engine import Job as EngineJob
 from benchmarks.gpu_engine import floor_seconds, run_in_process
 from benchmarks.gpu_process import DeviceProcess, SectionFailed
-from pagemill.kernels.tuning import Tile
+from pagemill.kernels.gpu.tuning import Tile
 
 _ROOT = Path(__file__).parents[2]
 

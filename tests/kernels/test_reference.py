@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pagemill.kernels import reference
-from pagemill.kernels.layer_cache import LayerCache
+from pagemill.kernels.types.layer_cache import LayerCache
 from tests.kernels.paged_case import TOLERANCE, assert_close, dense_attention, make_case
 
 

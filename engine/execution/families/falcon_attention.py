@@ -9,7 +9,7 @@ from transformers.models.falcon.modeling_falcon import FalconAttention, apply_ro
 
 from pagemill.engine.execution.attention import attend
 from pagemill.engine.execution.families.falcon import num_kv_heads_of
-from pagemill.kernels.scoring import Scoring
+from pagemill.kernels.types.scoring import Scoring
 
 
 class PagedFalconAttention(FalconAttention):

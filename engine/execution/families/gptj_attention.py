@@ -6,7 +6,7 @@ import torch
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 
 from pagemill.engine.execution.attention import attend
-from pagemill.kernels.scoring import Scoring
+from pagemill.kernels.types.scoring import Scoring
 
 
 class PagedGPTJAttention(GPTJAttention):

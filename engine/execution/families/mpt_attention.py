@@ -8,7 +8,7 @@ import torch
 from transformers.models.mpt.modeling_mpt import MptAttention
 
 from pagemill.engine.execution.attention import attend
-from pagemill.kernels.scoring import Scoring
+from pagemill.kernels.types.scoring import Scoring
 
 
 class PagedMptAttention(MptAttention):

@@ -14,7 +14,7 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pagemill.kernels.tuning import Tile
+from pagemill.kernels.gpu.tuning import Tile
 
 _TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
 

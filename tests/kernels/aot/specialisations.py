@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagemill.kernels.tuning import LAUNCHES, MIN_SPLIT_TOKENS, Tile, padded_head_dim
+from pagemill.kernels.gpu.tuning import LAUNCHES, MIN_SPLIT_TOKENS, Tile, padded_head_dim
 
 SCALED = ("i8", "fp8e4nv")
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from pagemill.kernels.layer_cache import FP8_LIMIT, INTEGER_LIMIT
-from pagemill.kernels.rms_norm import rms_norm_kernel
-from pagemill.kernels.rotary_cache import block_tokens, rotary_cache_kernel
-from pagemill.kernels.sampling import gumbel_argmax_kernel, sampling_cuts_kernel
-from pagemill.kernels.silu_and_mul import silu_and_mul_kernel
-from pagemill.kernels.tuning import LAUNCHES, Tile, next_power_of_2, row_warps
+from pagemill.kernels.gpu.norm import rms_norm_kernel
+from pagemill.kernels.gpu.rotary_cache import block_tokens, rotary_cache_kernel
+from pagemill.kernels.gpu.sampling import gumbel_argmax_kernel, sampling_cuts_kernel
+from pagemill.kernels.gpu.silu import silu_and_mul_kernel
+from pagemill.kernels.gpu.tuning import LAUNCHES, Tile, next_power_of_2, row_warps
+from pagemill.kernels.types.layer_cache import FP8_LIMIT, INTEGER_LIMIT
 from tests.kernels.aot.compiler import check_resources, compile_kernel
 from tests.kernels.aot.specialisations import row_tile
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.kernels.copy_blocks import copy_blocks_kernel
-from pagemill.kernels.layer_cache import FP8_LIMIT, INTEGER_LIMIT
-from pagemill.kernels.paged_attention_decode import merge_splits_kernel, paged_attention_decode_kernel
-from pagemill.kernels.paged_attention_prefill import paged_attention_prefill_kernel
-from pagemill.kernels.reshape_and_cache import reshape_and_cache_kernel
-from pagemill.kernels.tuning import LAUNCHES, decode_tile, prefill_tile
+from pagemill.kernels.gpu.attention_decode import merge_splits_kernel, paged_attention_decode_kernel
+from pagemill.kernels.gpu.attention_prefill import paged_attention_prefill_kernel
+from pagemill.kernels.gpu.cache import reshape_and_cache_kernel
+from pagemill.kernels.gpu.copy_blocks import copy_blocks_kernel
+from pagemill.kernels.gpu.tuning import LAUNCHES, decode_tile, prefill_tile
+from pagemill.kernels.types.layer_cache import FP8_LIMIT, INTEGER_LIMIT
 from tests.kernels.aot.compiler import Compiled, check_resources, compile_kernel
 from tests.kernels.aot.specialisations import SCALED, decode_arguments, prefill_arguments, row_tile
 

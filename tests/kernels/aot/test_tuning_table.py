@@ -1,4 +1,4 @@
-"""The gate for every entry of `pagemill.kernels.tuning`: compiled ahead of time, for GPUs that are not here."""
+"""The gate for every entry of `pagemill.kernels.gpu.tuning`: compiled ahead of time, for GPUs that are not here."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pagemill.kernels.paged_attention_decode import paged_attention_decode_kernel
-from pagemill.kernels.paged_attention_prefill import paged_attention_prefill_kernel
-from pagemill.kernels.tuning import ATTENTION_TILES, LAUNCHES, AttentionEntry, decode_tile, prefill_tile
+from pagemill.kernels.gpu.attention_decode import paged_attention_decode_kernel
+from pagemill.kernels.gpu.attention_prefill import paged_attention_prefill_kernel
+from pagemill.kernels.gpu.tuning import ATTENTION_TILES, LAUNCHES, AttentionEntry, decode_tile, prefill_tile
 from tests.kernels.aot.compiler import Compiled, check_resources, compile_kernel
 from tests.kernels.aot.specialisations import decode_arguments, prefill_arguments
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pagemill.kernels import dispatch, reference
-from pagemill.kernels.layer_cache import FP8, LayerCache, allocate_layer, as_bytes
-from pagemill.kernels.metadata import AttentionMetadata
-from pagemill.kernels.scoring import Scoring
+from pagemill.kernels.types.layer_cache import FP8, LayerCache, allocate_layer, as_bytes
+from pagemill.kernels.types.metadata import AttentionMetadata
+from pagemill.kernels.types.scoring import Scoring
 
 Caches = tuple[torch.Tensor, torch.Tensor]
 

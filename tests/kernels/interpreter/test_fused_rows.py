@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pagemill.kernels import dispatch, reference
-from pagemill.kernels.layer_cache import FP8, LayerCache, allocate_layer, as_bytes
-from pagemill.kernels.rotation import Rotation
+from pagemill.kernels.types.layer_cache import FP8, LayerCache, allocate_layer, as_bytes
+from pagemill.kernels.types.rotation import Rotation
 
 _TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 DTYPES = pytest.mark.parametrize("dtype", list(_TOLERANCE), ids=lambda dtype: str(dtype)[6:])

@@ -11,7 +11,7 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks import gpu_attention
 from benchmarks.gpu_attention import Shape
-from pagemill.kernels.tuning import Tile
+from pagemill.kernels.gpu.tuning import Tile
 
 _CPU = torch.device("cpu")
 _TINY = Shape("tiny", 2, 1, 64)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from pagemill.kernels import dispatch, reference
-from pagemill.kernels.attention_tile import INTERPRETED
-from pagemill.kernels.layer_cache import FP8
-from pagemill.kernels.paged_attention_decode import paged_attention_decode
-from pagemill.kernels.paged_attention_prefill import build_work_list, paged_attention_prefill
-from pagemill.kernels.tuning import Tile
+from pagemill.kernels.gpu.attention_decode import paged_attention_decode
+from pagemill.kernels.gpu.attention_prefill import build_work_list, paged_attention_prefill
+from pagemill.kernels.gpu.attention_tile import INTERPRETED
+from pagemill.kernels.gpu.tuning import Tile
+from pagemill.kernels.types.layer_cache import FP8
 from tests.kernels.paged_case import TOLERANCE, PagedCase, assert_close, make_case
 
 assert INTERPRETED

@@ -9,7 +9,7 @@ from pagemill.engine.execution.logits_filters import filter_logits
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels import dispatch, reference
 from pagemill.kernels.noise import gumbel_noise, noise_keys
-from pagemill.kernels.sampling_rows import SamplingRows
+from pagemill.kernels.types.sampling_rows import SamplingRows
 
 _ROWS = [
     {"temperature": 1.0},

@@ -1,0 +1,1 @@
+"""Paged attention on a CPU, for single tokens and for prompts."""

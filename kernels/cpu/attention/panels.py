@@ -1,0 +1,90 @@
+"""Keys and values of some cache slots as panels of fp32: what `cpu_matmul_tile` multiplies with."""
+
+from __future__ import annotations
+
+from pagemill.kernels.cpu.jit.compiler import f32_pointer, jit
+from pagemill.kernels.cpu.jit.element import load_number, load_vector, size_of, transpose
+from pagemill.kernels.cpu.jit.row import F32
+from pagemill.kernels.cpu.jit.vector import LANES, store
+from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
+
+PANEL_ROW = F32 * PANEL  # bytes
+
+
+@jit
+def gather_keys(panels, depth, element, keys, table, low, high, origin, head_dim, block_size, block_bytes):
+    """panels[p, i, j] = number i of key origin + p * PANEL + j, for the keys low .. high - 1.
+
+    panels [any, depth, PANEL]; numbers past head_dim are left alone. `keys` is the address of the KV head's tile in
+    block 0.
+    """
+    key_bytes = size_of(element) * head_dim
+    for block in range(low // block_size, (high - 1) // block_size + 1):
+        first, last = max(low, block * block_size), min(high, (block + 1) * block_size)
+        source = keys + table[block] * block_bytes + (first - block * block_size) * key_bytes
+        _transpose(panels, depth, element, source, first - origin, last - first, head_dim)
+
+
+@jit
+def _transpose(panels, depth, element, source, column, num_keys, head_dim):
+    """Put `num_keys` contiguous keys into the columns from `column` on: 16 x 16 numbers at a time where they fit."""
+    size = size_of(element)
+    whole_keys = num_keys // LANES * LANES if column % LANES == 0 else 0
+    whole_numbers = head_dim // LANES * LANES
+    for key in range(0, whole_keys, LANES):
+        panel, j = (column + key) // PANEL, (column + key) % PANEL
+        target = panels + PANEL_ROW * depth * panel + F32 * j
+        for i in range(0, whole_numbers, LANES):
+            at = source + size * (head_dim * key + i)
+            transpose(target + PANEL_ROW * i, PANEL_ROW, element, at, size * head_dim)
+    for key in range(num_keys):
+        panel, j = (column + key) // PANEL, (column + key) % PANEL
+        target = panels + PANEL_ROW * depth * panel + F32 * j
+        for i in range(whole_numbers if key < whole_keys else 0, head_dim):
+            number = load_number(element, source + size * (head_dim * key + i))
+            f32_pointer(target + PANEL_ROW * i)[0] = number
+
+
+@jit
+def gather_values(
+    panels, num_keys, element, values, table, low, high, origin, head_dim, block_size, block_bytes
+):
+    """panels[p, key - origin, i] = number p * PANEL + i of the value at `key`, for the keys low .. high - 1.
+
+    panels [any, num_keys, PANEL]; numbers past head_dim are left alone. `values` as `keys` of `gather_keys`.
+    """
+    size = size_of(element)
+    whole = head_dim // LANES * LANES
+    for block in range(low // block_size, (high - 1) // block_size + 1):
+        start = block * block_size
+        for key in range(max(low, start), min(high, start + block_size)):
+            source = values + table[block] * block_bytes + size * head_dim * (key - start)
+            target = panels + PANEL_ROW * (key - origin)
+            for i in range(0, whole, LANES):
+                to = target + PANEL_ROW * num_keys * (i // PANEL) + F32 * (i % PANEL)
+                store(to, load_vector(element, source + size * i))
+            for i in range(whole, head_dim):
+                to = target + PANEL_ROW * num_keys * (i // PANEL) + F32 * (i % PANEL)
+                f32_pointer(to)[0] = load_number(element, source + size * i)
+
+
+@jit
+def gather_scales(target, scales, table, low, high, origin, block_stride, block_size):
+    """target[key - origin] = the scale of the key's slot, for the keys low .. high - 1 of one KV head.
+
+    `scales` is the address of the head's scales in block 0; `block_stride` in bytes.
+    """
+    for block in range(low // block_size, (high - 1) // block_size + 1):
+        first, last = max(low, block * block_size), min(high, (block + 1) * block_size)
+        source = f32_pointer(scales + table[block] * block_stride + F32 * (first - block * block_size))
+        for j in range(last - first):
+            f32_pointer(target + F32 * (first - origin))[j] = source[j]
+
+
+@jit
+def num_common_blocks(table, other, count):
+    """How many of the first `count` blocks of two rows are the same ones."""
+    block = 0
+    while block < count and table[block] == other[block]:
+        block += 1
+    return block

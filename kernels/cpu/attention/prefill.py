@@ -1,0 +1,200 @@
+"""Attention of many query tokens a row over the paged cache, shared out among threads.
+
+Tiles of queries that follow one another often meet the same keys: those of one row, and those of rows whose prompts
+begin with the same blocks. The panels of the first keys are gathered once for all of them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import prange
+
+from pagemill.kernels.cpu.attention.panels import num_common_blocks
+from pagemill.kernels.cpu.attention.tile import KEYS, attend_tile, clear_slots, slot_bytes, tile_bytes
+from pagemill.kernels.cpu.jit.compiler import i32_pointer, jit
+from pagemill.kernels.cpu.jit.element import size_of
+from pagemill.kernels.cpu.jit.row import F32, I32, LOG2_E, VECTOR, ZERO, fill, line_in
+from pagemill.kernels.cpu.matmul.work_sharing import new_counter, plan_turns, take
+
+QUERIES = 48
+"""Rows of a tile, unless one token alone has more: their queries, scores and results stay in the first-level cache."""
+HELD_BYTES = 512 * 1024
+"""Panels of so many bytes stay from one tile of queries to the next: half of a core's second-level cache."""
+
+
+@jit
+def _plan_tiles(tiles, out, query_start_loc, seq_lens, first_row, num_rows, num_tokens_per_tile, token_size):
+    """List (row, first token, number of tokens, position) per tile; return how many. Padded rows get zeros."""
+    count = 0
+    for row in range(first_row, num_rows):
+        start, end = int(query_start_loc[row]), int(query_start_loc[row + 1])
+        if seq_lens[row] == 0:
+            fill(out + F32 * start * token_size, (end - start) * token_size, ZERO)
+            continue
+        for token in range(start, end, num_tokens_per_tile):
+            tiles[count, 0] = row
+            tiles[count, 1] = token
+            tiles[count, 2] = min(num_tokens_per_tile, end - token)
+            tiles[count, 3] = seq_lens[row] - (end - token)
+            count += 1
+    return count
+
+
+@jit
+def _plan_costs(tiles, num_tiles, num_kv_heads, group, window):
+    """What the first n tasks cost, for every n. A task is one tile for one KV head, head by head."""
+    costs = np.zeros(num_tiles * num_kv_heads + 1, np.int64)
+    for task in range(num_tiles * num_kv_heads):
+        _, _, count, position = tiles[task % num_tiles]
+        visible = position + count if window == 0 else min(position + count, window + count)
+        costs[task + 1] = costs[task] + (count * group + 8) * (visible + 8)
+    return costs
+
+
+@jit
+def _num_slots(tiles, num_tiles, head_dim):
+    """Room for the panels that may be held, no more than there are, and for one tile of keys that is not."""
+    longest = 0
+    for tile in range(num_tiles):
+        longest = max(longest, tiles[tile, 2] + tiles[tile, 3])
+    return min(longest // KEYS, HELD_BYTES // slot_bytes(head_dim)) + 1
+
+
+@jit
+def _attend_tiles(
+    tiles,
+    num_tiles,
+    turns,  # the tasks turns[i] .. turns[i + 1] - 1 are taken together
+    counter,
+    panels,
+    num_slots,
+    scratch,
+    out,
+    query,
+    query_token_stride,
+    query_head_stride,
+    element,
+    key_cache,
+    value_cache,
+    key_scales,
+    value_scales,
+    block_tables,
+    block_table_stride,
+    num_kv_heads,
+    group,
+    head_dim,
+    block_size,
+    query_scale,
+    window,
+    softcap,
+    alibi_slopes,
+):
+    """What one thread takes. Tasks go through the tiles head by head: so the next one often meets the same keys."""
+    clear_slots(panels, num_slots, head_dim)
+    num_heads = num_kv_heads * group
+    held_head, held_row, num_held = -1, 0, 0
+    turn = take(line_in(counter))
+    while turn < len(turns) - 1:
+        for task in range(turns[turn], turns[turn + 1]):
+            row, token, count, position = tiles[task % num_tiles]
+            kv_head = task // num_tiles
+            table = i32_pointer(block_tables + I32 * row * block_table_stride)
+            if kv_head != held_head:
+                num_held = 0
+            elif row != held_row:
+                held_table = i32_pointer(block_tables + I32 * held_row * block_table_stride)
+                num_blocks = (min(num_held * KEYS, position + count) + block_size - 1) // block_size
+                num_common = num_common_blocks(table, held_table, num_blocks)
+                num_held = min(num_held, num_common * block_size // KEYS)
+            head = kv_head * group
+            offset = size_of(element) * kv_head * block_size * head_dim
+            scale_offset = F32 * kv_head * block_size
+            num_held = attend_tile(
+                out + F32 * (token * num_heads + head) * head_dim,
+                query + F32 * (token * query_token_stride + head * query_head_stride),
+                query_token_stride,
+                query_head_stride,
+                element,
+                key_cache + offset,
+                value_cache + offset,
+                key_scales + scale_offset if key_scales != 0 else 0,
+                value_scales + scale_offset if value_scales != 0 else 0,
+                table,
+                scratch,
+                panels,
+                num_slots,
+                num_held,
+                count,
+                position,
+                num_kv_heads,
+                group,
+                head_dim,
+                block_size,
+                query_scale,
+                window,
+                softcap,
+                alibi_slopes + F32 * head if alibi_slopes != 0 else 0,
+            )
+            held_head, held_row = kv_head, row
+        turn = take(line_in(counter))
+
+
+# The parallel kernel writes through no address itself: numba would drop such a store as dead.
+@jit(parallel=True)
+def prefill(
+    out,  # [num_tokens, num_kv_heads * group, head_dim]
+    query,  # the same shape, with strides
+    query_token_stride,
+    query_head_stride,
+    element,  # the caches'
+    key_cache,
+    value_cache,
+    key_scales,  # address 0 = the caches have none
+    value_scales,
+    block_tables,
+    block_table_stride,
+    query_start_loc,
+    seq_lens,
+    first_row,
+    num_rows,
+    num_tokens,
+    num_kv_heads,
+    group,  # query heads per KV head
+    head_dim,
+    block_size,
+    scale,
+    window,  # 0 = none
+    softcap,  # 0 = none
+    alibi_slopes,  # address 0 = none
+    num_threads,
+):
+    """Attention of rows first_row .. num_rows - 1, whose queries may be any number of tokens."""
+    num_heads = num_kv_heads * group
+    num_tokens_per_tile = max(1, QUERIES // group)
+    tiles = np.empty((num_rows - first_row + num_tokens // num_tokens_per_tile, 4), np.int64)
+    num_tiles = _plan_tiles(
+        tiles,
+        out,
+        i32_pointer(query_start_loc),
+        i32_pointer(seq_lens),
+        first_row,
+        num_rows,
+        num_tokens_per_tile,
+        num_heads * head_dim,
+    )
+    turns = plan_turns(_plan_costs(tiles, num_tiles, num_kv_heads, group, window), num_threads)
+    counter = new_counter()
+    num_slots = _num_slots(tiles, num_tiles, head_dim)
+    panel_bytes = num_slots * slot_bytes(head_dim)
+    thread_bytes = panel_bytes + tile_bytes(num_tokens_per_tile * group, head_dim)
+    memory = np.empty(num_threads * thread_bytes + VECTOR, np.uint8)
+    # Scores in units of log 2 before the softmax, or as fractions of the cap before the tanh.
+    query_scale = np.float32(scale) * LOG2_E if softcap == 0.0 else np.float32(scale / softcap)
+    for thread in prange(num_threads):
+        panels = line_in(memory) + thread * thread_bytes
+        _attend_tiles(
+            tiles, num_tiles, turns, counter, panels, num_slots, panels + panel_bytes, out, query, query_token_stride,
+            query_head_stride, element, key_cache, value_cache, key_scales, value_scales, block_tables,
+            block_table_stride, num_kv_heads, group, head_dim, block_size, query_scale, window,
+            np.float32(softcap) * LOG2_E, alibi_slopes,
+        )  # fmt: skip

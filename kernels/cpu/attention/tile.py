@@ -1,0 +1,345 @@
+"""Attention of one tile of queries over its row's keys, tile by tile with an online softmax.
+
+A tile holds the queries of some tokens for one KV head, token by token and, within a token, head by head; it
+meets the keys in tiles counted from key 0. So what a token gets depends neither on its batch nor on how a prompt
+was cut into chunks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagemill.kernels.cpu.attention.panels import PANEL_ROW, gather_keys, gather_scales, gather_values
+from pagemill.kernels.cpu.jit import vector
+from pagemill.kernels.cpu.jit.compiler import f32_pointer, jit
+from pagemill.kernels.cpu.jit.element import size_of
+from pagemill.kernels.cpu.jit.row import F32, LOG2_E, ONE, VECTOR, ZERO, cap_vector, fill, store_scaled
+from pagemill.kernels.cpu.matmul.fp32_tile import MOST_ROWS, PANEL, multiply_lined_tile
+
+KEYS = 4 * vector.LANES  # columns of a tile
+LINES = KEYS // vector.LANES  # of a row of scores
+HIDDEN = np.float32(-1e30)  # a masked score; finite, so that two of them may be subtracted
+LOWEST = np.float32(-np.inf)
+
+
+@jit
+def _num_parts(num_rows):
+    """So many tiles of registers does a tile of queries take. Queries and scores lie in lines, part by part."""
+    return (num_rows + MOST_ROWS - 1) // MOST_ROWS
+
+
+@jit
+def _rows_of(part, num_rows):
+    num_parts = _num_parts(num_rows)
+    return num_rows * part // num_parts, num_rows * (part + 1) // num_parts
+
+
+@jit
+def _score(scores, q, key_panels, num_rows, depth, zeros):
+    """scores = q @ keys: KEYS columns of every row. `depth` is that of the panels; `zeros` the address of a vector."""
+    num_parts, num_lines = _num_parts(num_rows), depth // vector.LANES
+    for panel in range(KEYS // PANEL):
+        keys = key_panels + PANEL_ROW * depth * panel
+        for part in range(num_parts):
+            first, last = _rows_of(part, num_rows)
+            line = VECTOR * (last - first)
+            multiply_lined_tile(
+                last - first,
+                scores + VECTOR * LINES * first + 2 * line * panel,
+                VECTOR,
+                line,
+                zeros,
+                0,
+                0,
+                q + VECTOR * num_lines * first,
+                keys,
+                num_lines,
+                keys,  # all of it is at hand: nothing to fetch ahead
+                0,
+            )
+
+
+@jit
+def _add_values(acc, acc_stride, scores, value_panels, num_rows, num_panels, first_line, end_line):
+    """acc += weights @ values, over the lines first_line .. end_line - 1 of the weights that scores have become."""
+    num_parts = _num_parts(num_rows)
+    for panel in range(num_panels):
+        values = value_panels + PANEL_ROW * (KEYS * panel + vector.LANES * first_line)
+        for part in range(num_parts):
+            first, last = _rows_of(part, num_rows)
+            target = acc + acc_stride * first + PANEL_ROW * panel
+            multiply_lined_tile(
+                last - first,
+                target,
+                acc_stride,
+                VECTOR,
+                target,
+                acc_stride,
+                VECTOR,
+                scores + VECTOR * (LINES * first + (last - first) * first_line),
+                values,
+                end_line - first_line,
+                values,
+                0,
+            )
+
+
+@jit(exact=True)
+def _prepare_row(row, line, first_visible, first_hidden, distance, slope, softcap, key_scales):
+    """Scale, cap, bias and mask a row's KEYS scores, whose lines lie `line` bytes apart.
+
+    `distance` is from the query to the first key.
+    """
+    visible, hidden = vector.splat(np.float32(first_visible)), vector.splat(np.float32(first_hidden))
+    for i in range(LINES):
+        numbers = vector.load(row + line * i)
+        offset = np.float32(vector.LANES * i)
+        if key_scales != 0:
+            numbers = vector.multiply(numbers, vector.load(key_scales + VECTOR * i))
+        if softcap > ZERO:
+            numbers = cap_vector(numbers, softcap)
+        if slope != ZERO:  # relative to the query: rounds less, and softmax cancels the difference
+            distances = vector.count_from(distance + offset)
+            numbers = vector.multiply_add(vector.splat(slope), distances, numbers)
+        columns = vector.count_from(offset)
+        numbers = vector.keep(numbers, columns, visible, hidden, vector.splat(HIDDEN))
+        vector.store(row + line * i, numbers)
+
+
+@jit(exact=True)
+def _softmax_part(scores, num_rows, stats, acc, acc_stride, value_scales, work):
+    """Turn the scores of a part's rows into weights, and rescale what the rows have gathered.
+
+    stats [2, LANES]: their maxima and sums; `work` is the address of LANES vectors and one more. Rows share the
+    reductions over lanes: one after the other each would wait for its own.
+    """
+    line, totals, factors = VECTOR * num_rows, stats + VECTOR, work + VECTOR * vector.LANES
+    for r in range(num_rows):
+        at = scores + VECTOR * r
+        low = vector.maximum(vector.load(at), vector.load(at + line))
+        high = vector.maximum(vector.load(at + 2 * line), vector.load(at + 3 * line))
+        vector.store(work + VECTOR * r, vector.maximum(low, high))
+    old = vector.load(stats)
+    new = vector.maximum(vector.max_of_each(work), old)
+    vector.store(stats, new)
+    # Exactly 1 where the maximum stays: tiles that hide all their keys from a row leave no trace in it.
+    powers, lowest = vector.exp2(vector.subtract(old, new)), vector.splat(LOWEST)
+    vector.store(factors, vector.keep(powers, old, lowest, new, vector.splat(ONE)))
+    for r in range(num_rows):
+        at_a = scores + VECTOR * r
+        at_b, at_c, at_d = at_a + line, at_a + 2 * line, at_a + 3 * line
+        shift = vector.splat(f32_pointer(stats)[r])
+        a = vector.exp2(vector.subtract(vector.load(at_a), shift))
+        b = vector.exp2(vector.subtract(vector.load(at_b), shift))
+        c = vector.exp2(vector.subtract(vector.load(at_c), shift))
+        d = vector.exp2(vector.subtract(vector.load(at_d), shift))
+        vector.store(work + VECTOR * r, vector.add(vector.add(a, b), vector.add(c, d)))
+        if value_scales != 0:
+            a = vector.multiply(a, vector.load(value_scales))
+            b = vector.multiply(b, vector.load(value_scales + VECTOR))
+            c = vector.multiply(c, vector.load(value_scales + 2 * VECTOR))
+            d = vector.multiply(d, vector.load(value_scales + 3 * VECTOR))
+        vector.store(at_a, a)
+        vector.store(at_b, b)
+        vector.store(at_c, c)
+        vector.store(at_d, d)
+        factor = f32_pointer(factors)[r]
+        if factor != ONE:
+            _rescale(acc + acc_stride * r, acc_stride, factor)
+    kept = vector.multiply(vector.load(totals), vector.load(factors))
+    vector.store(totals, vector.add(kept, vector.sum_of_each(work)))
+
+
+@jit(exact=True)
+def _rescale(acc, size, factor):
+    factors = vector.splat(factor)
+    for at in range(acc, acc + size, VECTOR):
+        vector.store(at, vector.multiply(vector.load(at), factors))
+
+
+@jit
+def _softmax_tile(
+    scores,
+    stats,
+    acc,
+    acc_stride,
+    num_rows,
+    first_key,
+    position,
+    group,
+    window,
+    slopes,
+    softcap,
+    key_scales,
+    value_scales,
+    work,
+):
+    """Mask, bias and weigh one tile of scores; `position` is that of the first token."""
+    for part in range(_num_parts(num_rows)):
+        first, last = _rows_of(part, num_rows)
+        rows = scores + VECTOR * LINES * first
+        for r in range(first, last):
+            query = position + r // group
+            first_visible, first_hidden = query + 1 - window if window > 0 else 0, query + 1
+            if (
+                first_visible > first_key
+                or first_hidden < first_key + KEYS
+                or slopes != 0
+                or softcap > ZERO
+                or key_scales != 0
+            ):
+                _prepare_row(
+                    rows + VECTOR * (r - first),
+                    VECTOR * (last - first),
+                    first_visible - first_key,
+                    first_hidden - first_key,
+                    np.float32(first_key - query),
+                    LOG2_E * f32_pointer(slopes)[r % group] if slopes != 0 else ZERO,
+                    softcap,
+                    key_scales,
+                )
+        stat = stats + 2 * VECTOR * part
+        _softmax_part(rows, last - first, stat, acc + acc_stride * first, acc_stride, value_scales, work)
+
+
+@jit
+def _load_queries(q, query, token_stride, head_stride, num_rows, group, head_dim, scale):
+    """The queries times `scale` in lines, part by part, the last line of each filled up with zeros."""
+    num_parts, num_lines, factor = _num_parts(num_rows), _depth(head_dim) // vector.LANES, vector.splat(scale)
+    for part in range(num_parts):
+        first, last = _rows_of(part, num_rows)
+        for r in range(first, last):
+            source = query + F32 * (r // group * token_stride + r % group * head_stride)
+            target = q + VECTOR * (num_lines * first + r - first)
+            for line in range(head_dim // vector.LANES):
+                numbers = vector.multiply(vector.load(source + VECTOR * line), factor)
+                vector.store(target + VECTOR * (last - first) * line, numbers)
+            rest = head_dim % vector.LANES
+            if rest > 0:
+                target += VECTOR * (last - first) * (num_lines - 1)
+                fill(target, vector.LANES, ZERO)
+                store_scaled(target, source + F32 * (head_dim - rest), rest, scale)
+
+
+@jit
+def _store_tile(out, token_stride, acc, acc_stride, stats, num_rows, group, head_dim):
+    for part in range(_num_parts(num_rows)):
+        first, last = _rows_of(part, num_rows)
+        totals = f32_pointer(stats + 2 * VECTOR * part + VECTOR)
+        for r in range(first, last):
+            target = out + F32 * (r // group * token_stride + r % group * head_dim)
+            store_scaled(target, acc + r * acc_stride, head_dim, ONE / totals[r - first])
+
+
+@jit
+def attend_tile(
+    out,  # of the tile's first token and head
+    query,  # likewise
+    query_token_stride,
+    query_head_stride,
+    element,
+    keys,  # the KV head's tile in block 0
+    values,
+    key_scales,  # the KV head's in block 0; 0 = the cache has none
+    value_scales,
+    table,
+    scratch,
+    panels,  # a slot per tile of keys that may be held, and one for all the others
+    num_slots,
+    num_held,  # so many tiles of keys, from key 0 on, lie in their slots already
+    num_tokens,
+    position,  # of the first token
+    num_kv_heads,
+    group,
+    head_dim,
+    block_size,
+    query_scale,
+    window,
+    softcap,
+    slopes,
+):
+    """Attention of one tile of queries. Returns how many tiles of keys, from key 0 on, now lie in their slots."""
+    num_rows, depth = num_tokens * group, _depth(head_dim)
+    block_bytes = size_of(element) * num_kv_heads * block_size * head_dim
+    scale_stride = F32 * num_kv_heads * block_size
+    acc_stride = F32 * _padded(head_dim)
+    acc = scratch
+    zeros = acc + num_rows * acc_stride
+    scores = zeros + VECTOR
+    q = scores + F32 * num_rows * KEYS
+    key_factors = q + F32 * num_rows * depth
+    value_factors = key_factors + F32 * KEYS
+    work = value_factors + F32 * KEYS
+    stats = work + VECTOR * (vector.LANES + 1)
+
+    fill(acc, (scores - acc) // F32, ZERO)
+    fill(key_factors, (stats - key_factors) // F32, ONE)
+    _load_queries(q, query, query_token_stride, query_head_stride, num_rows, group, head_dim, query_scale)
+    for part in range(_num_parts(num_rows)):
+        vector.store(stats + 2 * VECTOR * part, vector.splat(HIDDEN))
+        vector.store(stats + 2 * VECTOR * part + VECTOR, vector.splat(ZERO))
+
+    begin, end = max(0, position + 1 - window) if window > 0 else 0, position + num_tokens
+    for tile in range(begin // KEYS * KEYS, end, KEYS):
+        low, high = max(begin, tile), min(end, tile + KEYS)
+        slot = min(tile // KEYS, num_slots - 1)
+        key_panels = panels + slot * slot_bytes(head_dim)
+        value_panels = key_panels + F32 * KEYS * depth
+        if slot >= num_held:
+            # What lies in the other columns may be no number, or slow to multiply with: numbers next to zero.
+            if high - low < KEYS:
+                fill(key_panels, slot_bytes(head_dim) // F32, ZERO)
+            gather_keys(
+                key_panels, depth, element, keys, table, low, high, tile, head_dim, block_size, block_bytes
+            )
+            gather_values(
+                value_panels, KEYS, element, values, table, low, high, tile, head_dim, block_size, block_bytes
+            )
+        if key_scales != 0:
+            gather_scales(key_factors, key_scales, table, low, high, tile, scale_stride, block_size)
+        if value_scales != 0:
+            gather_scales(value_factors, value_scales, table, low, high, tile, scale_stride, block_size)
+        _score(scores, q, key_panels, num_rows, depth, zeros)
+        _softmax_tile(
+            scores, stats, acc, acc_stride, num_rows, tile, position, group, window, slopes, softcap,
+            key_factors if key_scales != 0 else 0, value_factors if value_scales != 0 else 0, work,
+        )  # fmt: skip
+        _add_values(
+            acc, acc_stride, scores, value_panels, num_rows, _padded(head_dim) // PANEL,
+            (low - tile) // vector.LANES, (high - tile + vector.LANES - 1) // vector.LANES,
+        )  # fmt: skip
+
+    _store_tile(out, num_kv_heads * group * head_dim, acc, acc_stride, stats, num_rows, group, head_dim)
+    return min(end // KEYS, num_slots - 1) if begin == 0 else 0
+
+
+@jit
+def slot_bytes(head_dim):
+    """The panels of a tile of keys, and of their values."""
+    return F32 * KEYS * (_depth(head_dim) + _padded(head_dim))
+
+
+@jit
+def clear_slots(panels, num_slots, head_dim):
+    """Panels end in zeros, which gathering leaves alone."""
+    if _padded(head_dim) != head_dim:
+        fill(panels, num_slots * slot_bytes(head_dim) // F32, ZERO)
+
+
+@jit
+def tile_bytes(num_rows, head_dim):
+    """What `attend_tile` needs beside its panels, in whole cache lines."""
+    num_vectors = 2 * LINES + vector.LANES + 2 + 2 * _num_parts(num_rows)
+    return F32 * num_rows * (_padded(head_dim) + _depth(head_dim) + KEYS) + VECTOR * num_vectors
+
+
+@jit
+def _depth(head_dim):
+    """Of the keys' panels: whole vectors."""
+    return (head_dim + vector.LANES - 1) // vector.LANES * vector.LANES
+
+
+@jit
+def _padded(head_dim):
+    """The columns of the values' panels."""
+    return (head_dim + PANEL - 1) // PANEL * PANEL

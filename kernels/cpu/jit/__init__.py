@@ -1,0 +1,1 @@
+"""What the compiled kernels are written in: compiler, vectors, rows and memory."""

@@ -1,0 +1,213 @@
+"""numba, set up once for the CPU operators: one threading layer, cached machine code, raw addresses in.
+
+Kernels take addresses (`Tensor.data_ptr()`) and strides instead of arrays. That gives each kernel one compiled
+signature whatever the strides of its caller's views, and makes a call cost a few microseconds, which counts when
+a step of a small model makes hundreds. As with Triton, the caller answers for shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# isort: off
+import torch  # before numba: its OpenMP runtime must be the first one loaded
+import llvmlite.binding
+import numba
+
+# isort: on
+from numba import types
+from numba.core import cgutils, codegen
+from numba.extending import intrinsic
+
+from pagemill.kernels.cpu.jit import file_lock
+
+
+def _cache_directory() -> str:
+    """Where machine code is kept: under NUMBA_CACHE_DIR, beside the package, or in the user's cache.
+
+    numba looks for changes in a kernel's own file only, while kernels inline one another across files: so the
+    directory is named after the sources of all of them. Where it cannot be written, kernels are not kept.
+    """
+    package = Path(__file__).parents[2]
+    if numba.config.CACHE_DIR:
+        base = Path(numba.config.CACHE_DIR)
+    elif os.access(package, os.W_OK):
+        base = package / "__pycache__"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagemill"
+    return str(base / f"kernels-{_source_digest(package)}")
+
+
+def _source_digest(package: Path) -> str:
+    """Of all that a CPU kernel may be compiled from: its constants come from beside `cpu/` too, from `gpu/` none."""
+    digest = hashlib.sha256()
+    for source in sorted(set(package.rglob("*.py")) - set(package.glob("gpu/*.py"))):
+        digest.update(str(source.relative_to(package)).encode() + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+numba.config.CACHE_DIR = _cache_directory()
+# `workqueue` is not thread-safe, and busy-waits against torch's OpenMP threads.
+numba.config.THREADING_LAYER = "omp"
+
+
+def compiles_for(feature: str) -> bool:
+    """Whether kernels are compiled for a CPU with this, as LLVM names it."""
+    features = numba.config.CPU_FEATURES
+    return f"+{feature}" in (codegen.get_host_cpu_features() if features is None else features)
+
+
+# Below this many numbers a thread, waking the other threads costs more than they save.
+NUMBERS_PER_THREAD = 16384
+
+_LONGEST_SAVE_S = 10.0
+
+_CODE: dict[str, Any] = {
+    "fastmath": {"nsz", "arcp", "contract", "afn", "reassoc"},
+    "error_model": "numpy",  # x / 0 is an infinity, an integer's 0: no exception to unwind
+}
+_OPTIONS: dict[str, Any] = {**_CODE, "nogil": True}
+
+
+def jit(function: Callable[..., Any] | None = None, *, parallel: bool = False, exact: bool = False) -> Any:
+    """Compile lazily, for the argument types of the first call, keeping the machine code on disk where possible.
+
+    NaN and infinity keep their meaning (masked scores are -inf); sums may be reordered, the same way every call.
+    `exact`: every operation is IEEE's, in the order written, divisions included.
+    """
+    if function is None:
+        return lambda f: jit(f, parallel=parallel, exact=exact)
+    options = {**_OPTIONS, "fastmath": False} if exact else _OPTIONS
+    try:
+        kernel = numba.njit(cache=True, parallel=parallel, **options)(function)
+    except RuntimeError:  # nowhere to keep it
+        return numba.njit(parallel=parallel, **options)(function)
+    _save_one_at_a_time(kernel)
+    return kernel
+
+
+def _save_one_at_a_time(kernel: Any) -> None:
+    """Lock the index of a kernel's machine code while it changes.
+
+    numba reads it, adds an entry and writes it back: of two processes that compile a kernel for different types at the
+    same time, one may be given the other's machine code ever after.
+    """
+    index = kernel._cache._cache_file
+    save = index.save
+
+    def save_alone(key: Any, data: Any) -> None:
+        with file_lock.hold(Path(numba.config.CACHE_DIR) / "index.lock", _LONGEST_SAVE_S):
+            save(key, data)
+
+    index.save = save_alone
+
+
+_externals: list[Any] = []  # their machine code lives as long as they do
+
+
+def external(function: Callable[..., Any]) -> Any:
+    """A kernel, of int64 arguments and without a result, that others call by its symbol.
+
+    numba takes what a kernel calls into that kernel's own code and compiles it again, at every level of calls: large
+    ones that take microseconds to run are better compiled once. That happens here, or they are loaded from the disk.
+    For compiled callers alone.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    signature = types.void(*[types.int64] * len(parameters))
+    symbol = f"{function.__module__}.{function.__qualname__}"
+    try:
+        kernel = numba.cfunc(signature, cache=True, **_CODE)(function)
+    except RuntimeError:  # nowhere to keep it
+        kernel = numba.cfunc(signature, **_CODE)(function)
+    _externals.append(kernel)
+    llvmlite.binding.add_symbol(symbol, kernel.address)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        void = cgutils.ir.FunctionType(cgutils.ir.VoidType(), [argument.type for argument in arguments])
+        builder.call(cgutils.get_or_insert_function(builder.module, void, symbol), arguments)
+        return context.get_dummy_value()
+
+    def call(typing_context: Any, *arguments: Any) -> Any:
+        return signature, generate
+
+    context = inspect.Parameter("typing_context", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    call.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
+    return intrinsic(call)
+
+
+def _launch_threads() -> None:
+    """Start numba's side of the OpenMP pool, which it shares with torch and whose size it would reset."""
+    num_threads = torch.get_num_threads()
+    numba.set_num_threads(1)
+    torch.set_num_threads(num_threads)
+
+
+_launch_threads()
+
+
+def use_torch_threads() -> int:
+    """Give the calling thread's kernels as many threads as torch's operators have; return that number."""
+    num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    numba.set_num_threads(num_threads)
+    return num_threads
+
+
+def run_rows(serial: Any, parallel: Any, num_rows: int, row_size: int, arguments: tuple[Any, ...]) -> None:
+    """Call `serial(first, last, *arguments)` over all rows, or `parallel(num_threads, num_rows, *arguments)`.
+
+    `row_size` is how many numbers a row holds.
+    """
+    num_threads = min(torch.get_num_threads(), num_rows * row_size // NUMBERS_PER_THREAD)
+    if num_threads > 1:
+        parallel(min(num_threads, use_torch_threads()), num_rows, *arguments)
+    else:
+        serial(0, num_rows, *arguments)
+
+
+def _pointer_intrinsic(element: Any) -> Any:
+    pointer = types.CPointer(element)
+
+    @intrinsic
+    def as_pointer(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return pointer(types.int64), generate
+
+    return as_pointer
+
+
+f32_pointer = _pointer_intrinsic(types.float32)
+i8_pointer = _pointer_intrinsic(types.int8)
+i32_pointer = _pointer_intrinsic(types.int32)
+i64_pointer = _pointer_intrinsic(types.int64)
+f64_pointer = _pointer_intrinsic(types.float64)
+
+
+@intrinsic
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Ask for the cache line at `address` (int64); never faults, so it may point anywhere."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        prefetch_line(builder, arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+def prefetch_line(builder: Any, address: Any) -> None:
+    """Emit `prefetch`, for intrinsics that are made of several instructions."""
+    byte_pointer = cgutils.voidptr_t
+    flag = cgutils.int32_t
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        cgutils.ir.FunctionType(cgutils.ir.VoidType(), [byte_pointer, flag, flag, flag]),
+        "llvm.prefetch.p0",
+    )
+    read, keep, data = flag(0), flag(2), flag(1)
+    builder.call(function, [builder.inttoptr(address, byte_pointer), read, keep, data])

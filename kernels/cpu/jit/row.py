@@ -1,0 +1,103 @@
+"""What the CPU attention kernels do with one row of numbers. Addresses of contiguous fp32; counts in numbers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from pagemill.kernels.cpu.jit import vector
+from pagemill.kernels.cpu.jit.compiler import f32_pointer, jit
+
+F32 = I32 = 4  # bytes
+VECTOR = F32 * vector.LANES  # bytes; also a cache line
+LOG2_E = np.float32(1.0 / math.log(2.0))
+ZERO, ONE = np.float32(0.0), np.float32(1.0)
+
+
+@jit
+def fill(target, count, value):
+    for i in range(count):
+        f32_pointer(target)[i] = value
+
+
+@jit
+def store_scaled(target, source, count, factor):
+    """target = factor * source; the two may be the same."""
+    for i in range(count):
+        f32_pointer(target)[i] = factor * f32_pointer(source)[i]
+
+
+@jit
+def cap_vector(scores, cap):
+    """cap * tanh(score), for scores that come divided by the cap."""
+    one, two = vector.splat(ONE), vector.splat(np.float32(2.0))
+    power = vector.exp2(vector.multiply(vector.splat(np.float32(2.0) * LOG2_E), scores))
+    tanh = vector.subtract(one, vector.divide(two, vector.add(power, one)))
+    return vector.multiply(vector.splat(cap), tanh)
+
+
+@jit
+def cap_scores(scores, count, cap):
+    """cap * tanh(score) in place, for scores that come divided by the cap; rounds `count` up to whole vectors."""
+    for at in range(scores, scores + F32 * count, VECTOR):
+        vector.store(at, cap_vector(vector.load(at), cap))
+
+
+@jit
+def max_of(scores, count, start):
+    """The largest of `start` and the scores; `count` is a whole number of vectors."""
+    maxima = vector.splat(start)
+    for at in range(scores, scores + F32 * count, VECTOR):
+        maxima = vector.maximum(maxima, vector.load(at))
+    return vector.max_lanes(maxima)
+
+
+@jit
+def peak_of(source, count):
+    """The largest absolute value."""
+    whole = F32 * count // VECTOR * VECTOR
+    maxima = vector.splat(ZERO)
+    for at in range(0, whole, VECTOR):
+        maxima = vector.maximum(maxima, vector.absolute(vector.load(source + at)))
+    peak = vector.max_lanes(maxima)
+    for i in range(whole // F32, count):
+        peak = max(peak, abs(f32_pointer(source)[i]))
+    return peak
+
+
+@jit(exact=True)
+def weigh(scores, count, largest):
+    """scores = 2 ** (scores - largest) in place; return their sum. `count` is a whole number of vectors."""
+    shift, sums = vector.splat(largest), vector.splat(ZERO)
+    for at in range(scores, scores + F32 * count, VECTOR):
+        weights = vector.exp2(vector.subtract(vector.load(at), shift))
+        sums = vector.add(sums, weights)
+        vector.store(at, weights)
+    return vector.sum_lanes(sums)
+
+
+@jit
+def scale_columns(rows, num_rows, row_stride, origin, table, begin, end, scales, block_stride, block_size):
+    """rows[r, key - origin] *= the scale of the key's slot, for the keys begin .. end - 1 of one KV head.
+
+    `scales` is the address of the head's scales in block 0; strides in bytes.
+    """
+    for block in range(begin // block_size, (end - 1) // block_size + 1):
+        first, last = max(begin, block * block_size), min(end, (block + 1) * block_size)
+        source = f32_pointer(scales + table[block] * block_stride + F32 * (first - block * block_size))
+        for r in range(num_rows):
+            target = f32_pointer(rows + r * row_stride + F32 * (first - origin))
+            for j in range(last - first):
+                target[j] *= source[j]
+
+
+@jit
+def address_of(array):
+    return np.int64(array.ctypes.data)  # unsigned as it comes: mixed with signed offsets it would turn float
+
+
+@jit
+def line_in(array):
+    """The first cache line in an array, which has a vector of room for it: a vector across two lines costs twice."""
+    return (address_of(array) + VECTOR - 1) // VECTOR * VECTOR

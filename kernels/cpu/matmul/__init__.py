@@ -1,0 +1,1 @@
+"""Products with packed weights, in fp32 and in int8."""

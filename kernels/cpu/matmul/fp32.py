@@ -1,0 +1,280 @@
+"""Products with a weight matrix that is packed once, in fp32: y = x W^T + b.
+
+Weights lie in panels of 32 output channels, input by input, so that a tile of the result (some rows by 32 channels)
+stays in registers while its panel passes by in one contiguous stream. Every number of the result is one chain of
+fused multiply-adds over the inputs in their order: it depends on its row and its channel alone, to the last bit,
+whatever the number of rows or threads, and whichever thread takes what.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import prange
+
+from pagemill.kernels.cpu.jit.compiler import compiles_for, f32_pointer, jit, use_torch_threads
+from pagemill.kernels.cpu.jit.row import F32, VECTOR, line_in
+from pagemill.kernels.cpu.jit.vector import LANES
+from pagemill.kernels.cpu.matmul.fp32_panel import (
+    PIECE_BYTES,
+    SUMS_BYTES,
+    Lined,
+    Strided,
+    Tiles,
+    Weight,
+    bias_of,
+    line_up,
+    multiply_panel,
+    num_panels_of,
+    skip_rows,
+    sums_at,
+)
+from pagemill.kernels.cpu.matmul.fp32_tile import MOST_ROWS, PANEL, first_row, num_tiles_of
+from pagemill.kernels.cpu.matmul.weight_formats import GROUP
+from pagemill.kernels.cpu.matmul.weight_packing import PackedWeight
+from pagemill.kernels.cpu.matmul.work_sharing import (
+    BLOCK_ROWS,
+    are_rows_taken,
+    new_counter,
+    panels_per_turn,
+    plan_blocks,
+    take,
+)
+
+# So much of BLOCK_ROWS rows stays in the second-level cache while all panels pass by.
+BLOCK_INPUTS = 768
+# With so many rows for so many panels, x is copied into lines first (`multiply_lined_tile`).
+LINED_ROWS, LINED_PANELS = 28, 6
+# What a thread needs: sums between pieces, the last panel's results, a piece of weights.
+_NARROW, _PIECE = SUMS_BYTES, 2 * SUMS_BYTES
+THREAD_BYTES = _PIECE + PIECE_BYTES
+_LINED_BYTES = F32 * BLOCK_ROWS * (BLOCK_INPUTS + GROUP)
+
+
+def is_supported() -> bool:
+    """Whether this CPU has the registers that the tiles are cut for: those of AVX-512, or of AVX2."""
+    return compiles_for("avx512f") or all(map(compiles_for, ("avx2", "fma", "f16c")))
+
+
+def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor) -> torch.Tensor:
+    """x [num_rows, in_features] fp32 times the weight, plus bias [num_panels * PANEL]; fresh and contiguous."""
+    assert x.dtype is torch.float32
+    assert x.stride(1) == 1
+    assert x.shape[1] == weight.in_features
+    out = torch.empty((len(x), weight.out_features))
+    if len(x) == 0:
+        return out
+    multiply_parallel(
+        out.data_ptr(),
+        x.data_ptr(),
+        x.stride(0),
+        weight.panels.data_ptr(),
+        weight.weight_format,
+        bias.data_ptr(),
+        len(x),
+        weight.out_features,
+        weight.in_features,
+        use_torch_threads(),
+    )
+    return out
+
+
+@jit
+def _multiply_channels(out, x, lined, tiles, weight, panel, following, origin, begin, end, memory):
+    """One panel over the inputs begin .. end - 1, adding to what `out` holds from those before."""
+    channel = panel * PANEL
+    width = min(PANEL, weight.out_features - channel)
+    target = Strided(out.rows + F32 * channel, out.stride)
+    if width < PANEL:  # the last panel: beside the real channels there is no room in `out`
+        target = sums_at(memory + _NARROW, tiles)
+    start = bias_of(weight, panel) if begin == 0 else target
+    sums = sums_at(memory, tiles)
+    multiply_panel(
+        target, start, x, lined, tiles, weight, panel, following, origin, begin, end, memory + _PIECE, sums
+    )
+    if width < PANEL and end == weight.in_features:
+        for row in range(first_row(tiles.low, tiles.num_rows), first_row(tiles.high, tiles.num_rows)):
+            source, to = target.rows + row * target.stride, out.rows + row * out.stride + F32 * channel
+            for i in range(width):
+                f32_pointer(to)[i] = f32_pointer(source)[i]
+
+
+@jit
+def _part_begin(part, num_parts, in_features):
+    return in_features if part == num_parts else in_features // GROUP * part // num_parts * GROUP
+
+
+@jit
+def _multiply_block(first, last, out, x, lines, tiles, weight, line_memory, memory):
+    """The panels first .. last - 1 of these tiles. `line_memory`: where to line up x, 0: it stays as it is."""
+    num_parts = (weight.in_features + BLOCK_INPUTS - 1) // BLOCK_INPUTS
+    for part in range(num_parts):
+        begin = _part_begin(part, num_parts, weight.in_features)
+        end = _part_begin(part + 1, num_parts, weight.in_features)
+        origin = 0
+        if line_memory:
+            origin, num_lines = begin, (end - begin) // LANES
+            lines = Lined(line_memory - VECTOR * num_lines * first_row(tiles.low, tiles.num_rows), num_lines)
+            line_up(lines, Strided(x.rows + F32 * begin, x.stride), tiles)
+        for panel in range(first, last):
+            _multiply_channels(
+                out,
+                Strided(x.rows + F32 * origin, x.stride),
+                lines,
+                tiles,
+                weight,
+                panel,
+                panel + 1,
+                origin,
+                begin,
+                end,
+                memory,
+            )
+
+
+@jit
+def _multiply_blocks(first, last, out, x, lines, num_rows, weight, is_copied, memory):
+    """The panels first .. last - 1 of every row; `memory` has THREAD_BYTES, and _LINED_BYTES if x is copied."""
+    num_tiles = num_tiles_of(num_rows)
+    num_blocks = (num_tiles * MOST_ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
+    address = line_in(memory)
+    for block in range(num_blocks):
+        tiles = Tiles(num_tiles * block // num_blocks, num_tiles * (block + 1) // num_blocks, num_rows)
+        line_memory = address + THREAD_BYTES if is_copied else 0
+        _multiply_block(first, last, out, x, lines, tiles, weight, line_memory, address)
+
+
+@jit
+def multiply_rows(out, x, num_rows, weight):
+    """All panels of every row, by one thread. `x` and `out` are `Strided`."""
+    num_panels = num_panels_of(weight)
+    is_copied = num_rows >= LINED_ROWS and num_panels >= LINED_PANELS
+    memory = np.empty(THREAD_BYTES + (_LINED_BYTES if is_copied else 0) + VECTOR, np.uint8)
+    _multiply_blocks(0, num_panels, out, x, Lined(0, 0), num_rows, weight, is_copied, memory)
+
+
+@jit
+def multiply_block(out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features):
+    """What `multiply_parallel` does, by one thread."""
+    weight = Weight(packed, weight_format, bias, out_features, in_features)
+    multiply_rows(Strided(out, F32 * out_features), Strided(x, F32 * x_stride), num_rows, weight)
+
+
+@jit
+def multiply_lined(out, lines, num_rows, weight):
+    """`multiply_rows` for an x of whole lines that lies in lines already."""
+    memory = np.empty(THREAD_BYTES + VECTOR, np.uint8)
+    _multiply_blocks(0, num_panels_of(weight), out, Strided(0, 0), lines, num_rows, weight, False, memory)
+
+
+@jit
+def _take_panels(counter, per_turn, out, x, lines, num_rows, weight, is_copied, memory):
+    tiles, num_panels, address = (
+        Tiles(0, num_tiles_of(num_rows), num_rows),
+        num_panels_of(weight),
+        line_in(memory),
+    )
+    if is_copied:
+        lines = Lined(address + THREAD_BYTES, weight.in_features // LANES)
+        line_up(lines, x, tiles)
+    num_turns = (num_panels + per_turn - 1) // per_turn
+    turn = take(counter)
+    while turn < num_turns:
+        next_turn = take(counter)
+        last = min((turn + 1) * per_turn, num_panels)
+        for panel in range(turn * per_turn, last):
+            following = panel + 1 if panel + 1 < last else next_turn * per_turn
+            _multiply_channels(
+                out, x, lines, tiles, weight, panel, following, 0, 0, weight.in_features, address
+            )
+        turn = next_turn
+
+
+@jit
+def fit_the_cache(num_rows, num_inputs):
+    """Whether all of x stays in a second-level cache while panels pass by."""
+    return num_rows <= BLOCK_ROWS and num_rows * num_inputs <= BLOCK_ROWS * BLOCK_INPUTS
+
+
+@jit
+def _multiply_share(thread, num_threads, counter, out, x, lines, num_rows, weight):
+    """One thread's part of a product whose threads have all rows of some panels each. `lines` of address 0: none yet.
+
+    Threads take panels as long as x stays in their second-level caches. With more of it, shares are fixed.
+    """
+    num_panels = num_panels_of(weight)
+    first, last = num_panels * thread // num_threads, num_panels * (thread + 1) // num_threads
+    is_copied = lines.rows == 0 and num_rows >= LINED_ROWS and last - first >= LINED_PANELS
+    memory = np.empty(THREAD_BYTES + (_LINED_BYTES if is_copied else 0) + VECTOR, np.uint8)
+    if fit_the_cache(num_rows, weight.in_features):
+        per_turn = panels_per_turn(num_panels, num_threads)
+        _take_panels(line_in(counter), per_turn, out, x, lines, num_rows, weight, is_copied, memory)
+    else:
+        _multiply_blocks(first, last, out, x, lines, num_rows, weight, is_copied, memory)
+
+
+@jit
+def _multiply_part(
+    thread, num_threads, counter, out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features
+):  # fmt: skip
+    weight = Weight(packed, weight_format, bias, out_features, in_features)
+    source, target = Strided(x, F32 * x_stride), Strided(out, F32 * out_features)
+    _multiply_share(thread, num_threads, counter, target, source, Lined(0, 0), num_rows, weight)
+
+
+@jit
+def _multiply_lined_part(
+    thread, num_threads, counter, out, lines, packed, weight_format, bias, num_rows, out_features, in_features
+):
+    weight = Weight(packed, weight_format, bias, out_features, in_features)
+    source, target = Lined(lines, in_features // LANES), Strided(out, F32 * out_features)
+    _multiply_share(thread, num_threads, counter, target, Strided(0, 0), source, num_rows, weight)
+
+
+@jit
+def _multiply_taken_rows(
+    counter, bounds, out, x, x_stride, packed, weight_format, bias, out_features, in_features
+):
+    weight = Weight(packed, weight_format, bias, out_features, in_features)
+    source, target = Strided(x, F32 * x_stride), Strided(out, F32 * out_features)
+    address = line_in(counter)
+    block = take(address)
+    while block < len(bounds) - 1:
+        low, high = bounds[block], bounds[block + 1]
+        multiply_rows(skip_rows(target, low), skip_rows(source, low), high - low, weight)
+        block = take(address)
+
+
+@jit(parallel=True)
+def multiply_parallel(
+    out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features, num_threads
+):
+    """Strides in numbers."""
+    counter = new_counter()
+    # Rows are shared out where each thread then has a block of them: as many weights pass by, and each row of x is
+    # copied by one thread alone.
+    if are_rows_taken(num_rows, num_threads):
+        bounds = plan_blocks(num_rows, num_threads)
+        for _ in prange(num_threads):
+            _multiply_taken_rows(
+                counter, bounds, out, x, x_stride, packed, weight_format, bias, out_features, in_features
+            )
+        return
+    for thread in prange(num_threads):
+        _multiply_part(
+            thread, num_threads, counter, out, x, x_stride, packed, weight_format, bias, num_rows, out_features,
+            in_features,
+        )  # fmt: skip
+
+
+@jit(parallel=True)
+def multiply_lined_parallel(
+    out, lines, packed, weight_format, bias, num_rows, out_features, in_features, num_threads
+):
+    """`multiply_parallel` for an x of whole lines that lies in lines; threads have panels of all rows."""
+    counter = new_counter()
+    for thread in prange(num_threads):
+        _multiply_lined_part(
+            thread, num_threads, counter, out, lines, packed, weight_format, bias, num_rows, out_features,
+            in_features,
+        )  # fmt: skip

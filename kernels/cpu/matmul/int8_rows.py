@@ -1,0 +1,106 @@
+"""Rows quantised for `cpu_int8_tile`: groups of 8-bit integers with a scale each, where their tiles read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from pagemill.kernels import grouped_int8
+from pagemill.kernels.cpu.jit.compiler import f32_pointer, jit
+from pagemill.kernels.cpu.jit.row import F32, VECTOR, address_of
+from pagemill.kernels.cpu.jit.vector import F32X16, LANES, call, emit_splat
+from pagemill.kernels.cpu.matmul.fp32_tile import first_row, num_tiles_of
+from pagemill.kernels.cpu.matmul.int8_tile import PRODUCTS, QUAD, ROW_BYTES, ZERO_POINT
+from pagemill.kernels.grouped_int8 import GROUP, LIMIT
+from pagemill.kernels.types.layer_cache import SMALLEST_PEAK
+
+_ir = cgutils.ir
+_I32, _F32 = _ir.IntType(32), _ir.FloatType()
+_I32X16 = _ir.VectorType(_I32, LANES)
+_NUMBERS = _ir.VectorType(_ir.IntType(8 * PRODUCTS.number_bytes), LANES)
+_INFINITY_BITS = 0x7F800000
+
+
+def _constant(kind: Any, value: float) -> Any:
+    return _ir.Constant(kind, [value] * LANES)
+
+
+def _narrowed(builder: Any, numbers: Any) -> Any:
+    """LANES integers as the tiles read them, quad by quad and part by part."""
+    order = [quad + i for quad in range(0, LANES, QUAD) for part in PRODUCTS.parts for i in part]
+    narrow = builder.trunc(numbers, _NUMBERS)
+    return builder.shuffle_vector(narrow, narrow, _ir.Constant(_I32X16, order))
+
+
+@intrinsic
+def quantise_group(typing_context: Any, source: Any, target: Any) -> Any:
+    """GROUP floats at `source` as a row's part of a group at `target`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, target = arguments
+        int64 = source.type
+
+        def pointer(base: Any, distance: int, kind: Any) -> Any:
+            return builder.inttoptr(builder.add(base, int64(distance)), kind.as_pointer())
+
+        numbers = [builder.load(pointer(source, at, F32X16), align=4) for at in range(0, F32 * GROUP, VECTOR)]
+        # As integers, sizes are in the order of the floats, with infinity and NaN above all.
+        largest = _constant(_I32X16, 0)
+        for number in numbers:
+            size = builder.and_(builder.bitcast(number, _I32X16), _constant(_I32X16, 0x7FFFFFFF))
+            largest = builder.select(builder.icmp_signed(">", size, largest), size, largest)
+        bits = call(builder, "llvm.vector.reduce.smax.v16i32", _I32, [largest])
+        is_finite = builder.icmp_signed("<", bits, _I32(_INFINITY_BITS))
+        peak, smallest = builder.bitcast(bits, _F32), _F32(np.float32(SMALLEST_PEAK))
+        peak = builder.select(builder.fcmp_ordered(">", peak, smallest), peak, smallest)
+        factors = emit_splat(builder, builder.fdiv(_F32(LIMIT), peak))
+        are_finite = emit_splat(builder, is_finite)
+        total = _constant(_I32X16, 0)
+        for index, number in enumerate(numbers):
+            scaled = builder.select(are_finite, builder.fmul(number, factors), _constant(F32X16, 0.0))
+            whole = builder.fptosi(call(builder, "llvm.rint.v16f32", F32X16, [scaled]), _I32X16)
+            total = builder.add(total, whole)
+            distance = LANES * PRODUCTS.number_bytes * index
+            builder.store(_narrowed(builder, whole), pointer(target, distance, _NUMBERS), align=QUAD)
+        scale = builder.select(is_finite, builder.fdiv(peak, _F32(LIMIT)), _F32(float("nan")))
+        builder.store(scale, pointer(target, PRODUCTS.row_scale, _F32), align=4)
+        total = call(builder, "llvm.vector.reduce.add.v16i32", _I32, [total])
+        builder.store(
+            builder.mul(total, _I32(-ZERO_POINT)), pointer(target, PRODUCTS.row_start, _I32), align=4
+        )
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@jit(exact=True)
+def quantise_rows(first, last, num_rows, x, x_stride, rows, in_features):
+    """Rows first .. last - 1 of x [num_rows, in_features], stride in numbers, to their tiles' places at `rows`."""
+    num_groups = (in_features + GROUP - 1) // GROUP
+    whole = in_features // GROUP
+    rest = np.zeros(GROUP, np.float32)
+    for tile in range(num_tiles_of(num_rows)):
+        begin, end = first_row(tile, num_rows), first_row(tile + 1, num_rows)
+        group_bytes = ROW_BYTES * (end - begin)
+        for row in range(max(first, begin), min(last, end)):
+            source = x + F32 * row * x_stride
+            target = rows + ROW_BYTES * (num_groups * begin + row - begin)
+            for group in range(whole):
+                quantise_group(source + F32 * GROUP * group, target + group_bytes * group)
+            if whole < num_groups:
+                for i in range(in_features - whole * GROUP):
+                    rest[i] = f32_pointer(source)[whole * GROUP + i]
+                quantise_group(address_of(rest), target + group_bytes * whole)
+
+
+def quantised(x: torch.Tensor) -> torch.Tensor:
+    """uint8 [bytes], x [num_rows, in_features] fp32 as the tiles read it: for tests of a tile alone."""
+    num_rows, in_features = x.shape
+    rows = torch.empty(num_rows * grouped_int8.num_groups(in_features) * ROW_BYTES, dtype=torch.uint8)
+    quantise_rows(0, num_rows, num_rows, x.data_ptr(), x.stride(0), rows.data_ptr(), in_features)
+    return rows

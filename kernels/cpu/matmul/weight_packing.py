@@ -1,0 +1,320 @@
+"""Packs weight matrices for `cpu_matmul`, in the fewest bits that give back every number.
+
+Decoding reads all weights for every token, and memory is what it waits for. Few checkpoints hold 32 bits of information
+per weight: they were stored as 16-bit floats, or as integers of 4 or 8 bits with scales, and were widened when they
+were loaded. That is undone here, whatever the file's format was: a matrix is kept as integers or halves only if every
+one of its numbers comes back exactly (a zero may lose its sign), and products go on computing with those in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numba import prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from pagemill.kernels.cpu.jit.compiler import f32_pointer, i8_pointer, i32_pointer, jit, use_torch_threads
+from pagemill.kernels.cpu.jit.memory import advise_huge_pages
+from pagemill.kernels.cpu.jit.row import F32, ONE, VECTOR, ZERO, address_of, fill
+from pagemill.kernels.cpu.jit.vector import F32X16, LANES, call, emit_splat
+from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
+from pagemill.kernels.cpu.matmul.weight_formats import (
+    BFLOAT16,
+    BYTE_CODES,
+    BYTES,
+    BYTES_GROUP,
+    FLOAT16,
+    FLOAT32,
+    GROUP,
+    NIBBLE_CODES,
+    NIBBLES,
+    NIBBLES_GROUP,
+    ROW,
+    WORD_INPUTS,
+    expand,
+    panel_bytes,
+)
+
+SMALLEST_FIRST = (NIBBLES, BYTES, BFLOAT16, FLOAT16)
+_MOST_NIBBLE, _MOST_BYTE = 15, 127
+# Of a scale's 24 significant bits: an fp16's, and those of an fp16 times a small integer. Numbers of a grid, rounded
+# themselves, tell its scale to some 20 bits.
+_SCALE_BITS = (11, 19, 24)
+
+_ir = cgutils.ir
+_I64 = _ir.IntType(64)
+_I8X16, _I32X16 = _ir.VectorType(_ir.IntType(8), LANES), _ir.VectorType(_ir.IntType(32), LANES)
+_F16X16 = _ir.VectorType(_ir.HalfType(), LANES)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight [out_features, in_features] in panels, ends filled up with zeros."""
+
+    panels: torch.Tensor
+    """uint8 [num_panels, bytes]"""
+    weight_format: int
+    out_features: int
+    in_features: int
+
+    def of_channels(self, channels: torch.Tensor) -> torch.Tensor:
+        """The weights of these channels, fp32 [num_channels, in_features]."""
+        panels = self.panels[channels // PANEL].contiguous()
+        if self.weight_format == FLOAT32:
+            numbers = panels.view(torch.float32).view(-1, self.in_features, PANEL)
+        else:
+            numbers = torch.empty(len(panels), self.in_features, PANEL)
+            _expand_panels(
+                self.weight_format, panels.data_ptr(), len(panels), self.in_features, numbers.data_ptr()
+            )
+        return numbers[torch.arange(len(channels)), :, channels % PANEL]
+
+
+def pack(weight: torch.Tensor, formats: Sequence[int] = SMALLEST_FIRST) -> PackedWeight:
+    """Pack a weight [out_features, in_features], fp32, in the first of these formats that is exact, or FLOAT32."""
+    return pack_merged([weight], formats)
+
+
+def pack_merged(weights: Sequence[torch.Tensor], formats: Sequence[int] = SMALLEST_FIRST) -> PackedWeight:
+    """`pack` of weights [any, in_features] as one, below each other; copied only where two of them share a panel."""
+    if any(len(weight) % PANEL for weight in weights[:-1]):
+        weights = [torch.cat(list(weights))]
+    weights = [weight.contiguous() for weight in weights]
+    out_features, in_features = sum(map(len, weights)), weights[0].shape[1]
+    num_panels = -(-out_features // PANEL)
+    for weight_format in (*formats, FLOAT32):
+        if weight_format in (NIBBLES, BYTES) and in_features % GROUP:
+            continue
+        panels = torch.empty(num_panels, panel_bytes(weight_format, in_features), dtype=torch.uint8)
+        advise_huge_pages(panels)
+        misfits = np.zeros(1, np.int64)
+        target = panels.data_ptr()
+        for weight in weights:
+            _pack_parallel(
+                weight_format,
+                weight.data_ptr(),
+                len(weight),
+                in_features,
+                target,
+                misfits,
+                use_torch_threads(),
+            )
+            target += panels.stride(0) * (len(weight) // PANEL)
+        if not misfits[0]:
+            return PackedWeight(panels, weight_format, out_features, in_features)
+    raise AssertionError("every number fits itself")
+
+
+@jit
+def _expand_panels(weight_format, panels, count, in_features, target):
+    size = panel_bytes(weight_format, in_features)
+    for panel in range(count):
+        expand(weight_format, panels + panel * size, 0, in_features, target + panel * in_features * ROW)
+
+
+@intrinsic
+def _fits(
+    typing_context: Any, source: Any, scale: Any, offset: Any, least: Any, most: Any, codes: Any
+) -> Any:
+    """Write the numbers of the grid nearest to the GROUP floats at `source` to `codes`; 1 if they are equal to them."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, scale, offset, least, most, codes = arguments
+        scales, offsets, lowest, highest = (emit_splat(builder, x) for x in (scale, offset, least, most))
+        equal = None
+        for half in range(GROUP // LANES):
+            at = builder.add(source, _I64(half * VECTOR))
+            numbers = builder.load(builder.inttoptr(at, F32X16.as_pointer()), align=4)
+            steps = call(
+                builder, "llvm.rint.v16f32", F32X16, [builder.fdiv(builder.fsub(numbers, offsets), scales)]
+            )
+            steps = builder.select(builder.fcmp_ordered(">", steps, lowest), steps, lowest)
+            steps = builder.select(builder.fcmp_ordered("<", steps, highest), steps, highest)
+            same = builder.fcmp_ordered(
+                "==", call(builder, "llvm.fma.v16f32", F32X16, [steps, scales, offsets]), numbers
+            )
+            equal = same if equal is None else builder.and_(equal, same)
+            target = builder.inttoptr(builder.add(codes, _I64(half * LANES)), _I8X16.as_pointer())
+            builder.store(builder.trunc(builder.fptosi(steps, _I32X16), _I8X16), target, align=1)
+        bit = _ir.IntType(1)
+        return builder.zext(call(builder, "llvm.vector.reduce.and.v16i1", bit, [equal]), _I64)
+
+    return types.int64(*[types.int64, *[types.float32] * 4, types.int64]), generate
+
+
+@intrinsic
+def _fits_halves(typing_context: Any, source: Any, halves: Any) -> Any:
+    """Write the 16 floats at `source` as fp16 to `halves`; 1 if they are equal to them."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, halves = arguments
+        numbers = builder.load(builder.inttoptr(source, F32X16.as_pointer()), align=4)
+        rounded = builder.fptrunc(numbers, _F16X16)
+        builder.store(rounded, builder.inttoptr(halves, _F16X16.as_pointer()), align=2)
+        same = builder.fcmp_ordered("==", builder.fpext(rounded, F32X16), numbers)
+        return builder.zext(call(builder, "llvm.vector.reduce.and.v16i1", _ir.IntType(1), [same]), _I64)
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@jit(exact=True)
+def _rounded(number, bits, scratch):
+    """A positive float with fewer significant bits, to nearest."""
+    f32_pointer(scratch)[0] = number
+    dropped = 24 - bits
+    half = (1 << dropped) >> 1
+    i32_pointer(scratch)[0] = np.int32((i32_pointer(scratch)[0] + half) >> dropped << dropped)
+    return f32_pointer(scratch)[0]
+
+
+@jit(exact=True)
+def _fit_levels(source, low, width, levels, least, codes, scratch):
+    """The scale with which the group is a grid of `levels` steps over `width`; 0 if there is none."""
+    for bits in _SCALE_BITS:
+        scale = _rounded(width / np.float32(levels), bits, scratch) if width > ZERO else ONE
+        most = np.float32(_MOST_NIBBLE if least == ZERO else _MOST_BYTE)
+        if _fits(source, scale, low, least, most, codes):
+            return scale
+    return ZERO
+
+
+@jit(exact=True)
+def _fit_group(weight_format, source, codes, scratch):
+    """(scale, offset) that make the GROUP floats at `source` from integers, written to `codes`; scale 0: none do."""
+    numbers = f32_pointer(source)
+    low = high = numbers[0]
+    for i in range(1, GROUP):
+        low, high = min(low, numbers[i]), max(high, numbers[i])
+    if weight_format == NIBBLES:
+        for levels in range(_MOST_NIBBLE, 0, -1):
+            scale = _fit_levels(source, low, high - low, levels, ZERO, codes, scratch)
+            if scale != ZERO:
+                return scale, low
+        return ZERO, ZERO
+    largest = max(-low, high)
+    # A group's largest number nearly always has the largest code.
+    for turn in range(_MOST_BYTE):
+        levels = _MOST_BYTE if turn == 0 else turn
+        scale = _fit_levels(source, ZERO, largest, levels, np.float32(-_MOST_BYTE), codes, scratch)
+        if scale != ZERO:
+            return scale, ZERO
+    return ZERO, ZERO
+
+
+@jit
+def _place_nibbles(codes, channel, target):
+    """A channel's 32 numbers into their bits of a group that begins with zeros."""
+    for i in range(GROUP):
+        word = (channel // LANES * GROUP // WORD_INPUTS + i // WORD_INPUTS) * LANES + channel % LANES
+        i32_pointer(target)[word] |= np.int32(i8_pointer(codes)[i]) << (4 * (i % WORD_INPUTS))
+
+
+@jit
+def _pack_group(weight_format, source, stride, num_channels, target, scratch):
+    """GROUP inputs of a panel as integers; False: they are none. `stride` is that of channels, in bytes."""
+    codes = scratch + VECTOR
+    is_nibbles = weight_format == NIBBLES
+    size = NIBBLES_GROUP if is_nibbles else BYTES_GROUP
+    fill(target, size // F32, ZERO)
+    scales = target + (NIBBLE_CODES if is_nibbles else BYTE_CODES)
+    for channel in range(num_channels):
+        scale, offset = _fit_group(weight_format, source + channel * stride, codes, scratch)
+        if scale == ZERO:
+            return False
+        f32_pointer(scales)[channel] = scale
+        if is_nibbles:
+            f32_pointer(scales + ROW)[channel] = offset
+            _place_nibbles(codes, channel, target)
+        else:
+            for i in range(GROUP):
+                i8_pointer(target)[i * PANEL + channel] = i8_pointer(codes)[i]
+    return True
+
+
+@jit
+def _pack_integers(weight_format, source, in_features, num_channels, target, scratch):
+    size = NIBBLES_GROUP if weight_format == NIBBLES else BYTES_GROUP
+    for group in range(in_features // GROUP):
+        at = source + F32 * GROUP * group
+        if not _pack_group(
+            weight_format, at, F32 * in_features, num_channels, target + size * group, scratch
+        ):
+            return False
+    return True
+
+
+@jit
+def _pack_bfloats(source, in_features, num_channels, target):
+    fill(target, in_features * LANES, ZERO)
+    for channel in range(num_channels):
+        bits, words = i32_pointer(source + F32 * in_features * channel), i32_pointer(target)
+        for i in range(in_features):
+            number = bits[i]
+            if number & 0xFFFF:
+                return False
+            # An infinity keeps its meaning here, and a NaN its bits.
+            words[i * LANES + channel % LANES] |= number if channel >= LANES else (number >> 16) & 0xFFFF
+    return True
+
+
+@jit
+def _pack_floats(source, in_features, num_channels, target):
+    if num_channels < PANEL:
+        fill(target, in_features * PANEL, ZERO)
+    for first in range(0, in_features, LANES):
+        for channel in range(num_channels):
+            numbers = f32_pointer(source + F32 * in_features * channel)
+            for i in range(first, min(first + LANES, in_features)):
+                f32_pointer(target)[i * PANEL + channel] = numbers[i]
+
+
+@jit
+def _pack_halves(source, in_features, num_channels, target, scratch):
+    fill(scratch, PANEL, ZERO)
+    for i in range(in_features):
+        for channel in range(num_channels):
+            f32_pointer(scratch)[channel] = f32_pointer(source + F32 * in_features * channel)[i]
+        for half in range(0, PANEL, LANES):
+            if not _fits_halves(scratch + F32 * half, target + (i * PANEL + half) * 2):
+                return False
+    return True
+
+
+@jit
+def _pack_panel(weight_format, source, in_features, num_channels, target, scratch):
+    """Whether the format gives back every number of up to PANEL channels, which lie one after the other."""
+    if weight_format == FLOAT32:
+        _pack_floats(source, in_features, num_channels, target)
+        return True
+    if weight_format == BFLOAT16:
+        return _pack_bfloats(source, in_features, num_channels, target)
+    if weight_format == FLOAT16:
+        return _pack_halves(source, in_features, num_channels, target, scratch)
+    return _pack_integers(weight_format, source, in_features, num_channels, target, scratch)
+
+
+@jit(parallel=True)
+def _pack_parallel(weight_format, weight, out_features, in_features, panels, misfits, num_threads):
+    """Ends with the first misfit, which every thread looks for before its next panel."""
+    num_panels = (out_features + PANEL - 1) // PANEL
+    size = panel_bytes(weight_format, in_features)
+    for thread in prange(num_threads):
+        scratch = np.empty(2 * PANEL, np.float32)
+        for panel in range(num_panels * thread // num_threads, num_panels * (thread + 1) // num_threads):
+            if misfits[0] == 0:
+                source = weight + F32 * PANEL * in_features * panel
+                num_channels = min(PANEL, out_features - PANEL * panel)
+                if not _pack_panel(
+                    weight_format,
+                    source,
+                    in_features,
+                    num_channels,
+                    panels + size * panel,
+                    address_of(scratch),
+                ):
+                    misfits[0] = 1

@@ -1,0 +1,92 @@
+"""Work that threads take piece by piece, instead of a fixed share each.
+
+Two processors of one machine are rarely equally fast from one millisecond to the next: a neighbour, another process
+or the other half of a core takes its part of one of them. With fixed shares all wait for the slowest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from pagemill.kernels.cpu.jit.compiler import jit
+from pagemill.kernels.cpu.jit.row import VECTOR
+from pagemill.kernels.cpu.matmul.fp32_tile import MOST_ROWS
+
+# Both are whole tiles.
+BLOCK_ROWS = 140 // MOST_ROWS * MOST_ROWS
+"""Rows of a product that pass by together, at most: so many of x stay in the second-level cache."""
+FEWEST_ROWS = -(-28 // MOST_ROWS) * MOST_ROWS
+"""Blocks get no smaller: all weights pass by for each."""
+_TURNS = 8
+
+
+@jit
+def new_counter():
+    """A counter that stands at 0, alone in its cache line: `line_in` this array is its address."""
+    return np.zeros(2 * VECTOR, np.uint8)  # not in a parallel kernel, which would write the zeros in parallel
+
+
+@intrinsic
+def take(typing_context: Any, counter: Any) -> Any:
+    """The next number of the counter at this address (int64): each is given to one thread only."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.inttoptr(arguments[0], cgutils.ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", place, cgutils.ir.IntType(64)(1), "monotonic")
+
+    return types.int64(types.int64), generate
+
+
+@jit
+def are_rows_taken(num_rows, num_threads):
+    """Whether threads take blocks of rows, as many weights passing by for each as do for a thread's panels anyway."""
+    return num_rows > BLOCK_ROWS * (num_threads - 1)
+
+
+@jit
+def plan_blocks(num_rows, num_threads):
+    """Bounds of blocks of rows, for threads that take one after another; ends with `num_rows`.
+
+    The blocks shrink towards the end, so that no thread is left alone with a large one. Bounds are those of tiles.
+    """
+    bounds = np.empty(num_rows // FEWEST_ROWS + 2, np.int64)
+    first, count = 0, 0
+    while first < num_rows:
+        bounds[count] = first
+        left = num_rows - first
+        size = min(BLOCK_ROWS, max(FEWEST_ROWS, left // num_threads // MOST_ROWS * MOST_ROWS))
+        if left < size + FEWEST_ROWS:  # what would be left is too small for a block
+            size = left if left <= BLOCK_ROWS else (left // 2 + MOST_ROWS - 1) // MOST_ROWS * MOST_ROWS
+        first += size
+        count += 1
+    bounds[count] = num_rows
+    return bounds[: count + 1]
+
+
+@jit
+def panels_per_turn(num_panels, num_threads):
+    """How many a thread takes at a time: each has several turns, whatever is left over at the end being small."""
+    return max(1, num_panels // (_TURNS * num_threads))
+
+
+@jit
+def plan_turns(costs, num_threads):
+    """Bounds of groups of tasks, for threads that take one after another; ends with the number of tasks.
+
+    `costs[n]` is what the first n tasks cost together. Groups are of neighbours, and shrink towards the end.
+    """
+    total = costs[-1]
+    bounds = np.zeros(len(costs), np.int64)
+    count, done = 0, 0
+    while bounds[count] < len(costs) - 1:
+        done += max((total - done) // (2 * num_threads), total // (_TURNS * num_threads * 4), 1)
+        last = np.searchsorted(costs, min(done, total))
+        bounds[count + 1] = max(last, bounds[count] + 1)
+        done = costs[bounds[count + 1]]
+        count += 1
+    return bounds[: count + 1]

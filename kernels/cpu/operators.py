@@ -1,0 +1,151 @@
+"""The operators' fast face for CPU tensors. Contracts: `pagemill.kernels.dispatch`.
+
+Made for fp32 models, with a cache of any dtype: half-precision models take the plain torch way.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from pagemill.kernels import reference
+from pagemill.kernels.cpu import cache as cpu_cache
+from pagemill.kernels.cpu import fused_rows
+from pagemill.kernels.cpu.attention.decode import decode
+from pagemill.kernels.cpu.attention.prefill import prefill
+from pagemill.kernels.cpu.jit.compiler import NUMBERS_PER_THREAD, run_rows, use_torch_threads
+from pagemill.kernels.cpu.jit.element import ELEMENTS
+from pagemill.kernels.cpu.jit.memory import advise_huge_pages
+from pagemill.kernels.cpu.matmul import fp32, fp32_tile, weight_packing
+from pagemill.kernels.cpu.sampling import noise as cpu_noise
+from pagemill.kernels.cpu.sampling import selection as cpu_selection
+from pagemill.kernels.reference import copy_blocks
+from pagemill.kernels.types.layer_cache import LayerCache, allocate_layer, largest_number
+from pagemill.kernels.types.metadata import AttentionMetadata, warm_up_metadata
+from pagemill.kernels.types.scoring import Scoring
+
+__all__ = [
+    "advise_huge_pages",
+    "copy_blocks",
+    "paged_attention",
+    "reshape_and_cache",
+    "warm_up",
+    "warm_up_layers",
+]
+
+
+def reshape_and_cache(
+    key: torch.Tensor, value: torch.Tensor, cache: LayerCache, slot_mapping: torch.Tensor
+) -> None:
+    """See `pagemill.kernels.dispatch.reshape_and_cache`."""
+    if not key.dtype == value.dtype == torch.float32:
+        reference.reshape_and_cache(key, value, cache, slot_mapping)
+        return
+    assert slot_mapping.dtype == torch.int64
+    num_tokens, num_kv_heads, head_dim = key.shape
+    arguments = (
+        ELEMENTS[cache.keys.dtype],
+        key.data_ptr(),
+        key.stride(0),
+        key.stride(1),
+        value.data_ptr(),
+        value.stride(0),
+        value.stride(1),
+        *_addresses(cache),
+        np.float32(largest_number(cache.keys.dtype) or 0.0),
+        slot_mapping.data_ptr(),
+        num_kv_heads,
+        cache.block_size,
+        head_dim,
+    )
+    row_size = 2 * num_kv_heads * head_dim
+    run_rows(cpu_cache.write_tokens, cpu_cache.write_tokens_parallel, num_tokens, row_size, arguments)
+
+
+def _addresses(cache: LayerCache) -> tuple[int, int, int, int]:
+    key_scales, value_scales = cache.key_scales, cache.value_scales
+    return (
+        cache.keys.data_ptr(),
+        cache.values.data_ptr(),
+        0 if key_scales is None else key_scales.data_ptr(),
+        0 if value_scales is None else value_scales.data_ptr(),
+    )
+
+
+def paged_attention(
+    query: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scoring: Scoring
+) -> torch.Tensor:
+    """See `pagemill.kernels.dispatch.paged_attention`. Padded rows and tokens come out as zeros here."""
+    if query.dtype != torch.float32:
+        return reference.paged_attention(query, cache, metadata, scoring)
+    tables, starts, seq_lens = metadata.block_tables, metadata.query_start_loc, metadata.seq_lens
+    alibi_slopes = scoring.alibi_slopes
+    # The kernels take addresses at their word.
+    assert all(tensor.is_contiguous() for tensor in cache.tensors())
+    assert query.stride(2) == tables.stride(1) == 1
+    assert tables.dtype == starts.dtype == seq_lens.dtype == torch.int32
+    assert alibi_slopes is None or (alibi_slopes.dtype == torch.float32 and alibi_slopes.is_contiguous())
+
+    out = torch.empty(query.shape)
+    num_tokens, num_heads, head_dim = query.shape
+    num_rows, num_decode_rows = len(metadata.seq_lens_host), metadata.num_decode_rows
+    heads = (cache.num_kv_heads, num_heads // cache.num_kv_heads, head_dim, cache.block_size)
+    views = (
+        out.data_ptr(),
+        query.data_ptr(),
+        query.stride(0),
+        query.stride(1),
+        ELEMENTS[cache.keys.dtype],
+        *_addresses(cache),
+        tables.data_ptr(),
+        tables.stride(0),
+    )
+    numbers = (
+        float(scoring.scale),
+        scoring.sliding_window or 0,
+        float(scoring.softcap or 0.0),
+        0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+        use_torch_threads(),
+    )
+    if num_decode_rows:
+        decode(*views, seq_lens.data_ptr(), num_decode_rows, *heads, metadata.max_seq_len, *numbers)
+    if num_decode_rows < num_rows:
+        lengths = (starts.data_ptr(), seq_lens.data_ptr())
+        prefill(*views, *lengths, num_decode_rows, num_rows, num_tokens, *heads, *numbers)
+    num_padded = num_tokens - sum(metadata.query_lens_host)
+    if num_padded:
+        out[-num_padded:] = 0
+    return out
+
+
+def warm_up() -> None:
+    """Compile what every model runs, or load it from the disk, so that no step pays for it: seconds at first."""
+    rows = torch.zeros(2 * NUMBERS_PER_THREAD // 64, 64)
+    for n in (1, len(rows)):  # one row takes a kernel's serial form, so many its parallel one
+        fused_rows.rms_norm(rows[:n], rows[0], 1e-5)
+    cpu_noise.warm_up()
+    cpu_selection.warm_up()
+    if fp32.is_supported():
+        fp32.multiply(rows[:1], weight_packing.pack(rows[:1]), torch.zeros(fp32_tile.PANEL))
+
+
+def warm_up_layers(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    cache_dtype: torch.dtype = torch.float32,
+) -> None:
+    """The same for the operators of layers that are called one by one."""
+    many = -(-2 * NUMBERS_PER_THREAD // (num_kv_heads * head_dim))
+    query, key, value = torch.zeros(many, num_heads + 2 * num_kv_heads, head_dim).split(
+        [num_heads, num_kv_heads, num_kv_heads], dim=1
+    )
+    cache = allocate_layer(1, num_kv_heads, block_size, head_dim, cache_dtype)
+    angles = torch.zeros(many, head_dim)
+    rows = torch.zeros(many, 2 * num_kv_heads * head_dim)
+    for n in (1, many):
+        reshape_and_cache(key[:n], value[:n], cache, torch.full((n,), -1))
+        fused_rows.rotary_embedding(query[:n], key[:n], angles[:n], angles[:n])
+        fused_rows.silu_and_mul(rows[:n])
+    paged_attention(query[:3], cache, warm_up_metadata(), Scoring(scale=1.0))

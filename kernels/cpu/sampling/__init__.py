@@ -1,0 +1,1 @@
+"""Draws and cuts over a row of logits, compiled."""

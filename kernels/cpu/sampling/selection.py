@@ -1,0 +1,158 @@
+"""The cuts of `pagemill.kernels.selection` on a CPU, without sorting what is not near the cut.
+
+A row's numbers are counted into buckets by their distance from the largest one, which keeps their order. The counts,
+or the sums of the buckets' probabilities, tell in which bucket the cut lies; only what may matter is sorted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import prange
+
+from pagemill.kernels.cpu.jit import vector
+from pagemill.kernels.cpu.jit.compiler import (
+    NUMBERS_PER_THREAD,
+    f32_pointer,
+    f64_pointer,
+    i32_pointer,
+    i64_pointer,
+    jit,
+    run_rows,
+)
+from pagemill.kernels.cpu.jit.row import F32, ZERO
+from pagemill.kernels.cpu.jit.vector import LANES
+
+_BUCKETS = 2048
+_PER_UNIT = np.float32(64.0)
+_LAST = np.float32(_BUCKETS - 1)
+"""What is farther than 32 below the largest shares the last bucket."""
+_SLACK = 1e-6  # the buckets' sums are not added up in the order of the definition
+_INDEX = (1 << 31) - 1
+
+
+def kth_largest(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """See `pagemill.kernels.selection.kth_largest`; fp32, last dimension contiguous."""
+    out, counts = torch.empty((len(logits), 1)), counts.to(torch.int64).contiguous()
+    size = logits.shape[1]
+    arguments = (out.data_ptr(), logits.data_ptr(), logits.stride(0), size, counts.data_ptr())
+    run_rows(_kth_largest, _kth_largest_parallel, len(logits), size, arguments)
+    return out
+
+
+def top_p_thresholds(logits: torch.Tensor, probabilities: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """See `pagemill.kernels.selection.top_p_thresholds`; fp32, last dimension contiguous."""
+    out, mass = torch.empty((len(logits), 1)), mass.to(torch.float64).contiguous()
+    size = logits.shape[1]
+    assert probabilities.is_contiguous()
+    arguments = (
+        out.data_ptr(),
+        logits.data_ptr(),
+        logits.stride(0),
+        size,
+        probabilities.data_ptr(),
+        mass.data_ptr(),
+    )
+    run_rows(_top_p_thresholds, _top_p_thresholds_parallel, len(logits), size, arguments)
+    return out
+
+
+def warm_up() -> None:
+    """Compile both forms of each, for one thread and for several."""
+    for num_rows in (1, 2 * NUMBERS_PER_THREAD // LANES):
+        logits = torch.zeros(num_rows, LANES)
+        kth_largest(logits, torch.ones(num_rows, dtype=torch.int64))
+        top_p_thresholds(logits, logits, torch.zeros(num_rows, dtype=torch.float64))
+
+
+@jit(exact=True)
+def _fill_buckets(row, size, buckets):
+    """Each number's bucket; NaN's is the last."""
+    whole = size // LANES * LANES
+    maxima = vector.splat(f32_pointer(row)[0])
+    for i in range(0, whole, LANES):
+        maxima = vector.maximum(vector.load(row + F32 * i), maxima)
+    peak = vector.max_lanes(maxima)
+    for i in range(whole, size):
+        peak = max(peak, f32_pointer(row)[i])
+    for i in range(size):
+        distance = (peak - f32_pointer(row)[i]) * _PER_UNIT
+        buckets[i] = np.int32(distance) if ZERO <= distance < _LAST else _BUCKETS - 1
+
+
+@jit(exact=True)
+def _sort_key(row, i):
+    """Ascending where the numbers descend, of equal ones the lowest index first."""
+    bits = np.int64(i32_pointer(row)[i])
+    if bits < 0:
+        bits = np.int64(-0x80000000) - bits  # -0.0 is 0, as the floats have it
+    return -bits * (_INDEX + 1) + i
+
+
+@jit(exact=True)
+def _sort_up_to(row, size, buckets, first, last, keys):
+    """The keys of what lies in the buckets first .. last in order, at the start of `keys`; return how many."""
+    count = 0
+    for i in range(size):
+        if first <= buckets[i] <= last:
+            keys[count] = _sort_key(row, i)
+            count += 1
+    keys[:count].sort()
+    return count
+
+
+@jit(exact=True)
+def _kth_largest(first, last, out, logits, stride, size, counts):
+    buckets, keys, histogram = (
+        np.empty(size, np.int32),
+        np.empty(size, np.int64),
+        np.empty(_BUCKETS, np.int64),
+    )
+    for row in range(first, last):
+        source = logits + F32 * row * stride
+        _fill_buckets(source, size, buckets)
+        histogram[:] = 0
+        for i in range(size):
+            histogram[buckets[i]] += 1
+        bucket, left = 0, i64_pointer(counts)[row] - 1
+        while left >= histogram[bucket]:
+            left -= histogram[bucket]
+            bucket += 1
+        _sort_up_to(source, size, buckets, bucket, bucket, keys)
+        f32_pointer(out)[row] = f32_pointer(source)[keys[left] & _INDEX]
+
+
+@jit(exact=True)
+def _top_p_thresholds(first, last, out, logits, stride, size, probabilities, mass):
+    buckets, keys, sums = np.empty(size, np.int32), np.empty(size, np.int64), np.empty(_BUCKETS, np.float64)
+    for row in range(first, last):
+        source, weights = logits + F32 * row * stride, probabilities + F32 * row * size
+        wanted = f64_pointer(mass)[row]
+        _fill_buckets(source, size, buckets)
+        sums[:] = 0.0
+        for i in range(size):
+            sums[buckets[i]] += f32_pointer(weights)[i]
+        bucket, reached = 0, sums[0]
+        while bucket < _BUCKETS - 1 and not reached >= wanted + _SLACK:
+            bucket += 1
+            reached += sums[bucket]
+        count = _sort_up_to(source, size, buckets, 0, bucket, keys)
+        place, reached = 0, np.float64(f32_pointer(weights)[keys[0] & _INDEX])
+        while reached < wanted and place < count - 1:
+            place += 1
+            reached += f32_pointer(weights)[keys[place] & _INDEX]
+        f32_pointer(out)[row] = f32_pointer(source)[keys[place] & _INDEX]
+
+
+@jit(parallel=True)
+def _kth_largest_parallel(num_threads, num_rows, *arguments):
+    for thread in prange(num_threads):
+        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
+        _kth_largest(first, last, *arguments)
+
+
+@jit(parallel=True)
+def _top_p_thresholds_parallel(num_threads, num_rows, *arguments):
+    for thread in prange(num_threads):
+        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
+        _top_p_thresholds(first, last, *arguments)

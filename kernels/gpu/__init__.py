@@ -1,0 +1,1 @@
+"""The face for CUDA tensors, in Triton."""

@@ -1,0 +1,151 @@
+"""What the attention kernels do with one tile of keys and values: find it, load it, score it, fold it in.
+
+Shared by decode and prefill so that a score means the same in both. Softmax runs in base 2: `exp2` is the
+hardware's own exponential, and the factor log2(e) rides on the scale that scores are multiplied with anyway.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pagemill.kernels.types.layer_cache import LayerCache
+
+# Under TRITON_INTERPRET=1 kernels run as numpy code on CPU tensors. Its bfloat16 is storage only: products of
+# two bf16 tiles are garbage, without an error. Kernels therefore take UPCAST, and compute in fp32 where it is
+# set.
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+# A running maximum starts here and not at -inf: a tile with nothing visible then gives
+# exp2(-inf - finite) = 0, where -inf minus -inf would give NaN.
+LOWEST_SCORE = tl.constexpr(-1.0e30)
+
+
+def must_upcast(query: torch.Tensor, cache: LayerCache) -> bool:
+    """Whether a kernel has to convert queries to fp32, and with them all that they meet, before it computes."""
+    return INTERPRETED and torch.bfloat16 in (query.dtype, cache.keys.dtype)
+
+
+@triton.jit
+def slot_offsets(
+    block_table_ptr,  # the row's own table
+    tile_start,  # a multiple of BLOCK_N
+    visible,  # [BLOCK_N] positions that may be read
+    stride_block,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Offsets [BLOCK_N] of a tile's slots in the cache, int64, without the head's share.
+
+    Where tiles are no longer than blocks, one table entry serves the whole tile. Table entries of positions
+    that may not be read are never looked up: they may hold anything.
+    """
+    lanes = tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE >= BLOCK_N:
+        block = tl.load(block_table_ptr + tile_start // BLOCK_SIZE).to(tl.int64)
+        return block * stride_block + (tile_start % BLOCK_SIZE + lanes) * HEAD_DIM
+    positions = tile_start + lanes
+    if MASKED:
+        blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE, mask=visible, other=0).to(tl.int64)
+    else:
+        blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE).to(tl.int64)
+    return blocks * stride_block + (positions % BLOCK_SIZE) * HEAD_DIM
+
+
+@triton.jit
+def load_slots(
+    cache_ptr,  # the head's first slot in block 0
+    offsets,  # [BLOCK_N]
+    visible,  # [BLOCK_N]
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """A tile [BLOCK_N, HEAD_DIM_PADDED] of keys or values as stored; zeros where there is nothing to read.
+
+    The zeros matter: a masked key's probability is 0, and 0 times the NaN of an unused slot would be NaN.
+    """
+    dims = tl.arange(0, HEAD_DIM_PADDED)
+    pointers = cache_ptr + offsets[:, None] + dims[None, :]
+    if MASKED and HEAD_DIM == HEAD_DIM_PADDED:
+        tile = tl.load(pointers, mask=visible[:, None], other=0.0)
+    elif MASKED:
+        tile = tl.load(pointers, mask=visible[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    elif HEAD_DIM == HEAD_DIM_PADDED:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def load_scales(
+    scales_ptr,  # [num_blocks, num_kv_heads, BLOCK_SIZE]
+    kv_head,
+    offsets,  # [BLOCK_N] of the slots in the cache, without the head's share
+    visible,  # [BLOCK_N]
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The scales [BLOCK_N] of a tile's slots: every HEAD_DIM numbers of the cache share one."""
+    pointers = scales_ptr + kv_head.to(tl.int64) * BLOCK_SIZE + offsets // HEAD_DIM
+    if MASKED:
+        return tl.load(pointers, mask=visible, other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def attention_scores(
+    query,  # [BLOCK_M, HEAD_DIM_PADDED]
+    keys,  # [BLOCK_N, HEAD_DIM_PADDED], as stored
+    key_scales,  # [BLOCK_N]; unread unless SCALED
+    distances,  # [BLOCK_M, BLOCK_N] or [1, BLOCK_N] key position minus query position
+    slopes,  # [BLOCK_M] ALiBi slope of each row's head; unread without ALiBi
+    scale,
+    SCALED: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # 0 = none
+):
+    """Scores [BLOCK_M, BLOCK_N] in base 2, fp32, unmasked."""
+    # "ieee" concerns fp32 inputs only: the default would round them to tf32.
+    scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
+    if SCALED:
+        scores = scores * key_scales[None, :]
+    if SOFTCAP > 0:
+        # tanh(x) = 2 sigmoid(2x) - 1; libdevice's tanh does not exist in the interpreter.
+        capped = 2.0 * tl.sigmoid(scores * (scale * (2.0 / SOFTCAP))) - 1.0
+        scores = capped * (SOFTCAP * _LOG2_E)
+    else:
+        scores = scores * (scale * _LOG2_E)
+    if HAS_ALIBI:
+        # slope * key position, less a constant of the row that softmax cancels: near the query, where the
+        # weight is, numbers stay small and exact.
+        scores += (slopes * _LOG2_E)[:, None] * distances.to(tl.float32)
+    return scores
+
+
+@triton.jit
+def fold_tile(
+    maximum,  # [BLOCK_M] running maximum of the scores
+    total,  # [BLOCK_M] running sum of exp2(score - maximum)
+    output,  # [BLOCK_M, HEAD_DIM_PADDED] running sum of the weighted values
+    scores,  # [BLOCK_M, BLOCK_N]; -inf where a key is not visible
+    values,  # [BLOCK_N, HEAD_DIM_PADDED], as stored
+    value_scales,  # [BLOCK_N]; unread unless SCALED
+    COMPUTE: tl.constexpr,  # the queries' dtype
+    SCALED: tl.constexpr,
+):
+    """One step of the softmax recurrence: (maximum, total, output) after this tile."""
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_maximum[:, None])
+    shrink = tl.exp2(maximum - new_maximum)
+    total = total * shrink + tl.sum(weights, 1)
+    if SCALED:
+        weights = weights * value_scales[None, :]
+    output = tl.dot(weights.to(COMPUTE), values.to(COMPUTE), output * shrink[:, None], input_precision="ieee")
+    return new_maximum, total, output

@@ -1,0 +1,1 @@
+"""What operators take beside tensors; plain data, the same for every face."""

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.report import RESULTS, model_directory
-from pagemill.engine.execution.decoder_layer import FusedDecoderLayer
 from pagemill.engine.execution.model_runner import ModelRunner
+from pagemill.engine.layers.decoder_layer import FusedDecoderLayer
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
 

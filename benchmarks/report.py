@@ -26,7 +26,7 @@ def model_directory(model: str) -> Path:
     """Where a model named on a command line lies: a directory, or the packaged model."""
     if Path(model).is_dir():
         return Path(model)
-    from pagemill.engine.execution.packaged_model import PACKAGED_MODEL, packaged_model_directory
+    from pagemill.engine.models.packaged import PACKAGED_MODEL, packaged_model_directory
 
     if model != PACKAGED_MODEL:
         raise SystemExit(f"--model {model}: no such directory, and not {PACKAGED_MODEL}")

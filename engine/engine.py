@@ -6,58 +6,32 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence as SequenceType
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from pagemill.engine.best_of import BestOf
 from pagemill.engine.block_watch import BlockWatch
 from pagemill.engine.config import EngineConfig, SchedulerConfig
 from pagemill.engine.engine_stats import StepRecorder
 from pagemill.engine.errors import EngineError, InvalidRequest, RankLost
-from pagemill.engine.input_processor import InputLimits, InputProcessor
-from pagemill.engine.output_processor import OutputProcessor
-from pagemill.engine.outputs import Capacity, EngineStats, KVCacheStats, MemoryUse, RequestOutput, SampleState
-from pagemill.engine.plan import Executor, StepHandle, StepPlan
+from pagemill.engine.outputs import Capacity, EngineStats, KVCacheStats, RequestOutput, SampleState
+from pagemill.engine.parts import EngineParts, Tier
+from pagemill.engine.plan import StepHandle, StepPlan
 from pagemill.engine.sampling_params import MAX_SEED, SamplingParams
 from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus
 from pagemill.engine.scheduling.scheduler import Scheduler
 from pagemill.engine.structured_output.grammars import Grammars
-from pagemill.engine.tokenizer import Tokenizer
+from pagemill.engine.text.best_of import BestOf
+from pagemill.engine.text.input_processor import InputLimits, InputProcessor
+from pagemill.engine.text.output_processor import OutputProcessor
+from pagemill.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from pagemill.engine.execution.parallel.rank_processes import RankProcesses
+    pass
 
 logger = logging.getLogger(__name__)
 
-Tier = Literal["bitwise", "token", "continues"]
 _SCHEMA_WAIT_S = 0.01
 """How long a step waits for a schema when there is nothing else to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """What a loaded model brings: everything the engine needs and does not decide."""
-
-    executor: Executor
-    tokenizer: Tokenizer | None
-    limits: SchedulerConfig
-    served_model: str
-    vocab_size: int
-    fingerprint: str
-    tier: Tier
-    device: str
-    kv_block_bytes: int = 0
-    """Bytes of one KV block over all layers; 0 without a device cache."""
-    kv_dtype: str = ""
-    weight_bytes: int = 0
-    ranks: RankProcesses | None = None
-    """The other processes of a model that is spread over several."""
-
-    def memory_bytes(self) -> dict[MemoryUse, int]:
-        """The device's memory by use; nothing without a model."""
-        if not self.weight_bytes:
-            return {}
-        return {"weights": self.weight_bytes, "kv": self.kv_block_bytes * self.limits.num_kv_blocks}
 
 
 class Engine:
@@ -107,7 +81,7 @@ class Engine:
     @classmethod
     def from_config(cls, config: EngineConfig) -> Engine:
         """Load the model. Raises `ConfigError`, mostly `ModelLoadError`."""
-        from pagemill.engine.engine_builder import build_parts  # brings torch, unless the model is echo
+        from pagemill.engine.builder import build_parts  # brings torch, unless the model is echo
 
         return cls(build_parts(config), seed=config.seed)
 

@@ -14,7 +14,7 @@ from pagemill.engine.offline_order import merge_equal, rank_by_prefix
 from pagemill.engine.outputs import CompletionDelta, FinishReason, RequestOutput, Usage
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import BeamSearchParams, SamplingParams
-from pagemill.engine.tokenizer import Message
+from pagemill.engine.text.tokenizer import Message
 
 Prompt = str | Sequence[int]
 

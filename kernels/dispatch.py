@@ -1,7 +1,7 @@
 """The operators that the engine calls. Each picks its face by the device of its tensors.
 
-CUDA tensors go to the Triton kernels, CPU tensors to `pagemill.kernels.cpu.operators`, or to the
-plain torch reference where the CPU face's JIT library is not installed. Faces load on first use: a machine without triton never imports it.
+CUDA tensors go to the Triton kernels, CPU tensors to `pagemill.kernels.cpu.operators`, or to the plain torch reference
+where the CPU face's JIT library is not installed. Faces load on first use: a machine without triton never imports it.
 """
 
 from __future__ import annotations

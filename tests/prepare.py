@@ -9,9 +9,9 @@ import logging
 
 import torch
 
-from pagemill.engine.execution.device_tuning import uses_cpu_kernels
-from pagemill.engine.execution.packaged_model import packaged_model_directory
+from pagemill.engine.layers.faces import uses_cpu_kernels
 from pagemill.engine.llm import LLM
+from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.engine.sampling_params import SamplingParams
 
 

@@ -22,7 +22,7 @@ from pagemill.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from pagemill.engine.engine import Engine
-    from pagemill.engine.input_processor import InputProcessor
+    from pagemill.engine.text.input_processor import InputProcessor
 
 logger = logging.getLogger(__name__)
 

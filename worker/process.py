@@ -16,7 +16,7 @@ import time
 from types import FrameType
 
 from pagemill.engine.errors import ConfigError, EngineError
-from pagemill.engine.execution.model_directory import check_model
+from pagemill.engine.models.directory import check_model
 from pagemill.monitoring.logging import configure_logging
 from pagemill.producer.wire import discovery
 from pagemill.producer.wire.errors import PagemillError, RedisUnavailable

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import logging
 import sys
 import time
@@ -13,10 +12,11 @@ from torch import nn
 
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
-from pagemill.engine.execution.decoder_layer import FusedDecoderLayer
-from pagemill.engine.execution.kv_cache import KVCacheShape
-from pagemill.engine.execution.packed_linear import has_packed_products
-from pagemill.engine.execution.quantization import PackedInt8Product
+from pagemill.engine.layers.decoder_layer import FusedDecoderLayer
+from pagemill.engine.layers.faces import uses_cpu_kernels
+from pagemill.engine.layers.int8_linear import PackedInt8Product
+from pagemill.engine.layers.linear import has_packed_products
+from pagemill.engine.models.kv_cache_shape import KVCacheShape
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +34,6 @@ def tune_device(config: EngineConfig) -> None:
         if hasattr(libc, "mallopt"):
             libc.mallopt(_M_MMAP_THRESHOLD, ctypes.c_int(1 << 30))
             libc.mallopt(_M_TRIM_THRESHOLD, ctypes.c_int(2**31 - 1))
-
-
-def uses_cpu_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the JIT-compiled CPU operators take this model: they are made for fp32."""
-    return device.type == "cpu" and dtype is torch.float32 and importlib.util.find_spec("numba") is not None
 
 
 def require_batch_invariance(device: torch.device, dtype: torch.dtype) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import mmap
-from dataclasses import dataclass
 
 import psutil
 import torch
@@ -12,31 +11,16 @@ import torch
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.execution.host_cache import HostCache
+from pagemill.engine.models.kv_cache_shape import KVCacheShape
 from pagemill.engine.plan import StepPlan
 from pagemill.kernels import dispatch
-from pagemill.kernels.types.layer_cache import FP8, LayerCache, allocate_layer, largest_number
+from pagemill.kernels.types.layer_cache import FP8, LayerCache, allocate_layer
 
 GIB = 1024**3
 # On a CPU the cache shares its memory with everything else on the machine.
 _CPU_SHARE = 0.25
 _CPU_MAX_BYTES = 4 * GIB
 _FP8_CAPABILITY = (8, 9)
-
-
-@dataclass(frozen=True, slots=True)
-class KVCacheShape:
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: torch.dtype
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all layers, keys and values."""
-        scale_bytes = 0 if largest_number(self.dtype) is None else torch.float32.itemsize
-        head = self.head_dim * self.dtype.itemsize + scale_bytes
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * head
 
 
 class KVCache:

@@ -9,28 +9,29 @@ from dataclasses import dataclass, field
 import torch
 
 from pagemill.engine.config import EngineConfig, SchedulerConfig
-from pagemill.engine.execution.attention import AttentionContext, attention_context
-from pagemill.engine.execution.cuda_fusion import fuse_for_cuda
 from pagemill.engine.execution.cuda_graphs import DecodeGraphs
-from pagemill.engine.execution.device_sampling import StagedDraws
 from pagemill.engine.execution.device_tuning import (
     require_batch_invariance,
-    uses_cpu_kernels,
     warm_up_cpu_kernels,
     warm_up_int8_products,
 )
-from pagemill.engine.execution.direct_forward import DirectForward
-from pagemill.engine.execution.fusion import fuse
 from pagemill.engine.execution.input_batch import InputBatch, StepInputs
-from pagemill.engine.execution.kv_cache import KVCache, KVCacheShape
-from pagemill.engine.execution.loader import LoadedModel
-from pagemill.engine.execution.logits_processors import SampleWork
-from pagemill.engine.execution.narrow_head import NarrowHead, NarrowVocabulary
-from pagemill.engine.execution.packed_linear import LinearOptions
-from pagemill.engine.execution.parallel.rank_group import RankGroup
-from pagemill.engine.execution.prompt_scorer import PromptLogprobs, PromptScorer
-from pagemill.engine.execution.sampler import Sampler, SamplerOutput
+from pagemill.engine.execution.kv_cache import KVCache
+from pagemill.engine.execution.sampling.device_draws import StagedDraws
+from pagemill.engine.execution.sampling.narrow_head import NarrowHead, NarrowVocabulary
+from pagemill.engine.execution.sampling.processors import SampleWork
+from pagemill.engine.execution.sampling.prompt_scorer import PromptLogprobs, PromptScorer
+from pagemill.engine.execution.sampling.sampler import Sampler, SamplerOutput
 from pagemill.engine.execution.staging import DirectTransfer, StagedTransfer
+from pagemill.engine.layers.attention import AttentionContext, attention_context
+from pagemill.engine.layers.cpu_fusion import fuse
+from pagemill.engine.layers.cuda_fusion import fuse_for_cuda
+from pagemill.engine.layers.direct_forward import DirectForward
+from pagemill.engine.layers.faces import uses_cpu_kernels
+from pagemill.engine.layers.linear import LinearOptions
+from pagemill.engine.layers.rank_group import RankGroup
+from pagemill.engine.models.kv_cache_shape import KVCacheShape
+from pagemill.engine.models.loader import LoadedModel
 from pagemill.engine.plan import StepPlan, StepResult
 
 

@@ -13,36 +13,7 @@ from dataclasses import dataclass
 from pagemill.engine.outputs import FinishReason
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import EarlyStopping
-from pagemill.engine.scheduling.request import Request, Sequence, SequenceUpdate
-
-Candidates = list[tuple[int, float]]
-"""(token id, log probability), best first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """A beam and one more token."""
-
-    beam: Sequence
-    token_id: int
-    cumulative_logprob: float
-    entry: TokenLogprobs
-
-    def token_ids(self) -> list[int]:
-        return [*self.beam.output_token_ids, self.token_id]
-
-    def logprobs(self) -> list[TokenLogprobs]:
-        return [*(self.beam.logprobs or ()), self.entry]
-
-    def apply(self, beam: Sequence) -> None:
-        """Make a beam, this one's own or a fork of it, what the continuation says."""
-        if beam is self.beam:
-            beam.output_token_ids.append(self.token_id)
-        else:
-            beam.output_token_ids = self.token_ids()
-        if beam.logprobs is not None:
-            beam.logprobs = self.logprobs()
-        beam.cumulative_logprob = self.cumulative_logprob
+from pagemill.engine.scheduling.request import Candidates, Continuation, Request, Sequence, SequenceUpdate
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence as SequenceType
 
 from pagemill.engine.config import SchedulerConfig
 from pagemill.engine.scheduling.beam_search import restart_beams
-from pagemill.engine.scheduling.block_pool import KVBlock
-from pagemill.engine.scheduling.kv_cache_manager import KVCacheManager
+from pagemill.engine.scheduling.blocks import KVBlock
+from pagemill.engine.scheduling.kv.manager import KVCacheManager
 from pagemill.engine.scheduling.preemption_cost import PreemptionCost
 from pagemill.engine.scheduling.request import Sequence
 from pagemill.engine.scheduling.sequence_queue import SequenceQueue

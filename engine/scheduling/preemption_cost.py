@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence as SequenceType
 
 from pagemill.engine.plan import StepPlan
+from pagemill.engine.scheduling.kv.swap_space import SwapQuote
 from pagemill.engine.scheduling.request import Sequence
-from pagemill.engine.scheduling.swap_space import SwapQuote
 
 _WEIGHT = 0.1
 """Of the newest measurement in the moving averages."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from pagemill.engine.errors import EngineError
 from pagemill.engine.outputs import FinishReason
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.scheduling.blocks import HostBlock, KVBlock
 
-if TYPE_CHECKING:
-    from pagemill.engine.scheduling.beam_search import BeamSearch
-    from pagemill.engine.scheduling.block_pool import KVBlock
-    from pagemill.engine.scheduling.swap_space import HostBlock
+Candidates = list[tuple[int, float]]
+"""(token id, log probability), best first."""
 
 
 class Grammar(Protocol):
@@ -40,6 +40,27 @@ class Grammar(Protocol):
     @property
     def failure(self) -> EngineError | None:
         """Why it can't go on: it took a limit or a token that it does not allow. The request fails."""
+        ...
+
+
+class Search(Protocol):
+    """What chooses among a request's sequences, which are then beams. One per request; `beam_search` has one."""
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates that a step must return for each beam."""
+        ...
+
+    def advance(self, beams: SequenceType[tuple[Sequence, Candidates]]) -> list[Continuation]:
+        """Take a step's candidates for every live beam; returns the continuations, or none at the end."""
+        ...
+
+    def results(self, request: Request) -> list[SequenceUpdate]:
+        """Make the request's first n sequences its n best hypotheses; the search is over."""
+        ...
+
+    def restart(self) -> None:
+        """Forget everything: the beams start from the prompt again."""
         ...
 
 
@@ -144,7 +165,7 @@ class Request:
     is_plain: bool = False
     """One sample, and neither a search nor a grammar nor log probabilities of the prompt: what it computes next
     follows from its numbers of tokens alone. Set by `classify`."""
-    beam_search: BeamSearch | None = None
+    beam_search: Search | None = None
     """The search over this request's sequences, which are then beams. Set by the scheduler."""
     was_admitted: bool = False
     """Has entered a step at least once."""
@@ -199,3 +220,29 @@ class SequenceUpdate:
     error: str | None = None
     """Set when the sequence failed (finish_reason "error")."""
     error_code: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A beam and one more token."""
+
+    beam: Sequence
+    token_id: int
+    cumulative_logprob: float
+    entry: TokenLogprobs
+
+    def token_ids(self) -> list[int]:
+        return [*self.beam.output_token_ids, self.token_id]
+
+    def logprobs(self) -> list[TokenLogprobs]:
+        return [*(self.beam.logprobs or ()), self.entry]
+
+    def apply(self, beam: Sequence) -> None:
+        """Make a beam, this one's own or a fork of it, what the continuation says."""
+        if beam is self.beam:
+            beam.output_token_ids.append(self.token_id)
+        else:
+            beam.output_token_ids = self.token_ids()
+        if beam.logprobs is not None:
+            beam.logprobs = self.logprobs()
+        beam.cumulative_logprob = self.cumulative_logprob

@@ -8,10 +8,9 @@ from collections.abc import Sequence as SequenceType
 
 from pagemill.engine.config import SchedulerConfig
 from pagemill.engine.outputs import WaitReason
-from pagemill.engine.scheduling.beam_search import Continuation
-from pagemill.engine.scheduling.kv_cache_manager import NO_NEW_SLOTS, AllocatedSlots, KVCacheManager
+from pagemill.engine.scheduling.kv.manager import NO_NEW_SLOTS, AllocatedSlots, KVCacheManager
 from pagemill.engine.scheduling.preemption import Preemption
-from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus
+from pagemill.engine.scheduling.request import Continuation, Request, Sequence, SequenceStatus
 from pagemill.engine.scheduling.rows import RowTable
 from pagemill.engine.scheduling.sequence_queue import SequenceQueue
 from pagemill.engine.scheduling.step_builder import StepBuilder

@@ -22,10 +22,10 @@ from pagemill.engine.outputs import (
     SchedulerStats,
 )
 from pagemill.engine.plan import StepPlan, StepResult
-from pagemill.engine.scheduling.beam_search import BeamSearch, Candidates, restart_beams
+from pagemill.engine.scheduling.beam_search import BeamSearch, restart_beams
 from pagemill.engine.scheduling.fitting import check_fits
-from pagemill.engine.scheduling.kv_cache_manager import KVCacheManager
-from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
+from pagemill.engine.scheduling.kv.manager import KVCacheManager
+from pagemill.engine.scheduling.request import Candidates, Request, Sequence, SequenceStatus, SequenceUpdate
 from pagemill.engine.scheduling.running_batch import RunningBatch
 from pagemill.engine.scheduling.sequence_queue import scheduling_key
 from pagemill.engine.scheduling.step_builder import InFlightStep, StepBuilder

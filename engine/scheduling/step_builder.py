@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pagemill.engine.plan import NewRow, RowWork, Sample, StepPlan
-from pagemill.engine.scheduling.kv_cache_manager import NO_NEW_SLOTS, AllocatedSlots
+from pagemill.engine.scheduling.kv.manager import NO_NEW_SLOTS, AllocatedSlots
 from pagemill.engine.scheduling.request import Request, Sequence
 
 

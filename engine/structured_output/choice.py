@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from pagemill.engine.errors import InvalidRequest
-from pagemill.engine.tokenizer import Tokenizer
+from pagemill.engine.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from pagemill.engine.outputs import Histogram, HistogramSnapshot, LabelValues
 from pagemill.engine.sampling_params import StructuredShape
 from pagemill.engine.scheduling.request import Grammar, Request
 from pagemill.engine.structured_output.choice import ChoiceCompiler, CompiledChoice
-from pagemill.engine.tokenizer import Tokenizer
+from pagemill.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from pagemill.engine.structured_output.compiler import SchemaCompiler

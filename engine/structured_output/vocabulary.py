@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import llguidance
 
-from pagemill.engine.tokenizer import Tokenizer
+from pagemill.engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ _NURSERY = """
 import json, os, signal, sys
 import time
 from pagemill.engine.engine import Engine
-from pagemill.engine.execution.echo import EchoRunner
+from pagemill.engine.models.echo import EchoRunner
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.process import run_worker
 launch = EchoRunner.launch

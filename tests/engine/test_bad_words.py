@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pagemill.engine.errors import UnsupportedFeature
-from pagemill.engine.execution.packaged_model import packaged_model_directory
-from pagemill.engine.input_processor import InputLimits, InputProcessor
 from pagemill.engine.llm import LLM
+from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.tokenizer import HuggingFaceTokenizer
+from pagemill.engine.text.input_processor import InputLimits, InputProcessor
+from pagemill.engine.text.tokenizer import HuggingFaceTokenizer
 
 LIMITS = InputLimits(vocab_size=49152, max_model_len=64, pool_tokens=256, max_num_seqs=4)
 

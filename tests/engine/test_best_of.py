@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.engine.best_of import BestOf
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.llm import LLM
 from pagemill.engine.outputs import CompletionDelta, SampleState
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.text.best_of import BestOf
 from tests.engine.tiny_model import save_tiny_llama
 
 PROMPT = [5, 9, 11, 30, 2]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.engine.scheduling.block_pool import BlockPool, FreeBlockQueue, KVBlock
+from pagemill.engine.scheduling.blocks import KVBlock
+from pagemill.engine.scheduling.kv.block_pool import BlockPool, FreeBlockQueue
 
 
 def ids(blocks: list[KVBlock]) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 
 from pagemill.engine import block_watch
 from pagemill.engine.block_watch import MIN_INTERVAL_S, BlockWatch
-from pagemill.engine.scheduling.block_pool import BlockPool
+from pagemill.engine.scheduling.kv.block_pool import BlockPool
 
 
 class Clock:

@@ -8,10 +8,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from pagemill.engine.errors import InvalidRequest
-from pagemill.engine.execution.packaged_model import packaged_model_directory
 from pagemill.engine.llm import LLM
+from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.tokenizer import HuggingFaceTokenizer
+from pagemill.engine.text.tokenizer import HuggingFaceTokenizer
 
 CHATS: list[list[dict[str, str]]] = [
     [{"role": "user", "content": "Hi"}],

@@ -27,14 +27,15 @@ from transformers import (
 
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.execution import cuda_graphs, model_runner
-from pagemill.engine.execution.attention import AttentionContext, attention_context
-from pagemill.engine.execution.cuda_fusion import PreNormLayer, fuse_for_cuda
 from pagemill.engine.execution.cuda_graphs import DecodeGraphs, buckets_up_to
-from pagemill.engine.execution.kv_cache import KVCacheShape, num_blocks_for
-from pagemill.engine.execution.packed_linear import LinearOptions
-from pagemill.engine.execution.sampler import Sampler
+from pagemill.engine.execution.kv_cache import num_blocks_for
+from pagemill.engine.execution.sampling.sampler import Sampler
 from pagemill.engine.execution.staging import DirectTransfer, HostCopy, StagedTransfer
+from pagemill.engine.layers.attention import AttentionContext, attention_context
+from pagemill.engine.layers.cuda_fusion import PreNormLayer, fuse_for_cuda
+from pagemill.engine.layers.linear import LinearOptions
 from pagemill.engine.llm import LLM
+from pagemill.engine.models.kv_cache_shape import KVCacheShape
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels.types.layer_cache import LayerCache
 from pagemill.kernels.types.metadata import AttentionMetadata
@@ -182,7 +183,7 @@ class TestStagedTransfer:
 
 
 def test_draws_on_the_device_are_the_ones_on_the_cpu() -> None:
-    from pagemill.engine.execution.logits_processors import SampleWork
+    from pagemill.engine.execution.sampling.processors import SampleWork
     from pagemill.engine.plan import NewRow, Sample
 
     torch.manual_seed(3)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pagemill.engine.execution.attention import AttentionContext, attention_context
-from pagemill.engine.execution.decoder_layer import FusedDecoderLayer, can_be_compiled
-from pagemill.engine.execution.fusion import fuse
-from pagemill.engine.execution.packed_linear import LinearOptions, PackedLinear, has_packed_products
-from pagemill.engine.execution.quantization import _PlainProduct
+from pagemill.engine.layers.attention import AttentionContext, attention_context
+from pagemill.engine.layers.cpu_fusion import fuse
+from pagemill.engine.layers.decoder_layer import FusedDecoderLayer, can_be_compiled
+from pagemill.engine.layers.int8_linear import _PlainProduct
+from pagemill.engine.layers.linear import LinearOptions, PackedLinear, has_packed_products
 from pagemill.kernels.cpu.matmul.weight_formats import BFLOAT16, BYTES, FLOAT16, NIBBLES
 from pagemill.kernels.types.layer_cache import LayerCache, allocate_layer
 from pagemill.kernels.types.metadata import AttentionMetadata

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagemill.engine.detokenizer import Detokenizer, StopStrings
-from pagemill.engine.execution.packaged_model import packaged_model_directory
-from pagemill.engine.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from pagemill.engine.models.packaged import packaged_model_directory
+from pagemill.engine.text.detokenizer import Detokenizer, StopStrings
+from pagemill.engine.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 EMOJI = "👩‍👩‍👧 café 日本語 🎉"

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pagemill.engine.execution.attention import AttentionContext, attention_context
-from pagemill.engine.execution.direct_forward import DirectForward
-from pagemill.engine.execution.rotary import fix_frequencies
-from pagemill.engine.execution.rotary_table import RotaryTable
+from pagemill.engine.layers.attention import AttentionContext, attention_context
+from pagemill.engine.layers.direct_forward import DirectForward
+from pagemill.engine.layers.rope import fix_frequencies
+from pagemill.engine.layers.rope_table import RotaryTable
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels.types.layer_cache import LayerCache

@@ -8,8 +8,8 @@ from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.outputs import EngineStats, HistogramSnapshot
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.scheduling.block_pool import BlockPool
-from pagemill.engine.scheduling.block_residency import SAMPLE, BlockResidency
+from pagemill.engine.scheduling.kv.block_pool import BlockPool
+from pagemill.engine.scheduling.kv.residency import SAMPLE, BlockResidency
 
 PROMPT = [40 + i % 50 for i in range(64)]
 

@@ -10,8 +10,8 @@ import pytest
 
 from pagemill.engine.errors import PromptTooLong
 from pagemill.engine.execution import model_runner
-from pagemill.engine.execution.families.registry import FAMILIES
 from pagemill.engine.llm import LLM
+from pagemill.engine.models.families.registry import FAMILIES
 from pagemill.engine.sampling_params import SamplingParams
 from tests.engine.families.native_cases import NATIVE_CASES, mpt
 from tests.engine.families.remote_cases import REMOTE_CASES

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pagemill.engine.errors import ModelLoadError
-from pagemill.engine.execution.families.registry import SUPPORTED_MODEL_TYPES
 from pagemill.engine.llm import LLM
+from pagemill.engine.models.families.registry import SUPPORTED_MODEL_TYPES
 from pagemill.engine.sampling_params import SamplingParams
 from tests.engine.families.native_cases import BLOOM, GEMMA3, LLAMA, MPT, MPT_ATTENTION, write_llama
 from tests.engine.families.remote_cases import baichuan_7b, internlm, qwen

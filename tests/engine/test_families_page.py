@@ -6,8 +6,8 @@ from pathlib import Path
 
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from pagemill.engine.execution.families.family import Family, native_config
-from pagemill.engine.execution.families.registry import FAMILIES, SUPPORTED_MODEL_TYPES, find_family
+from pagemill.engine.models.families.family import Family, native_config
+from pagemill.engine.models.families.registry import FAMILIES, SUPPORTED_MODEL_TYPES, find_family
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pagemill.engine.execution.packaged_model import packaged_model_directory
 from pagemill.engine.llm import LLM
+from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.engine.sampling_params import SamplingParams
 
 NUM_OUTPUT_TOKENS = 16

@@ -8,10 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pagemill.engine.scheduling.block_pool import KVBlock
-from pagemill.engine.scheduling.kv_cache_manager import KVCacheManager
+from pagemill.engine.scheduling.blocks import HostBlock, KVBlock
+from pagemill.engine.scheduling.kv.manager import KVCacheManager
 from pagemill.engine.scheduling.request import Sequence
-from pagemill.engine.scheduling.swap_space import HostBlock
 from tests.engine.scheduler_harness import make_request
 
 

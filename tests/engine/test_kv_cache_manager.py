@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagemill.engine.scheduling.kv_cache_manager import AllocatedSlots, KVCacheManager
+from pagemill.engine.scheduling.kv.manager import AllocatedSlots, KVCacheManager
 from pagemill.engine.scheduling.request import Sequence
 from tests.engine.scheduler_harness import make_request
 

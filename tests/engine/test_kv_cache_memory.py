@@ -6,7 +6,8 @@ import psutil
 import pytest
 import torch
 
-from pagemill.engine.execution.kv_cache import KVCache, KVCacheShape
+from pagemill.engine.execution.kv_cache import KVCache
+from pagemill.engine.models.kv_cache_shape import KVCacheShape
 from pagemill.kernels.types.layer_cache import FP8
 
 MIB = 2**20

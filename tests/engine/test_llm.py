@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from pagemill.engine.builder import build_parts
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
-from pagemill.engine.engine_builder import build_parts
 from pagemill.engine.errors import InvalidRequest
-from pagemill.engine.execution.echo import EchoRunner, EchoStep
 from pagemill.engine.llm import LLM
+from pagemill.engine.models.echo import EchoRunner, EchoStep
 from pagemill.engine.outputs import RequestOutput
 from pagemill.engine.plan import StepPlan, StepResult
 from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs

@@ -19,9 +19,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from pagemill.engine.execution.logits_filters import filter_logits
-from pagemill.engine.execution.logits_processors import LogitsProcessors, SampleWork
-from pagemill.engine.execution.sampler import Sampler
+from pagemill.engine.execution.sampling.filters import filter_logits
+from pagemill.engine.execution.sampling.processors import LogitsProcessors, SampleWork
+from pagemill.engine.execution.sampling.sampler import Sampler
 from pagemill.engine.plan import NewRow, Sample
 from pagemill.engine.sampling_params import SamplingParams
 

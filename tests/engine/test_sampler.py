@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagemill.engine.execution.sampler import Sampler, SamplerOutput, SampleWork
+from pagemill.engine.execution.sampling.sampler import Sampler, SamplerOutput, SampleWork
 from pagemill.engine.llm import LLM
 from pagemill.engine.plan import NewRow, Sample
 from pagemill.engine.sampling_params import SamplingParams

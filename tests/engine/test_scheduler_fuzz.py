@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from pagemill.engine.config import SchedulerConfig
 from pagemill.engine.errors import NeverFits
+from pagemill.engine.scheduling.kv.swap_space import SwapQuote
 from pagemill.engine.scheduling.preemption_cost import PreemptionCost
 from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus
-from pagemill.engine.scheduling.swap_space import SwapQuote
 from tests.engine.beam_oracle import beam_search
 from tests.engine.hash_model import HashOracle
 from tests.engine.scheduler_harness import Harness, ScriptGrammar, make_config, make_request

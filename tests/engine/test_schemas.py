@@ -23,7 +23,7 @@ from pagemill.engine.structured_output.compiler import SchemaCompiler
 from pagemill.engine.structured_output.matcher import CompiledSchema, MatcherGrammar, compile_schema
 from pagemill.engine.structured_output.probe import SchemaProbe
 from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
-from pagemill.engine.tokenizer import ByteTokenizer
+from pagemill.engine.text.tokenizer import ByteTokenizer
 
 EOS = 256
 VOCABULARY = GrammarVocabulary.of(ByteTokenizer(), 264, (EOS,))

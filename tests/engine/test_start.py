@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import initialization
 
-from pagemill.engine import engine_builder
+from pagemill.engine import builder
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import ModelLoadError
-from pagemill.engine.execution.loader import load_model
+from pagemill.engine.models.loader import load_model
 from tests.engine.tiny_model import save_tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ UNTOUCHED = """
 import sys
 if sys.argv[1] == "imported before":
     import transformers.modeling_utils
-import pagemill.engine.execution.model_library
+import pagemill.engine.layers.library
 import transformers.distributed.sharding_utils
 from transformers.utils import is_torch_distributed_available
 
@@ -68,7 +68,7 @@ assert transformers.distributed.sharding_utils.DTensor
 """
 
 NEEDS_MORE = """
-import pagemill.engine.execution.model_library as library
+import pagemill.engine.layers.library as library
 
 seen = []
 
@@ -136,7 +136,7 @@ def test_nothing_is_collected_while_a_model_is_loaded(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, was_enabled: bool, fails: bool
 ) -> None:
     enabled: list[bool] = []
-    build = engine_builder._build_model
+    build = builder._build_model
 
     def watch(*arguments: Any) -> Any:
         enabled.append(gc.isenabled())
@@ -144,7 +144,7 @@ def test_nothing_is_collected_while_a_model_is_loaded(
             raise ModelLoadError("no such weights")
         return build(*arguments)
 
-    monkeypatch.setattr(engine_builder, "_build_model", watch)
+    monkeypatch.setattr(builder, "_build_model", watch)
     if not was_enabled:
         gc.disable()
     try:

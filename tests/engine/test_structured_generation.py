@@ -15,7 +15,7 @@ from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.llm import LLM, GenerationOutput
 from pagemill.engine.outputs import RequestOutput
 from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
-from pagemill.engine.tokenizer import ByteTokenizer
+from pagemill.engine.text.tokenizer import ByteTokenizer
 from tests.engine.test_resume import Sample, check_every_cut, run
 
 POINT = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pagemill.engine.errors import InvalidRequest
-from pagemill.engine.execution.packaged_model import packaged_model_directory
 from pagemill.engine.llm import LLM
+from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
 from pagemill.engine.structured_output.choice import ChoiceCompiler, ChoiceGrammar, build_choice_trie
-from pagemill.engine.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from pagemill.engine.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 
 EOS = 9
 

@@ -15,9 +15,10 @@ from pagemill.engine.execution.host_cache import HostCache, measure_link
 from pagemill.engine.llm import LLM
 from pagemill.engine.plan import RowWork, StepPlan
 from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.scheduling.blocks import HostBlock
+from pagemill.engine.scheduling.kv.swap_space import SwapQuote
 from pagemill.engine.scheduling.preemption_cost import PreemptionCost
 from pagemill.engine.scheduling.request import Sequence, SequenceStatus
-from pagemill.engine.scheduling.swap_space import HostBlock, SwapQuote
 from pagemill.kernels.types.layer_cache import allocate_layer
 from tests.engine.scheduler_harness import PROMPT, Harness, expected, make_config, make_request
 from tests.engine.tiny_model import VOCAB_SIZE, save_tiny_llama

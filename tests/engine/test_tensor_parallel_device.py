@@ -18,11 +18,11 @@ from torch import nn
 from pagemill.engine.config import EngineConfig, SchedulerConfig
 from pagemill.engine.errors import RankLost
 from pagemill.engine.execution.parallel.executor import ParallelStep
-from pagemill.engine.execution.parallel.linear import GatheredHead, RowParallelLinear
 from pagemill.engine.execution.parallel.messages import Loaded, LoadShare
-from pagemill.engine.execution.parallel.rank_group import RankGroup
 from pagemill.engine.execution.parallel.rank_processes import RankProcesses, _spawn
-from pagemill.engine.execution.parallel.share import Share
+from pagemill.engine.layers.rank_group import RankGroup
+from pagemill.engine.layers.sharded_linear import GatheredHead, RowParallelLinear
+from pagemill.engine.layers.share import Share
 from pagemill.engine.plan import StepPlan, StepResult
 from tests.worker.harness import PATIENCE_S, eventually
 

@@ -13,7 +13,7 @@ import torch
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import ConfigError
-from pagemill.engine.execution.parallel.share import ShardingPlan, Share, sharding_plan
+from pagemill.engine.layers.share import ShardingPlan, Share, sharding_plan
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 61, "hidden_size": 48,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from pagemill.engine.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from pagemill.engine.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 
 
 @pytest.mark.parametrize("is_cut", [False, True])

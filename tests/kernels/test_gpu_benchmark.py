@@ -173,7 +173,7 @@ def test_a_gpu_machine_needs_no_more_than_torch_and_transformers() -> None:
     code = (
         "import sys\n"
         "for name in ('llguidance', 'pydantic', 'redis'): sys.modules[name] = None\n"
-        "import benchmarks.gpu, pagemill.engine.llm, pagemill.engine.engine_builder\n"
+        "import benchmarks.gpu, pagemill.engine.llm, pagemill.engine.builder\n"
         "import pagemill.engine.execution.model_runner\n"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, check=False)

@@ -19,7 +19,7 @@ from tests.worker.harness import PATIENCE_S, QueueClient, eventually, get_json, 
 
 _HOLDS_THE_LOCK = """
 import ctypes, sys
-from pagemill.engine.execution.echo import EchoRunner
+from pagemill.engine.models.echo import EchoRunner
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.process import run_worker
 

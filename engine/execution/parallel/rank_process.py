@@ -67,10 +67,10 @@ def _get_ready(connection: Connection, task: Any) -> tuple[Any, Inbox]:
     """Load the rank's share, agree on limits, meet the others; returns the `ModelRunner`, and what brings its plans."""
     from pagemill.engine.execution.device_tuning import tune_device
     from pagemill.engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
-    from pagemill.engine.execution.loader import load_model
     from pagemill.engine.execution.model_runner import ModelRunner
     from pagemill.engine.execution.parallel.messages import Loaded, Ready
-    from pagemill.engine.execution.parallel.rank_group import RankGroup
+    from pagemill.engine.layers.rank_group import RankGroup
+    from pagemill.engine.models.loader import load_model
 
     config = task.config
     tune_device(config)

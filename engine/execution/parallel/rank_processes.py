@@ -25,7 +25,7 @@ import torch
 from pagemill.engine.config import EngineConfig, SchedulerConfig
 from pagemill.engine.errors import ConfigError, EngineError, RankLost
 from pagemill.engine.execution.parallel.messages import Failed, Loaded, LoadShare, Ready
-from pagemill.engine.execution.parallel.rank_group import RankGroup
+from pagemill.engine.layers.rank_group import RankGroup
 
 _CHILD = "pagemill.engine.execution.parallel.rank_process"
 _END_S = 2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagemill.engine.execution.logits_filters import filter_logits
+from pagemill.engine.execution.sampling.filters import filter_logits
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels import dispatch, reference
 from pagemill.kernels.noise import gumbel_noise, noise_keys

@@ -1,0 +1,178 @@
+"""Puts an engine's parts together: loads the model and resolves every setting that was left open."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pagemill.engine.config import EngineConfig, SchedulerConfig, resolve_max_model_len
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.models.directory import check_model, model_directory
+from pagemill.engine.models.echo import ECHO_MAX_MODEL_LEN, ECHO_MODEL, EchoRunner, echo_step_seconds, is_echo
+from pagemill.engine.parts import EngineParts, Tier
+from pagemill.engine.text.tokenizer import ByteTokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from pagemill.engine.execution.parallel.rank_processes import RankProcesses
+    from pagemill.engine.plan import Executor
+
+logger = logging.getLogger(__name__)
+
+_ECHO_KV_BLOCKS = 4096
+_ECHO_BLOCK_BYTES = 2**16
+"""What a block counts for in swap space; nothing is stored."""
+
+
+def build_parts(config: EngineConfig) -> EngineParts:
+    """Load what the configuration names. Raises `ConfigError`, mostly `ModelLoadError`."""
+    check_model(config.model)  # before torch is loaded for nothing
+    if is_echo(config.model):
+        return _build_echo(config)
+    model_directory(config.model)  # a packaged model is converted here, with the collector on
+    with _paused_collector():
+        return _build_model(config, None) if config.tensor_parallel_size == 1 else _build_parallel(config)
+
+
+@contextmanager
+def _paused_collector() -> Iterator[None]:
+    """What a start imports and builds, half a million objects, stays: walking them in vain took a tenth of a start."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if gc.get_freeze_count() == 0:
+            # Together these declare all objects old, unwalked; the next collection would begin with the young.
+            gc.freeze()
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def _build_parallel(config: EngineConfig) -> EngineParts:
+    from pagemill.engine.execution.parallel.rank_processes import RankProcesses
+    from pagemill.engine.models.loader import check_split
+
+    check_split(config)
+    ranks = RankProcesses(config)
+    try:
+        return _build_model(ranks.config, ranks)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _build_echo(config: EngineConfig) -> EngineParts:
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size={config.tensor_parallel_size}: echo has nothing to split; use 1"
+        )
+    tokenizer = ByteTokenizer()
+    assert tokenizer.eos_token_id is not None
+    max_model_len = resolve_max_model_len(config, ECHO_MAX_MODEL_LEN, ECHO_MAX_MODEL_LEN)
+    limits = _limits(config, max_model_len, _ECHO_KV_BLOCKS, (tokenizer.eos_token_id,), is_cuda=False)
+    return EngineParts(
+        executor=EchoRunner(echo_step_seconds(config.model)),
+        tokenizer=None if config.skip_tokenizer_init else tokenizer,
+        limits=replace(limits, num_host_blocks=int(config.swap_space_gib * 2**30) // _ECHO_BLOCK_BYTES),
+        served_model=ECHO_MODEL,
+        vocab_size=tokenizer.vocab_size,
+        fingerprint=ECHO_MODEL,
+        tier="token",
+        device="none",
+    )
+
+
+def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EngineParts:
+    """This process's model: the whole of it, or rank 0's share."""
+    from pagemill.engine.execution.device_tuning import tune_device
+    from pagemill.engine.execution.host_cache import measure_link
+    from pagemill.engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
+    from pagemill.engine.execution.model_runner import ModelRunner
+    from pagemill.engine.models.loader import load_model
+
+    tune_device(config)
+    group = None if ranks is None else ranks.group
+    if group is not None:
+        group.claim_device(config.device)
+    model = load_model(config, group)
+    cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, model.dtype, model.device)
+    shape = replace(model.kv_cache_shape(config.block_size), dtype=cache_dtype)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(model.directory)
+    eos = list(model.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos:
+        eos.append(tokenizer.eos_token_id)
+    is_cuda = model.device.type == "cuda"
+    num_blocks = num_blocks_for(config, shape, model.device)
+    max_model_len = resolve_max_model_len(config, model.context_length, model.longest_context)
+    limits = _limits(config, max_model_len, num_blocks, tuple(eos), is_cuda=is_cuda)
+    if num_host_blocks := num_host_blocks_for(config, shape):
+        limits = replace(
+            limits,
+            num_host_blocks=num_host_blocks,
+            kv_block_bytes=shape.block_bytes,
+            swap_bytes_per_second=measure_link(model.device),
+        )
+    if ranks is not None:
+        limits = ranks.agree(limits, model.device)
+    logger.info(
+        "%s on %s: %d KV blocks of %d tokens, %.2f GiB",
+        model.served_name,
+        model.device if ranks is None else f"{config.tensor_parallel_size} x {model.device}",
+        limits.num_kv_blocks,
+        shape.block_size,
+        limits.num_kv_blocks * shape.block_bytes / 2**30,
+    )
+    executor: Executor = (runner := ModelRunner(model, config, limits, shape, group))
+    weight_bytes = model.weight_bytes()
+    if ranks is not None:
+        from pagemill.engine.execution.parallel.executor import TensorParallelExecutor
+
+        weight_bytes += ranks.wait_ready()
+        executor = TensorParallelExecutor(runner, ranks, model.device)
+    return EngineParts(
+        executor=executor,
+        tokenizer=tokenizer,
+        limits=limits,
+        served_model=model.served_name,
+        vocab_size=model.vocab_size,
+        fingerprint=model.fingerprint,
+        tier=_tier(config, model.dtype, shape.dtype),
+        device=str(model.device),
+        kv_block_bytes=shape.block_bytes * config.tensor_parallel_size,
+        kv_dtype=str(shape.dtype).removeprefix("torch."),
+        weight_bytes=weight_bytes,
+        ranks=ranks,
+    )
+
+
+def _tier(config: EngineConfig, dtype: torch.dtype, cache_dtype: torch.dtype) -> Tier:
+    import torch
+
+    if config.batch_invariant:
+        return "bitwise"
+    is_exact = dtype is cache_dtype is torch.float32 and config.quantization is None
+    return "token" if is_exact else "continues"
+
+
+def _limits(
+    config: EngineConfig, max_model_len: int, num_kv_blocks: int, eos: tuple[int, ...], *, is_cuda: bool
+) -> SchedulerConfig:
+    overlapped = is_cuda if config.async_scheduling is None else config.async_scheduling
+    return SchedulerConfig(
+        block_size=config.block_size,
+        num_kv_blocks=config.num_kv_blocks or num_kv_blocks,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs or (256 if is_cuda else 64),
+        max_num_batched_tokens=config.max_num_batched_tokens or (8192 if is_cuda else 512),
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        enable_prefix_caching=config.enable_prefix_caching,
+        depth=1 if overlapped else 0,
+        eos_token_ids=eos,
+    )

@@ -1,0 +1,1 @@
+"""From logits to tokens: processors, filters, draws and log probabilities."""

@@ -1,0 +1,162 @@
+"""Logits to tokens. Each processor touches only the rows that ask for it; greedy rows cost one argmax.
+
+Order: logprobs from raw logits; then what `logits_processors` applies; then temperature and `logits_filters`; then
+argmax of logits + Gumbel noise, which draws from their softmax. The noise is a function of (seed, sample,
+position, token), so a row's draw does not depend on its batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pagemill.engine.execution.sampling.device_draws import StagedDraws, draw, stage_draws
+from pagemill.engine.execution.sampling.filters import filter_logits
+from pagemill.engine.execution.sampling.logprobs import TopLogprobs
+from pagemill.engine.execution.sampling.narrow_head import NarrowVocabulary
+from pagemill.engine.execution.sampling.processors import LogitsProcessors, SampleWork
+from pagemill.engine.execution.staging import HostCopy, Transfer
+from pagemill.engine.plan import StepResult, TokenLogprobs
+from pagemill.kernels.noise import argmax_of_sums, noise_keys
+from pagemill.kernels.selection import argmax_with_noise, largest
+
+
+@dataclass(slots=True)
+class SamplerOutput:
+    """What was sampled, still on the device: reading any of it waits."""
+
+    token_ids: torch.Tensor  # [num_samples] int64
+    is_valid: torch.Tensor  # [num_samples] bool, False where the logits were not finite
+    top_logprobs: TopLogprobs | None = None
+    """Of the samples in `logprob_samples`, in this order."""
+    logprob_samples: tuple[int, ...] = ()
+    best: list[tuple[int, torch.Tensor, torch.Tensor]] | None = None
+    """(sample, scores, token ids) of those that asked for candidates."""
+    _host: HostCopy | None = None
+
+    def start_copy(self) -> None:
+        """Send the tokens to the host now, ahead of whatever the device is given next."""
+        self._host = HostCopy(torch.stack([self.token_ids, self.is_valid.to(torch.int64)]))
+
+    @property
+    def logprobs(self) -> dict[int, list[TokenLogprobs]]:
+        if self.top_logprobs is None:
+            return {}
+        entries = self.top_logprobs.to_host()
+        return {number: [entry] for number, entry in zip(self.logprob_samples, entries, strict=True)}
+
+    @property
+    def candidates(self) -> dict[int, list[tuple[int, float]]]:
+        return {
+            number: sorted(
+                ((t, s) for t, s in zip(ids.tolist(), scores.tolist(), strict=True) if s > float("-inf")),
+                key=lambda candidate: (-candidate[1], candidate[0]),
+            )
+            for number, scores, ids in self.best or ()
+        }
+
+    def fill(self, result: StepResult) -> None:
+        """Bring everything to the host, into the step's result."""
+        if self._host is None:
+            self.start_copy()
+        assert self._host is not None
+        token_ids, valid = self._host.wait().tolist()
+        result.token_ids = [[token] for token in token_ids]
+        result.logprobs = self.logprobs
+        result.candidates = self.candidates
+        result.invalid = frozenset(number for number, is_valid in enumerate(valid) if not is_valid)
+
+
+class Sampler:
+    def __init__(self, eos_token_ids: tuple[int, ...], *, draws_on_device: bool = False) -> None:
+        """`draws_on_device`: draw by `pagemill.kernels.dispatch.sample_tokens`, which neither sorts nor waits."""
+        self._processors = LogitsProcessors(eos_token_ids)
+        self._draws_on_device = draws_on_device
+
+    def stage(self, work: list[SampleWork], transfer: Transfer) -> StagedDraws | None:
+        """Put what `sample` will need beside the logits; None: nothing."""
+        return stage_draws(work, transfer) if self._draws_on_device else None
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        work: list[SampleWork],
+        token_table: torch.Tensor,
+        draws: StagedDraws | None = None,
+    ) -> SamplerOutput:
+        """Choose one token per sample.
+
+        Args:
+            logits: [num_samples, vocab_size]; may be overwritten.
+            token_table: [num_rows, max_model_len + 1], the tokens so far, for penalties and bad words.
+            draws: what `stage` put for this work.
+        """
+        logits = logits.float()
+        peaks, chosen = largest(logits)
+        output = SamplerOutput(chosen, torch.isfinite(peaks))  # max propagates NaN
+        asking = [number for number, item in enumerate(work) if item.params.logprobs is not None]
+        raw = logits[torch.tensor(asking, device=logits.device)].log_softmax(dim=-1) if asking else None
+        searching = [number for number, item in enumerate(work) if item.sample.num_candidates]
+        for number in searching:
+            logits[number] = logits[number].log_softmax(dim=-1)
+        changed = self._processors.apply(logits, work, token_table)
+        if changed:
+            index = torch.tensor(changed, device=logits.device)
+            chosen[index] = logits[index].argmax(dim=-1)
+        random = [number for number, item in enumerate(work) if not item.params.is_greedy]
+        if draws is not None:
+            chosen[draws.index] = draw(logits, draws)
+        elif random:
+            index = torch.tensor(random, device=logits.device)
+            chosen[index] = self._draw(logits[index], [work[number] for number in random])
+        if raw is not None:
+            counts = [work[number].params.logprobs or 0 for number in asking]
+            output.logprob_samples = tuple(asking)
+            output.top_logprobs = TopLogprobs.of(raw, chosen[torch.tensor(asking, device=raw.device)], counts)
+        output.best = [(number, *_best(logits[number], work[number])) for number in searching]
+        return output
+
+    @staticmethod
+    def sample_narrow(
+        logits: torch.Tensor, work: list[SampleWork], vocabulary: NarrowVocabulary
+    ) -> SamplerOutput:
+        """What `sample` chooses, from logits [num_samples, num_tokens] of a narrow vocabulary; overwrites them."""
+        logits = logits.float()
+        is_valid = torch.isfinite(logits.amax(dim=-1))
+        if vocabulary.barred is not None:
+            logits.masked_fill_(vocabulary.barred, -torch.inf)
+        columns = logits.argmax(dim=-1)
+        token_ids = torch.tensor(vocabulary.token_ids)
+        random = [number for number, item in enumerate(work) if not item.params.is_greedy]
+        if random:
+            index, drawn = torch.tensor(random), [work[number] for number in random]
+            columns[index] = argmax_of_sums(_cooled(logits[index], drawn), _keys(drawn), token_ids)
+        return SamplerOutput(token_ids[columns], is_valid)
+
+    @staticmethod
+    def _draw(logits: torch.Tensor, work: list[SampleWork]) -> torch.Tensor:
+        """Overwrites the logits."""
+        logits = _cooled(logits, work)
+        filter_logits(logits, [item.params for item in work])
+        return argmax_with_noise(logits, _keys(work, logits.device))
+
+
+def _cooled(logits: torch.Tensor, work: list[SampleWork]) -> torch.Tensor:
+    """Logits over temperature, the largest of each row 0; in place."""
+    temperatures = torch.tensor([item.params.temperature for item in work], device=logits.device)
+    # A tiny temperature must not overflow: what matters is the distance to the best logit.
+    return logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(temperatures[:, None])
+
+
+def _keys(work: list[SampleWork], device: torch.device | None = None) -> torch.Tensor:
+    return noise_keys(
+        torch.tensor([item.row.seed for item in work], dtype=torch.int64, device=device),
+        torch.tensor([item.row.sample_index for item in work], device=device),
+        torch.tensor([item.output_position for item in work], device=device),
+    )
+
+
+def _best(row: torch.Tensor, work: SampleWork) -> tuple[torch.Tensor, torch.Tensor]:
+    scores, ids = row.topk(min(work.sample.num_candidates, row.shape[0]))
+    return scores, ids

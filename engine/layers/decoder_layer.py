@@ -1,0 +1,139 @@
+"""A decoder layer without Python between its operators, where they are ones that the compiled layer knows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pagemill.engine.layers.attention import current_context
+from pagemill.engine.layers.int8_linear import Int8Linear, PackedInt8Product
+from pagemill.engine.layers.linear import PackedLinear
+
+if TYPE_CHECKING:
+    from pagemill.kernels.cpu.layer.compile_ahead import Part
+    from pagemill.kernels.cpu.layer.layer import DecoderLayer, LayerWeights, Product, StepBuffers
+
+# hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden)).
+PRE_NORM_LAYERS = (
+    "GemmaDecoderLayer",
+    "LlamaDecoderLayer",
+    "MistralDecoderLayer",
+    "Phi3DecoderLayer",
+    "Qwen2DecoderLayer",
+    "Qwen3DecoderLayer",
+    "SmolLM3DecoderLayer",
+)
+
+
+class FusedDecoderLayer(nn.Module):
+    """Computes what `source` computes, to the last bit, in place on the hidden states it is given.
+
+    `source` is one of transformers' layers whose modules have been replaced (`pagemill.engine.layers.cpu_fusion`).
+    It stays as a child: its modules own the weights.
+    """
+
+    def __init__(self, source: Any, buffers: StepBuffers) -> None:
+        super().__init__()
+        from pagemill.kernels.cpu.layer.layer import DecoderLayer
+
+        self.source = source
+        self._attention = source.self_attn
+        self.compiled: DecoderLayer = DecoderLayer(_weights(source), self._attention.scoring, buffers)
+        self.rotates: bool = self._attention.rotates
+        self.is_last = False
+        """Whether only norm and head come after it: then it need not finish tokens that nobody reads."""
+        if hasattr(source, "attention_type"):  # the models that mix windows look a layer's mask up by it
+            self.attention_type = source.attention_type
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [1, num_tokens, hidden_size]
+        attention_mask: torch.Tensor | None = None,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos, sin [1, num_tokens, head_dim]
+        **_: Any,
+    ) -> torch.Tensor:
+        context = current_context()
+        cos, sin = position_embeddings
+        rotation = (cos[0], sin[0]) if self.rotates else None
+        cache = context.layers[self._attention.layer_idx]
+        read_tokens = context.read_tokens if self.is_last else None
+        self.compiled.run(hidden_states[0], rotation, cache, context.metadata, read_tokens)
+        return hidden_states
+
+    @property
+    def layer_idx(self) -> int:
+        index: int = self._attention.layer_idx
+        return index
+
+    def parts(self, cache_dtype: torch.dtype) -> list[Part]:
+        """The kernels that it runs over a cache of this dtype."""
+        from pagemill.kernels.cpu.layer.compile_ahead import Part
+        from pagemill.kernels.cpu.layer.layer import PARTS
+
+        return [Part(name, self.compiled.weights.qkv.is_int8, cache_dtype) for name in PARTS]
+
+    def warm_up(self, block_size: int, cache_dtype: torch.dtype) -> None:
+        self.compiled.warm_up(block_size, cache_dtype)
+
+
+def can_be_compiled(layer: Any) -> bool:
+    """Whether `FusedDecoderLayer` computes this layer."""
+    if type(layer).__name__ not in PRE_NORM_LAYERS:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    products = [getattr(attention, "qkv_proj", None), attention.o_proj]
+    products += [getattr(mlp, "gate_up_proj", None), mlp.down_proj]
+    kinds = {type(_packed(product)) for product in products}
+    return (
+        kinds in ({PackedLinear}, {PackedInt8Product})
+        and layer.input_layernorm.eps == layer.post_attention_layernorm.eps
+        and _has_whole_panels(mlp.down_proj)
+    )
+
+
+def _has_whole_panels(down: Any) -> bool:
+    """Whether the compiled MLP takes these sizes; every model that people use has such."""
+    from pagemill.kernels.cpu.jit.vector import LANES
+    from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
+
+    return bool(down.in_features % PANEL == 0 and down.out_features % LANES == 0)
+
+
+def _packed(linear: Any) -> Any:
+    """The module that owns the packed weight, where there is one."""
+    return linear.product if isinstance(linear, Int8Linear) else linear
+
+
+def _weights(layer: Any) -> LayerWeights:
+    from pagemill.kernels.cpu.layer.layer import LayerWeights
+
+    attention, mlp = layer.self_attn, layer.mlp
+    has_qk_norm = attention.q_norm is not None and attention.k_norm is not None
+    return LayerWeights(
+        input_norm=layer.input_layernorm.weight,
+        qkv=_product(attention.qkv_proj),
+        q_norm=attention.q_norm.weight if has_qk_norm else None,
+        k_norm=attention.k_norm.weight if has_qk_norm else None,
+        o=_product(attention.o_proj),
+        post_attention_norm=layer.post_attention_layernorm.weight,
+        gate_up=_product(mlp.gate_up_proj),
+        down=_product(mlp.down_proj),
+        eps=layer.input_layernorm.eps,
+        qk_eps=attention.q_norm.eps if has_qk_norm else 0.0,
+        intermediate_size=mlp.down_proj.in_features,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+    )
+
+
+def _product(linear: PackedLinear | Int8Linear) -> Product:
+    from pagemill.kernels.cpu.layer.layer import Product
+
+    owner = _packed(linear)
+    if isinstance(owner, PackedLinear):
+        return Product(owner.panels, owner.bias, owner.packed.weight_format)
+    return Product(owner.packed, owner.bias, None)

@@ -1,0 +1,79 @@
+"""A model's forward pass without its modules' Python, where all of its layers are compiled.
+
+transformers' forward makes masks that nobody reads, computes angles anew and walks through wrappers and layers, all
+while the caches hold weights instead of Python: milliseconds of every step. What it computes is the embedding, the
+layers, the last norm and the head; so does this, to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pagemill.engine.layers.decoder_layer import FusedDecoderLayer
+from pagemill.engine.layers.rope_table import RotaryTable
+from pagemill.kernels.types.layer_cache import LayerCache
+from pagemill.kernels.types.metadata import AttentionMetadata
+
+_MODELS = (
+    "GemmaForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "SmolLM3ForCausalLM",
+)
+"""lm_head(norm(layers(embed_tokens(ids)))), one rotation for all layers, and nothing else."""
+
+
+class DirectForward:
+    """Runs a causal language model of `_MODELS`."""
+
+    def __init__(self, module: Any) -> None:
+        from pagemill.kernels.cpu.layer.stack import LayerStack
+
+        decoder = module.model
+        layers: list[FusedDecoderLayer] = list(decoder.layers)
+        self._embed, self._norm, self._head = decoder.embed_tokens, decoder.norm, module.lm_head
+        self._rotary = RotaryTable(decoder.rotary_emb)
+        self._cache_indices = [layer.layer_idx for layer in layers]
+        self._stack = LayerStack([layer.compiled for layer in layers], [layer.rotates for layer in layers])
+
+    @classmethod
+    def of(cls, module: Any) -> DirectForward | None:
+        """None: there is more to the model's forward pass, or not all of it is compiled."""
+        if type(module).__name__ not in _MODELS or not RotaryTable.holds(module.model.rotary_emb):
+            return None
+        layers = list(module.model.layers)
+        if len(layers) != module.config.num_hidden_layers:
+            return None
+        if not all(isinstance(layer, FusedDecoderLayer) for layer in layers):
+            return None
+        return cls(module)
+
+    def logits(
+        self,
+        input_ids: torch.Tensor,  # [num_tokens]
+        positions: torch.Tensor,  # [num_tokens]
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+        read_tokens: torch.Tensor | None,
+        logits_indices: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Logits [num_samples, vocab_size] of the tokens at `logits_indices`; of all tokens where that is None.
+
+        Args:
+            read_tokens: see `AttentionContext`.
+        """
+        hidden: torch.Tensor = self._embed(input_ids)
+        rotation = self._rotary.rows(positions, metadata.max_seq_len)
+        self._stack.run(hidden, rotation, [caches[i] for i in self._cache_indices], metadata, read_tokens)
+        if logits_indices is not None:
+            if not len(logits_indices):
+                return hidden[:0]  # nobody reads logits of no samples
+            hidden = hidden.index_select(0, logits_indices)
+        logits: torch.Tensor = self._head(self._norm(hidden))
+        return logits

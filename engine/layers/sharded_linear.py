@@ -1,0 +1,98 @@
+"""Linear layers of which a rank holds a part, with what the ranks do together inside them.
+
+Layers that are split by outputs alone need no class: they are smaller `nn.Linear`s. These here are classes of
+their own, and not `nn.Linear` to anybody who asks for exactly that: nothing that is merged with its neighbours may
+lose the collective.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pagemill.engine.layers.linear import LinearOptions, make_linear
+from pagemill.engine.layers.rank_group import RankGroup
+from pagemill.engine.layers.share import Share
+
+
+class PartialLinear(nn.Linear):
+    """x W^T of this rank's part, packed where the device gains from it."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self._product: nn.Module | None = None
+
+    def pack(self, options: LinearOptions) -> None:
+        """Multiply as the fusion pass would have it from now on; the weight as it was loaded is dropped."""
+        product = make_linear(self.weight, None, options)
+        if product is not None:
+            self._product = product
+            self.register_parameter("weight", None)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        if self._product is None:
+            return nn.functional.linear(x, self.weight)
+        out: torch.Tensor = self._product(x)
+        return out
+
+
+class RowParallelLinear(PartialLinear):
+    """y = sum over the ranks of x_r W_r^T, + b: a rank has some of the inputs. Takes [..., in_features of the rank]."""
+
+    def __init__(self, whole: nn.Linear, in_features: int, group: RankGroup) -> None:
+        super().__init__(
+            in_features,
+            whole.out_features,
+            bias=whole.bias is not None,
+            device=whole.weight.device,
+            dtype=whole.weight.dtype,
+        )
+        self._group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self._group.all_reduce(self.multiply(x).contiguous())
+        return out if self.bias is None else out + self.bias
+
+
+class GatheredHead(PartialLinear):
+    """The head over the vocabulary: a rank has some of the tokens, and rank 0 gets the logits of all.
+
+    The other ranks get zeros, in no memory of their own: nobody reads their logits.
+    """
+
+    _rows_bias: torch.Tensor | None
+
+    def __init__(self, whole: nn.Linear, share: Share, group: RankGroup) -> None:
+        rows = share.of(whole.out_features)
+        super().__init__(
+            whole.in_features,
+            rows.stop - rows.start,
+            bias=False,
+            device=torch.device("meta"),
+            dtype=whole.weight.dtype,
+        )
+        # Views: of weights that are tied to the embeddings nothing is copied.
+        self.weight = nn.Parameter(whole.weight.detach()[rows], requires_grad=False)
+        # A buffer, so that it goes to the device with the rest.
+        self.register_buffer(
+            "_rows_bias", None if whole.bias is None else whole.bias.detach()[rows], persistent=False
+        )
+        self._vocab_size = whole.out_features
+        self._widths = [
+            part.stop - part.start
+            for part in (Share(rank, share.size).of(whole.out_features) for rank in range(share.size))
+        ]
+        self._group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.multiply(x)
+        if self._rows_bias is not None:
+            out = out + self._rows_bias
+        missing = max(self._widths) - out.shape[-1]  # a collective takes tensors of one shape
+        parts = self._group.gather(nn.functional.pad(out, (0, missing)).contiguous())
+        if not parts:
+            return out.new_zeros(1).expand(*x.shape[:-1], self._vocab_size)
+        widths = zip(parts, self._widths, strict=True)
+        return torch.cat([part[..., :width] for part, width in widths], dim=-1)

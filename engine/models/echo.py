@@ -1,0 +1,85 @@
+"""A model that is not there: `--model echo` gives the prompt back, one token per step, then EOS.
+
+For testing one's own code against a real queue, worker and scheduler in milliseconds. `echo:5` takes 5 ms a step.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.plan import NewRow, Sample, StepPlan, StepResult
+from pagemill.engine.text.tokenizer import ByteTokenizer
+
+ECHO_MODEL = "echo"
+ECHO_MAX_MODEL_LEN = 4096
+
+
+def is_echo(model: str) -> bool:
+    return model == ECHO_MODEL or model.startswith(f"{ECHO_MODEL}:")
+
+
+def echo_step_seconds(model: str) -> float:
+    """The delay in `echo:<ms>`, in seconds. Raises `ConfigError`."""
+    _, _, milliseconds = model.partition(":")
+    try:
+        seconds = float(milliseconds or 0) / 1000
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < float("inf"):
+        raise ConfigError(f"{model!r}: after echo: comes the number of milliseconds that a step takes")
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class EchoStep:
+    plan: StepPlan
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
+class EchoRunner:
+    """An `Executor` without a device."""
+
+    def __init__(self, step_seconds: float = 0.0) -> None:
+        self._step_seconds = step_seconds
+        self._rows: dict[int, NewRow] = {}
+        self._eos = ByteTokenizer.eos_token_id
+
+    def launch(self, plan: StepPlan) -> EchoStep:
+        started = time.perf_counter()
+        for new_row in plan.new_rows:
+            self._rows[new_row.row] = new_row
+        if self._step_seconds:
+            time.sleep(self._step_seconds)
+        result = StepResult(plan.step_id, [[self._next(sample)] for sample in plan.samples])
+        for number, sample in enumerate(plan.samples):
+            if sample.num_candidates:
+                result.candidates[number] = self._candidates(result.token_ids[number][0], sample)
+        result.forward_s = time.perf_counter() - started
+        return EchoStep(plan, result)
+
+    def _next(self, sample: Sample) -> int:
+        row = self._rows[sample.row]
+        prompt = row.token_ids[: row.num_prompt_tokens]
+        position = sample.position - row.num_prompt_tokens
+        assert self._eos is not None
+        wanted = (
+            prompt[position % len(prompt)] if position < len(prompt) or row.params.ignore_eos else self._eos
+        )
+        if position < row.params.min_tokens and wanted == self._eos:
+            wanted = prompt[position % len(prompt)]
+        allowed = sample.allowed_token_ids
+        if sample.token_mask is not None:
+            allowed = [t for t in range(ByteTokenizer.vocab_size) if sample.token_mask[t >> 3] >> (t & 7) & 1]
+        return wanted if allowed is None or wanted in allowed else allowed[0]
+
+    @staticmethod
+    def _candidates(wanted: int, sample: Sample) -> list[tuple[int, float]]:
+        """The wanted token, almost certain, and others that a search will hardly prefer."""
+        others = [token for token in range(sample.num_candidates) if token != wanted]
+        unlikely = [(token, -10.0 - rank) for rank, token in enumerate(others)]
+        return [(wanted, -0.01), *unlikely][: sample.num_candidates]

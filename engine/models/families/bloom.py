@@ -1,0 +1,56 @@
+"""BLOOM. transformers' attention adds its ALiBi tensor by itself; here the kernel computes the biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from pagemill.engine.layers.alibi import alibi_slopes
+from pagemill.engine.layers.attention import attend
+from pagemill.engine.models.families.family import Family, RawConfig, native_config, replace_attention
+from pagemill.kernels.types.scoring import Scoring
+
+_TRAINED_CONTEXT = 2048
+
+
+def _build_config(raw: RawConfig) -> PretrainedConfig:
+    config: Any = native_config(raw)
+    config.max_position_embeddings = raw.get("seq_length") or _TRAINED_CONTEXT
+    return config
+
+
+def _forward(
+    self: Any, hidden_states: torch.Tensor, residual: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
+    # [1, num_heads, num_tokens, head_dim] each
+    heads = self._reshape(self.query_key_value(hidden_states))
+    query, key, value = (x[0].transpose(0, 1) for x in heads)
+    scoring = Scoring(self.inv_norm_factor, alibi_slopes=self.alibi_slopes)
+    out = attend(self.layer_idx, query, key, value, scoring)
+    return residual + self.dense(out.flatten(1))[None], None
+
+
+def _adapt(module: nn.Module) -> None:
+    from transformers.models.bloom.modeling_bloom import BloomAttention, BloomMLP
+
+    for attention in replace_attention(module, BloomAttention, forward=_forward):
+        attention.register_buffer("alibi_slopes", alibi_slopes(attention.num_heads), persistent=False)
+    for child in module.modules():
+        if isinstance(child, BloomMLP):
+            # Reproduces the summation order of a tensor-parallel training run; nothing to us, and it reads weights
+            # that fusion repacks.
+            child.slow_but_exact = False
+
+
+BLOOM = Family(
+    name="BLOOM",
+    model_types=("bloom",),
+    architectures=("BloomForCausalLM",),
+    build_config=_build_config,
+    adapt=_adapt,
+    has_attention_interface=False,
+    extrapolates=lambda _config: True,
+)

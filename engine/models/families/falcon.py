@@ -1,0 +1,86 @@
+"""Falcon: one KV head (7B), grouped heads (40B, 180B, 11B) or all heads; rotary positions or ALiBi (RW).
+
+transformers' attention repeats the KV heads and calls torch itself; here they stay as few as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import FalconConfig, PretrainedConfig
+
+from pagemill.engine.layers.alibi import alibi_slopes
+from pagemill.engine.layers.attention import attend
+from pagemill.engine.models.families.family import Family, RawConfig, replace_attention
+from pagemill.kernels.types.scoring import Scoring
+
+# config.json before Falcon was part of transformers.
+_FIRST_RELEASE_TYPES = ("RefinedWeb", "RefinedWebModel")
+_FIRST_RELEASE_NAMES = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_head_kv": "num_kv_heads",
+}
+_FIRST_RELEASE_DEFAULTS = {"multi_query": False, "parallel_attn": False, "alibi": False, "bias": False}
+
+
+def num_kv_heads_of(config: Any) -> int:
+    if config.new_decoder_architecture:
+        return int(config.num_kv_heads)
+    return 1 if config.multi_query else int(config.num_attention_heads)
+
+
+def _build_config(raw: RawConfig) -> PretrainedConfig:
+    fields = dict(raw)
+    if fields.get("model_type") in _FIRST_RELEASE_TYPES:
+        fields = _FIRST_RELEASE_DEFAULTS | {_FIRST_RELEASE_NAMES.get(k, k): v for k, v in fields.items()}
+        fields["new_decoder_architecture"] = raw["model_type"] == "RefinedWeb"
+        fields["model_type"] = "falcon"
+    config: PretrainedConfig = FalconConfig.from_dict(fields)
+    return config
+
+
+def _forward(
+    self: Any,
+    hidden_states: torch.Tensor,
+    *_: Any,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+    **__: Any,
+) -> tuple[torch.Tensor, None]:
+    num_tokens, num_kv_heads = hidden_states.shape[1], num_kv_heads_of(self.config)
+    # Every layout is the same: per KV head, the query heads that share it, its key, its value.
+    heads = self.query_key_value(hidden_states).view(1, num_tokens, num_kv_heads, -1, self.head_dim)
+    query, key, value = heads[..., :-2, :].flatten(2, 3), heads[..., -2, :], heads[..., -1, :]
+    if self.alibi_slopes is None:
+        from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+
+        assert position_embeddings is not None
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings, unsqueeze_dim=2)
+    scoring = Scoring(self.inv_norm_factor, alibi_slopes=self.alibi_slopes)
+    out = attend(self.layer_idx, query[0], key[0], value[0], scoring)
+    return self.dense(out.flatten(1))[None], None
+
+
+def _adapt(module: nn.Module) -> None:
+    from transformers.models.falcon.modeling_falcon import FalconAttention
+
+    for attention in replace_attention(module, FalconAttention, forward=_forward):
+        slopes = None
+        if attention.config.alibi:
+            # Trained with slopes rounded to bf16, and with the bias inside the scaled product.
+            slopes = alibi_slopes(attention.num_heads).bfloat16().float() * attention.inv_norm_factor
+        attention.register_buffer("alibi_slopes", slopes, persistent=False)
+
+
+FALCON = Family(
+    name="Falcon",
+    model_types=("falcon", *_FIRST_RELEASE_TYPES),
+    architectures=("FalconForCausalLM", "RWForCausalLM"),
+    build_config=_build_config,
+    adapt=_adapt,
+    has_attention_interface=False,
+    num_kv_heads=num_kv_heads_of,
+    extrapolates=lambda config: bool(config.alibi),
+)

@@ -1,0 +1,77 @@
+"""What a model family is to the loader: how its config.json and its tensors become one of transformers' modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from pagemill.engine.errors import ModelLoadError
+
+RawConfig = Mapping[str, Any]
+"""config.json as it stands on disk."""
+Tensors = dict[str, torch.Tensor]
+"""A checkpoint's tensors by name."""
+
+
+def native_config(raw: RawConfig) -> PretrainedConfig:
+    """The configuration as transformers itself reads it. No remote code: `auto_map` is just a field here."""
+    config: PretrainedConfig = CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw))
+    return config
+
+
+def grouped_kv_heads(config: Any) -> int:
+    """KV heads where the configuration states them, one per query head where it does not."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def _unchanged(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+    return tensors
+
+
+def _nothing(_module: torch.nn.Module) -> None:
+    pass
+
+
+def _never(_config: Any) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A row of docs/models.md. The callables' defaults are what transformers' own families need: nothing."""
+
+    name: str
+    model_types: tuple[str, ...]
+    """`model_type` of config.json."""
+    architectures: tuple[str, ...]
+    """`architectures` of config.json; a checkpoint that names only others is another kind of model."""
+    build_config: Callable[[RawConfig], PretrainedConfig] = native_config
+    """Raises `ModelLoadError` for settings that transformers' module would ignore."""
+    convert_tensors: Callable[[Tensors, PretrainedConfig], Tensors] = _unchanged
+    """From the checkpoint's names and layouts to the module's. May consume its argument."""
+    adapt: Callable[[torch.nn.Module], None] = _nothing
+    """Rewires the loaded module, in place and still on the CPU."""
+    has_attention_interface: bool = True
+    """False: the modules compute attention themselves, and `adapt` replaces that."""
+    num_kv_heads: Callable[[Any], int] = grouped_kv_heads
+    extrapolates: Callable[[Any], bool] = _never
+    """Whether positions past the trained context are computable and sensible (ALiBi)."""
+
+
+def replace_attention(module: torch.nn.Module, attention: type, **methods: Callable[..., Any]) -> list[Any]:
+    """Give every attention of this class in a model these methods instead of its own; returns them all."""
+    paged = type(f"Paged{attention.__name__}", (attention,), methods)
+    found = [child for child in module.modules() if isinstance(child, attention)]
+    for child in found:
+        child.__class__ = paged
+    return found
+
+
+def require(condition: bool, message: str) -> None:
+    """Refuse a configuration whose meaning would be lost on the way. Raises `ModelLoadError`."""
+    if not condition:
+        raise ModelLoadError(message)

@@ -1,0 +1,62 @@
+"""Reading other people's config.json as a LLaMA's or a Qwen2's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pagemill.engine.models.families.family import RawConfig, Tensors, require
+
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_OPTIONAL = (
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "dtype",
+    "torch_dtype",
+)
+
+
+def shared_fields(raw: RawConfig, **overrides: Any) -> dict[str, Any]:
+    """The fields that mean the same everywhere, with `overrides` on top.
+
+    Raises:
+        ModelLoadError: a field is missing whose default would be another model's size.
+    """
+    fields = {name: raw[name] for name in (*_REQUIRED, *_OPTIONAL) if raw.get(name) is not None} | overrides
+    missing = [name for name in _REQUIRED if name not in fields]
+    require(not missing, f"config.json of model type {raw.get('model_type')!r} lacks {', '.join(missing)}")
+    # transformers' default is to tie; these families' is not to.
+    fields.setdefault("tie_word_embeddings", False)
+    return fields
+
+
+def renamed(tensors: Tensors, fragments: Mapping[str, str]) -> Tensors:
+    """Every tensor under its new name: each fragment of a name replaced, in the order given."""
+    out: Tensors = {}
+    for name, tensor in tensors.items():
+        for old, new in fragments.items():
+            name = name.replace(old, new)
+        out[name] = tensor
+    return out
+
+
+def split_rows(tensors: Tensors, packed: str, parts: tuple[str, ...]) -> Tensors:
+    """Tensors whose name contains `packed` cut into equal parts along their rows (weights and biases alike)."""
+    out: Tensors = {}
+    for name, tensor in tensors.items():
+        if packed in name:
+            for part, rows in zip(parts, tensor.chunk(len(parts)), strict=True):
+                out[name.replace(packed, part)] = rows
+        else:
+            out[name] = tensor
+    return out

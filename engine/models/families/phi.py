@@ -1,0 +1,25 @@
+"""Phi 1 to 4, transformers' own but for the names that Phi 3's first release gave its rotary scaling."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from pagemill.engine.models.families.family import Family, RawConfig, native_config
+
+_FIRST_RELEASE_ROPE_TYPES = ("su", "yarn")  # both were the one that is called longrope today
+
+
+def _build_phi3_config(raw: RawConfig) -> PretrainedConfig:
+    rope = raw.get("rope_scaling")
+    if isinstance(rope, dict) and rope.get("type") in _FIRST_RELEASE_ROPE_TYPES:
+        raw = {**raw, "rope_scaling": rope | {"type": "longrope"}}
+    return native_config(raw)
+
+
+PHI = Family(name="Phi 1, 1.5, 2", model_types=("phi",), architectures=("PhiForCausalLM",))
+PHI3 = Family(
+    name="Phi 3, 3.5, 4",
+    model_types=("phi3",),
+    architectures=("Phi3ForCausalLM",),
+    build_config=_build_phi3_config,
+)

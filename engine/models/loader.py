@@ -1,0 +1,306 @@
+"""From a model's name to a module that attends through the paged cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.initialization import no_init_weights
+from transformers.utils import logging as transformers_logging
+
+from pagemill.engine.config import EngineConfig, resolve_max_model_len
+from pagemill.engine.errors import ConfigError, ModelLoadError
+from pagemill.engine.layers.attention import PAGED_ATTENTION
+from pagemill.engine.layers.int8_linear import quantization_scheme
+from pagemill.engine.layers.library import causal_lm_class
+from pagemill.engine.layers.rank_group import RankGroup
+from pagemill.engine.layers.rope import depends_on_length, fix_frequencies, stretched_context
+from pagemill.engine.layers.share import ShardingPlan, Share, sharding_plan
+from pagemill.engine.models.checkpoint import read_config, read_tensors, weight_files
+from pagemill.engine.models.directory import model_directory
+from pagemill.engine.models.families.family import Family
+from pagemill.engine.models.families.registry import find_family
+from pagemill.engine.models.kv_cache_shape import KVCacheShape
+from pagemill.engine.models.packaged import PACKAGED_MODEL
+from pagemill.engine.models.sharding import finish_sharding, sharded_class
+from pagemill.engine.text.tokenizer import generation_eos_token_ids
+
+logger = logging.getLogger(__name__)
+
+_CONTEXT_FIELDS = ("max_position_embeddings", "max_seq_len")
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    module: torch.nn.Module
+    family: Family
+    directory: Path
+    served_name: str
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    context_length: int
+    """Longest sequence served unless max_model_len says otherwise."""
+    longest_context: int | None
+    """What max_model_len may ask for; None: anything."""
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+    share: Share
+    """Which part of the model this is."""
+
+    @property
+    def num_heads(self) -> int:
+        """Attention heads of this share."""
+        config: Any = self.module.config
+        return int(config.num_attention_heads) // self.share.size
+
+    def kv_cache_shape(self, block_size: int) -> KVCacheShape:
+        """The cache of this share's KV heads."""
+        config: Any = self.module.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads = self.share.of_kv_heads(self.family.num_kv_heads(config))
+        return KVCacheShape(
+            config.num_hidden_layers, heads.stop - heads.start, head_dim, block_size, self.dtype
+        )
+
+    def weight_bytes(self) -> int:
+        """What the model computes with; layers keep prepacked weights outside of their parameters."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        for layer in self.module.modules():
+            tensors += [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
+
+
+def check_split(config: EngineConfig) -> None:
+    """Whether the model can be spread over that many ranks, before any process is started for it.
+
+    Raises:
+        ConfigError: the model has no plan for it, a number does not divide, or there are fewer GPUs than ranks.
+        ModelLoadError: no such model, or an unsupported architecture.
+    """
+    size = config.tensor_parallel_size
+    directory = model_directory(config.model)
+    family = find_family(raw := read_config(directory))
+    model_config = _build_config(family, raw, directory)
+    _sharding_plan(family, model_config, Share(0, size))
+    if _resolve_device(config.device).type == "cuda" and torch.cuda.device_count() < size:
+        raise ConfigError(
+            f"tensor_parallel_size={size} takes as many GPUs; torch finds {torch.cuda.device_count()}"
+        )
+
+
+def _sharding_plan(family: Family, model_config: Any, share: Share) -> ShardingPlan:
+    return sharding_plan(model_config, share, family.num_kv_heads(model_config))
+
+
+def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedModel:
+    """Load weights onto the device, ready for a forward pass; of the whole model, or a rank's share of it.
+
+    Raises:
+        ModelLoadError: no such model, an unsupported architecture or an unreadable checkpoint.
+        ConfigError: the device asked for is not there, or max_model_len is past the model's context.
+    """
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    directory = model_directory(config.model)
+    device = _resolve_device(config.device)
+    raw = read_config(directory)
+    family = find_family(raw)
+    model_config = _build_config(family, raw, directory)
+    dtype = _resolve_dtype(config.dtype, model_config, device)
+    context_length = _context_length(model_config)
+    longest = None if family.extrapolates(model_config) else stretched_context(model_config, context_length)
+    max_model_len = resolve_max_model_len(config, context_length, longest)
+    module = _load_module(config, directory, family, model_config, dtype, group)
+    fix_frequencies(module, max_model_len)
+    module = module.to(device).eval()
+    module.requires_grad_(False)
+    fixed_length = max_model_len if depends_on_length(model_config) else 0
+    return LoadedModel(
+        module=module,
+        family=family,
+        directory=directory,
+        served_name=config.model if config.model == PACKAGED_MODEL else directory.resolve().name,
+        dtype=dtype,
+        device=device,
+        vocab_size=int(model_config.vocab_size),
+        context_length=context_length,
+        longest_context=longest,
+        eos_token_ids=_eos_token_ids(directory),
+        fingerprint=_fingerprint(directory, config, dtype, device, fixed_length),
+        share=Share(0, 1) if group is None else Share(group.rank, group.size),
+    )
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch finds no CUDA device; use device=cpu")
+    return torch.device(name)
+
+
+def _resolve_dtype(name: str, model_config: Any, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        dtype = getattr(torch, name)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+    if device.type == "cpu":
+        return torch.float32  # half precision is emulated on most CPUs: slower and less exact
+    declared = getattr(model_config, "dtype", None)
+    return declared if isinstance(declared, torch.dtype) else torch.bfloat16
+
+
+def _build_config(family: Family, raw: dict[str, Any], directory: Path) -> Any:
+    try:
+        model_config: Any = family.build_config(raw)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # whatever the file made transformers' validation raise
+        raise ModelLoadError(f"can't read {directory / 'config.json'}: {error}") from error
+    for name in _SIZES:
+        size = getattr(model_config, name, None)
+        if not isinstance(size, int) or size < 1:
+            raise ModelLoadError(f"can't read {directory / 'config.json'}: {name} is {size!r}")
+    num_heads, num_kv_heads = model_config.num_attention_heads, family.num_kv_heads(model_config)
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ModelLoadError(
+            f"can't read {directory / 'config.json'}: {num_heads} heads don't share {num_kv_heads} KV heads evenly"
+        )
+    return model_config
+
+
+def _eos_token_ids(directory: Path) -> tuple[int, ...]:
+    try:
+        return tuple(generation_eos_token_ids(directory))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"can't read eos_token_id in {directory}: {error}") from error
+
+
+def _load_module(
+    config: EngineConfig,
+    directory: Path,
+    family: Family,
+    model_config: Any,
+    dtype: torch.dtype,
+    group: RankGroup | None,
+) -> Any:
+    module_class: Any = causal_lm_class(model_config)
+    options = {
+        "dtype": dtype,
+        # A family without the interface knows no other name for attention than its own.
+        "attn_implementation": PAGED_ATTENTION if family.has_attention_interface else "eager",
+    }
+    is_dummy = config.load_format == "dummy"
+    tensors = {} if is_dummy else read_tensors(weight_files(directory))
+    device, plan = _resolve_device(config.device), None
+    if group is not None:
+        plan = _sharding_plan(family, model_config, Share(group.rank, group.size))
+    try:
+        if is_dummy:
+            torch.manual_seed(config.seed)
+            with device:  # a large model's numbers take the CPU minutes
+                module = module_class._from_config(model_config, **options)
+            tensors = dict(module.state_dict())
+        else:
+            tensors = family.convert_tensors(tensors, model_config)
+        if plan is not None and group is not None:
+            module_class, tensors = sharded_class(module_class, plan, group), plan.cut(tensors)
+        if not is_dummy or plan is not None:
+            module = _fill_module(module_class, model_config, tensors, options, device)
+    except Exception as error:  # sizes and shapes that do not fit together: all of them end the start
+        raise ModelLoadError(f"can't load the weights in {directory}: {error}") from error
+    # Now for the masks: transformers makes none for an implementation that it does not know.
+    module.config._attn_implementation = PAGED_ATTENTION
+    family.adapt(module)
+    if plan is not None and group is not None:
+        finish_sharding(module, plan, group)
+    return module
+
+
+def _fill_module(
+    module_class: Any,
+    model_config: Any,
+    tensors: dict[str, torch.Tensor],
+    options: dict[str, Any],
+    device: torch.device,
+) -> Any:
+    builder = _built_on_the_cpu(module_class) if device.type == "cpu" else module_class
+    module, report = builder.from_pretrained(
+        None,
+        config=model_config,
+        state_dict=tensors,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported, and refused below in our words
+        **options,
+    )
+    module.__class__ = module_class
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        raise ModelLoadError(f"{name} has shape {list(found)}, config.json asks for {list(expected)}")
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers fills them with random numbers and a log line
+        raise ModelLoadError(f"{len(missing)} tensors are missing, {missing[0]} first")
+    surplus = sorted(name for name in report["unexpected_keys"] if _belongs_to(name, module))
+    if surplus:  # ignoring a bias or a layer would compute another function
+        raise ModelLoadError(f"{len(surplus)} tensors have no place in the model, {surplus[0]} first")
+    if report["unexpected_keys"]:
+        logger.warning("%d tensors beside the model are not used", len(report["unexpected_keys"]))
+    return module
+
+
+def _built_on_the_cpu(module_class: Any) -> Any:
+    """`module_class`, which `from_pretrained` builds with memory that is never touched instead of on the meta device.
+
+    On the meta device torch works out shapes by means that import its compiler, a second at every start.
+    """
+
+    class BuiltOnTheCPU(module_class):  # type: ignore[misc]
+        @classmethod
+        def get_init_context(cls, *args: Any, **options: Any) -> list[Any]:
+            contexts = super().get_init_context(*args, **options)
+            meta = torch.device("meta")
+            return [context for context in contexts if context != meta] + [no_init_weights()]
+
+    BuiltOnTheCPU.__name__, BuiltOnTheCPU.__module__ = module_class.__name__, module_class.__module__
+    return BuiltOnTheCPU
+
+
+def _belongs_to(name: str, module: Any) -> bool:
+    """Whether a tensor sits inside the language model (not beside it, as a value head does)."""
+    first = name.split(".", 1)[0]
+    return hasattr(module, first) or hasattr(module.base_model, first)
+
+
+def _context_length(model_config: Any) -> int:
+    for name in _CONTEXT_FIELDS:
+        value = getattr(model_config, name, None)
+        if isinstance(value, int):
+            return value
+    raise ModelLoadError(f"{model_config.model_type} config.json states no context length")
+
+
+def _fingerprint(
+    directory: Path, config: EngineConfig, dtype: torch.dtype, device: torch.device, rotary_length: int
+) -> str:
+    """Tells whether two engines compute the same function: checkpoints may only be continued where it matches."""
+    digest = hashlib.sha256()
+    digest.update((directory / "config.json").read_bytes())
+    for file in sorted(directory.glob("*.safetensors")):
+        digest.update(f"{file.name}:{file.stat().st_size}".encode())
+        with file.open("rb") as weights:
+            # The ends and the middle: all of it would cost a second per gigabyte at every start.
+            for at in (0, file.stat().st_size // 2, max(0, file.stat().st_size - 2**20)):
+                weights.seek(at)
+                digest.update(weights.read(2**20))
+    settings = (config.load_format, config.seed if config.load_format == "dummy" else 0,
+                quantization_scheme(config.quantization, device), config.kv_cache_dtype, str(dtype), device.type,
+                rotary_length)  # fmt: skip
+    digest.update(json.dumps(settings).encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,42 @@
+"""What a loaded model brings to an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pagemill.engine.config import SchedulerConfig
+from pagemill.engine.outputs import MemoryUse
+from pagemill.engine.plan import Executor
+from pagemill.engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pagemill.engine.execution.parallel.rank_processes import RankProcesses
+
+Tier = Literal["bitwise", "token", "continues"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What a loaded model brings: everything the engine needs and does not decide."""
+
+    executor: Executor
+    tokenizer: Tokenizer | None
+    limits: SchedulerConfig
+    served_model: str
+    vocab_size: int
+    fingerprint: str
+    tier: Tier
+    device: str
+    kv_block_bytes: int = 0
+    """Bytes of one KV block over all layers; 0 without a device cache."""
+    kv_dtype: str = ""
+    weight_bytes: int = 0
+    ranks: RankProcesses | None = None
+    """The other processes of a model that is spread over several."""
+
+    def memory_bytes(self) -> dict[MemoryUse, int]:
+        """The device's memory by use; nothing without a model."""
+        if not self.weight_bytes:
+            return {}
+        return {"weights": self.weight_bytes, "kv": self.kv_block_bytes * self.limits.num_kv_blocks}

@@ -1,0 +1,44 @@
+"""What tables consist of: blocks of the pool, and of host memory while a sequence is swapped out."""
+
+from __future__ import annotations
+
+
+class KVBlock:
+    """One block of the pool. All of them are made once; nothing is created while the engine runs."""
+
+    __slots__ = (
+        "block_hash",
+        "block_id",
+        "is_reserved",
+        "last_step_id",
+        "next_free",
+        "num_filled",
+        "prev_free",
+        "ref_count",
+    )
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.block_hash: bytes | None = None
+        self.num_filled = 0
+        """Slots written, or being written by a step already planned."""
+        self.last_step_id = -1
+        """The newest step that named it on behalf of a holder that has let go since."""
+        self.is_reserved = False
+        self.prev_free: KVBlock | None = None
+        self.next_free: KVBlock | None = None
+
+    def __repr__(self) -> str:
+        return f"KVBlock({self.block_id}, ref_count={self.ref_count}, hashed={self.block_hash is not None})"
+
+
+class HostBlock:
+    """A block of host memory while somebody's KV is in it."""
+
+    __slots__ = ("host_id", "ref_count")
+
+    def __init__(self, host_id: int) -> None:
+        self.host_id = host_id
+        self.ref_count = 0
+        """Swapped tables that it stands in."""

@@ -1,0 +1,187 @@
+"""Host memory for the KV of preempted sequences: which block of whose table lies there.
+
+A swapped sequence holds no device block of its own. Blocks that others hold as well stay where they are, and it
+keeps its reference to them; the rest is copied to host blocks. Sequences that leave together share host blocks as
+they shared device blocks.
+
+The copies travel in a plan, which applies them before anything else is written: first those out, then those in.
+So a device block may be given to another sequence in the very step that copies it out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as SequenceType
+from dataclasses import dataclass
+
+from pagemill.engine.scheduling.blocks import HostBlock, KVBlock
+from pagemill.engine.scheduling.kv.block_pool import BlockPool
+from pagemill.engine.scheduling.request import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SwapQuote:
+    """What moving some sequences to the host would move: the blocks that nobody else holds."""
+
+    num_blocks: int
+    num_tokens: int
+    """Tokens whose KV is in them: what would have to be computed again otherwise."""
+
+
+class SwapSpace:
+    """Moves whole tables between a `BlockPool` and host memory."""
+
+    def __init__(self, pool: BlockPool, num_host_blocks: int, block_size: int) -> None:
+        self.capacity = num_host_blocks
+        self.swapped_out = 0
+        self.swapped_in = 0
+        self._pool = pool
+        self._block_size = block_size
+        self._free = list(range(num_host_blocks - 1, -1, -1))
+        self._read: list[int] = []
+        """Host ids that are free once the plan that reads them is made."""
+        self._outgoing: dict[HostBlock, int] = {}
+        """Host block -> the device block that the next plan copies to it."""
+        self._incoming: list[tuple[int, int]] = []
+        """(host, device) ids that the next plan copies back."""
+        self._leaving: list[Sequence] = []
+        """Sequences whose copies out are in no plan yet."""
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.capacity - len(self._free)
+
+    def outgoing_blocks(self) -> list[int]:
+        """Device blocks that the next plan copies out; they may be free already."""
+        return list(self._outgoing.values())
+
+    def quote(self, sequences: SequenceType[Sequence]) -> SwapQuote:
+        """What `swap_out` would move; it needs as many free host blocks."""
+        blocks = self._own_blocks(sequences)
+        return SwapQuote(len(blocks), sum(block.num_filled for block in blocks))
+
+    def swap_out(self, sequences: SequenceType[Sequence]) -> None:
+        """Take these running sequences' device blocks, together."""
+        hosts: dict[KVBlock, HostBlock] = {}
+        for block in self._own_blocks(sequences):
+            host = hosts[block] = HostBlock(self._free.pop())
+            self._outgoing[host] = block.block_id
+        self.swapped_out += len(hosts)
+        for sequence in sequences:
+            table = [self._pool.blocks[block_id] for block_id in sequence.block_ids]
+            sequence.block_ids = []
+            sequence.swapped_blocks = [hosts.get(block, block) for block in table]
+            for entry in sequence.swapped_blocks:
+                if isinstance(entry, HostBlock):
+                    entry.ref_count += 1
+            moved = [block for block in reversed(table) if block in hosts]
+            self._pool.release(moved, sequence.last_step_id)
+            self._leaving.append(sequence)
+
+    def num_blocks_taken(self, sequences: SequenceType[Sequence]) -> int:
+        """Available device blocks that `swap_in` would take."""
+        found = self._find_cached(sequences)
+        idle = {block for block in found.values() if block.ref_count == 0 and not block.is_reserved}
+        return len(self._host_blocks(sequences)) - len(found) + len(idle)
+
+    def swap_in(self, sequences: SequenceType[Sequence]) -> None:
+        """Give these sequences device blocks again; what the prefix cache still holds is taken from there.
+
+        The caller has checked that the pool has enough. At least one token is left to compute, for its logits.
+        """
+        devices = self._find_cached(sequences)
+        for block in devices.values():
+            self._pool.acquire(block)
+        for host in self._host_blocks(sequences):
+            if host not in devices:
+                devices[host] = self._pool.allocate(1)[0]
+                self._incoming.append((host.host_id, devices[host].block_id))
+                self.swapped_in += 1
+        is_held: set[HostBlock] = set()
+        for sequence in sequences:
+            for index, entry in enumerate(sequence.swapped_blocks):
+                if isinstance(entry, KVBlock):
+                    sequence.block_ids.append(entry.block_id)
+                    continue
+                device = devices[entry]
+                if entry in is_held:
+                    self._pool.acquire(device)
+                is_held.add(entry)
+                num_filled = min(self._block_size, sequence.num_computed_tokens - index * self._block_size)
+                self._pool.fill(device, max(device.num_filled, num_filled))
+                sequence.block_ids.append(device.block_id)
+                self._release_host(entry, self._read)
+            sequence.swapped_blocks = []
+            sequence.num_registered_blocks = 0
+            sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_known_tokens - 1)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Give back all that a swapped sequence holds, here and on the device."""
+        kept = [entry for entry in sequence.swapped_blocks if isinstance(entry, KVBlock)]
+        self._pool.release(reversed(kept), sequence.last_step_id)
+        for entry in sequence.swapped_blocks:
+            if isinstance(entry, HostBlock):
+                self._release_host(entry, self._free)
+                if not entry.ref_count:
+                    self._outgoing.pop(entry, None)
+        sequence.swapped_blocks = []
+        sequence.num_computed_tokens = sequence.num_registered_blocks = 0
+
+    def take_copies(self, step_id: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """The copies for the plan of this step: (device, host) ids out, (host, device) ids in."""
+        out = [(device_id, host.host_id) for host, device_id in self._outgoing.items()]
+        incoming, self._incoming = self._incoming, []
+        self._outgoing.clear()
+        self._free += self._read
+        self._read.clear()
+        for sequence in self._leaving:
+            sequence.last_step_id = step_id
+        self._leaving.clear()
+        return out, incoming
+
+    def check_integrity(self, swapped: SequenceType[Sequence]) -> None:
+        """Check that host blocks are free or in tables, and counted rightly."""
+        references = self._host_blocks(swapped)
+        for host, count in references.items():
+            assert host.ref_count == count, f"host block {host.host_id} stands in {count} tables"
+        host_ids = sorted([*(host.host_id for host in references), *self._free, *self._read])
+        assert host_ids == list(range(self.capacity)), f"host blocks lost or doubled: {host_ids}"
+        for sequence in swapped:
+            needed = -(-sequence.num_computed_tokens // self._block_size)
+            assert len(sequence.swapped_blocks) == needed, (
+                f"{needed} blocks, {len(sequence.swapped_blocks)} kept"
+            )
+
+    def _own_blocks(self, sequences: SequenceType[Sequence]) -> list[KVBlock]:
+        """Blocks that these sequences hold and nobody else does."""
+        references = Counter(block_id for sequence in sequences for block_id in sequence.block_ids)
+        blocks = self._pool.blocks
+        return [
+            blocks[block_id] for block_id, count in references.items() if blocks[block_id].ref_count == count
+        ]
+
+    def _find_cached(self, sequences: SequenceType[Sequence]) -> dict[HostBlock, KVBlock]:
+        """Full host blocks whose twin on the device is findable still. The block of the next write is not looked up."""
+        found = {}
+        for sequence in sequences:
+            num_full = min(sequence.num_computed_tokens, sequence.num_known_tokens - 1) // self._block_size
+            full = sequence.swapped_blocks[:num_full]
+            for entry, block_hash in zip(full, sequence.block_hashes, strict=False):
+                if isinstance(entry, HostBlock) and (block := self._pool.lookup(block_hash)) is not None:
+                    found[entry] = block
+        return found
+
+    @staticmethod
+    def _host_blocks(sequences: SequenceType[Sequence]) -> Counter[HostBlock]:
+        """Host block -> how many of these tables it stands in."""
+        return Counter(b for s in sequences for b in s.swapped_blocks if isinstance(b, HostBlock))
+
+    @staticmethod
+    def _release_host(host: HostBlock, freed: list[int]) -> None:
+        host.ref_count -= 1
+        if not host.ref_count:
+            freed.append(host.host_id)

@@ -1,0 +1,153 @@
+"""From what the caller wrote to what the engine runs: tokenises, validates, resolves. Thread-safe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from pagemill.engine.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.text.tokenizer import Message, Tokenizer
+
+_MAX_CACHED_BAD_WORDS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class InputLimits:
+    """What the model and the pool can take."""
+
+    vocab_size: int
+    max_model_len: int
+    pool_tokens: int
+    """Token slots in the whole KV pool."""
+    max_num_seqs: int
+
+
+class InputProcessor:
+    def __init__(self, tokenizer: Tokenizer | None, limits: InputLimits) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._bad_word_ids = lru_cache(maxsize=_MAX_CACHED_BAD_WORDS)(self._encode_bad_words)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids from here on do not exist."""
+        return self._limits.vocab_size
+
+    def process(
+        self,
+        *,
+        prompt: str | None = None,
+        messages: Sequence[Message] | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+        params: SamplingParams,
+    ) -> tuple[list[int], SamplingParams]:
+        """Tokenise and check one request; exactly one of the three inputs is given.
+
+        Returns:
+            The prompt's token ids, and the parameters with `max_tokens` resolved: never None, never past
+            max_model_len, and when the caller left it open never more than the KV pool holds.
+
+        Raises:
+            InvalidRequest: see the subclasses for what the caller can do about it.
+        """
+        self._check_params(params)
+        token_ids = self._tokenise(prompt, messages, prompt_token_ids)
+        if params.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-params.truncate_prompt_tokens :]
+        self._check_prompt(token_ids)
+        self.bad_word_ids(params.bad_words)
+        return token_ids, replace(params, max_tokens=self._resolve_max_tokens(len(token_ids), params))
+
+    def bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences of words that may not be generated, each with and without a space before it.
+
+        A word is other tokens at the beginning of a text or after a bracket than after a space. Only these two
+        ways to write it are known: letters one by one may still spell it.
+
+        Raises:
+            UnsupportedFeature: there is no tokenizer.
+        """
+        return self._bad_word_ids(words) if words else ()
+
+    def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        if self._tokenizer is None:
+            raise UnsupportedFeature("bad_words need a tokenizer, and this model has none")
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip() or word
+            for text in (bare, f" {bare}"):
+                token_ids = tuple(self._encode(text))
+                if token_ids:
+                    sequences[token_ids] = None
+        return tuple(sequences)
+
+    def _encode(self, text: str) -> list[int]:
+        assert self._tokenizer is not None
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        except (UnicodeError, TypeError) as error:  # lone surrogates
+            raise InvalidRequest("the text is not valid Unicode") from error
+
+    def _tokenise(
+        self,
+        prompt: str | None,
+        messages: Sequence[Message] | None,
+        prompt_token_ids: Sequence[int] | None,
+    ) -> list[int]:
+        if sum(value is not None for value in (prompt, messages, prompt_token_ids)) != 1:
+            raise InvalidRequest("give exactly one of prompt, messages and prompt_token_ids")
+        if prompt_token_ids is not None:
+            return list(prompt_token_ids)
+        if self._tokenizer is None:
+            raise InvalidRequest("this model has no tokenizer; send prompt_token_ids")
+        try:
+            if messages is not None:
+                return self._tokenizer.encode_chat(messages)
+            assert prompt is not None
+            return self._tokenizer.encode(prompt)
+        except (UnicodeError, TypeError) as error:  # lone surrogates
+            raise InvalidRequest("the text is not valid Unicode") from error
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise InvalidRequest("the prompt has no tokens")
+        self.check_token_ids("prompt_token_ids", token_ids)
+        if len(token_ids) >= self._limits.max_model_len:
+            raise PromptTooLong(
+                f"the prompt has {len(token_ids)} tokens; with room for one output token the model takes "
+                f"{self._limits.max_model_len - 1} (max_model_len {self._limits.max_model_len})"
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.num_sequences > self._limits.max_num_seqs:
+            raise InvalidRequest(
+                f"n, best_of or beam_width is {params.num_sequences}; this engine runs "
+                f"{self._limits.max_num_seqs} sequences at once"
+            )
+        self.check_token_ids("stop_token_ids", params.stop_token_ids)
+        self.check_token_ids("logit_bias", list(params.logit_bias))
+        self.check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
+        if self._tokenizer is None:
+            if params.stop:
+                raise UnsupportedFeature("stop strings need a tokenizer, and this model has none")
+            if params.structured_outputs is not None:
+                raise UnsupportedFeature("structured_outputs need a tokenizer, and this model has none")
+
+    def check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
+        """Raises InvalidRequest for ids that the vocabulary does not have; `name` is for the message."""
+        # On a GPU one id outside the embedding would end the process for every other request.
+        if any(type(token) is not int for token in token_ids):
+            raise InvalidRequest(f"{name} must be integers")
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._limits.vocab_size):
+            raise InvalidRequest(f"{name} must be in [0, {self._limits.vocab_size})")
+
+    def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        context_left = self._limits.max_model_len - num_prompt_tokens
+        if params.max_tokens is not None:
+            return min(params.max_tokens, context_left)
+        # The last token is never written to the cache, hence one slot more than the pool has. Too little for
+        # even one is the scheduler's to refuse.
+        pool_left = self._limits.pool_tokens // params.num_sequences - num_prompt_tokens + 1
+        return max(1, params.min_tokens, min(context_left, pool_left))

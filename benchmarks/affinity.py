@@ -25,13 +25,13 @@ from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.server import start_server
-from pagemill.producer.preparing import Preparer
-from pagemill.producer.wire import transitions
-from pagemill.producer.wire.outputs import Output, Result
-from pagemill.producer.wire.protocol import Job
-from pagemill.producer.wire.signing import Keys
-from pagemill.producer.wire.transitions import PulledJob, Submission
-from pagemill.producer.wire.transport import SyncTransport
+from pagemill.producer.client.preparer import Preparer
+from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls.transitions import PulledJob, Submission
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.outputs import Output, Result
+from pagemill.producer.wire.schema.signing import Keys
+from pagemill.producer.wire.server.transport import SyncTransport
 
 RESULTS = Path(__file__).parent / "results"
 MODEL = "echo"

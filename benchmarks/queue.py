@@ -29,8 +29,8 @@ from rich.table import Table
 from benchmarks import machine
 from benchmarks.server import kinds, start_server, used_memory
 from pagemill import Producer
-from pagemill.producer.wire import transitions
-from pagemill.producer.wire.transport import SyncTransport
+from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.server.transport import SyncTransport
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT_BYTES = 500

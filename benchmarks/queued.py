@@ -25,7 +25,7 @@ def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
     import redis
 
     from pagemill import Producer
-    from pagemill.producer.wire.discovery import find_redis
+    from pagemill.producer.wire.server.discovery import find_redis
 
     state_dir = Path(tempfile.mkdtemp(prefix="pagemill-benchmark-"))
     worker = _start_worker(request, state_dir)
@@ -89,9 +89,9 @@ def _when_ready(worker: subprocess.Popen[bytes], ask: Any) -> Any:
 
 
 def _served_model(url: str) -> str | None:
-    from pagemill.producer.wire import registry
-    from pagemill.producer.wire.connecting import open_client
-    from pagemill.producer.wire.transport import SyncTransport
+    from pagemill.producer.wire.calls import registry
+    from pagemill.producer.wire.server.clients import open_client
+    from pagemill.producer.wire.server.transport import SyncTransport
 
     with open_client(url, QUEUE) as client:
         workers = SyncTransport(client).run(registry.workers(QUEUE))

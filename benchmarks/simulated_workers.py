@@ -23,9 +23,10 @@ from typing import Any
 
 from benchmarks.resp import Replies, pack
 from pagemill import Producer
-from pagemill.producer.wire import registry, scripts, transitions
-from pagemill.producer.wire.outputs import Delta, Output, Progress, Result, Usage
-from pagemill.producer.wire.scripts import Call
+from pagemill.producer.wire.calls import registry, transitions
+from pagemill.producer.wire.schema.outputs import Delta, Output, Progress, Result, Usage
+from pagemill.producer.wire.server import scripts
+from pagemill.producer.wire.server.scripts import Call
 
 MODEL = "simulated"
 BATCH = "simulation"

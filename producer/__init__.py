@@ -9,13 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pagemill.producer.async_client import AsyncProducer
-    from pagemill.producer.async_handles import AsyncBatchHandle, AsyncDeadLetters, AsyncJobHandle
-    from pagemill.producer.client import Producer
-    from pagemill.producer.dead_flows import Replay
-    from pagemill.producer.handles import BatchHandle, DeadLetters, JobHandle
-    from pagemill.producer.wire.dead_letters import DeadLetter, OpenedLetter
-    from pagemill.producer.wire.errors import (
+    from pagemill.producer.client.aio import AsyncProducer
+    from pagemill.producer.client.aio_handles import AsyncBatchHandle, AsyncDeadLetters, AsyncJobHandle
+    from pagemill.producer.client.dead_letter_flow import Replay
+    from pagemill.producer.client.handles import BatchHandle, DeadLetters, JobHandle
+    from pagemill.producer.client.sync import Producer
+    from pagemill.producer.wire.calls.dead_letters import DeadLetter, OpenedLetter
+    from pagemill.producer.wire.schema.errors import (
         AccessDenied,
         IdempotencyConflict,
         InvalidJob,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         ResultExpired,
         ResultTimeout,
     )
-    from pagemill.producer.wire.protocol import (
+    from pagemill.producer.wire.schema.job import (
         BatchCounts,
         BatchItem,
         Job,
@@ -85,14 +85,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "pagemill.producer.client": ("Producer",),
-    "pagemill.producer.async_client": ("AsyncProducer",),
-    "pagemill.producer.handles": ("JobHandle", "BatchHandle", "DeadLetters"),
-    "pagemill.producer.async_handles": ("AsyncJobHandle", "AsyncBatchHandle", "AsyncDeadLetters"),
-    "pagemill.producer.dead_flows": ("Replay",),
-    "pagemill.producer.wire.dead_letters": ("DeadLetter", "OpenedLetter"),
-    "pagemill.producer.wire.protocol": tuple(__all__[__all__.index("Job") : __all__.index("PagemillError")]),
-    "pagemill.producer.wire.errors": tuple(__all__[__all__.index("PagemillError") :]),
+    "pagemill.producer.client.sync": ("Producer",),
+    "pagemill.producer.client.aio": ("AsyncProducer",),
+    "pagemill.producer.client.handles": ("JobHandle", "BatchHandle", "DeadLetters"),
+    "pagemill.producer.client.aio_handles": ("AsyncJobHandle", "AsyncBatchHandle", "AsyncDeadLetters"),
+    "pagemill.producer.client.dead_letter_flow": ("Replay",),
+    "pagemill.producer.wire.calls.dead_letters": ("DeadLetter", "OpenedLetter"),
+    "pagemill.producer.wire.schema.job": tuple(
+        __all__[__all__.index("Job") : __all__.index("PagemillError")]
+    ),
+    "pagemill.producer.wire.schema.errors": tuple(__all__[__all__.index("PagemillError") :]),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

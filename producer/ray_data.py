@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pagemill.producer import preparing
-from pagemill.producer.client import Producer
-from pagemill.producer.preparing import JobLike
-from pagemill.producer.wire.errors import InvalidJob, JobError, JobNotFound, ResultExpired
-from pagemill.producer.wire.outputs import Result
-from pagemill.producer.wire.protocol import Job
+from pagemill.producer.client import preparer
+from pagemill.producer.client.preparer import JobLike
+from pagemill.producer.client.sync import Producer
+from pagemill.producer.wire.schema.errors import InvalidJob, JobError, JobNotFound, ResultExpired
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.outputs import Result
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -107,7 +107,7 @@ class QueueActor:
         if window < 1:
             raise InvalidJob("window is 1 or more")
         self._job = job
-        self._run = preparing.check_id(run)
+        self._run = preparer.check_id(run)
         self._window = window
         self._tenant = tenant
         self._producer = Producer(url, queue=queue, tenant=tenant)
@@ -139,7 +139,7 @@ class QueueActor:
             keyed.to_payload()  # too large is said here
         except InvalidJob as error:
             return _Row("", None, error.code)
-        return _Row(preparing.item_id(self._run, key), keyed)
+        return _Row(preparer.item_id(self._run, key), keyed)
 
     def _ends(self, jobs: Mapping[str, Job]) -> Iterator[tuple[str, Result | str]]:
         """Each job's result or error code; never more than a window of them is under way."""
@@ -176,7 +176,7 @@ def forget(run: str, url: str | None = None, *, queue: str = "default") -> int:
     Waits for jobs that have not ended. Raises JobNotFound for a run that nobody has begun.
     """
     with Producer(url, queue=queue) as producer:
-        batch = producer.batch(preparing.check_id(run))
+        batch = producer.batch(preparer.check_id(run))
         freed, cursor = 0, None
         for item in batch.results():
             cursor = item.cursor

@@ -17,7 +17,7 @@ import redis
 import trustme
 from redis.crc import key_slot
 
-from pagemill.producer.wire import keys
+from pagemill.producer.wire.schema import keys
 from tests.conftest import RedisServer, _free_port, server_binary
 
 PATIENCE_S = 120.0

@@ -17,10 +17,10 @@ from typing import Any
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.outputs import SampleState
 from pagemill.monitoring.counters import BlockReason, WorkerCounters
-from pagemill.producer.wire import transitions
-from pagemill.producer.wire.errors import InvalidJob, QueueFull, RedisUnavailable
-from pagemill.producer.wire.outputs import ErrorInfo, Progress
-from pagemill.producer.wire.transitions import PulledJob
+from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.schema.errors import InvalidJob, QueueFull, RedisUnavailable
+from pagemill.producer.wire.schema.outputs import ErrorInfo, Progress
 from pagemill.worker.engine_thread import AddRequest, EngineState, EngineThread
 from pagemill.worker.final_write import failed, succeeded
 from pagemill.worker.intake import Intake

@@ -12,8 +12,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
-from pagemill.producer.wire.durability import Durability
-from pagemill.producer.wire.signing import Keys
+from pagemill.producer.wire.schema.signing import Keys
+from pagemill.producer.wire.server.durability import Durability
 from pagemill.worker.webhook_delivery import secret_bytes
 from pagemill.worker.webhook_policy import WebhookPolicy
 

@@ -3,7 +3,7 @@
 One server per state directory. The process that started it owns it and ends it; later processes attach; when
 the owner is gone and the server is not, the next one adopts it. Ownership is a lock on `owner.lock`, held
 for life: the kernel drops it with the process, so no process id is ever trusted. `start.lock` guards the
-moment of starting, and `server.json` tells `pagemill.producer.wire.discovery` where the server is.
+moment of starting, and `server.json` tells `pagemill.producer.wire.server.discovery` where the server is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import IO
 import psutil
 import redis
 
-from pagemill.producer.wire.discovery import SERVER_FILE
+from pagemill.producer.wire.server.discovery import SERVER_FILE
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from pagemill.monitoring.tracing import ExecutionTrace, Value
-from pagemill.producer.wire.transitions import PulledJob
+from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.worker.final_write import FinalWrite
 from pagemill.worker.running_job import RunningJob
 

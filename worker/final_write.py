@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagemill.monitoring.counters import WorkerCounters
-from pagemill.producer.wire import transitions
-from pagemill.producer.wire.outputs import ErrorInfo, Result
-from pagemill.producer.wire.scripts import Call
-from pagemill.producer.wire.signing import Keys
-from pagemill.producer.wire.transitions import CheckpointReply, PulledJob
+from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls.transitions import CheckpointReply, PulledJob
+from pagemill.producer.wire.schema.outputs import ErrorInfo, Result
+from pagemill.producer.wire.schema.signing import Keys
+from pagemill.producer.wire.server.scripts import Call
 from pagemill.worker.running_job import Ending, RunningJob, end_state
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pagemill.monitoring.counters import WorkerCounters
-from pagemill.producer.wire.errors import InvalidJob
-from pagemill.producer.wire.outputs import Checkpoint
-from pagemill.producer.wire.protocol import Job
-from pagemill.producer.wire.signing import Keys, split_payload
-from pagemill.producer.wire.transitions import PulledJob
+from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.schema.errors import InvalidJob
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.outputs import Checkpoint
+from pagemill.producer.wire.schema.signing import Keys, split_payload
 from pagemill.worker.engine_thread import EngineThread
 from pagemill.worker.running_job import RunningJob, engine_params, sample_records
 from pagemill.worker.webhook_policy import Refused, WebhookPolicy

@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import redis
 
 from pagemill.monitoring.counters import RedisErrorKind, WorkerCounters
-from pagemill.producer.wire import keys, registry, transitions
-from pagemill.producer.wire.connecting import open_client
-from pagemill.producer.wire.durability import sync
-from pagemill.producer.wire.errors import AccessDenied, RedisUnavailable
-from pagemill.producer.wire.scripts import Call
-from pagemill.producer.wire.transitions import PullReply, RenewReply, SweepReply
-from pagemill.producer.wire.transport import SyncTransport, wrap_errors
+from pagemill.producer.wire.calls import registry, transitions
+from pagemill.producer.wire.calls.transitions import PullReply, RenewReply, SweepReply
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.errors import AccessDenied, RedisUnavailable
+from pagemill.producer.wire.server.clients import open_client
+from pagemill.producer.wire.server.durability import sync
+from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.transport import SyncTransport, wrap_errors
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pagemill.monitoring.job_ends import JobEnd, JobEnds
 from pagemill.monitoring.tracing import Tracing
-from pagemill.producer.wire.transitions import PulledJob
+from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.worker.execution_trace import execution_trace
 from pagemill.worker.final_write import FinalWrite
 from pagemill.worker.job_queue import ServerClock

@@ -15,8 +15,8 @@ from typing import Protocol
 from redis.client import PubSub
 
 from pagemill.monitoring.counters import WorkerCounters
-from pagemill.producer.wire.errors import RedisUnavailable
-from pagemill.producer.wire.registry import WorkerInfo, heartbeat, leave
+from pagemill.producer.wire.calls.registry import WorkerInfo, heartbeat, leave
+from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.worker.job_queue import Backoff, JobQueue, ServerClock
 from pagemill.worker.job_table import JobTable
 

@@ -18,8 +18,8 @@ from types import FrameType
 from pagemill.engine.errors import ConfigError, EngineError
 from pagemill.engine.models.directory import check_model
 from pagemill.monitoring.logging import configure_logging
-from pagemill.producer.wire import discovery
-from pagemill.producer.wire.errors import PagemillError, RedisUnavailable
+from pagemill.producer.wire.schema.errors import PagemillError, RedisUnavailable
+from pagemill.producer.wire.server import discovery
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.embedded import EmbeddedServer, EmbeddedServerError
 from pagemill.worker.watchdog import Watchdog

@@ -15,9 +15,9 @@ from queue import Empty, SimpleQueue
 
 from pagemill.engine.outputs import RequestOutput
 from pagemill.monitoring.counters import WorkerCounters
-from pagemill.producer.wire.errors import FINAL_CODES, RETRYABLE_CODES, RedisUnavailable
-from pagemill.producer.wire.outputs import ErrorInfo
-from pagemill.producer.wire.signing import Keys
+from pagemill.producer.wire.schema.errors import FINAL_CODES, RETRYABLE_CODES, RedisUnavailable
+from pagemill.producer.wire.schema.outputs import ErrorInfo
+from pagemill.producer.wire.schema.signing import Keys
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.engine_thread import EngineThread
 from pagemill.worker.final_write import (

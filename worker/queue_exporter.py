@@ -18,10 +18,10 @@ from types import FrameType
 
 from pagemill.monitoring.queue_exposition import QueueExposition, QueueReadings
 from pagemill.monitoring.queue_figures import QueueFigures
-from pagemill.producer.wire import keys
-from pagemill.producer.wire.connecting import open_masters
-from pagemill.producer.wire.errors import AccessDenied, RedisUnavailable
-from pagemill.producer.wire.transport import wrap_errors
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.errors import AccessDenied, RedisUnavailable
+from pagemill.producer.wire.server.clients import open_masters
+from pagemill.producer.wire.server.transport import wrap_errors
 from pagemill.worker.http import Health, Probes, StatusServer
 from pagemill.worker.job_queue import JobQueue, ReaderConnectivity, ServerClock
 from pagemill.worker.queue_reader import QueueReader

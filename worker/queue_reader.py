@@ -16,8 +16,8 @@ from pagemill.monitoring.queue_figures import (
     ServerFigures,
     WorkerStage,
 )
-from pagemill.producer.wire import registry
-from pagemill.producer.wire.registry import QueueStats, WorkerInfo
+from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.calls.registry import QueueStats, WorkerInfo
 from pagemill.worker.job_queue import JobQueue, ServerClock
 
 

@@ -10,8 +10,10 @@ from typing import Any, Literal
 from pagemill.engine.outputs import RequestOutput, SampleState
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.producer.wire.json_values import parse_output
-from pagemill.producer.wire.outputs import (
+from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.json_values import parse_output
+from pagemill.producer.wire.schema.outputs import (
     Checkpoint,
     CheckpointSample,
     Delta,
@@ -26,8 +28,6 @@ from pagemill.producer.wire.outputs import (
     TokenLogprob,
     Usage,
 )
-from pagemill.producer.wire.protocol import Job
-from pagemill.producer.wire.transitions import PulledJob
 
 PRIORITIES = {"high": -1, "normal": 0, "low": 1}
 """The wire's priorities as the engine's: lower runs first."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from pagemill.monitoring.queue_figures import QueueFigures
 from pagemill.monitoring.top import TopView, WorkerLine
-from pagemill.producer.wire import registry
-from pagemill.producer.wire.errors import RedisUnavailable
-from pagemill.producer.wire.registry import WorkerInfo
+from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.calls.registry import WorkerInfo
+from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.worker.job_queue import JobQueue, ReaderConnectivity
 from pagemill.worker.queue_reader import queue_figures
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pagemill.producer.wire.outbox import Notice
+from pagemill.producer.wire.calls.outbox import Notice
 from pagemill.worker.webhook_policy import Target
 
 TIMEOUT_S = 10.0

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagemill.producer.wire.webhook_url import WebhookUrl
+from pagemill.producer.wire.schema.webhook_url import WebhookUrl
 
 
 class Refused(Exception):

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from pagemill.monitoring.counters import WorkerCounters
-from pagemill.producer.wire import outbox
-from pagemill.producer.wire.errors import RedisUnavailable
-from pagemill.producer.wire.outbox import Notice
+from pagemill.producer.wire.calls import outbox
+from pagemill.producer.wire.calls.outbox import Notice
+from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.worker.job_queue import Backoff, JobQueue
 from pagemill.worker.webhook_delivery import TIMEOUT_S, DeliveryFailed, body_of, deliver
 from pagemill.worker.webhook_policy import Refused, Unresolved, WebhookPolicy

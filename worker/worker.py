@@ -24,7 +24,7 @@ from pagemill.monitoring.live_page import is_loopback
 from pagemill.monitoring.queue_figures import QueueFigures
 from pagemill.monitoring.scrape_metrics import WorkerIdentity
 from pagemill.monitoring.tracing import Tracing
-from pagemill.producer.wire.registry import WorkerInfo
+from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.worker.admission import Admission
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.engine_thread import EngineState, EngineThread

@@ -22,12 +22,10 @@ from typer.core import TyperGroup
 
 from pagemill.cli import options, views
 from pagemill.cli.local_worker import LOADING_PATIENCE_S
-from pagemill.producer.client import Producer
-from pagemill.producer.handles import JobHandle
-from pagemill.producer.wire import registry
-from pagemill.producer.wire.connecting import ServerAddress, has_password, open_client, redacted
-from pagemill.producer.wire.discovery import PASSWORD_VARIABLE, URL_VARIABLE, find_redis
-from pagemill.producer.wire.errors import (
+from pagemill.producer.client.handles import JobHandle
+from pagemill.producer.client.sync import Producer
+from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.schema.errors import (
     AccessDenied,
     InvalidJob,
     JobError,
@@ -37,8 +35,10 @@ from pagemill.producer.wire.errors import (
     RedisUnavailable,
     ResultTimeout,
 )
-from pagemill.producer.wire.scripts import Call
-from pagemill.producer.wire.transport import SyncTransport
+from pagemill.producer.wire.server.clients import ServerAddress, has_password, open_client, redacted
+from pagemill.producer.wire.server.discovery import PASSWORD_VARIABLE, URL_VARIABLE, find_redis
+from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.transport import SyncTransport
 
 EXIT_NOT_SUCCEEDED = 1
 EXIT_USAGE = 2

@@ -14,9 +14,9 @@ import typer
 from pagemill.cli import options, run
 from pagemill.cli.app import AsJson, Queue, RedisUrl, app, default_model, say
 from pagemill.cli.local_worker import served_name
-from pagemill.producer.client import Producer
+from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.bar import RunBar
-from pagemill.producer.openai_batch import BatchFile
+from pagemill.producer.openai.batch_file import BatchFile
 
 batch_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="OpenAI Batch files.")
 app.add_typer(batch_app, name="batch")

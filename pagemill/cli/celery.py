@@ -16,13 +16,13 @@ import typer
 from pagemill.cli import options
 from pagemill.cli.app import Queue, RedisUrl, app, say
 from pagemill.cli.local_worker import LocalWorker, has_server, served_name, serving_workers
-from pagemill.producer.wire.discovery import find_redis
+from pagemill.producer.wire.server.discovery import find_redis
 
 if TYPE_CHECKING:
     from celery import Celery
 
 EXIT_USAGE = 2
-POOL = "pagemill.producer.celery_pool:EnginePool"
+POOL = "pagemill.producer.celery.pool:EnginePool"
 NATIVE_QUEUE = "celery"
 
 
@@ -74,7 +74,7 @@ def celery_relay(
     The tasks are those of pagemill.producer.celery. Runs until SIGTERM.
     """
     application = _loaded(celery_app)
-    from pagemill.producer.celery_relay import Relay
+    from pagemill.producer.celery.relay import Relay
 
     relay = Relay(application, find_redis(redis_url), queue)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -126,9 +126,9 @@ def _configure(
     application: Celery, url: str, broker: str | None, backend: str | None, native_queue: str, model: str,
     threads: int, celery_queue: str,
 ) -> None:  # fmt: skip
-    from pagemill.producer.celery_pool import EnginePool, PoolSettings
-    from pagemill.producer.celery_steps import TRANSPORT_OPTIONS, PrefetchAdapter, VisibilityRefresher
-    from pagemill.producer.celery_task import register
+    from pagemill.producer.celery.pool import EnginePool, PoolSettings
+    from pagemill.producer.celery.steps import TRANSPORT_OPTIONS, PrefetchAdapter, VisibilityRefresher
+    from pagemill.producer.celery.task import register
 
     os.environ["CELERY_CUSTOM_WORKER_POOL"] = POOL
     _name_custom_pool()

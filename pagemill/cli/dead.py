@@ -11,10 +11,10 @@ import typer
 
 from pagemill.cli import views
 from pagemill.cli.app import EXIT_NOT_SUCCEEDED, AsJson, JobId, Queue, RedisUrl, app, say
-from pagemill.producer.client import Producer
-from pagemill.producer.dead_flows import Replay, submitted_fields
-from pagemill.producer.preparing import check_id
-from pagemill.producer.wire.dead_letters import DeadLetter, OpenedLetter
+from pagemill.producer.client.dead_letter_flow import Replay, submitted_fields
+from pagemill.producer.client.preparer import check_id
+from pagemill.producer.client.sync import Producer
+from pagemill.producer.wire.calls.dead_letters import DeadLetter, OpenedLetter
 
 dead_app = typer.Typer(
     no_args_is_help=True,

@@ -19,11 +19,11 @@ from pagemill.producer.doctor.finding import Finding, worst
 from pagemill.producer.doctor.machine_checks import DEFAULT_HTTP_PORT, machine_findings
 from pagemill.producer.doctor.queue_checks import queue_findings
 from pagemill.producer.doctor.server_checks import server_findings
-from pagemill.producer.wire import registry
-from pagemill.producer.wire.connecting import open_client, redacted
-from pagemill.producer.wire.discovery import find_redis, state_dir
-from pagemill.producer.wire.errors import RedisUnavailable
-from pagemill.producer.wire.transport import SyncTransport
+from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.schema.errors import RedisUnavailable
+from pagemill.producer.wire.server.clients import open_client, redacted
+from pagemill.producer.wire.server.discovery import find_redis, state_dir
+from pagemill.producer.wire.server.transport import SyncTransport
 
 _MARKS = {
     "ok": ("ok", "green"),

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from pagemill.cli.app import EXIT_USAGE, RedisUrl, app, say
-from pagemill.producer.wire import keys
-from pagemill.producer.wire.connecting import redacted
-from pagemill.producer.wire.discovery import find_redis
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.server.clients import redacted
+from pagemill.producer.wire.server.discovery import find_redis
 
 DEFAULT_EXPORTER_PORT = 9791
 DISCOVER_EVERY_S = 60.0

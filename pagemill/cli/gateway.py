@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from pagemill.cli.app import EXIT_REDIS, EXIT_USAGE, AsJson, Queue, RedisUrl, app, say
-from pagemill.producer.wire.connecting import redacted
-from pagemill.producer.wire.discovery import find_redis
+from pagemill.producer.wire.server.clients import redacted
+from pagemill.producer.wire.server.discovery import find_redis
 
 DEFAULT_PORT = 8000
 

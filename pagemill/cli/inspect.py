@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pagemill.cli.app import AsJson, JobId, Queue, RedisUrl, app, ask, say
-from pagemill.producer.preparing import check_id
-from pagemill.producer.wire import registry
-from pagemill.producer.wire.errors import JobNotFound
-from pagemill.producer.wire.history import Execution, JobHistory, history
+from pagemill.producer.client.preparer import check_id
+from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.calls.history import Execution, JobHistory, history
+from pagemill.producer.wire.schema.errors import JobNotFound
 
 Event = tuple[float | None, str, str, str]
 """When (unix seconds; None: still to come), what, on which worker, and why."""

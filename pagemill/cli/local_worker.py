@@ -14,12 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pagemill.producer.wire import registry
-from pagemill.producer.wire.connecting import open_client
-from pagemill.producer.wire.discovery import find_redis, state_dir
-from pagemill.producer.wire.errors import PagemillError, RedisUnavailable
-from pagemill.producer.wire.registry import WorkerInfo
-from pagemill.producer.wire.transport import SyncTransport
+from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.calls.registry import WorkerInfo
+from pagemill.producer.wire.schema.errors import PagemillError, RedisUnavailable
+from pagemill.producer.wire.server.clients import open_client
+from pagemill.producer.wire.server.discovery import find_redis, state_dir
+from pagemill.producer.wire.server.transport import SyncTransport
 
 START_LIMIT_S = 600.0
 """Covers the packaged model's one-time conversion on a slow machine."""

@@ -10,8 +10,8 @@ import typer
 
 from pagemill.cli import views
 from pagemill.cli.app import AsJson, Queue, RedisUrl, ask, queue_app, say
-from pagemill.producer.wire import limits
-from pagemill.producer.wire.limits import QueueLimits
+from pagemill.producer.wire.calls import limits
+from pagemill.producer.wire.calls.limits import QueueLimits
 
 
 @queue_app.command("limit")

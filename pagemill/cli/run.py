@@ -40,7 +40,7 @@ from pagemill.cli.local_worker import (
     served_name,
     serving_workers,
 )
-from pagemill.producer.client import Producer
+from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset import report
 from pagemill.producer.dataset.bar import RunBar
 from pagemill.producer.dataset.recipe import Recipe
@@ -50,10 +50,10 @@ from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.tokens import TokenCounter
 from pagemill.producer.dataset.work import WINDOW, TooManyErrors
 from pagemill.producer.dataset.writers import OUTPUT
-from pagemill.producer.wire.discovery import find_redis
-from pagemill.producer.wire.errors import PagemillError
-from pagemill.producer.wire.protocol import Job
-from pagemill.producer.wire.registry import WorkerInfo
+from pagemill.producer.wire.calls.registry import WorkerInfo
+from pagemill.producer.wire.schema.errors import PagemillError
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.server.discovery import find_redis
 
 EXIT_INCOMPLETE = 1
 EXIT_FAILED_ROWS = 4

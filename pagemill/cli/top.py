@@ -15,8 +15,8 @@ from rich.live import Live
 from pagemill.cli.app import EXIT_REDIS, AsJson, Queue, RedisUrl, app, say
 from pagemill.monitoring.queue_figures import QueueFigures
 from pagemill.monitoring.top import screen
-from pagemill.producer.wire.discovery import find_redis
-from pagemill.producer.wire.errors import RedisUnavailable
+from pagemill.producer.wire.schema.errors import RedisUnavailable
+from pagemill.producer.wire.server.discovery import find_redis
 from pagemill.worker.top_source import TopSource
 
 FIRST_MAP_S = 0.5

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
-from pagemill.producer.wire.outputs import ACTIVE_STATES, END_STATES, JobStatus, Result, StreamEvent
-from pagemill.producer.wire.registry import QueueStats, WorkerInfo
+from pagemill.producer.wire.calls.registry import QueueStats, WorkerInfo
+from pagemill.producer.wire.schema.outputs import ACTIVE_STATES, END_STATES, JobStatus, Result, StreamEvent
 
 _PRIORITIES = ("high", "normal", "low")
 _STATES = (*ACTIVE_STATES, *END_STATES)

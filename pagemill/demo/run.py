@@ -24,7 +24,7 @@ from pagemill.cli.local_worker import LocalWorker
 from pagemill.demo.demo_rows import LABELS, MODEL, Row, job_fields, load_rows
 from pagemill.demo.metrics import MetricsSampler, Usage
 from pagemill.producer import Producer
-from pagemill.producer.wire.errors import PagemillError
+from pagemill.producer.wire.schema.errors import PagemillError
 
 QUEUE = "demo"
 KV_BLOCKS = 512

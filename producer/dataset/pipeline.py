@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pagemill.producer.client import Producer
+from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.recipe import Recipe
 from pagemill.producer.dataset.rows import MemorySource, Source, open_source
 from pagemill.producer.dataset.run import DatasetRun

@@ -10,8 +10,8 @@ from typing import Any
 
 from pagemill.producer.dataset.rows import DatasetError, Row, RowError, shorten
 from pagemill.producer.dataset.template import PromptTemplate, TemplateFailed
-from pagemill.producer.wire.errors import InvalidJob
-from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.schema.errors import InvalidJob
+from pagemill.producer.wire.schema.job import Job
 
 PROMPT_COLUMNS = ("messages", "prompt", "prompt_token_ids")
 """Without a template the first of these columns is the prompt."""

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pagemill.producer.client import Producer
+from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.journal import Journal
 from pagemill.producer.dataset.recipe import Recipe, is_deterministic, raw_text
 from pagemill.producer.dataset.rows import (
@@ -32,7 +32,7 @@ from pagemill.producer.dataset.rows import (
 from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.work import WINDOW, Tally, Work, WorkLoop
 from pagemill.producer.dataset.writers import META, OUTPUT, TEXT_CELLS, Writer, check_output, replacing
-from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.schema.job import Job
 
 SPOOL_ROWS = 1_000
 

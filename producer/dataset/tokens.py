@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.schema.job import Job
 
 
 class TokenCounter:

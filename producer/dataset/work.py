@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagemill.producer import flows
-from pagemill.producer.client import Producer
+from pagemill.producer.client import flows
+from pagemill.producer.client.effects import Flow, Wait
+from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.journal import Failure, Journal
-from pagemill.producer.effects import Flow, Wait
-from pagemill.producer.wire import batches
-from pagemill.producer.wire.errors import JobNotFound, RedisUnavailable
-from pagemill.producer.wire.outputs import BatchItem
-from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.calls import batches
+from pagemill.producer.wire.schema.errors import JobNotFound, RedisUnavailable
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.outputs import BatchItem
 
 WINDOW = 20_000
 CHUNK = 1_000

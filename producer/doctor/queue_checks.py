@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from pagemill.producer.doctor.finding import Finding
-from pagemill.producer.wire.registry import QueueStats, WorkerInfo
+from pagemill.producer.wire.calls.registry import QueueStats, WorkerInfo
 
 LONG_WAIT_S = 300.0
 

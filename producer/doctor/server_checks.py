@@ -11,9 +11,9 @@ import redis
 from redis import exceptions
 
 from pagemill.producer.doctor.finding import Finding
-from pagemill.producer.wire import registry
-from pagemill.producer.wire.errors import AccessDenied, RedisUnavailable
-from pagemill.producer.wire.transport import SyncTransport, wrap_errors
+from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.schema.errors import AccessDenied, RedisUnavailable
+from pagemill.producer.wire.server.transport import SyncTransport, wrap_errors
 
 OLDEST = {"redis": (6, 2), "valkey": (7, 2)}
 NEWEST_TESTED = {"redis": (8, 99), "valkey": (9, 99)}

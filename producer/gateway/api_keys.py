@@ -22,8 +22,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from pagemill.producer.gateway.errors import ApiError
-from pagemill.producer.wire import keys
-from pagemill.producer.wire.rates import Rate
+from pagemill.producer.wire.calls.rates import Rate
+from pagemill.producer.wire.schema import keys
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from pagemill.producer.gateway.files import FileEndpoints
 from pagemill.producer.gateway.frontdoor import STATUS_CLIENT_GONE, ClientGone, Frontdoor
 from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.gateway.metrics import CONTENT_TYPE, GatewayMetrics
-from pagemill.producer.openai_format import CHAT_URL, COMPLETIONS_URL
-from pagemill.producer.wire import registry
-from pagemill.producer.wire.errors import PagemillError
+from pagemill.producer.openai.formats import CHAT_URL, COMPLETIONS_URL
+from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.schema.errors import PagemillError
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from starlette.requests import Request
 
 from pagemill.producer.gateway.api_keys import ApiKey
 from pagemill.producer.gateway.errors import ApiError
-from pagemill.producer.openai_format import parse_job, read_jobs
-from pagemill.producer.wire.errors import InvalidJob
-from pagemill.producer.wire.protocol import MAX_KEY, Job
+from pagemill.producer.openai.formats import parse_job, read_jobs
+from pagemill.producer.wire.schema.errors import InvalidJob
+from pagemill.producer.wire.schema.job import MAX_KEY, Job
 
 TIMEOUT_HEADER = "x-request-timeout"
 _STREAM_OPTIONS = {"include_usage": (True, False), "include_obfuscation": (False,)}

@@ -21,23 +21,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pagemill.producer.async_handles import AsyncBatchHandle
+from pagemill.producer.client.aio_handles import AsyncBatchHandle
 from pagemill.producer.dataset.journal import Failure
 from pagemill.producer.dataset.recipe import is_deterministic
 from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.gateway.stored_lines import StoredLines
-from pagemill.producer.openai_lines import (
+from pagemill.producer.openai.lines import (
     BatchAnswers,
     BatchRequest,
     BatchRequests,
     BatchSummary,
     RefusedFile,
 )
-from pagemill.producer.wire import api_batches, stored_files
-from pagemill.producer.wire.api_batches import Claim
-from pagemill.producer.wire.errors import JobNotFound, PagemillError
-from pagemill.producer.wire.outputs import BatchItem
-from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.calls import api_batches, stored_files
+from pagemill.producer.wire.calls.api_batches import Claim
+from pagemill.producer.wire.schema.errors import JobNotFound, PagemillError
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.outputs import BatchItem
 
 logger = logging.getLogger(__name__)
 

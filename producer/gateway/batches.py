@@ -17,9 +17,9 @@ from pagemill.producer.gateway.errors import ApiError, JsonResponse, not_found
 from pagemill.producer.gateway.files import FILE_ID, LONGEST_TTL_S, read_ttl
 from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.gateway.pages import page_body, read_paging
-from pagemill.producer.openai_format import URLS
-from pagemill.producer.wire import api_batches
-from pagemill.producer.wire.api_batches import ApiBatch
+from pagemill.producer.openai.formats import URLS
+from pagemill.producer.wire.calls import api_batches
+from pagemill.producer.wire.calls.api_batches import ApiBatch
 
 BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 _WINDOW = re.compile(r"([1-9][0-9]{0,2})h")

@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from pagemill.producer.wire.errors import (
+from pagemill.producer.wire.schema.errors import (
     AccessDenied,
     IdempotencyConflict,
     InvalidJob,

@@ -11,18 +11,18 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from pagemill.producer import flows
-from pagemill.producer.async_client import AsyncProducer
-from pagemill.producer.async_handles import AsyncJobHandle
+from pagemill.producer.client import flows
+from pagemill.producer.client.aio import AsyncProducer
+from pagemill.producer.client.aio_handles import AsyncJobHandle
 from pagemill.producer.gateway.api_keys import ApiKey, ApiKeys
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.errors import ApiError, retry_later
 from pagemill.producer.gateway.frontdoor import ClientGone
 from pagemill.producer.gateway.metrics import GatewayMetrics
 from pagemill.producer.gateway.served_models import ServedModels
-from pagemill.producer.wire import rates
-from pagemill.producer.wire.errors import PagemillError
-from pagemill.producer.wire.scripts import Call
+from pagemill.producer.wire.calls import rates
+from pagemill.producer.wire.schema.errors import PagemillError
+from pagemill.producer.wire.server.scripts import Call
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from pagemill.producer.gateway.asking import TIMEOUT_HEADER
-from pagemill.producer.openai_format import ANNOTATIONS, CHAT_URL, COMPLETIONS_URL, FIELDS, NEUTRAL, URLS
-from pagemill.producer.wire.protocol import Job
+from pagemill.producer.openai.formats import ANNOTATIONS, CHAT_URL, COMPLETIONS_URL, FIELDS, NEUTRAL, URLS
+from pagemill.producer.wire.schema.job import Job
 
 _REF = "#/components/schemas/"
 _STRING: dict[str, Any] = {"type": "string"}

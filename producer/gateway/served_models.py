@@ -6,12 +6,12 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from pagemill.producer import flows
-from pagemill.producer.async_client import AsyncProducer
+from pagemill.producer.client import flows
+from pagemill.producer.client.aio import AsyncProducer
 from pagemill.producer.gateway.api_keys import ApiKey
 from pagemill.producer.gateway.errors import ApiError, retry_later
-from pagemill.producer.wire import registry
-from pagemill.producer.wire.registry import WorkerInfo
+from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.calls.registry import WorkerInfo
 
 FRESH_S = 1.0
 REMEMBERED_S = 60.0

@@ -17,12 +17,12 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pagemill.producer.async_handles import AsyncJobHandle
+from pagemill.producer.client.aio_handles import AsyncJobHandle
 from pagemill.producer.gateway.asking import Ask
 from pagemill.producer.gateway.errors import ApiError, as_api_error, stopping
-from pagemill.producer.openai_format import completion_id, is_chat, logprobs_body, total_usage, usage_body
-from pagemill.producer.wire.errors import PagemillError, ResultTimeout
-from pagemill.producer.wire.outputs import PositionLogprobs, Result, StreamEvent, Usage
+from pagemill.producer.openai.formats import completion_id, is_chat, logprobs_body, total_usage, usage_body
+from pagemill.producer.wire.schema.errors import PagemillError, ResultTimeout
+from pagemill.producer.wire.schema.outputs import PositionLogprobs, Result, StreamEvent, Usage
 
 GRACE_S = 5.0
 """The queue ends a job at its deadline by itself; this is for a queue that does not."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import redis
 
 from benchmarks import affinity, queue
-from pagemill.producer.wire.transport import SyncTransport
+from pagemill.producer.wire.server.transport import SyncTransport
 
 
 def test_the_queue_is_measured_on_a_server_of_its_own() -> None:

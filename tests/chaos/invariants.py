@@ -6,8 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from pagemill.producer.wire import keys
-from pagemill.producer.wire.reading import Outcome
+from pagemill.producer.wire.calls.reads import Outcome
+from pagemill.producer.wire.schema import keys
 from tests.worker.harness import QueueClient, eventually
 
 STAYS = re.compile(

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagemill.producer.wire import keys, reading, transitions
-from pagemill.producer.wire.errors import FINAL_CODES, InvalidJob
-from pagemill.producer.wire.outputs import END_STATES
-from pagemill.producer.wire.protocol import Job
-from pagemill.producer.wire.transitions import Submission
+from pagemill.producer.wire.calls import reads, transitions
+from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.errors import FINAL_CODES, InvalidJob
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.outputs import END_STATES
 from pagemill.worker.worker import Worker
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
 
@@ -72,7 +73,7 @@ def run(client: QueueClient, worker: Worker, payloads: list[bytes]) -> Counter[s
         )
     client.run(transitions.submit(client.queue, items))
     ids = [item.job_id for item in items]
-    eventually(lambda: all(client.run(reading.ends(client.queue, ids))), "all jobs to end")
+    eventually(lambda: all(client.run(reads.ends(client.queue, ids))), "all jobs to end")
     ends: Counter[str] = Counter()
     for payload, job_id in zip(given, ids, strict=True):
         outcome = client.outcome(job_id)

@@ -12,8 +12,8 @@ from typing import TypeVar
 import pytest
 
 from pagemill import Producer
-from pagemill.producer.wire import transitions
-from pagemill.producer.wire.errors import QueueFull, RedisUnavailable
+from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.schema.errors import QueueFull, RedisUnavailable
 from tests.chaos import invariants
 from tests.chaos.conftest import Spawn
 from tests.chaos.nursery import Nursery

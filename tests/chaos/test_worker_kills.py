@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from pagemill.producer.wire import transitions
-from pagemill.producer.wire.reading import Outcome
+from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls.reads import Outcome
 from tests.chaos import invariants
 from tests.chaos.conftest import Spawn
 from tests.chaos.nursery import ForkedWorker

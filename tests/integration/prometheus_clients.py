@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from pagemill.producer.wire.limits import QueueLimits, set_limits
+from pagemill.producer.wire.calls.limits import QueueLimits, set_limits
 from tests.producer.gateway.serving import Served
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.producer.wire import keys, transitions
+from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.schema import keys
 from pagemill.worker.engine_thread import STATS_INTERVAL_S, AddRequest
 from pagemill.worker.worker import Worker
 from tests.integration.test_worker_faults import fail_in_the_engine

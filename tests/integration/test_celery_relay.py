@@ -15,10 +15,10 @@ import pytest
 from celery import chain, chord
 
 from pagemill import InvalidJob
-from pagemill.producer.celery_relay import Relay
-from pagemill.producer.celery_task import plain_error
-from pagemill.producer.wire import outbox
-from pagemill.producer.wire.errors import END_CODES, FINAL_CODES, RETRYABLE_CODES, JobDead, JobFailed
+from pagemill.producer.celery.relay import Relay
+from pagemill.producer.celery.task import plain_error
+from pagemill.producer.wire.calls import outbox
+from pagemill.producer.wire.schema.errors import END_CODES, FINAL_CODES, RETRYABLE_CODES, JobDead, JobFailed
 from tests.conftest import RedisServer, server_binary
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 

@@ -23,8 +23,8 @@ import redis
 from celery import chain, chord, group
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 
-from pagemill.producer.wire import registry
-from pagemill.producer.wire.registry import WorkerInfo
+from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.calls.registry import WorkerInfo
 from tests.conftest import RedisServer, server_binary
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from pagemill.producer.wire import registry
-from pagemill.producer.wire.registry import WorkerInfo
+from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.calls.registry import WorkerInfo
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
 Finished = subprocess.CompletedProcess[str]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pagemill.producer.wire import history
-from pagemill.producer.wire.history import JobHistory
+from pagemill.producer.wire.calls import history
+from pagemill.producer.wire.calls.history import JobHistory
 from tests.chaos import invariants
 from tests.chaos.nursery import ForkedWorker, Nursery
 from tests.topologies import ClusterSetup, cluster_setup

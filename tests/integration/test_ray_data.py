@@ -15,8 +15,8 @@ import pytest
 
 from pagemill import InvalidJob, JobNotFound, Producer
 from pagemill.producer import ray_data
-from pagemill.producer.wire import history
-from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.calls import history
+from pagemill.producer.wire.schema.job import Job
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
 ROOT = Path(__file__).parents[2]

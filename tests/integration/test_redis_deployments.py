@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from pagemill import AccessDenied, AsyncProducer, Producer, RedisUnavailable
-from pagemill.producer.wire.connecting import open_client
+from pagemill.producer.wire.server.clients import open_client
 from tests.conftest import RedisServer, _free_port
 from tests.topologies import (
     Certificates,

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from pagemill import JobFailed, Producer
-from pagemill.producer.wire import keys, transitions
-from pagemill.producer.wire.outputs import Delta, Progress
-from pagemill.producer.wire.protocol import Job
-from pagemill.producer.wire.signing import Keys
+from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.outputs import Delta, Progress
+from pagemill.producer.wire.schema.signing import Keys
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.worker import Worker
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config

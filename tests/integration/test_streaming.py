@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from pagemill import AsyncProducer, JobCancelled, Producer
-from pagemill.producer.async_client import MAX_CONNECTIONS
-from pagemill.producer.preparing import item_id
-from pagemill.producer.wire import keys
-from pagemill.producer.wire.outputs import StreamEvent
+from pagemill.producer.client.aio import MAX_CONNECTIONS
+from pagemill.producer.client.preparer import item_id
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.outputs import StreamEvent
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
 
 TEXT = "0123456789" * 30

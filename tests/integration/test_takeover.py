@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pagemill.producer.wire.outputs import Result
+from pagemill.producer.wire.schema.outputs import Result
 from tests.chaos.nursery import Nursery
 from tests.worker.harness import QueueClient, eventually, process_settings, running_worker, worker_config
 

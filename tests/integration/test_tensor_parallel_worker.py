@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pagemill.producer.wire.outputs import Result
+from pagemill.producer.wire.schema.outputs import Result
 from tests.worker.harness import (
     QueueClient,
     WorkerProcess,

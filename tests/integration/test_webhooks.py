@@ -18,7 +18,8 @@ import pytest
 
 from pagemill import JobFailed, Producer
 from pagemill.engine.errors import ConfigError
-from pagemill.producer.wire import keys, outbox
+from pagemill.producer.wire.calls import outbox
+from pagemill.producer.wire.schema import keys
 from tests.topologies import Certificates
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
 

@@ -13,10 +13,10 @@ from pagemill.engine import sampling_params
 from pagemill.engine.errors import InvalidRequest, UnsupportedFeature
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.sampling_params import StructuredOutputs as EngineStructuredOutputs
-from pagemill.producer.wire import sampling as wire
-from pagemill.producer.wire.errors import InvalidJob
-from pagemill.producer.wire.protocol import Job
-from pagemill.producer.wire.sampling import SamplingFields, StructuredOutputs
+from pagemill.producer.wire.schema import sampling as wire
+from pagemill.producer.wire.schema.errors import InvalidJob
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.sampling import SamplingFields, StructuredOutputs
 
 
 def engine_defaults() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from pagemill.engine.outputs import RequestOutput
-from pagemill.producer.wire.errors import JobDead
+from pagemill.producer.wire.schema.errors import JobDead
 from pagemill.worker.engine_thread import EngineState
 from pagemill.worker.worker import Worker
 from tests.conftest import RedisServer

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pagemill.engine.engine import Engine
-from pagemill.producer.wire.errors import JobCancelled, JobExpired, JobFailed
-from pagemill.producer.wire.outputs import Delta
-from pagemill.producer.wire.reading import feed
+from pagemill.producer.wire.calls.reads import feed
+from pagemill.producer.wire.schema.errors import JobCancelled, JobExpired, JobFailed
+from pagemill.producer.wire.schema.outputs import Delta
 from pagemill.worker.worker import Worker
 from tests.worker.harness import (
     PATIENCE_S,

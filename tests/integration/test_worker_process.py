@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import redis
 
-from pagemill.producer.wire import discovery
+from pagemill.producer.wire.server import discovery
 from tests.conftest import RedisServer
 from tests.worker.harness import (
     QueueClient,

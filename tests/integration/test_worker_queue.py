@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from pagemill import Producer
-from pagemill.producer.wire import limits
-from pagemill.producer.wire.limits import QueueLimits
+from pagemill.producer.wire.calls import limits
+from pagemill.producer.wire.calls.limits import QueueLimits
 from pagemill.worker.worker import Worker
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
 

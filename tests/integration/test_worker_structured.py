@@ -10,9 +10,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from pagemill.producer.wire.errors import JobFailed
-from pagemill.producer.wire.json_values import parse_output
-from pagemill.producer.wire.outputs import Result
+from pagemill.producer.wire.schema.errors import JobFailed
+from pagemill.producer.wire.schema.json_values import parse_output
+from pagemill.producer.wire.schema.outputs import Result
 from pagemill.worker.worker import Worker
 from tests.worker.harness import QueueClient, running_worker, worker_config
 

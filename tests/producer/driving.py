@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 
 import redis
 
-from pagemill.producer.wire import keys, reading, transitions
-from pagemill.producer.wire.connecting import CONNECTION_OPTIONS
-from pagemill.producer.wire.outputs import Delta, ErrorInfo, JobStatus, Output, Progress, Result, Usage
-from pagemill.producer.wire.protocol import Job
-from pagemill.producer.wire.scripts import Call
-from pagemill.producer.wire.transitions import PulledJob
-from pagemill.producer.wire.transport import SyncTransport
+from pagemill.producer.wire.calls import reads, transitions
+from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.outputs import Delta, ErrorInfo, JobStatus, Output, Progress, Result, Usage
+from pagemill.producer.wire.server.clients import CONNECTION_OPTIONS
+from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.transport import SyncTransport
 
 T = TypeVar("T")
 
@@ -94,7 +95,7 @@ class Queue:
         return self.run(transitions.cancel(self.name, [job_id]))[0]
 
     def status(self, job_id: str) -> JobStatus:
-        found = self.run(reading.statuses(self.name, [job_id]))[0]
+        found = self.run(reads.statuses(self.name, [job_id]))[0]
         assert found is not None
         return found
 

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from pagemill.producer.wire.protocol import Job
-from pagemill.producer.wire.transitions import PulledJob
+from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.schema.job import Job
 from tests.producer.driving import Queue, open_queue
 
 

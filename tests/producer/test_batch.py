@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from pagemill import BatchCounts, InvalidJob, Producer
-from pagemill.producer.wire import transitions
+from pagemill.producer.wire.calls import transitions
 from tests.producer.driving import Queue, delta
 from tests.producer.scripted_worker import scripted_worker
 

@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pagemill.cli.app import app
-from pagemill.producer.wire import registry
-from pagemill.producer.wire.discovery import STATE_DIR_VARIABLE, URL_VARIABLE
-from pagemill.producer.wire.registry import WorkerInfo
-from pagemill.producer.wire.transitions import PulledJob
+from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.calls.registry import WorkerInfo
+from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.server.discovery import STATE_DIR_VARIABLE, URL_VARIABLE
 from tests.producer.driving import Queue, delta, open_queue
 from tests.producer.scripted_worker import scripted_worker
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from pagemill.cli import inspect as cli_inspect
 from pagemill.cli.app import app
-from pagemill.producer.wire.discovery import URL_VARIABLE
+from pagemill.producer.wire.server.discovery import URL_VARIABLE
 from tests.producer.driving import Queue
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.producer.wire.connecting import ServerAddress, has_password, redacted
-from pagemill.producer.wire.discovery import find_redis, with_credentials
+from pagemill.producer.wire.server.clients import ServerAddress, has_password, redacted
+from pagemill.producer.wire.server.discovery import find_redis, with_credentials
 
 
 def test_a_plain_address_is_the_drivers() -> None:

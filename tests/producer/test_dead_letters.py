@@ -10,10 +10,11 @@ from typer.testing import CliRunner
 
 from pagemill import AsyncProducer, JobDead, JobNotFound, Producer
 from pagemill.cli.dead import app
-from pagemill.producer.wire import dead_letters, keys, transitions
-from pagemill.producer.wire.outputs import ErrorInfo
-from pagemill.producer.wire.protocol import Job
-from pagemill.producer.wire.transitions import Submission
+from pagemill.producer.wire.calls import dead_letters, transitions
+from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.outputs import ErrorInfo
 from tests.producer.driving import Queue, delta
 from tests.producer.scripted_worker import scripted_worker
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from pagemill import InvalidJob, Producer
-from pagemill.producer.wire import batches, reading, registry, transitions
-from pagemill.producer.wire.outputs import Progress, Result
+from pagemill.producer.wire.calls import batches, reads, registry, transitions
+from pagemill.producer.wire.schema.outputs import Progress, Result
 from tests.producer.driving import DECODE, Queue, delta, result_json
 
 GREEDY = {"dedupe": True, "temperature": 0.0}
 
 
 def outcome(queue: Queue, job_id: str) -> Result:
-    result = queue.run(reading.outcome(queue.name, job_id)).result
+    result = queue.run(reads.outcome(queue.name, job_id)).result
     assert result is not None
     return result
 
@@ -94,7 +94,7 @@ def test_death_is_shared(queue: Queue) -> None:
     queue.submit("lead", "follow", max_attempts=1, **GREEDY)
     assert queue.retry(queue.pull_one()) == "dead"
     assert queue.state("follow") == "dead"
-    error = queue.run(reading.outcome(queue.name, "follow")).error
+    error = queue.run(reads.outcome(queue.name, "follow")).error
     assert error is not None
     assert (error.code, error.cause) == ("attempts_exhausted", "engine_error")
     assert queue.client.zcard(f"{queue.prefix}dead") == 2

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pagemill import Producer, RedisUnavailable
-from pagemill.producer.wire.discovery import find_redis
+from pagemill.producer.wire.server.discovery import find_redis
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from pagemill.cli import doctor as cli_doctor
 from pagemill.cli.app import app
 from pagemill.producer.doctor import machine_checks, server_checks
 from pagemill.producer.doctor.finding import Finding
-from pagemill.producer.wire import registry
-from pagemill.producer.wire.registry import WorkerInfo
+from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.calls.registry import WorkerInfo
 from tests.conftest import RedisServer
 from tests.producer.driving import Queue, open_queue
 

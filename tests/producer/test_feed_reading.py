@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagemill.producer import flows
-from pagemill.producer.effects import Emit, Wait
-from pagemill.producer.wire.outputs import StreamEvent
+from pagemill.producer.client import flows
+from pagemill.producer.client.effects import Emit, Wait
+from pagemill.producer.wire.schema.outputs import StreamEvent
 from tests.producer.driving import Queue, delta
 
 

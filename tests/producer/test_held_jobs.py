@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.producer.wire import reading, transitions
-from pagemill.producer.wire.outputs import Progress
+from pagemill.producer.wire.calls import reads, transitions
+from pagemill.producer.wire.schema.outputs import Progress
 from tests.producer.driving import Queue, delta, result_json
 
 
@@ -77,7 +77,7 @@ def test_a_stale_checkpoint_changes_nothing(queue: Queue) -> None:
     new = queue.pull_one(worker="w2")
     assert queue.checkpoint(old, delta(0, 1)) == "stale"
     assert queue.checkpoint(new, delta(0, 5)) == "ok"
-    assert queue.run(reading.feed(queue.name, "a", 0, 0)).deltas[0].token_ids == (5,)
+    assert queue.run(reads.feed(queue.name, "a", 0, 0)).deltas[0].token_ids == (5,)
 
 
 def test_restart_drops_the_checkpoint_and_starts_a_new_epoch(queue: Queue) -> None:
@@ -85,7 +85,7 @@ def test_restart_drops_the_checkpoint_and_starts_a_new_epoch(queue: Queue) -> No
     job = queue.pull_one()
     queue.checkpoint(job, delta(0, 1, 2))
     assert queue.checkpoint(job, delta(0, 9), restart=True) == "ok"
-    feed = queue.run(reading.feed(queue.name, "a", 0, 1))
+    feed = queue.run(reads.feed(queue.name, "a", 0, 1))
     assert (feed.epoch, [entry.token_ids for entry in feed.deltas]) == (1, [(9,)])
 
 
@@ -105,7 +105,7 @@ def test_commit_ends_the_job_once(queue: Queue) -> None:
     job = queue.pull_one()
     assert queue.commit(job) == "committed"
     assert queue.commit(job, "another") == "already_done"
-    outcome = queue.run(reading.outcome(queue.name, "a"))
+    outcome = queue.run(reads.outcome(queue.name, "a"))
     assert outcome.result is not None
     assert outcome.result.text == "ok"
     assert queue.client.zcard(f"{queue.prefix}leases") == 0
@@ -136,7 +136,7 @@ def test_a_stale_commit_is_fenced(queue: Queue) -> None:
     assert queue.commit(zombie, "zombie") == "fenced"
     assert queue.commit(healthy, "healthy") == "committed"
     assert queue.commit(zombie, "zombie") == "fenced"
-    result = queue.run(reading.outcome(queue.name, "a")).result
+    result = queue.run(reads.outcome(queue.name, "a")).result
     assert result is not None
     assert result.text == "healthy"
 
@@ -163,7 +163,7 @@ def test_an_error_ends_the_job_with_its_code_and_partial_output(queue: Queue) ->
     job = queue.pull_one()
     queue.checkpoint(job, delta(0, 1, 2, text="hi"))
     assert queue.fail(job) == "committed"
-    error = queue.run(reading.outcome(queue.name, "a")).error
+    error = queue.run(reads.outcome(queue.name, "a")).error
     assert error is not None
     assert (error.code, [(o.text, o.token_ids) for o in error.partial]) == ("invalid_job", [("hi", (1, 2))])
 
@@ -202,7 +202,7 @@ def test_the_last_attempt_is_followed_by_death(queue: Queue) -> None:
     queue.make_due("a")
     job = queue.pull_one()
     assert [queue.retry(job), queue.retry(job)] == ["dead", "already_done"]
-    outcome = queue.run(reading.outcome(queue.name, "a"))
+    outcome = queue.run(reads.outcome(queue.name, "a"))
     assert outcome.state == "dead"
     assert outcome.error is not None
     assert outcome.error.code == "attempts_exhausted"

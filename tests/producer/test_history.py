@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pagemill.producer.wire import registry, transitions
-from pagemill.producer.wire.history import JobHistory, history
-from pagemill.producer.wire.registry import WorkerInfo
+from pagemill.producer.wire.calls import registry, transitions
+from pagemill.producer.wire.calls.history import JobHistory, history
+from pagemill.producer.wire.calls.registry import WorkerInfo
 from tests.producer.driving import DECODE, Queue, delta
 
 
@@ -90,7 +90,7 @@ def test_the_list_is_bounded_and_keeps_the_last(queue: Queue) -> None:
 
 
 def test_a_long_message_of_many_bytes_is_cut_without_harm(queue: Queue) -> None:
-    from pagemill.producer.wire.outputs import ErrorInfo
+    from pagemill.producer.wire.schema.outputs import ErrorInfo
 
     queue.submit("a")
     job = queue.pull_one()

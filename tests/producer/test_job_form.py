@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagemill.producer.preparing import Preparer
-from pagemill.producer.wire.job_form import JobForms
-from pagemill.producer.wire.protocol import Job
-from pagemill.producer.wire.signing import Keys
-from pagemill.producer.wire.transitions import Submission
+from pagemill.producer.client.preparer import Preparer
+from pagemill.producer.wire.calls.submission_form import JobForms
+from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.signing import Keys
 
 PREPARER = Preparer("q", "acme", Keys())
 
@@ -59,7 +59,7 @@ class NoForms(JobForms):
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch, rows: list[Any], by_content: bool) -> list[Submission]:
     with monkeypatch.context() as patch:
-        patch.setattr("pagemill.producer.preparing.JobForms", NoForms)
+        patch.setattr("pagemill.producer.client.preparer.JobForms", NoForms)
         return list(PREPARER.items(rows, "b", on_invalid="record", by_content=by_content))
 
 

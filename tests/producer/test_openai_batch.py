@@ -14,10 +14,10 @@ from openai.types.chat import ChatCompletion
 
 from pagemill import Producer
 from pagemill.producer.dataset.rows import DatasetError
-from pagemill.producer.openai_batch import BatchFile
-from pagemill.producer.openai_format import CHAT_URL, COMPLETIONS_URL
-from pagemill.producer.openai_lines import job_of, success_line
-from pagemill.producer.wire.errors import InvalidJob
+from pagemill.producer.openai.batch_file import BatchFile
+from pagemill.producer.openai.formats import CHAT_URL, COMPLETIONS_URL
+from pagemill.producer.openai.lines import job_of, success_line
+from pagemill.producer.wire.schema.errors import InvalidJob
 from tests.producer.scripted_worker import scripted_worker
 
 

@@ -24,9 +24,9 @@ from pagemill import (
     ResultExpired,
     ResultTimeout,
 )
-from pagemill.producer.wire import limits, transitions
-from pagemill.producer.wire.outputs import BatchCounts
-from pagemill.producer.wire.transitions import PulledJob
+from pagemill.producer.wire.calls import limits, transitions
+from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.schema.outputs import BatchCounts
 from tests.producer.driving import Queue, delta
 from tests.producer.scripted_worker import scripted_worker
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pagemill.producer.wire import scripts
-from pagemill.producer.wire.errors import END_CODES, FINAL_CODES, RETRYABLE_CODES, ErrorCode
+from pagemill.producer.wire.schema.errors import END_CODES, FINAL_CODES, RETRYABLE_CODES, ErrorCode
+from pagemill.producer.wire.server import scripts
 from tests.producer.driving import Queue
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pagemill.producer.wire import registry, transitions
-from pagemill.producer.wire.transitions import Submission
+from pagemill.producer.wire.calls import registry, transitions
+from pagemill.producer.wire.calls.transitions import Submission
 from tests.producer.driving import Queue
 
 

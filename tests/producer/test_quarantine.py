@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.producer.wire import reading, transitions
-from pagemill.producer.wire.transitions import PulledJob
+from pagemill.producer.wire.calls import reads, transitions
+from pagemill.producer.wire.calls.transitions import PulledJob
 from tests.producer.driving import Queue, delta
 
 INNOCENTS = 64
@@ -58,7 +58,7 @@ def test_a_poison_job_costs_the_innocents_nothing(queue: Queue, advances: bool) 
     while fleet.work():
         assert fleet.deaths <= 5
     assert fleet.deaths == 5
-    outcome = queue.run(reading.outcome(queue.name, "poison"))
+    outcome = queue.run(reads.outcome(queue.name, "poison"))
     assert outcome.error is not None
     assert (outcome.state, outcome.error.code) == ("dead", "crash_suspect")
     assert {queue.state(name) for name in names} == {"succeeded"}

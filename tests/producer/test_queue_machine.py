@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from pagemill.producer.wire import batches, dead_letters, limits, reading, registry, transitions
-from pagemill.producer.wire.affinity import prompt_affinity
-from pagemill.producer.wire.outputs import ACTIVE_STATES, END_STATES
-from pagemill.producer.wire.protocol import Job
-from pagemill.producer.wire.transitions import PulledJob
+from pagemill.producer.wire.calls import batches, dead_letters, limits, reads, registry, transitions
+from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.schema.affinity import prompt_affinity
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.outputs import ACTIVE_STATES, END_STATES
 from tests.producer.driving import Queue, delta, open_queue
 
 WORKERS = ("w1", "w2")
@@ -180,7 +180,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_state_is_told_the_same_everywhere(self) -> None:
-        statuses = self.queue.run(reading.statuses(self.queue.name, self.jobs)) if self.jobs else []
+        statuses = self.queue.run(reads.statuses(self.queue.name, self.jobs)) if self.jobs else []
         states = {status.id: status.state for status in statuses if status is not None}
         assert set(states) == set(self.jobs), "a job was lost"
         for job_id, state in self.ended.items():
@@ -189,7 +189,7 @@ class QueueMachine(RuleBasedStateMachine):
         self._check_counts(states)
         self._check_sets(states)
         for job_id in (job_id for job_id, state in states.items() if state == "succeeded"):
-            result = self.queue.run(reading.outcome(self.queue.name, job_id)).result
+            result = self.queue.run(reads.outcome(self.queue.name, job_id)).result
             assert result is not None
             ran = result.copied_from or job_id
             assert (result.id, result.text, self.committed[ran]) == (job_id, self.results[ran], 1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pagemill.producer.wire import registry, transitions
-from pagemill.producer.wire.protocol import MAX_PAYLOAD_BYTES, Job
+from pagemill.producer.wire.calls import registry, transitions
+from pagemill.producer.wire.schema.job import MAX_PAYLOAD_BYTES, Job
 from tests.producer.driving import DECODE, Queue, delta
 
 

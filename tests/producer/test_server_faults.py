@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pagemill import Producer, QueueFull, RedisUnavailable
-from pagemill.producer.wire import reading, transitions
+from pagemill.producer.wire.calls import reads, transitions
 from tests.conftest import RedisServer
 from tests.producer.driving import Queue, delta, open_queue
 from tests.producer.scripted_worker import scripted_worker
@@ -97,5 +97,5 @@ def test_at_maxmemory_submits_are_refused_and_running_jobs_still_end(own_queue: 
     own_queue.lapse("checkpoint")
     own_queue.client.config_set("maxmemory", 1)
     assert own_queue.run(transitions.sweep("q")).reclaimed == 1
-    assert own_queue.run(reading.outcome("q", "commit")).result is not None
+    assert own_queue.run(reads.outcome("q", "commit")).result is not None
     assert "job:refused" not in own_queue.names()

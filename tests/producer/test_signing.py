@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill import InvalidJob, Producer
-from pagemill.producer.wire.checkpoints import merge_checkpoint
-from pagemill.producer.wire.protocol import Job
-from pagemill.producer.wire.signing import Keys, split_payload, unsigned_entry
+from pagemill.producer.wire.schema.checkpoints import merge_checkpoint
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.signing import Keys, split_payload, unsigned_entry
 from tests.producer.driving import delta
 
 OLD, NEW, OTHER = "o" * 16, b"n" * 32, "x" * 16

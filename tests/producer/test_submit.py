@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import redis
 
-from pagemill.producer.wire import transitions
-from pagemill.producer.wire.protocol import Job
-from pagemill.producer.wire.transitions import Submission
+from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.schema.job import Job
 from tests.producer.driving import Queue
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.producer.wire import reading, registry, transitions
-from pagemill.producer.wire.outputs import Progress
+from pagemill.producer.wire.calls import reads, registry, transitions
+from pagemill.producer.wire.schema.outputs import Progress
 from tests.producer.driving import Queue, delta
 
 
@@ -35,7 +35,7 @@ def test_cancel_of_a_running_job_is_heard_and_wins_over_the_result(queue: Queue)
     assert queue.state("a") == "running"
     assert queue.checkpoint(job, delta(0, 1)) == "cancelled"
     assert queue.commit(job) == "cancelled"
-    outcome = queue.run(reading.outcome(queue.name, "a"))
+    outcome = queue.run(reads.outcome(queue.name, "a"))
     assert outcome.state == "cancelled"
     assert outcome.error is not None
     assert outcome.error.partial[0].token_ids == (1,)
@@ -116,7 +116,7 @@ def test_a_suspect_runs_alone_and_dies_at_five_crashes(queue: Queue) -> None:
     queue.lapse("poison")
     queue.run(transitions.sweep(queue.name))
     lose(queue, worker="w4")
-    outcome = queue.run(reading.outcome(queue.name, "poison"))
+    outcome = queue.run(reads.outcome(queue.name, "poison"))
     assert outcome.state == "dead"
     assert outcome.error is not None
     assert outcome.error.code == "crash_suspect"

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from pagemill.producer.wire import limits, registry, transitions
-from pagemill.producer.wire.affinity import prompt_affinity
-from pagemill.producer.wire.errors import InvalidJob
+from pagemill.producer.wire.calls import limits, registry, transitions
+from pagemill.producer.wire.schema.affinity import prompt_affinity
+from pagemill.producer.wire.schema.errors import InvalidJob
 from tests.producer.driving import Queue
 
 LONG = "template " * 40

@@ -19,15 +19,16 @@ from typing import Any
 
 import redis
 
-from pagemill.producer.wire import batches, keys, reading, transitions
-from pagemill.producer.wire.errors import RedisUnavailable
-from pagemill.producer.wire.outputs import BatchCounts, JobStatus
-from pagemill.producer.wire.protocol import ENVELOPE_VERSION, Job
-from pagemill.producer.wire.reading import Outcome
-from pagemill.producer.wire.registry import QueueStats, WorkerInfo, set_paused, stats, workers
-from pagemill.producer.wire.scripts import Call
-from pagemill.producer.wire.transitions import Submission
-from pagemill.producer.wire.transport import SyncTransport
+from pagemill.producer.wire.calls import batches, reads, transitions
+from pagemill.producer.wire.calls.reads import Outcome
+from pagemill.producer.wire.calls.registry import QueueStats, WorkerInfo, set_paused, stats, workers
+from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.errors import RedisUnavailable
+from pagemill.producer.wire.schema.job import ENVELOPE_VERSION, Job
+from pagemill.producer.wire.schema.outputs import BatchCounts, JobStatus
+from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.transport import SyncTransport
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.worker import Worker
 
@@ -89,19 +90,19 @@ class QueueClient:
         return [item.job_id for item in items]
 
     def status(self, job_id: str) -> JobStatus:
-        status: JobStatus | None = self.run(reading.statuses(self.queue, [job_id]))[0]
+        status: JobStatus | None = self.run(reads.statuses(self.queue, [job_id]))[0]
         assert status is not None, f"no job {job_id}"
         return status
 
     def outcome(self, job_id: str) -> Outcome:
-        outcome: Outcome = self.run(reading.outcome(self.queue, job_id))
+        outcome: Outcome = self.run(reads.outcome(self.queue, job_id))
         return outcome
 
     def wait(self, job_ids: Sequence[str], patience_s: float = PATIENCE_S) -> list[Outcome]:
         """Wait until all have ended."""
 
         def all_ended() -> bool:
-            return all(self.run(reading.ends(self.queue, job_ids)))
+            return all(self.run(reads.ends(self.queue, job_ids)))
 
         eventually(all_ended, f"the end of {len(job_ids)} jobs", patience_s)
         return [self.outcome(job_id) for job_id in job_ids]

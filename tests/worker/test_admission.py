@@ -7,8 +7,8 @@ from typing import cast
 
 from pagemill.engine.outputs import Capacity, EngineStats, KVCacheStats, SchedulerStats
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.producer.wire.protocol import Job
-from pagemill.producer.wire.transitions import PulledJob
+from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.schema.job import Job
 from pagemill.worker.admission import MAX_JOBS_PER_PULL, OutputForecast, credit
 from pagemill.worker.engine_thread import EngineState, EngineThread
 from pagemill.worker.running_job import RunningJob, sample_records

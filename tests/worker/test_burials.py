@@ -6,8 +6,9 @@ import logging
 
 import pytest
 
-from pagemill.producer.wire import keys, transitions
-from pagemill.producer.wire.outputs import Progress
+from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.outputs import Progress
 from pagemill.worker.queue_exporter import QueueSet
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
 

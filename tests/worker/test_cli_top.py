@@ -15,8 +15,8 @@ import time
 from typer.testing import CliRunner, Result
 
 from pagemill.__main__ import app
-from pagemill.producer.wire import registry
-from pagemill.producer.wire.registry import WorkerInfo
+from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.calls.registry import WorkerInfo
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
 NOBODY = "redis://127.0.0.1:1/0"

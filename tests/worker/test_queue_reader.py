@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from pagemill.monitoring.counters import WorkerCounters
-from pagemill.producer.wire import transitions
-from pagemill.producer.wire.registry import WorkerInfo, heartbeat
+from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls.registry import WorkerInfo, heartbeat
 from pagemill.worker.job_queue import Connectivity, JobQueue, ServerClock
 from pagemill.worker.queue_reader import QueueReader, server_figures
 from tests.worker.harness import QueueClient

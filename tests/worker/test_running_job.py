@@ -8,9 +8,9 @@ from typing import Any
 from pagemill.engine.outputs import CompletionDelta, RequestOutput
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.producer.wire.outputs import Checkpoint, CheckpointSample
-from pagemill.producer.wire.protocol import Job
-from pagemill.producer.wire.transitions import PulledJob
+from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.outputs import Checkpoint, CheckpointSample
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.progress import is_checkpoint_due
 from pagemill.worker.running_job import RunningJob, engine_params, sample_records, sample_states

@@ -1,5 +1,5 @@
 -- What the scripts share. KEYS[1] is the queue's prefix `pagemill:{<queue>}:`; every other name is that
--- prefix and a word (producer/wire/keys.py). Times are milliseconds by the server's clock.
+-- prefix and a word (producer/wire/schema/keys.py). Times are milliseconds by the server's clock.
 local P = KEYS[1]
 local clock = redis.call('TIME')
 local NOW = clock[1] * 1000 + math.floor(clock[2] / 1000)

@@ -23,8 +23,8 @@ from pagemill.producer.dataset.journal import Journal
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.dataset.rows import DatasetError
 from pagemill.producer.dataset.work import TooManyErrors
-from pagemill.producer.wire.protocol import Job
-from pagemill.producer.wire.transitions import PulledJob
+from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.schema.job import Job
 from tests.producer.driving import Queue
 from tests.producer.scripted_worker import echo, scripted_worker
 

@@ -7,7 +7,7 @@ import pytest
 from pagemill.producer.dataset.recipe import Recipe
 from pagemill.producer.dataset.rows import DatasetError, Row, RowError
 from pagemill.producer.dataset.template import PromptTemplate, TemplateFailed
-from pagemill.producer.wire.protocol import Job
+from pagemill.producer.wire.schema.job import Job
 
 
 def test_columns_and_filters() -> None:

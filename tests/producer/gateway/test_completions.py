@@ -198,7 +198,7 @@ async def test_whoever_hangs_up_ends_the_job(
 
 
 def running(url: str, queue: str) -> int:
-    from pagemill.producer.wire import registry
+    from pagemill.producer.wire.calls import registry
 
     client = open_queue(url, queue)
     try:
@@ -209,7 +209,7 @@ def running(url: str, queue: str) -> int:
 
 
 def cancelled(url: str, queue: str) -> int:
-    from pagemill.producer.wire import registry
+    from pagemill.producer.wire.calls import registry
 
     client = open_queue(url, queue)
     try:
@@ -235,7 +235,7 @@ def test_the_deadline_is_a_504(valkey_url: str, queue_name: str) -> None:
 
 def test_a_full_queue_is_a_429_and_no_worker_a_503(valkey_url: str, queue_name: str) -> None:
     queue = open_queue(valkey_url, queue_name)
-    from pagemill.producer.wire.limits import QueueLimits, set_limits
+    from pagemill.producer.wire.calls.limits import QueueLimits, set_limits
 
     queue.run(set_limits(queue_name, QueueLimits(jobs=1)))
     queue.submit("only")

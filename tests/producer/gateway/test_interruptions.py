@@ -16,7 +16,7 @@ from pagemill.producer.gateway import gateway as gateway_module
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.gateway.metrics import GatewayMetrics
-from pagemill.producer.wire.transitions import PulledJob
+from pagemill.producer.wire.calls.transitions import PulledJob
 from tests.conftest import RedisServer
 from tests.producer.driving import Queue, delta, open_queue
 from tests.producer.gateway.listening import Listener, listening

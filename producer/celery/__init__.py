@@ -1,0 +1,7 @@
+"""Celery in front of the native queue: tasks of an app, a pool for its worker, a relay for its results."""
+
+from __future__ import annotations
+
+from pagemill.producer.celery.native import GenerationTask, generation_task
+
+__all__ = ["GenerationTask", "generation_task"]

@@ -1,0 +1,195 @@
+"""The producer for asyncio: the same names and contracts as client.py, awaitable."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+
+from pagemill.producer.client import flows, preparer, submit_flow
+from pagemill.producer.client.aio_handles import AsyncBatchHandle, AsyncDeadLetters, AsyncJobHandle
+from pagemill.producer.client.aio_listener import AsyncListener
+from pagemill.producer.client.base import ProducerBase
+from pagemill.producer.client.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wait
+from pagemill.producer.client.preparer import JobLike, OnInvalid
+from pagemill.producer.client.submit_flow import OnFull
+from pagemill.producer.client.tracing import publishing
+from pagemill.producer.wire.schema.outputs import JobStatus
+from pagemill.producer.wire.server.clients import open_async_client
+from pagemill.producer.wire.server.discovery import find_redis
+from pagemill.producer.wire.server.transport import AsyncTransport
+
+T = TypeVar("T")
+
+MAX_CONNECTIONS = 32
+"""Ten thousand tasks may call at once; they take turns on these."""
+
+
+class AsyncProducer(ProducerBase):
+    """Producer for one event loop: use it on the loop that first used it.
+
+    async with AsyncProducer() as producer:
+        handle = await producer.submit(prompt="The capital of France is", model="smollm2")
+        print((await handle.result(timeout=60)).text)
+    """
+
+    def _init_connection(self) -> None:
+        self._connection: _Connection | None = None
+
+    async def submit(
+        self,
+        job: JobLike | None = None,
+        /,
+        *,
+        job_id: str | None = None,
+        on_full: OnFull = "raise",
+        **fields: Any,
+    ) -> AsyncJobHandle:
+        """As Producer.submit."""
+        chosen = preparer.new_job_id() if job_id is None else preparer.check_id(job_id)
+        with publishing(self.queue, job, fields) as traceparent:
+            item = self._preparer.job(job, fields, chosen, traceparent=traceparent)
+            return AsyncJobHandle(self, await self._run(submit_flow.submit(self.queue, item, on_full)))
+
+    async def submit_many(
+        self,
+        jobs: Iterable[JobLike],
+        *,
+        batch_id: str | None = None,
+        on_invalid: OnInvalid = "record",
+        on_full: OnFull = "block",
+    ) -> AsyncBatchHandle:
+        """As Producer.submit_many."""
+        chosen = preparer.new_batch_id() if batch_id is None else preparer.check_id(batch_id)
+        with publishing(self.queue) as traceparent:
+            items = self._preparer.items(
+                jobs, chosen, on_invalid=on_invalid, by_content=batch_id is not None, traceparent=traceparent
+            )
+            await self._run(submit_flow.submit_many(self.queue, chosen, items, on_full, on_invalid))
+        return AsyncBatchHandle(self, chosen)
+
+    def job(self, job_id: str) -> AsyncJobHandle:
+        """As Producer.job."""
+        return AsyncJobHandle(self, preparer.check_id(job_id))
+
+    def batch(self, batch_id: str) -> AsyncBatchHandle:
+        """As Producer.batch."""
+        return AsyncBatchHandle(self, preparer.check_id(batch_id))
+
+    async def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
+        """As Producer.statuses."""
+        return await self._run(flows.statuses(self.queue, job_ids))
+
+    def dead_letters(self) -> AsyncDeadLetters:
+        """As Producer.dead_letters."""
+        return AsyncDeadLetters(self)
+
+    async def close(self) -> None:
+        """Close the connections. A later use opens new ones."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _run(self, flow: Flow[T]) -> T:
+        """Drive a flow that emits nothing to its value."""
+        self._connected()  # no server to be found is said at once, and not tried again
+        try:
+            effect = next(flow)
+            while True:
+                try:
+                    value = await self._perform_cancellably(effect)
+                except Exception as error:
+                    effect = flow.throw(error)
+                else:
+                    effect = flow.send(value)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        finally:
+            flow.close()
+
+    async def _iterate(self, flow: Flow[None]) -> AsyncIterator[Any]:
+        """Drive a flow as its items are asked for."""
+        try:
+            effect = next(flow)
+            while True:
+                if isinstance(effect, Emit):
+                    yield effect.item
+                    effect = next(flow)
+                    continue
+                try:
+                    value = await self._perform_cancellably(effect)
+                except Exception as error:
+                    effect = flow.throw(error)
+                else:
+                    effect = flow.send(value)
+        except StopIteration:
+            return
+        finally:
+            flow.close()
+
+    async def _perform_cancellably(self, effect: Effect) -> Any:
+        """Perform an effect; a cancellation that comes meanwhile is never lost.
+
+        The driver sends under `asyncio.wait_for`, which in Python 3.11 returns as if nothing had been when what it
+        waits for ends in the moment of the cancellation.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        before = task.cancelling()
+        value = await self._perform(effect)
+        if task.cancelling() > before:
+            raise asyncio.CancelledError
+        return value
+
+    async def _perform(self, effect: Effect) -> Any:
+        match effect:
+            case Begin(call):
+                sending = asyncio.ensure_future(self._connected().transport.run(call))
+                await asyncio.sleep(0)  # lets it be sent before the next chunk is prepared
+                return sending
+            case Finish(pending):
+                return await pending
+            case Sync():
+                if self._durability == "fsync":
+                    await self._connected().transport.sync(self.queue)
+            case Sleep(seconds):
+                await asyncio.sleep(seconds)
+            case Wait(topic, timeout, polled):
+                await self._connected().listener.wait(topic, timeout, polled=polled)
+            case Emit():
+                raise AssertionError("a flow that emits was run for its value")
+            case call:
+                return await self._connected().transport.run(call)
+        return None
+
+    def _connected(self) -> _Connection:
+        if self._connection is None:
+            self._connection = _Connection(find_redis(self._url), self.queue)
+        return self._connection
+
+
+class _Connection:
+    """A client, its transport, a listener."""
+
+    def __init__(self, url: str, queue: str) -> None:
+        retry = Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=2)
+        client = open_async_client(url, queue, max_connections=MAX_CONNECTIONS, retry=retry)
+        self.transport = AsyncTransport(client)
+        self.listener = AsyncListener(self.transport, queue)
+
+    async def close(self) -> None:
+        await self.listener.close()
+        await self.transport.close()

@@ -1,0 +1,104 @@
+"""Handles to a job and to a batch for asyncio; the contracts are those of handles.py."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from pagemill.producer.client import dead_letter_flow, flows
+from pagemill.producer.client.dead_letter_flow import Replay
+from pagemill.producer.wire.calls.dead_letters import DeadLetter, OpenedLetter
+from pagemill.producer.wire.schema.outputs import (
+    BatchCounts,
+    BatchItem,
+    JobStatus,
+    Progress,
+    Result,
+    StreamEvent,
+)
+
+if TYPE_CHECKING:
+    from pagemill.producer.client.aio import AsyncProducer
+
+
+class AsyncJobHandle:
+    """One job, as JobHandle."""
+
+    __slots__ = ("_producer", "id")
+
+    def __init__(self, producer: AsyncProducer, job_id: str) -> None:
+        self._producer = producer
+        self.id = job_id
+
+    def __repr__(self) -> str:
+        return f"AsyncJobHandle({self.id!r})"
+
+    async def status(self) -> JobStatus:
+        return await self._producer._run(flows.status(self._producer.queue, self.id))
+
+    async def progress(self) -> Progress:
+        return (await self.status()).progress
+
+    async def result(self, timeout: float | None = None) -> Result:
+        return await self._producer._run(flows.wait_result(self._producer.queue, self.id, timeout))
+
+    async def cancel(self) -> bool:
+        return await self._producer._run(flows.cancel(self._producer.queue, self.id))
+
+    def stream(self) -> AsyncIterator[StreamEvent]:
+        return self._producer._iterate(flows.stream(self._producer.queue, self.id))
+
+
+class AsyncBatchHandle:
+    """A batch, as BatchHandle."""
+
+    __slots__ = ("_producer", "id")
+
+    def __init__(self, producer: AsyncProducer, batch_id: str) -> None:
+        self._producer = producer
+        self.id = batch_id
+
+    def __repr__(self) -> str:
+        return f"AsyncBatchHandle({self.id!r})"
+
+    async def counts(self) -> BatchCounts:
+        return await self._producer._run(flows.batch_counts(self._producer.queue, self.id))
+
+    def results(self, ordered: bool = False, after: str | None = None) -> AsyncIterator[BatchItem]:
+        return self._producer._iterate(
+            flows.batch_results(self._producer.queue, self.id, ordered=ordered, after=after)
+        )
+
+    async def ack(self, cursor: str) -> int:
+        return await self._producer._run(flows.ack_batch(self._producer.queue, self.id, cursor))
+
+    async def wait(self, timeout: float | None = None) -> BatchCounts:
+        return await self._producer._run(flows.wait_batch(self._producer.queue, self.id, timeout))
+
+    async def cancel(self) -> int:
+        return await self._producer._run(flows.cancel_batch(self._producer.queue, self.id))
+
+
+class AsyncDeadLetters:
+    """The dead letters of a queue, as DeadLetters."""
+
+    __slots__ = ("_producer",)
+
+    def __init__(self, producer: AsyncProducer) -> None:
+        self._producer = producer
+
+    def list(self, error: str | None = None) -> AsyncIterator[DeadLetter]:
+        return self._producer._iterate(dead_letter_flow.letters(self._producer.queue, error))
+
+    async def show(self, job_id: str) -> OpenedLetter:
+        return await self._producer._run(dead_letter_flow.show(self._producer.queue, job_id))
+
+    async def replay(self, job_ids: Sequence[str] | None = None, *, error: str | None = None) -> Replay:
+        flow = dead_letter_flow.replay(self._producer.queue, self._producer._preparer, job_ids, error)
+        return await self._producer._run(flow)
+
+    async def purge(
+        self, job_ids: Sequence[str] | None = None, *, error: str | None = None, replayed: bool = False
+    ) -> int:
+        wanted = dead_letter_flow.Wanted(error, replayed)
+        return await self._producer._run(dead_letter_flow.purge(self._producer.queue, job_ids, wanted))

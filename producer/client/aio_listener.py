@@ -1,0 +1,93 @@
+"""One task per AsyncProducer that listens for hints and polls for all waits together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import Any
+
+import redis
+
+from pagemill.producer.client.listener import IDLE_EXIT_S, RECONNECT_PAUSE_S
+from pagemill.producer.client.waiting_room import LEASE_PATIENCE_MS, POLL_CHUNK, WaitingRoom, topic_of
+from pagemill.producer.wire.calls import reads, transitions
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.errors import PagemillError, RedisUnavailable
+from pagemill.producer.wire.server.transport import AsyncTransport, wrap_errors
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncListener:
+    """As Listener, on the event loop it is first used on."""
+
+    def __init__(self, transport: AsyncTransport, queue: str) -> None:
+        self._transport = transport
+        self._queue = queue
+        self._feed_channel = keys.feed_channel(queue)
+        self._room = WaitingRoom()
+        self._task: asyncio.Task[None] | None = None
+
+    async def wait(self, topic: str, timeout: float | None, *, polled: bool) -> None:
+        """Return when there may be news on the topic, or after the timeout."""
+        event = asyncio.Event()
+        waiter = self._room.enter(topic, event.set, polled=polled)
+        try:
+            if self._task is None or self._task.done():
+                self._task = asyncio.create_task(self._run(), name="pagemill-listener")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), timeout)
+        finally:
+            self._room.leave(waiter)
+
+    async def close(self) -> None:
+        """Wake everybody and end the task."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._room.call_all()
+
+    async def _run(self) -> None:
+        while len(self._room):
+            try:
+                with wrap_errors():
+                    await self._listen()
+            except RedisUnavailable as error:
+                logger.info(
+                    "waits continue when Redis is back, next try in %s s: %s", RECONNECT_PAUSE_S, error
+                )
+                await asyncio.sleep(RECONNECT_PAUSE_S)
+            except (PagemillError, redis.RedisError):
+                logger.exception("the listener goes on in %s s", RECONNECT_PAUSE_S)
+                await asyncio.sleep(RECONNECT_PAUSE_S)
+            # Hints may have been missed meanwhile.
+            self._room.call_all()
+
+    async def _listen(self) -> None:
+        async with self._transport.client.pubsub(ignore_subscribe_messages=True) as pubsub:
+            await pubsub.subscribe(keys.ended_channel(self._queue), self._feed_channel)
+            last_busy = time.monotonic()
+            while time.monotonic() - last_busy < IDLE_EXIT_S:
+                if len(self._room):
+                    last_busy = time.monotonic()
+                await self._hear(pubsub)
+                await self._poll()
+
+    async def _hear(self, pubsub: Any) -> None:
+        timeout = self._room.tick()
+        while message := await pubsub.get_message(timeout=timeout):
+            self._room.call([topic_of(message["channel"], message["data"], self._feed_channel)])
+            timeout = 0.0
+
+    async def _poll(self) -> None:
+        if self._room.is_sweep_due():
+            await self._transport.run(transitions.sweep(self._queue, patience_ms=LEASE_PATIENCE_MS))
+        due = self._room.due()
+        for start in range(0, len(due), POLL_CHUNK):
+            chunk = due[start : start + POLL_CHUNK]
+            ended = await self._transport.run(reads.ends(self._queue, chunk))
+            self._room.call([job_id for job_id, has_ended in zip(chunk, ended, strict=True) if has_ended])

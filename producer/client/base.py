@@ -1,0 +1,60 @@
+"""What the two producers are made with, spelled once."""
+
+from __future__ import annotations
+
+import os
+from typing import get_args
+
+from pagemill.producer.client.preparer import Preparer
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.errors import InvalidJob
+from pagemill.producer.wire.schema.signing import Keys
+from pagemill.producer.wire.server.durability import Durability
+
+HMAC_KEYS_VARIABLE = "PAGEMILL_HMAC_KEYS"
+
+
+class ProducerBase:
+    """Where a producer's jobs go, whose they are, and how they are signed and stored.
+
+    Without `url`, PAGEMILL_REDIS_URL says where Redis is, else the embedded server of a local worker is used.
+    With `hmac_key` (without it: the first of PAGEMILL_HMAC_KEYS, if that is set) every job is signed. With
+    `durability="fsync"` a submit returns once it is in the server's append-only file on disk. Raises InvalidJob
+    for options that make no sense.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        queue: str = "default",
+        tenant: str = "default",
+        hmac_key: str | bytes | None = None,
+        durability: Durability = "server",
+    ) -> None:
+        keys.prefix(queue)
+        if not keys.TENANT_PATTERN.fullmatch(tenant):
+            raise InvalidJob("a tenant is 1 to 64 of the characters A-Z a-z 0-9 . _ @ -")
+        if durability not in get_args(Durability):
+            raise InvalidJob(f"durability is one of {', '.join(get_args(Durability))}")
+        self.queue = queue
+        self.tenant = tenant
+        self._url = url
+        self._durability = durability
+        self._preparer = Preparer(queue, tenant, _signing_keys(hmac_key))
+        self._init_connection()
+
+    def _init_connection(self) -> None:
+        """Be ready to connect at first use."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(queue={self.queue!r}, tenant={self.tenant!r})"
+
+
+def _signing_keys(given: str | bytes | None) -> Keys:
+    """The key to sign with: the one given, else the first of PAGEMILL_HMAC_KEYS. Raises InvalidJob."""
+    if given is not None:
+        return Keys([given])
+    first = os.environ.get(HMAC_KEYS_VARIABLE, "").split(",")[0].strip()
+    return Keys([first] if first else [])

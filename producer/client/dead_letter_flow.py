@@ -1,0 +1,165 @@
+"""Listing, replaying and purging dead letters, as flows (see effects.py)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagemill.producer.client.effects import Emit, Flow, Sync
+from pagemill.producer.client.preparer import Preparer
+from pagemill.producer.client.submit_flow import CHUNK_JOBS, cut_chunks, send
+from pagemill.producer.wire.calls import dead_letters, transitions
+from pagemill.producer.wire.calls.dead_letters import DeadLetter, LetterPage, OpenedLetter
+from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.schema.errors import InvalidJob, JobNotFound, QueueFull
+from pagemill.producer.wire.schema.signing import split_payload
+
+OPEN_AT_ONCE = 50
+"""Letters whose payloads are read in one call: each may have a megabyte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which letters: of that error (None: any), and of those perhaps only the ones that were replayed."""
+
+    error: str | None = None
+    replayed: bool = False
+
+    def covers(self, letter: DeadLetter) -> bool:
+        return letter.matches(self.error) and (letter.replayed_as is not None or not self.replayed)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What became of dead jobs that were to run again; each is in one of the three, by its id."""
+
+    jobs: dict[str, str] = field(default_factory=dict)
+    """Dead job -> the new job."""
+    already: dict[str, str] = field(default_factory=dict)
+    """Dead job -> the job it had been replayed as before, or that has its idempotency key now."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Dead job -> why it can't run again."""
+
+
+def letters(queue: str, error: str | None) -> Flow[None]:
+    """Emits DeadLetters, the latest death first."""
+    reader = _Reader(queue)
+    while (page := (yield from reader.next_page())) is not None:
+        for letter in page:
+            if letter.matches(error):
+                yield Emit(letter)
+
+
+def show(queue: str, job_id: str) -> Flow[OpenedLetter]:
+    """One letter. Raises JobNotFound."""
+    found: list[OpenedLetter | None] = yield dead_letters.open_letters(queue, [job_id])
+    if found[0] is None:
+        raise JobNotFound(f"no dead job {job_id}: it lives, ended otherwise, or was purged")
+    return found[0]
+
+
+def replay(queue: str, preparer: Preparer, job_ids: Sequence[str] | None, error: str | None) -> Flow[Replay]:
+    """Submit dead jobs again, in the order they died: these, or all (of that error). Raises QueueFull."""
+    done = Replay()
+    wanted = yield from _choose(queue, job_ids, Wanted(error))
+    for start in range(0, len(wanted), OPEN_AT_ONCE):
+        ids = wanted[start : start + OPEN_AT_ONCE]
+        opened: list[OpenedLetter | None] = yield dead_letters.open_letters(queue, ids)
+        dead_ids: dict[str, str] = {}
+        items = _prepare(preparer, ids, opened, dead_ids, done)
+        for chunk in filter(None, cut_chunks(items)):
+            replies = yield from send(transitions.submit(queue, chunk))
+            for item, reply in zip(chunk, replies, strict=True):
+                _note(done, dead_ids[item.job_id], reply)
+    yield Sync()
+    return done
+
+
+def purge(queue: str, job_ids: Sequence[str] | None, wanted: Wanted) -> Flow[int]:
+    """Forget dead jobs: these, or all that are wanted; returns how many."""
+    chosen = yield from _choose(queue, job_ids, wanted)
+    purged = 0
+    for start in range(0, len(chosen), CHUNK_JOBS):
+        count: int = yield dead_letters.purge(queue, chosen[start : start + CHUNK_JOBS])
+        purged += count
+    return purged
+
+
+def submitted_fields(payload: bytes) -> dict[str, Any] | None:
+    """The job as it was submitted; None when that can't be read."""
+    try:
+        fields = json.loads(split_payload(payload).envelope)
+    except (ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def _choose(queue: str, job_ids: Sequence[str] | None, wanted: Wanted) -> Flow[list[str]]:
+    """The ids to act on, the oldest death first. All are read before the first is touched."""
+    if job_ids is not None:
+        return list(dict.fromkeys(job_ids))
+    chosen: list[str] = []
+    reader = _Reader(queue)
+    while (page := (yield from reader.next_page())) is not None:
+        chosen += [letter.id for letter in page if wanted.covers(letter)]
+    return chosen[::-1]
+
+
+class _Reader:
+    """Reads the dead letters page by page, each once: deaths meanwhile push others onto the next page."""
+
+    def __init__(self, queue: str) -> None:
+        self._queue = queue
+        self._skip = 0
+        self._seen: set[str] = set()
+
+    def next_page(self) -> Flow[list[DeadLetter] | None]:
+        """None after the last one."""
+        page: LetterPage = yield dead_letters.page(self._queue, self._skip)
+        if page.seen == 0:
+            return None
+        self._skip += page.seen
+        fresh = [letter for letter in page.letters if letter.id not in self._seen]
+        self._seen.update(letter.id for letter in fresh)
+        return fresh
+
+
+def _prepare(
+    preparer: Preparer,
+    ids: Sequence[str],
+    opened: Sequence[OpenedLetter | None],
+    dead_ids: dict[str, str],
+    done: Replay,
+) -> Iterator[Submission]:
+    """Submissions for the letters that can be; `dead_ids` learns whose each is."""
+    for job_id, letter in zip(ids, opened, strict=True):
+        if letter is None:
+            done.refused[job_id] = "no dead job of that id"
+            continue
+        try:
+            item = preparer.replay(letter.payload, job_id)
+        except InvalidJob as error:
+            done.refused[job_id] = str(error)
+        else:
+            dead_ids[item.job_id] = job_id
+            yield item
+
+
+def _note(done: Replay, dead_id: str, reply: transitions.SubmitReply) -> None:
+    match reply.status:
+        case "created" | "exists":
+            done.jobs[dead_id] = reply.job_id
+        case "same":
+            done.already[dead_id] = reply.job_id
+        case "full":
+            raise QueueFull(
+                "the queue takes no more jobs now; what was replayed is, and is not replayed again"
+            )
+        case "gone":
+            done.refused[dead_id] = "it was purged meanwhile"
+        case "conflict":
+            done.refused[dead_id] = f"its idempotency key belongs to job {reply.job_id} now"
+        case "too_large":
+            done.refused[dead_id] = "its payload is larger than the queue takes now"

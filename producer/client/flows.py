@@ -1,0 +1,279 @@
+"""Waiting for, streaming and collecting results, as flows (see effects.py)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TypeVar
+
+from pagemill.producer.client.effects import Emit, Flow, Sleep, Wait
+from pagemill.producer.wire.calls import batches, reads, transitions
+from pagemill.producer.wire.calls.reads import Feed
+from pagemill.producer.wire.schema.errors import InvalidJob, JobNotFound, RedisUnavailable, ResultTimeout
+from pagemill.producer.wire.schema.outputs import BatchCounts, JobStatus, Output, Result, StreamEvent
+from pagemill.producer.wire.server.scripts import Call
+
+T = TypeVar("T")
+
+FIRST_POLL_S = 0.05
+LAST_POLL_S = 1.0
+STATUS_CHUNK = 500
+
+
+class _Pace:
+    """Poll intervals: short after news, then longer; never past the deadline."""
+
+    def __init__(self, timeout: float | None = None) -> None:
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._interval = FIRST_POLL_S
+
+    @property
+    def remaining(self) -> float | None:
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        return self.remaining == 0.0
+
+    def reset(self) -> None:
+        self._interval = FIRST_POLL_S
+
+    def next_interval(self) -> float:
+        interval = self._interval
+        self._interval = min(LAST_POLL_S, 2 * interval)
+        return interval if self.remaining is None else min(interval, self.remaining)
+
+
+def call(effect: Call[T]) -> Flow[T]:
+    """One call as a flow."""
+    value: T = yield effect
+    return value
+
+
+def _patiently(step: Flow[T], pace: _Pace) -> Flow[T | None]:
+    """A step that outlives a reconnect: None when the server is away now, after a pause."""
+    try:
+        return (yield from step)
+    except RedisUnavailable:
+        if pace.is_over:
+            raise
+        yield Sleep(pace.next_interval())
+        return None
+
+
+def statuses(queue: str, job_ids: Sequence[str]) -> Flow[list[JobStatus]]:
+    """One status per id. Raises JobNotFound for the first unknown one."""
+    found: list[JobStatus] = []
+    for start in range(0, len(job_ids), STATUS_CHUNK):
+        chunk = job_ids[start : start + STATUS_CHUNK]
+        replies: list[JobStatus | None] = yield reads.statuses(queue, chunk)
+        for job_id, status in zip(chunk, replies, strict=True):
+            if status is None:
+                raise JobNotFound(f"no job {job_id}: never submitted, or its record has been removed")
+            found.append(status)
+    return found
+
+
+def status(queue: str, job_id: str) -> Flow[JobStatus]:
+    found = yield from statuses(queue, [job_id])
+    return found[0]
+
+
+def cancel(queue: str, job_id: str) -> Flow[bool]:
+    """True: the job has ended by this, or will. False: it had ended. Raises JobNotFound."""
+    replies: list[str] = yield transitions.cancel(queue, [job_id])
+    if replies[0] == "missing":
+        raise JobNotFound(f"no job {job_id}: never submitted, or its record has been removed")
+    return replies[0] != "done"
+
+
+def wait_result(queue: str, job_id: str, timeout: float | None) -> Flow[Result]:
+    """The result, or the error that stands for the job's end. Goes on through reconnects."""
+    pace = _Pace(timeout)
+    while True:
+        outcome = yield from _patiently(call(reads.outcome(queue, job_id)), pace)
+        if outcome is not None:
+            result = outcome.value()
+            if result is not None:
+                return result
+            if pace.is_over:
+                raise ResultTimeout(f"job {job_id} is {outcome.state} after {timeout} s; it goes on")
+            yield Wait(job_id, pace.remaining, polled=True)
+
+
+def batch_counts(queue: str, batch_id: str) -> Flow[BatchCounts]:
+    """Raises JobNotFound for an unknown batch."""
+    counts: BatchCounts | None = yield batches.counts(queue, batch_id)
+    if counts is None:
+        raise JobNotFound(f"no batch {batch_id}: never submitted, or removed after its time")
+    return counts
+
+
+def wait_batch(queue: str, batch_id: str, timeout: float | None) -> Flow[BatchCounts]:
+    """The counts once every job has ended."""
+    pace = _Pace(timeout)
+    while True:
+        counts = yield from _patiently(batch_counts(queue, batch_id), pace)
+        if counts is None:
+            continue
+        if counts.done:
+            return counts
+        if pace.is_over:
+            raise ResultTimeout(
+                f"{counts.ended} of {counts.total} jobs of batch {batch_id} have ended; it goes on"
+            )
+        yield Wait(f"batch:{batch_id}", pace.next_interval())
+
+
+def batch_results(queue: str, batch_id: str, *, ordered: bool, after: str | None) -> Flow[None]:
+    """Emits a BatchItem for each end, from the cursor on, and returns when all jobs have ended."""
+    position = 0
+    if after is not None:
+        letter, position = batches.split_cursor(after)
+        if letter != ("s" if ordered else "e"):
+            raise InvalidJob("this cursor is of the other order: give results() the same `ordered` as before")
+    pace = _Pace()
+    while True:
+        counts = yield from _patiently(batch_counts(queue, batch_id), pace)
+        if counts is None:
+            continue
+        read = batches.page(queue, batch_id, position, ordered=ordered)
+        page = yield from _patiently(call(read), pace)
+        if page is None:
+            continue
+        for item in page.items:
+            yield Emit(item)
+        if page.position > position:
+            position = page.position
+            pace.reset()
+        elif position >= (counts.total if ordered else counts.ended) and counts.done:
+            return
+        else:
+            yield Wait(f"batch:{batch_id}", pace.next_interval())
+
+
+def ack_batch(queue: str, batch_id: str, cursor: str) -> Flow[int]:
+    """Free the jobs up to the cursor; returns how many."""
+    freed, start, end = 0, 0, batches.split_cursor(cursor)[1]
+    count: int
+    reached: int
+    while start < end:
+        count, reached = yield batches.ack(queue, batch_id, cursor, start)
+        if reached == start:
+            break
+        freed, start = freed + count, reached
+    return freed
+
+
+def cancel_batch(queue: str, batch_id: str) -> Flow[int]:
+    """Stop every job that has not ended; returns how many."""
+    stopped, start = 0, 0
+    count: int
+    seen: int
+    while True:
+        count, seen = yield batches.cancel(queue, batch_id, start)
+        stopped, start = stopped + count, start + seen
+        if seen == 0:
+            return stopped
+
+
+def stream(queue: str, job_id: str) -> Flow[None]:
+    """Emits StreamEvents until the job has ended. Raises JobNotFound."""
+    reader = _FeedReader()
+    pace = _Pace()
+    while True:
+        feed = yield from _patiently(call(reads.feed(queue, job_id, reader.epoch, reader.position)), pace)
+        if feed is None:
+            continue
+        if feed.state is None:
+            raise JobNotFound(f"no job {job_id}: never submitted, or its record has been removed")
+        for event in reader.read(feed):
+            yield Emit(event)
+        if feed.deltas:
+            # There may be more of them, and the end is told only after the last.
+            pace.reset()
+            continue
+        if feed.end is not None:
+            yield Emit(StreamEvent(type="end", attempt=feed.attempt, state=feed.end))
+            return
+        yield Wait(f"feed:{job_id}", pace.next_interval())
+
+
+class _FeedReader:
+    """What one reader has seen of a feed, and the events that bring it up to date."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.position = 0
+        self._fresh = True
+        """Nothing read of this epoch yet: what is there already comes as snapshots."""
+        self._seen: dict[int, Output] = {}
+        self._stale: set[int] = set()
+        """Samples of which the reader's user has an earlier epoch's text: a snapshot has to replace it."""
+
+    def read(self, feed: Feed) -> list[StreamEvent]:
+        if feed.epoch != self.epoch:
+            self.epoch, self.position, self._fresh = feed.epoch, 0, True
+            self._stale |= set(self._seen)
+            self._seen = {}
+        events: list[StreamEvent] = []
+        as_a_whole: set[int] = set()
+        for delta in feed.deltas:
+            seen = self._seen.get(delta.index) or Output(index=delta.index)
+            grown = Output.model_construct(
+                index=delta.index,
+                text=seen.text + delta.text,
+                token_ids=seen.token_ids + delta.token_ids,
+                logprobs=None if delta.logprobs is None else (seen.logprobs or ()) + delta.logprobs,
+            )
+            self._seen[delta.index] = grown
+            if self._fresh or delta.index in self._stale:
+                as_a_whole.add(delta.index)
+            else:
+                events.append(_gain(feed.attempt, seen, grown))
+        events += [_snapshot(feed.attempt, self._seen[index]) for index in sorted(as_a_whole)]
+        self._stale -= as_a_whole
+        self._fresh = False
+        self.position += len(feed.deltas)
+        for output in feed.result.outputs if feed.result else ():
+            events += self._rest(feed.attempt, output)
+        return events
+
+    def _rest(self, attempt: int, output: Output) -> list[StreamEvent]:
+        """What the result has beyond the feed. The feed is gone once the result is there."""
+        seen = self._seen.get(output.index) or Output(index=output.index)
+        self._seen[output.index] = output
+        if output.index in self._stale:
+            self._stale.discard(output.index)
+            return [_snapshot(attempt, output)]
+        if output.text == seen.text and output.token_ids == seen.token_ids:
+            return []
+        is_longer = output.token_ids[: len(seen.token_ids)] == seen.token_ids
+        if not (is_longer and output.text.startswith(seen.text)):
+            return [_snapshot(attempt, output)]
+        return [_gain(attempt, seen, output)]
+
+
+def _snapshot(attempt: int, seen: Output) -> StreamEvent:
+    return StreamEvent(
+        type="snapshot",
+        attempt=attempt,
+        index=seen.index,
+        token_ids=seen.token_ids,
+        text=seen.text,
+        logprobs=seen.logprobs,
+    )
+
+
+def _gain(attempt: int, seen: Output, grown: Output) -> StreamEvent:
+    """What `grown` has beyond `seen`."""
+    offset = len(seen.token_ids)
+    return StreamEvent(
+        type="token",
+        attempt=attempt,
+        index=grown.index,
+        offset=offset,
+        token_ids=grown.token_ids[offset:],
+        text=grown.text[len(seen.text) :],
+        logprobs=None if grown.logprobs is None else grown.logprobs[offset:],
+    )

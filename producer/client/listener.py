@@ -1,0 +1,110 @@
+"""One thread per Producer that listens for hints and polls for all waits together."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+import redis
+
+from pagemill.producer.client.waiting_room import LEASE_PATIENCE_MS, POLL_CHUNK, WaitingRoom, topic_of
+from pagemill.producer.wire.calls import reads, transitions
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.errors import PagemillError, RedisUnavailable
+from pagemill.producer.wire.server.transport import SyncTransport, wrap_errors
+
+logger = logging.getLogger(__name__)
+
+IDLE_EXIT_S = 5.0
+"""A listener nobody has waited on for so long ends; the next wait starts another."""
+RECONNECT_PAUSE_S = 0.5
+
+
+class Listener:
+    """Wakes waits on pub/sub hints, and polls so that a lost hint delays but never hangs anybody."""
+
+    def __init__(self, transport: SyncTransport, queue: str) -> None:
+        self._transport = transport
+        self._queue = queue
+        self._feed_channel = keys.feed_channel(queue)
+        self._room = WaitingRoom()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def wait(self, topic: str, timeout: float | None, *, polled: bool) -> None:
+        """Return when there may be news on the topic, or after the timeout."""
+        event = threading.Event()
+        waiter = self._room.enter(topic, event.set, polled=polled)
+        try:
+            self._ensure_thread()
+            event.wait(timeout)
+        finally:
+            self._room.leave(waiter)
+
+    def close(self) -> None:
+        """Wake everybody and end the thread."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        self._room.call_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=5)
+
+    def _ensure_thread(self) -> None:
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="pagemill-listener", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while not self._has_ended():
+            try:
+                with wrap_errors():
+                    self._listen()
+            except RedisUnavailable as error:
+                logger.info(
+                    "waits continue when Redis is back, next try in %s s: %s", RECONNECT_PAUSE_S, error
+                )
+                time.sleep(RECONNECT_PAUSE_S)
+            except (PagemillError, redis.RedisError):
+                logger.exception("the listener goes on in %s s", RECONNECT_PAUSE_S)
+                time.sleep(RECONNECT_PAUSE_S)
+            # Hints may have been missed meanwhile.
+            self._room.call_all()
+
+    def _has_ended(self) -> bool:
+        # Under the lock, so that a wait either keeps this thread or starts the next.
+        with self._lock:
+            ended = self._closed or len(self._room) == 0
+            if ended:
+                self._thread = None
+            return ended
+
+    def _listen(self) -> None:
+        """Until nobody has waited for a while, or the connection is lost."""
+        with self._transport.client.pubsub(ignore_subscribe_messages=True) as pubsub:
+            pubsub.subscribe(keys.ended_channel(self._queue), self._feed_channel)
+            last_busy = time.monotonic()
+            while not self._closed and time.monotonic() - last_busy < IDLE_EXIT_S:
+                if len(self._room):
+                    last_busy = time.monotonic()
+                self._hear(pubsub)
+                self._poll()
+
+    def _hear(self, pubsub: Any) -> None:
+        timeout = self._room.tick()
+        while message := pubsub.get_message(timeout=timeout):
+            self._room.call([topic_of(message["channel"], message["data"], self._feed_channel)])
+            timeout = 0.0
+
+    def _poll(self) -> None:
+        if self._room.is_sweep_due():
+            self._transport.run(transitions.sweep(self._queue, patience_ms=LEASE_PATIENCE_MS))
+        due = self._room.due()
+        for start in range(0, len(due), POLL_CHUNK):
+            chunk = due[start : start + POLL_CHUNK]
+            ended = self._transport.run(reads.ends(self._queue, chunk))
+            self._room.call([job_id for job_id, has_ended in zip(chunk, ended, strict=True) if has_ended])

@@ -1,0 +1,221 @@
+"""From what a caller hands in to submissions: validated, named, seeded and signed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias
+
+from pagemill.producer.client.tracing import traced
+from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls.submission_form import JobForm, JobForms, read_key, read_metadata, read_text
+from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.errors import InvalidJob
+from pagemill.producer.wire.schema.job import ENVELOPE_VERSION, MAX_KEY, MAX_METADATA_BYTES, Job
+from pagemill.producer.wire.schema.outputs import ErrorInfo
+from pagemill.producer.wire.schema.signing import Keys
+
+JobLike: TypeAlias = Job | Mapping[str, Any]
+OnInvalid: TypeAlias = Literal["record", "raise"]
+
+_MAX_REASON = 2000
+"""Characters of what is wrong with a row that are kept with it."""
+
+
+def new_job_id() -> str:
+    return secrets.token_hex(12)
+
+
+def new_batch_id() -> str:
+    return secrets.token_hex(10)
+
+
+def item_id(batch_id: str, key: str) -> str:
+    """The id of a batch's item. It follows from batch and key, so a second submit meets the first."""
+    return hashlib.blake2b(f"{batch_id}\0{key}".encode(), digest_size=12).hexdigest()
+
+
+def check_id(name: str) -> str:
+    if not keys.ID_PATTERN.fullmatch(name):
+        raise InvalidJob("an id is 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+    return name
+
+
+def seed_of(job_id: str) -> int:
+    """The seed of a job that brings none, so that every execution of it draws the same noise.
+
+    It follows from the id, so that submitting an id again submits the same job.
+    """
+    digest = hashlib.blake2b(job_id.encode(), digest_size=8, person=b"pagemill-seed").digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class Preparer:
+    """Makes the submissions of one producer."""
+
+    def __init__(self, queue: str, tenant: str, hmac_keys: Keys) -> None:
+        self._queue = queue
+        self._tenant = tenant
+        self._hmac_keys = hmac_keys
+
+    def job(
+        self,
+        job: JobLike | None,
+        fields: Mapping[str, Any],
+        job_id: str,
+        *,
+        traceparent: str | None = None,
+        relay: str | None = None,
+    ) -> Submission:
+        """One job, from a Job or a mapping with `fields` on top; `traceparent` replaces its own.
+
+        `relay`: who is told of its end through an outbox.
+
+        Raises InvalidJob.
+        """
+        built = self._build(job, fields)
+        if traceparent is not None:
+            built = built.model_copy(update={"traceparent": traceparent})
+        if built.key is not None:
+            raise InvalidJob("key names an item of a batch; use submit_many, or metadata")
+        return self._signed(
+            transitions.prepare(built, job_id, seed=seed_of(job_id), relay=relay), built.tenant
+        )
+
+    def replay(self, payload: bytes, dead_id: str) -> Submission:
+        """A dead job once more, from its payload: a new job that may start at once. Raises InvalidJob."""
+        job = Job.from_payload(payload)
+        again = job.model_copy(update={"delay": None, "run_at": None, "deadline": None, "key": None})
+        job_id = new_job_id()
+        item = transitions.prepare(again, job_id, seed=seed_of(job_id), replay_of=dead_id)
+        return self._signed(item, again.tenant)
+
+    def items(
+        self,
+        jobs: Iterable[JobLike],
+        batch_id: str,
+        *,
+        on_invalid: OnInvalid,
+        by_content: bool,
+        traceparent: str | None = None,
+    ) -> Iterator[Submission]:
+        """Submissions for the items of a batch, made as they are asked for; `traceparent` is for those without.
+
+        An item without a key gets its position for one; or, in a batch that may be submitted again
+        (`by_content`), the hash of its work and how many equal items came before it.
+        """
+        names = _Names(by_content)
+        forms = JobForms()
+        for position, given in enumerate(jobs):
+            names.position = position
+            try:
+                row = given if traceparent is None else traced(given, traceparent)
+                yield self._item(row, batch_id, names, forms)
+            except InvalidJob as error:
+                if on_invalid == "raise":
+                    raise InvalidJob(f"item {position}: {error}", error.code) from None
+                yield _record_row(given, position, batch_id, error)
+
+    def _item(self, given: JobLike, batch_id: str, names: _Names, forms: JobForms) -> Submission:
+        shape, form = forms.find(given) if type(given) is dict else (b"", None)
+        if form is not None and type(given) is dict:
+            item = _fill(form, given, batch_id, names)
+            if item is not None:
+                return self._signed(item, form.tenant)
+        job = self._build(given, {})
+        if job.idempotency_key is not None:
+            message = "idempotency_key is for single jobs; in a batch, `key` does its work"
+            raise InvalidJob(message, "unsupported_feature")
+        key = names.of(job.key, job.digest)
+        job_id = item_id(batch_id, key)
+        item = transitions.prepare(job, job_id, key=key, seed=seed_of(job_id))
+        forms.learn(shape, job)
+        return self._signed(item, job.tenant)
+
+    def _build(self, job: JobLike | None, fields: Mapping[str, Any]) -> Job:
+        if isinstance(job, Job) and not fields and "tenant" in job.model_fields_set:
+            return job
+        given: dict[str, Any] = {"tenant": self._tenant}
+        if isinstance(job, dict):
+            given |= job
+        elif isinstance(job, Job):
+            given |= {name: getattr(job, name) for name in job.model_fields_set}
+        elif isinstance(job, Mapping):
+            given |= dict(job)
+        elif job is not None:
+            raise InvalidJob(f"a job is a Job or a mapping of its fields, not {type(job).__name__}")
+        given |= fields
+        return Job.parse(given)
+
+    def _signed(self, item: Submission, tenant: str) -> Submission:
+        if not self._hmac_keys:
+            return item
+        payload = self._hmac_keys.sign_payload(
+            item.payload, queue=self._queue, job_id=item.job_id, tenant=tenant
+        )
+        return replace(item, payload=payload)
+
+
+class _Names:
+    """The keys of a batch's items."""
+
+    def __init__(self, by_content: bool) -> None:
+        self.position = 0
+        self._seen: dict[str, int] | None = {} if by_content else None
+
+    def of(self, key: str | None, digest: Callable[[], str]) -> str:
+        """The item's own key, if it has one."""
+        if key:
+            return key
+        if self._seen is None:
+            return str(self.position)
+        work = digest()
+        self._seen[work] = self._seen.get(work, 0) + 1
+        return f"{work}-{self._seen[work]}"
+
+
+def _fill(form: JobForm, row: dict[str, Any], batch_id: str, names: _Names) -> Submission | None:
+    """The row by its form; None if it is better looked at on its own."""
+    text, key = read_text(row), read_key(row)
+    metadata, is_sound = read_metadata(row)
+    if text is None or key is None or not is_sound:
+        return None
+    name = names.of(key, lambda: form.digest(text))
+    job_id = item_id(batch_id, name)
+    return form.fill(text, job_id, name, metadata, seed_of(job_id) if form.needs_seed else None)
+
+
+def record_invalid(item: Submission, error: InvalidJob) -> Submission:
+    """A submission that the queue refuses, as the failed item of its batch that it will be."""
+    header = json.loads(item.header)
+    return _invalid(item.job_id, header["key"], header.get("metadata"), error)
+
+
+def _record_row(given: object, position: int, batch_id: str, error: InvalidJob) -> Submission:
+    """A row that is no job, as the failed item it will be. Its key and metadata are kept if they can be."""
+    fields: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    key, metadata = fields.get("key"), fields.get("metadata")
+    if not (isinstance(key, str) and 0 < len(key) <= MAX_KEY and key.isprintable()):
+        key = f"invalid-{position}"
+    try:
+        text = json.dumps(metadata, allow_nan=False) if isinstance(metadata, dict) else None
+    except (ValueError, TypeError, RecursionError):
+        text = None
+    return _invalid(item_id(batch_id, key), key, text, error)
+
+
+def _invalid(job_id: str, key: str, metadata: str | None, error: InvalidJob) -> Submission:
+    header = {
+        "id": job_id,
+        "key": key,
+        "lane": keys.lane(ENVELOPE_VERSION, "normal", "default", "-"),
+        "cost": 0,
+        "invalid": ErrorInfo(code=error.code, message=str(error)[:_MAX_REASON]).model_dump_json(),
+    }
+    if metadata is not None and len(metadata) <= MAX_METADATA_BYTES:
+        header["metadata"] = metadata
+    return Submission(job_id, json.dumps(header).encode(), b"")

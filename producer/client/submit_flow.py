@@ -1,0 +1,178 @@
+"""Submitting as flows: cutting chunks, being refused, waiting for room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, TypeAlias
+
+from pagemill.producer.client.effects import Begin, Finish, Flow, Sleep, Sync
+from pagemill.producer.client.preparer import OnInvalid, record_invalid
+from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls.transitions import Submission, SubmitReply
+from pagemill.producer.wire.schema.errors import IdempotencyConflict, InvalidJob, QueueFull, RedisUnavailable
+from pagemill.producer.wire.server.scripts import Call
+
+OnFull: TypeAlias = Literal["block", "raise"]
+
+CHUNK_JOBS = 250
+CHUNK_BYTES = 1 << 20
+FIRST_PAUSE_S = 0.05
+LAST_PAUSE_S = 1.0
+RETRY_PAUSES_S = (0.1, 0.3, 0.6)
+"""Between tries to reach a server that is away."""
+
+
+def send(call: Call[list[SubmitReply]]) -> Flow[list[SubmitReply]]:
+    """Send a submit, again after short pauses if the server is away: the ids make a second one harmless."""
+    for pause in RETRY_PAUSES_S:
+        try:
+            replies: list[SubmitReply] = yield call
+        except RedisUnavailable:
+            yield Sleep(pause)
+        else:
+            return replies
+    replies = yield call
+    return replies
+
+
+def submit(queue: str, item: Submission, on_full: OnFull) -> Flow[str]:
+    """Submit one job; returns the id it goes by, another's if the idempotency key was known."""
+    pause = FIRST_PAUSE_S
+    while True:
+        try:
+            replies = yield from send(transitions.submit(queue, [item]))
+            yield Sync()
+        except RedisUnavailable as error:
+            raise RedisUnavailable(f"{error}; the job may have arrived or not", item.job_id) from error
+        except QueueFull:
+            if on_full == "raise":
+                raise
+        else:
+            reply = replies[0]
+            if reply.status != "full":
+                break
+            if on_full == "raise":
+                raise QueueFull(f"queue {queue} takes no more jobs now")
+        yield Sleep(pause)
+        pause = min(LAST_PAUSE_S, 2 * pause)
+    if reply.status == "too_large":
+        raise _too_large(queue, item)
+    if reply.status == "conflict":
+        raise IdempotencyConflict(
+            f"the idempotency key belongs to job {reply.job_id}, with another payload", reply.job_id
+        )
+    return reply.job_id
+
+
+def submit_many(
+    queue: str, batch_id: str, submissions: Iterator[Submission], on_full: OnFull, on_invalid: OnInvalid
+) -> Flow[None]:
+    """Submit an iterable of jobs chunk by chunk; returns when all are accepted.
+
+    While the server stores a chunk, the next one is prepared.
+    """
+    batch = _Batch(queue, batch_id, on_full, on_invalid)
+    sent: list[Submission] | None = None
+    pending: Any = None
+    try:
+        for chunk in cut_chunks(submissions):
+            if sent is not None:
+                settled, sent = sent, None
+                yield from batch.settle(settled, pending)
+            pending = yield Begin(batch.call(chunk))
+            sent = chunk
+    except Exception:
+        # A bad row, or whatever the caller's iterable raised: what came before it stays submitted.
+        if sent is not None:
+            yield from batch.settle(sent, pending)
+        raise
+    if sent is not None:
+        yield from batch.settle(sent, pending)
+    yield Sync()  # once: the server's file is in order, the last chunk is behind all others
+
+
+class _Batch:
+    """One bulk submit: what is sent, and what is made of the answers."""
+
+    def __init__(self, queue: str, batch_id: str, on_full: OnFull, on_invalid: OnInvalid) -> None:
+        self._queue = queue
+        self._batch_id = batch_id
+        self._on_full = on_full
+        self._on_invalid = on_invalid
+
+    def call(self, chunk: list[Submission]) -> Call[list[SubmitReply]]:
+        return transitions.submit(self._queue, chunk, batch_id=self._batch_id)
+
+    def settle(self, chunk: list[Submission], pending: Any) -> Flow[None]:
+        """See a chunk that was sent through: all of it is accepted in the end."""
+        pause = FIRST_PAUSE_S
+        reply = _received(pending)
+        while True:
+            try:
+                replies = yield from _repeated_if_lost(reply, self.call(chunk))
+            except QueueFull:
+                # Out of memory: nothing of the chunk was stored.
+                if self._on_full == "raise":
+                    raise
+            else:
+                chunk, is_full = self._left(chunk, replies)
+                if not chunk:
+                    return
+                if not is_full:
+                    reply = send(self.call(chunk))
+                    continue
+            if self._on_full == "raise":
+                raise QueueFull(f"queue {self._queue} takes no more jobs now")
+            yield Sleep(pause)
+            pause = min(LAST_PAUSE_S, 2 * pause)
+            reply = send(self.call(chunk))
+
+    def _left(self, chunk: list[Submission], replies: list[SubmitReply]) -> tuple[list[Submission], bool]:
+        """What is to be sent again, and whether for want of room. Raises InvalidJob."""
+        left, is_full = [], False
+        for item, answer in zip(chunk, replies, strict=True):
+            if answer.status == "full":
+                left.append(item)
+                is_full = True
+            elif answer.status == "too_large":
+                error = _too_large(self._queue, item)
+                if self._on_invalid == "raise":
+                    raise error
+                left.append(record_invalid(item, error))
+        return left, is_full
+
+
+def _too_large(queue: str, item: Submission) -> InvalidJob:
+    return InvalidJob(
+        f"the job has {len(item.payload)} bytes, more than queue {queue} takes", "payload_too_large"
+    )
+
+
+def _repeated_if_lost(
+    reply: Flow[list[SubmitReply]], call: Call[list[SubmitReply]]
+) -> Flow[list[SubmitReply]]:
+    try:
+        return (yield from reply)
+    except RedisUnavailable:
+        return (yield from send(call))
+
+
+def _received(pending: Any) -> Flow[list[SubmitReply]]:
+    replies: list[SubmitReply] = yield Finish(pending)
+    return replies
+
+
+def cut_chunks(submissions: Iterator[Submission]) -> Iterator[list[Submission]]:
+    """Chunks of at most 250 jobs and 1 MiB, unless one job is larger; without any job, one empty chunk."""
+    chunk: list[Submission] = []
+    size, chunks = 0, 0
+    for item in submissions:
+        grown = size + len(item.header) + len(item.payload)
+        if chunk and (len(chunk) == CHUNK_JOBS or grown > CHUNK_BYTES):
+            yield chunk
+            chunks += 1
+            chunk, grown = [], grown - size
+        chunk.append(item)
+        size = grown
+    if chunk or not chunks:
+        yield chunk

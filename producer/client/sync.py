@@ -1,0 +1,208 @@
+"""The producer for threads: submits jobs, and hands out handles to what becomes of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+from pagemill.producer.client import flows, preparer, submit_flow
+from pagemill.producer.client.base import ProducerBase
+from pagemill.producer.client.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wait
+from pagemill.producer.client.handles import BatchHandle, DeadLetters, JobHandle
+from pagemill.producer.client.listener import Listener
+from pagemill.producer.client.preparer import JobLike, OnInvalid
+from pagemill.producer.client.submit_flow import OnFull
+from pagemill.producer.client.tracing import publishing
+from pagemill.producer.wire.schema.outputs import JobStatus
+from pagemill.producer.wire.server.clients import open_client
+from pagemill.producer.wire.server.discovery import find_redis
+from pagemill.producer.wire.server.transport import Pending, SyncTransport
+
+T = TypeVar("T")
+
+
+class Producer(ProducerBase):
+    """Submits generation jobs to one queue and collects their results.
+
+    Connects when it is first used. Threads may share it, and a forked child gets connections of its own. As a
+    context manager it closes them at the end.
+
+        with Producer() as producer:
+            handle = producer.submit(prompt="The capital of France is", model="smollm2")
+            print(handle.result(timeout=60).text)
+
+    ProducerBase says what it is made with. Every method may raise RedisUnavailable.
+    """
+
+    def _init_connection(self) -> None:
+        self._lock = threading.Lock()
+        self._connection: _Connection | None = None
+
+    def submit(
+        self,
+        job: JobLike | None = None,
+        /,
+        *,
+        job_id: str | None = None,
+        on_full: OnFull = "raise",
+        **fields: Any,
+    ) -> JobHandle:
+        """Submit one job: a Job, a mapping, or its fields as keywords.
+
+        The id is minted here, so a submit that is repeated after a lost reply adds nothing: after
+        RedisUnavailable, `submit(..., job_id=error.job_id)` is safe. `on_full`: "raise" raises QueueFull,
+        "block" waits for room. Raises InvalidJob, IdempotencyConflict.
+        """
+        chosen = preparer.new_job_id() if job_id is None else preparer.check_id(job_id)
+        with publishing(self.queue, job, fields) as traceparent:
+            item = self._preparer.job(job, fields, chosen, traceparent=traceparent)
+            return JobHandle(self, self._run(submit_flow.submit(self.queue, item, on_full)))
+
+    def submit_many(
+        self,
+        jobs: Iterable[JobLike],
+        *,
+        batch_id: str | None = None,
+        on_invalid: OnInvalid = "record",
+        on_full: OnFull = "block",
+    ) -> BatchHandle:
+        """Submit an iterable of jobs as a batch; reads it lazily, and returns when all are accepted.
+
+        A job's `key` names it inside the batch. Submitting the same keys under the same `batch_id` again
+        attaches to what is there and adds only what is missing. `on_invalid`: "record" makes a bad row a
+        failed item of the batch, "raise" raises InvalidJob (what came before stays submitted). `on_full`:
+        "block" waits for room, "raise" raises QueueFull.
+        """
+        chosen = preparer.new_batch_id() if batch_id is None else preparer.check_id(batch_id)
+        with publishing(self.queue) as traceparent:
+            items = self._preparer.items(
+                jobs, chosen, on_invalid=on_invalid, by_content=batch_id is not None, traceparent=traceparent
+            )
+            self._run(submit_flow.submit_many(self.queue, chosen, items, on_full, on_invalid))
+        return BatchHandle(self, chosen)
+
+    def job(self, job_id: str) -> JobHandle:
+        """A handle to a job that was submitted elsewhere, or before. Asks the server nothing yet."""
+        return JobHandle(self, preparer.check_id(job_id))
+
+    def batch(self, batch_id: str) -> BatchHandle:
+        """A handle to a batch that was submitted elsewhere, or before. Asks the server nothing yet."""
+        return BatchHandle(self, preparer.check_id(batch_id))
+
+    def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
+        """The status of many jobs at once. Raises JobNotFound."""
+        return self._run(flows.statuses(self.queue, job_ids))
+
+    def dead_letters(self) -> DeadLetters:
+        """The queue's dead letters: of all tenants, for who looks after it."""
+        return DeadLetters(self)
+
+    def close(self) -> None:
+        """Close the connections. A later use opens new ones."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+        if connection is not None and connection.pid == os.getpid():
+            connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, flow: Flow[T]) -> T:
+        """Drive a flow that emits nothing to its value."""
+        self._connected()  # no server to be found is said at once, and not tried again
+        begun: list[Pending[Any]] = []
+        try:
+            effect = next(flow)
+            while True:
+                try:
+                    value = self._perform(effect)
+                    if isinstance(effect, Begin):
+                        begun = [value]
+                except Exception as error:
+                    effect = flow.throw(error)
+                else:
+                    effect = flow.send(value)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        finally:
+            flow.close()
+            for pending in begun:
+                pending.abandon()
+
+    def _iterate(self, flow: Flow[None]) -> Iterator[Any]:
+        """Drive a flow as its items are asked for."""
+        try:
+            effect = next(flow)
+            while True:
+                if isinstance(effect, Emit):
+                    yield effect.item
+                    effect = next(flow)
+                    continue
+                try:
+                    value = self._perform(effect)
+                except Exception as error:
+                    effect = flow.throw(error)
+                else:
+                    effect = flow.send(value)
+        except StopIteration:
+            return
+        finally:
+            flow.close()
+
+    def _perform(self, effect: Effect) -> Any:
+        match effect:
+            case Begin(call):
+                return self._connected().transport.begin(call)
+            case Finish(pending):
+                return pending.finish()
+            case Sync():
+                if self._durability == "fsync":
+                    self._connected().transport.sync(self.queue)
+            case Sleep(seconds):
+                time.sleep(seconds)
+            case Wait(topic, timeout, polled):
+                self._connected().listener.wait(topic, timeout, polled=polled)
+            case Emit():
+                raise AssertionError("a flow that emits was run for its value")
+            case call:
+                return self._connected().transport.run(call)
+        return None
+
+    def _connected(self) -> _Connection:
+        connection = self._connection
+        if connection is None or connection.pid != os.getpid():
+            # A lock that was held while the process forked is never released in the child.
+            lock = self._lock if connection is None or connection.pid == os.getpid() else threading.Lock()
+            with lock:
+                connection = self._connection
+                if connection is None or connection.pid != os.getpid():
+                    connection = _Connection(find_redis(self._url), self.queue)
+                    self._lock, self._connection = lock, connection
+        return connection
+
+
+class _Connection:
+    """What belongs to one process: a client, its transport, a listener."""
+
+    def __init__(self, url: str, queue: str) -> None:
+        self.pid = os.getpid()
+        retry = Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=2)
+        self.transport = SyncTransport(open_client(url, queue, retry=retry))
+        self.listener = Listener(self.transport, queue)
+
+    def close(self) -> None:
+        self.listener.close()
+        self.transport.close()

@@ -1,0 +1,1 @@
+"""OpenAI's formats, and files for its Batch API."""

@@ -1,0 +1,94 @@
+"""Batch files of OpenAI's Batch API: a file written for it runs here unchanged, and so does what reads its output.
+
+Lines and answers are openai_lines.py's; this is the file on a disk, with a journal beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagemill.producer.client.sync import Producer
+from pagemill.producer.dataset.journal import Failure, Journal
+from pagemill.producer.dataset.rows import DatasetError
+from pagemill.producer.dataset.work import WINDOW, Tally, Work, WorkLoop
+from pagemill.producer.dataset.writers import check_output, replacing
+from pagemill.producer.openai.lines import BatchAnswers, BatchRequests, BatchSummary, RefusedFile
+from pagemill.producer.wire.schema.job import Job
+
+
+@dataclass
+class BatchFile:
+    """One batch file. `model`: used instead of the lines' own, for files written for a model that is not here."""
+
+    path: Path
+    out: Path
+    model: str | None = None
+    window: int = WINDOW
+    deadline: float | None = None
+    """Unix seconds; what has not ended by then is expired, what has is delivered."""
+
+    @property
+    def errors_path(self) -> Path:
+        return self.out.with_name(f"{self.out.stem}.errors.jsonl")
+
+    @property
+    def journal_path(self) -> Path:
+        return self.out.with_name(self.out.name + ".partial")
+
+    def check(self) -> int:
+        """As BatchRequests.check, and the output must not be there. Raises DatasetError."""
+        check_output(self.out)
+        try:
+            return self._requests().check()
+        except RefusedFile as error:
+            place = f"{self.path}" if error.line is None else f"{self.path}, request {error.line}"
+            raise DatasetError(f"{place}: {error.reason}") from None
+
+    def models(self) -> set[str]:
+        """The models that the lines name."""
+        return self._requests().models()
+
+    def execute(
+        self, producer: Producer, on_news: Callable[[Tally], None] = lambda tally: None
+    ) -> BatchSummary:
+        """Run to the end and write both files. Call it again after any interruption."""
+        self.check()
+        with Journal(self.journal_path) as journal:
+            journal.forget_retryable()
+            WorkLoop(producer, journal, window=self.window, on_news=on_news).run(self._works)
+            return self._finish(journal)
+
+    def cancel(self, producer: Producer) -> int:
+        """Cancel what an earlier start has under way; `deliver` then writes what had finished."""
+        with Journal(self.journal_path) as journal:
+            return WorkLoop(producer, journal).cancel()
+
+    def deliver(self, producer: Producer) -> BatchSummary:
+        """Collect what has ended and write both files, without submitting anything."""
+        self.check()
+        with Journal(self.journal_path) as journal:
+            WorkLoop(producer, journal).run(lambda: iter(()))
+            return self._finish(journal)
+
+    def _requests(self) -> BatchRequests:
+        return BatchRequests(self.path, self.model, self.deadline)
+
+    def _works(self) -> Iterator[Work]:
+        for request in self._requests():
+            if isinstance(request.job, Job):
+                yield Work(request.work_key(), request.job)
+
+    def _finish(self, journal: Journal) -> BatchSummary:
+        with replacing(self.errors_path) as errors, replacing(self.out) as output:
+            answers = BatchAnswers(output, errors)
+            for request in self._requests():
+                if isinstance(request.job, Failure):
+                    answers.add(request, "", request.job)
+                    continue
+                key = request.work_key()
+                missing = journal.failure(key) or Failure("worker_lost", "it has not ended", True)
+                answers.add(request, key, journal.output(key) or missing)
+        journal.remove()
+        return answers.summary

@@ -1,0 +1,256 @@
+"""OpenAI's formats: a request's body read as jobs, results written as completions.
+
+Only fields that do something here are taken. Any other is refused by its name, unless its value is one that asks for
+nothing. Formats: the API's reference, "Chat completions" and "Completions".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pagemill.producer.wire.schema.errors import InvalidJob
+from pagemill.producer.wire.schema.job import MAX_METADATA_BYTES, SAMPLING_FIELDS, Job
+from pagemill.producer.wire.schema.outputs import Output, PositionLogprobs, TokenLogprob, Usage
+
+CHAT_URL = "/v1/chat/completions"
+COMPLETIONS_URL = "/v1/completions"
+URLS = (CHAT_URL, COMPLETIONS_URL)
+
+MAX_PROMPTS = 128
+"""Prompts in one request for completions."""
+_MAX_SHOWN = 64
+"""Characters of an unknown field's name that an error repeats."""
+
+_SAMPLING = frozenset(SAMPLING_FIELDS) - {"prompt_logprobs"}
+_COMMON = _SAMPLING | {"model", "response_format"}
+ANNOTATIONS = frozenset({"user", "safety_identifier", "prompt_cache_key"})
+"""Texts that change nothing about the output."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "echo": (False,),
+    "suffix": ("",),
+}
+"""Fields that are not supported, with the values that ask for nothing."""
+FIELDS: Mapping[str, frozenset[str]] = {
+    CHAT_URL: _COMMON | {"messages", "max_completion_tokens", "top_logprobs"},
+    COMPLETIONS_URL: _COMMON | {"prompt"},
+}
+"""What a request may ask for, by URL."""
+
+
+def read_jobs(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The jobs' fields, one job per prompt; `stream` and `stream_options` are the caller's business.
+
+    Raises InvalidJob for a field that is not supported. The values are for `Job.parse` to judge.
+    """
+    fields = _supported(url, body)
+    if url == COMPLETIONS_URL:
+        prompts = _prompts(fields.pop("prompt", None))
+        return [fields | prompt for prompt in prompts]
+    most = fields.pop("max_completion_tokens", None)
+    if most is not None and fields.setdefault("max_tokens", most) != most:
+        raise InvalidJob("give max_tokens or max_completion_tokens, not both", param="max_tokens")
+    _read_chat_logprobs(fields)
+    messages = fields.get("messages")
+    if isinstance(messages, list):
+        fields["messages"] = [_message(i, message) for i, message in enumerate(messages)]
+    return [fields]
+
+
+def read_job(url: str, body: Any) -> dict[str, Any]:
+    """The fields of a request that is to be one job, as a batch's lines are. Raises InvalidJob."""
+    if url not in URLS:
+        raise InvalidJob(f"only {' and '.join(URLS)} are supported", "unsupported_feature", "url")
+    if not isinstance(body, Mapping):
+        raise InvalidJob("body must be an object", param="body")
+    asked = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+    jobs = read_jobs(url, asked)
+    if len(jobs) != 1:
+        raise InvalidJob("several prompts in one line are not supported", "unsupported_feature", "prompt")
+    return jobs[0]
+
+
+def _supported(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in body.items():
+        if value is None:
+            continue
+        if name in FIELDS[url]:
+            fields[name] = value
+        elif name in ANNOTATIONS:
+            if not isinstance(value, str):
+                raise InvalidJob(f"{name}: Input should be a valid string", param=name)
+        elif name == "metadata":
+            _check_metadata(value)
+        elif name in NEUTRAL and any(type(value) is type(word) and value == word for word in NEUTRAL[name]):
+            continue
+        else:
+            shown = name[:_MAX_SHOWN]
+            what = "this value of" if name in NEUTRAL else "parameter"
+            raise InvalidJob(f"{what} {shown} is not supported", "unsupported_feature", shown)
+    return fields
+
+
+def _check_metadata(value: Any) -> None:
+    """OpenAI's metadata annotates what is stored; nothing is stored here."""
+    is_flat = isinstance(value, Mapping) and all(isinstance(text, str) for text in value.values())
+    if not is_flat or sum(len(name) + len(text) for name, text in value.items()) > MAX_METADATA_BYTES:
+        raise InvalidJob("metadata is an object of short texts", param="metadata")
+
+
+def _prompts(given: Any) -> list[dict[str, Any]]:
+    """A text, a list of texts, a list of token ids, or a list of such lists."""
+    if given is None:
+        raise InvalidJob("prompt is missing", param="prompt")
+    if isinstance(given, str):
+        return [{"prompt": given}]
+    if isinstance(given, list) and len(given) > 0:
+        if all(type(item) is int for item in given):
+            return [{"prompt_token_ids": given}]
+        if len(given) > MAX_PROMPTS:
+            raise InvalidJob(f"at most {MAX_PROMPTS} prompts", param="prompt")
+        if all(isinstance(item, str) for item in given):
+            return [{"prompt": item} for item in given]
+        if all(isinstance(item, list) for item in given):
+            return [{"prompt_token_ids": item} for item in given]
+    raise InvalidJob("prompt is a text, token ids, or a list of either", param="prompt")
+
+
+def _read_chat_logprobs(fields: dict[str, Any]) -> None:
+    """Chat's own spelling: `logprobs: true` with `top_logprobs`."""
+    is_wanted, top = fields.pop("logprobs", False), fields.pop("top_logprobs", None)
+    if not isinstance(is_wanted, bool):
+        raise InvalidJob("logprobs: Input should be a valid boolean", param="logprobs")
+    if is_wanted:
+        fields["logprobs"] = 0 if top is None else top
+    elif top is not None:
+        raise InvalidJob("top_logprobs needs logprobs: true", param="top_logprobs")
+
+
+def _message(number: int, message: Any) -> Any:
+    """Text parts joined, `developer` as the system that it is; anything that is not text is refused."""
+    if not isinstance(message, Mapping):
+        return message
+    # What an answer was is sent back as it came, with fields that hold nothing.
+    told = {name: value for name, value in message.items() if value not in (None, [])}
+    if told.get("role") == "developer":
+        told["role"] = "system"
+    parts = told.get("content")
+    if isinstance(parts, list):
+        place = f"messages.{number}.content"
+        if not all(_is_text_part(part) for part in parts):
+            raise InvalidJob(f"{place}: only text content is supported", "unsupported_feature", place)
+        told["content"] = "".join(part["text"] for part in parts)
+    return told
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def is_chat(url: str) -> bool:
+    return url == CHAT_URL
+
+
+def completion_id(url: str, name: str) -> str:
+    return f"{'chatcmpl' if is_chat(url) else 'cmpl'}-{name}"
+
+
+def completion(
+    url: str, name: str, *, created: int, model: str, choices: Sequence[dict[str, Any]], usage: Usage
+) -> dict[str, Any]:
+    """The answer to a request, whole."""
+    return {
+        "id": completion_id(url, name),
+        "object": "chat.completion" if is_chat(url) else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": list(choices),
+        "usage": usage_body(usage),
+    }
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def total_usage(parts: Iterable[Usage]) -> Usage:
+    """Of a request with several prompts."""
+    found = list(parts)
+    return Usage(
+        prompt_tokens=sum(part.prompt_tokens for part in found),
+        completion_tokens=sum(part.completion_tokens for part in found),
+        cached_tokens=sum(part.cached_tokens for part in found),
+    )
+
+
+def choice(url: str, sample: Output, index: int | None = None) -> dict[str, Any]:
+    """One sample of a whole answer; `index` replaces its own."""
+    return {
+        "index": sample.index if index is None else index,
+        **(
+            {"message": {"role": "assistant", "content": sample.text, "refusal": None}}
+            if is_chat(url)
+            else {"text": sample.text}
+        ),
+        "logprobs": logprobs_body(url, sample.logprobs),
+        "finish_reason": sample.finish_reason,
+    }
+
+
+def logprobs_body(
+    url: str, positions: Sequence[PositionLogprobs] | None, offset: int = 0
+) -> dict[str, Any] | None:
+    """Log probabilities of successive tokens; `offset`: characters of the output before them."""
+    if positions is None:
+        return None
+    if is_chat(url):
+        content = [{**_token(p.chosen), "top_logprobs": [_token(t) for t in p.top]} for p in positions]
+        return {"content": content, "refusal": None}
+    chosen = [position.chosen for position in positions]
+    return {
+        "tokens": [token.text for token in chosen],
+        "token_logprobs": [token.logprob for token in chosen],
+        "top_logprobs": [{t.text: _certain(t.logprob) for t in p.top} for p in positions],
+        "text_offset": _offsets([token.text for token in chosen], offset),
+    }
+
+
+def _offsets(texts: list[str], at: int) -> list[int]:
+    offsets = []
+    for text in texts:
+        offsets.append(at)
+        at += len(text)
+    return offsets
+
+
+def _token(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "bytes": list(token.text.encode()), "logprob": _certain(token.logprob)}
+
+
+def _certain(logprob: float | None) -> float:
+    """OpenAI's field is a number always; a token that was forced is certain."""
+    return 0.0 if logprob is None else logprob
+
+
+def parse_job(fields: dict[str, Any]) -> Job:
+    """As Job.parse, blaming the names that OpenAI has for what is wrong. Raises InvalidJob."""
+    try:
+        return Job.parse(fields)
+    except InvalidJob as error:
+        if error.param is not None and error.param.startswith("prompt_token_ids"):
+            error.param = "prompt"
+        raise

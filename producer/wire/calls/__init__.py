@@ -1,0 +1,1 @@
+"""Every call of a script, as a function that returns a `Call`."""

@@ -1,0 +1,112 @@
+"""Batches of the HTTP interface, as calls: opened by any gateway, run by the one that holds the lease.
+
+A batch is a file's requests, submitted as a batch of the queue under the same id. What is kept here is what the
+queue does not know: the files, the status that clients see, and who is at work on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.server.scripts import Call
+
+LEASE_MS = 10_000
+_DAY_MS = 86_400_000
+RETENTION_MS = 35 * _DAY_MS
+"""How long the record of a batch is kept."""
+
+BatchStatus = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]
+CreateReply = Literal["created", "no_file", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class ApiBatch:
+    """A batch's record: `values` as they were saved, by name."""
+
+    id: str
+    values: dict[str, str]
+
+    @property
+    def status(self) -> str:
+        return self.values["status"]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A batch that is ours for the length of a lease."""
+
+    batch: ApiBatch
+    token: int
+
+
+def create(
+    queue: str, batch_id: str, tenant: str, file_id: str, doc: str, *, window_s: float, max_open: int
+) -> Call[CreateReply]:
+    """Open a batch over a file, which is kept as long as the batch may run."""
+    needed_ms = int(1000 * window_s) + _DAY_MS
+    args = (batch_id, tenant, file_id, doc, RETENTION_MS, needed_ms, max_open)
+    return Call("api_batch_create", (keys.prefix(queue),), args, lambda reply: reply.decode())
+
+
+def claim(queue: str, lease_ms: int = LEASE_MS) -> Call[Claim | None]:
+    """Take an open batch that nobody holds."""
+    return Call("api_batch_claim", (keys.prefix(queue),), (lease_ms,), _claim)
+
+
+def save(queue: str, held: Claim, values: dict[str, Any], lease_ms: int = LEASE_MS) -> Call[str | None]:
+    """Write values and renew the lease. Returns the status, None when the claim is no longer good.
+
+    A batch that is being cancelled keeps that status. With a lease of 0 somebody else goes on.
+    """
+    return _save(queue, held, values, lease_ms)
+
+
+def end(queue: str, held: Claim, values: dict[str, Any]) -> Call[str | None]:
+    """Write the last values, its final status among them."""
+    return _save(queue, held, values, -1)
+
+
+def _save(queue: str, held: Claim, values: dict[str, Any], lease_ms: int) -> Call[str | None]:
+    pairs = (part for pair in values.items() for part in pair)
+    args = (held.batch.id, held.token, lease_ms, *pairs)
+    return Call("api_batch_save", (keys.prefix(queue),), args, lambda reply: reply.decode() or None)
+
+
+def find(queue: str, tenant: str, batch_id: str) -> Call[ApiBatch | None]:
+    """The tenant's batch of that id."""
+    args = (tenant, batch_id, "", 1)
+    return Call(
+        "api_batch_list", (keys.prefix(queue),), args, lambda reply: _batch(*reply[0]) if reply else None
+    )
+
+
+def find_all(queue: str, tenant: str, after: str, limit: int) -> Call[list[ApiBatch]]:
+    """The tenant's batches, newest first, from behind the id `after` on ("": from the first)."""
+    args = (tenant, "", after, limit)
+    return Call("api_batch_list", (keys.prefix(queue),), args, lambda reply: [_batch(*row) for row in reply])
+
+
+def cancel(queue: str, tenant: str, batch_id: str) -> Call[ApiBatch | None]:
+    """Ask its holder to cancel it. One that writes its files already, or has ended, is left alone."""
+    return Call(
+        "api_batch_cancel",
+        (keys.prefix(queue),),
+        (tenant, batch_id),
+        lambda reply: _batch(batch_id.encode(), reply) if reply else None,
+    )
+
+
+def _claim(reply: list[Any]) -> Claim | None:
+    if not reply:
+        return None
+    batch_id, token, flat = reply
+    return Claim(_batch(batch_id, flat), int(token))
+
+
+def _batch(batch_id: bytes, flat: list[bytes]) -> ApiBatch:
+    values = {name.decode(): value.decode() for name, value in zip(flat[::2], flat[1::2], strict=True)}
+    return ApiBatch(batch_id.decode(), values)

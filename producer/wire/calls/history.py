@@ -1,0 +1,142 @@
+"""A job's way through the queue: when it came, which workers ran it, and how each execution ended.
+
+The record of a job knows its present or last execution; those that did not end it are kept in a short list beside
+it (`history:<id>`), so that a job that runs through costs nothing extra.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, get_args
+
+from pagemill.producer.wire.calls.reads import unpack_progress
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.outputs import END_STATES, ErrorInfo, Progress, State, WireModel
+from pagemill.producer.wire.server.scripts import Call
+
+ExecutionEnd = Literal[
+    "running", "retried", "released", "lost", "crashed", "succeeded", "failed", "cancelled", "expired", "dead"
+]
+"""released: handed back unfinished. lost: its lease lapsed. crashed: the same, and nothing had come of it."""
+
+
+class Execution(WireModel):
+    """One worker's go at the job."""
+
+    worker: str | None
+    attempt: int
+    started_at: float | None
+    ended_at: float | None
+    """None while it runs."""
+    outcome: ExecutionEnd
+    code: str = ""
+    message: str = ""
+
+
+class JobHistory(WireModel):
+    """One job from its submit to now. Times are unix seconds by the server's clock."""
+
+    id: str
+    queue: str
+    state: State
+    model: str
+    tenant: str
+    priority: str
+    batch: str | None
+    key: str | None
+    leader: str | None
+    """The equal job whose end it shares; it does not run itself."""
+    replay_of: str | None
+    """The dead job that it runs again."""
+    created_at: float
+    finished_at: float | None
+    deadline: float | None
+    due_at: float | None
+    """When a delayed job, or a retry, may run."""
+    attempts_failed: int
+    crashes: int
+    stop_asked: str | None
+    """cancelled or expired, while its worker has not ended it yet."""
+    live_workers: int
+    """Workers that serve its model now."""
+    progress: Progress
+    executions: tuple[Execution, ...]
+    """Oldest first; of a job that was run very often the last ones."""
+    error: ErrorInfo | None
+
+
+def history(queue: str, job_id: str) -> Call[JobHistory | None]:
+    """What is known of a job; None if nothing is. Holds no prompt and no output."""
+    return Call("history", (keys.prefix(queue),), (job_id,), lambda reply: _history(queue, job_id, reply))
+
+
+def _history(queue: str, job_id: str, reply: list[Any]) -> JobHistory | None:
+    if not reply:
+        return None
+    flat, entries, out, live_workers = reply
+    record = {name.decode(): value.decode() for name, value in zip(flat[::2], flat[1::2], strict=True)}
+    _, priority, tenant, model = keys.split_lane(record["lane"])
+    error = ErrorInfo.model_validate_json(out) if out else None
+    past = [_past(json.loads(entry.decode("utf-8", "replace"))) for entry in entries]
+    return JobHistory(
+        id=job_id,
+        queue=queue,
+        state=record["state"],
+        model=model,
+        tenant=tenant,
+        priority=priority,
+        batch=record.get("batch"),
+        key=record.get("key"),
+        leader=record.get("leader"),
+        replay_of=record.get("replay_of"),
+        created_at=int(record["at"]) / 1000,
+        finished_at=_seconds(record.get("finished_at")),
+        deadline=_seconds(record.get("deadline")),
+        due_at=_seconds(record.get("due_at")),
+        attempts_failed=int(record.get("failures", 0)),
+        crashes=int(record.get("crashes", 0)),
+        stop_asked=record.get("ending"),
+        live_workers=live_workers,
+        progress=unpack_progress(record.get("progress"), record.get("progress_at")),
+        executions=(*past, *_last(record, past, error)),
+        error=error.model_copy(update={"partial": ()}) if error is not None else None,
+    )
+
+
+def _past(entry: dict[str, Any]) -> Execution:
+    known = get_args(ExecutionEnd)
+    return Execution(
+        worker=entry.get("worker"),
+        attempt=int(entry.get("attempt") or 0),
+        started_at=_seconds(entry.get("started_at")),
+        ended_at=_seconds(entry.get("at")),
+        outcome=entry["kind"] if entry.get("kind") in known else "lost",
+        code=entry.get("code") or "",
+        message=entry.get("message") or "",
+    )
+
+
+def _last(record: dict[str, str], past: list[Execution], error: ErrorInfo | None) -> list[Execution]:
+    """The execution that the record itself tells of, unless it is in the list already."""
+    started_at = _seconds(record.get("started_at"))
+    state = record["state"]
+    is_over = state in END_STATES
+    if started_at is None or not (is_over or state == "running"):
+        return []
+    if past and past[-1].started_at == started_at and past[-1].worker == record.get("worker"):
+        return []
+    return [
+        Execution(
+            worker=record.get("worker"),
+            attempt=int(record.get("attempt", 0)),
+            started_at=started_at,
+            ended_at=_seconds(record.get("finished_at")),
+            outcome=state,  # type: ignore[arg-type]  # a state that an execution can end in, or running
+            code=error.code if error is not None and is_over else "",
+            message=error.message if error is not None and is_over else "",
+        )
+    ]
+
+
+def _seconds(milliseconds: str | None) -> float | None:
+    return int(milliseconds) / 1000 if milliseconds else None

@@ -1,0 +1,85 @@
+"""What a queue takes and gives at most, and whose jobs come more often: set per queue, as calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.errors import InvalidJob
+from pagemill.producer.wire.server.scripts import Call
+
+MAX_WEIGHT = 1000
+MAX_LIMIT = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """None: no limit of the queue's own."""
+
+    jobs: int | None = None
+    """Jobs that may wait; without it the producer's own default (1,000,000) holds."""
+    payload_bytes: int | None = None
+    """Bytes of one job; never more than 1 MiB."""
+    rate: float | None = None
+    """Jobs that may start per second, on all workers together."""
+    burst: int | None = None
+    """How many of them at once, after a pause."""
+
+
+def limits(queue: str) -> Call[QueueLimits]:
+    """The queue's limits as they are."""
+    return Call("limits", (keys.prefix(queue),), (), _limits)
+
+
+def set_limits(queue: str, wanted: QueueLimits) -> Call[QueueLimits]:
+    """Set all limits of a queue; None takes one away. Raises InvalidJob for one that makes no sense.
+
+    A rate without a burst lets a second's worth start at once, at least one job.
+    """
+    burst = wanted.burst
+    if burst is None and wanted.rate is not None:
+        burst = max(1, round(wanted.rate))
+    values = {
+        "limit": wanted.jobs,
+        "max_payload": wanted.payload_bytes,
+        "rate": wanted.rate,
+        "burst": burst if wanted.rate is not None else None,
+    }
+    for name, value in values.items():
+        if value is not None and not 0 < value <= MAX_LIMIT:
+            raise InvalidJob(f"a queue's {name} is above 0 and at most {MAX_LIMIT:.0e}")
+    args = tuple(part for name, value in values.items() for part in (name, "" if value is None else value))
+    return Call("limits", (keys.prefix(queue),), args, _limits)
+
+
+def weights(queue: str) -> Call[dict[str, int]]:
+    """The weights of tenants that have another than 1."""
+    return Call("weights", (keys.prefix(queue),), (), _weights)
+
+
+def set_weights(queue: str, wanted: Mapping[str, int]) -> Call[dict[str, int]]:
+    """Set the weights of some tenants; 1 is everybody's. Raises InvalidJob for one that makes no sense."""
+    for tenant, weight in wanted.items():
+        if not keys.TENANT_PATTERN.fullmatch(tenant):
+            raise InvalidJob("a tenant is 1 to 64 of the characters A-Z a-z 0-9 . _ @ -")
+        if not 1 <= weight <= MAX_WEIGHT:
+            raise InvalidJob(f"a weight is a whole number from 1 to {MAX_WEIGHT}")
+    args = tuple(part for pair in wanted.items() for part in pair)
+    return Call("weights", (keys.prefix(queue),), args, _weights)
+
+
+def _limits(reply: list[bytes]) -> QueueLimits:
+    jobs, payload_bytes, rate, burst = (float(value) if value else None for value in reply)
+    return QueueLimits(
+        jobs=None if jobs is None else int(jobs),
+        payload_bytes=None if payload_bytes is None else int(payload_bytes),
+        rate=rate,
+        burst=None if burst is None else int(burst),
+    )
+
+
+def _weights(reply: Any) -> dict[str, int]:
+    flat = list(reply)
+    return {name.decode(): int(weight) for name, weight in zip(flat[::2], flat[1::2], strict=True)}

@@ -1,0 +1,35 @@
+"""How often somebody may ask, counted on the server for all gateways together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.server.scripts import Call
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A bucket that holds `burst` and gets `per_second` new ones."""
+
+    per_second: float
+    burst: int
+
+
+@dataclass(frozen=True, slots=True)
+class RateReply:
+    allowed: bool
+    remaining: int
+    wait_s: float
+    """Until there is one again."""
+
+
+def take(queue: str, name: str, rate: Rate) -> Call[RateReply]:
+    """Take one from the bucket `name`."""
+    return Call("rate_take", (keys.prefix(queue),), (name, rate.per_second, rate.burst), _reply)
+
+
+def _reply(reply: list[Any]) -> RateReply:
+    taken, left, wait_ms = reply
+    return RateReply(bool(taken), int(left), int(wait_ms) / 1000)

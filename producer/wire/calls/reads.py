@@ -1,0 +1,196 @@
+"""What a producer reads about jobs, as calls: status, outcome, token feed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.checkpoints import partial_outputs, read_deltas
+from pagemill.producer.wire.schema.errors import JOB_ERRORS, JobError, JobNotFound, ResultExpired
+from pagemill.producer.wire.schema.outputs import (
+    END_STATES,
+    Delta,
+    EndState,
+    ErrorInfo,
+    JobStatus,
+    Progress,
+    Result,
+    State,
+    Timing,
+)
+from pagemill.producer.wire.server.scripts import Call
+
+FEED_ENTRIES = 256
+"""Deltas that one read of a feed returns at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of a job. `state` is None for an unknown job; result and error are None until it ends."""
+
+    job_id: str
+    state: State | None
+    key: str = ""
+    metadata: dict[str, Any] | None = None
+    result: Result | None = None
+    error: ErrorInfo | None = None
+
+    def value(self) -> Result | None:
+        """The result; None while the job has not ended. Raises what stands for any other end."""
+        if self.state is None:
+            raise JobNotFound(f"no job {self.job_id}: never submitted, or its record has been removed")
+        if self.state == "succeeded" and self.result is None:
+            raise ResultExpired(f"the result of job {self.job_id} has been removed")
+        if self.state in JOB_ERRORS:
+            raise self.job_error()
+        return self.result
+
+    def job_error(self) -> JobError:
+        """The exception that stands for this end; only for a job that ended without a result."""
+        assert self.state in JOB_ERRORS
+        error = self.error or ErrorInfo(
+            code="", message=f"the job is {self.state}; the reason has been removed"
+        )
+        return JOB_ERRORS[self.state](error.message, error.code, error.retryable, error.partial)
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """News of a streaming job: deltas since the position asked for, and the outcome once it has ended.
+
+    `epoch` changes when the job begins again from its prompt; the deltas then count from position 0.
+    """
+
+    state: State | None
+    epoch: int
+    attempt: int
+    deltas: list[Delta]
+    result: Result | None
+
+    @property
+    def end(self) -> EndState | None:
+        """The terminal state, once it is reached."""
+        return next((state for state in END_STATES if state == self.state), None)
+
+
+def statuses(queue: str, job_ids: Sequence[str]) -> Call[list[JobStatus | None]]:
+    """What the jobs are doing; None for an unknown one."""
+    parse = partial(_statuses, queue, tuple(job_ids))
+    return Call("status", (keys.prefix(queue),), tuple(job_ids), parse)
+
+
+def ends(queue: str, job_ids: Sequence[str]) -> Call[list[bool]]:
+    """Which jobs have ended, or are unknown."""
+    return Call("ends", (keys.prefix(queue),), tuple(job_ids), lambda reply: [bool(ended) for ended in reply])
+
+
+def outcome(queue: str, job_id: str) -> Call[Outcome]:
+    """The end of a job, if it has come."""
+    return Call("outcome", (keys.prefix(queue),), (job_id,), read_outcome)
+
+
+def feed(queue: str, job_id: str, epoch: int, position: int) -> Call[Feed]:
+    """Deltas from `position` on, counted in the feed of `epoch`."""
+    return Call("feed", (keys.prefix(queue),), (job_id, epoch, position, FEED_ENTRIES), _feed)
+
+
+def read_outcome(record: list[Any]) -> Outcome:
+    """An end record as the scripts return it."""
+    job_id, state, key, metadata, out, leader, created_at, finished_at, entries = record
+    word: Any = state.decode() or None
+    own_metadata = _object(metadata)
+    result = None
+    if word == "succeeded" and out:
+        result = Result.model_validate_json(out)
+        if leader:
+            update = {
+                "id": job_id.decode(),
+                "copied_from": leader.decode(),
+                "timing": Timing(e2e_s=(int(finished_at) - int(created_at)) / 1000),
+                "metadata": own_metadata,
+            }
+            result = result.model_copy(update=update)
+    return Outcome(
+        job_id=job_id.decode(),
+        state=word,
+        key=key.decode(),
+        metadata=own_metadata,
+        result=result,
+        error=_error(out, entries) if word in JOB_ERRORS and out else None,
+    )
+
+
+def _error(out: bytes, entries: list[bytes]) -> ErrorInfo:
+    """The error as recorded; where the worker gave no partial output, the checkpoint tells it."""
+    error = ErrorInfo.model_validate_json(out)
+    return error if error.partial else error.model_copy(update={"partial": partial_outputs(entries)})
+
+
+def _feed(reply: list[Any]) -> Feed:
+    state, epoch, attempt, entries, out = reply
+    word: Any = state.decode() or None
+    result = Result.model_validate_json(out) if word == "succeeded" and out else None
+    return Feed(word, epoch, attempt, read_deltas(entries), result)
+
+
+def _statuses(queue: str, job_ids: tuple[str, ...], reply: list[list[Any]]) -> list[JobStatus | None]:
+    return [_status(queue, job_id, row) if row else None for job_id, row in zip(job_ids, reply, strict=True)]
+
+
+def _status(queue: str, job_id: str, row: list[Any]) -> JobStatus:
+    (state, lane, attempt, crashes, created_at, started_at, finished_at, deadline,
+     worker, progress, progress_at, leader, replay_of, position, live_workers, error, metadata) = row  # fmt: skip
+    _, priority, tenant, model = keys.split_lane(lane.decode())
+    reason = ErrorInfo.model_validate_json(error).message if error else None
+    if state == b"queued" and not leader and not live_workers:
+        reason = f"no live worker serves it (model {model})"
+    return JobStatus(
+        id=job_id,
+        state=state.decode(),
+        queue=queue,
+        model=model,
+        tenant=tenant,
+        priority=priority,
+        attempt=int(attempt or 0),
+        crashes=int(crashes or 0),
+        position=position,
+        created_at=int(created_at) / 1000,
+        started_at=_seconds(started_at),
+        finished_at=_seconds(finished_at),
+        deadline=_seconds(deadline),
+        worker=worker.decode() if worker else None,
+        progress=unpack_progress(progress.decode() if progress else None, progress_at),
+        error=reason,
+        leader=leader.decode() if leader else None,
+        replay_of=replay_of.decode() if replay_of else None,
+        metadata=_object(metadata),
+    )
+
+
+def _seconds(milliseconds: str | bytes | None) -> float | None:
+    return int(milliseconds) / 1000 if milliseconds else None
+
+
+def _object(text: bytes | None) -> dict[str, Any] | None:
+    value: dict[str, Any] | None = json.loads(text) if text else None
+    return value
+
+
+def unpack_progress(packed: str | None, updated_at: str | bytes | None) -> Progress:
+    """Progress as a job's record holds it."""
+    if not packed:
+        return Progress()
+    phase, *counts = packed.split(" ")
+    done, prompt, generated, most = map(int, counts)
+    return Progress(
+        phase=phase,  # type: ignore[arg-type]
+        prompt_tokens_done=done,
+        prompt_tokens=prompt,
+        generated_tokens=generated,
+        max_tokens=most,
+        updated_at=_seconds(updated_at) or 0.0,
+    )

@@ -1,0 +1,106 @@
+"""Files kept in Redis in pieces, as calls: a tenant's uploads, and what batches write.
+
+Begin, write every chunk, finish: only then can the file be read. Each tenant has a number of files and of bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.server.scripts import Call
+
+CHUNK_BYTES = 256 << 10
+UPLOAD_MS = 900_000
+"""What is begun and not finished by then is forgotten."""
+
+DeleteReply = Literal["deleted", "missing", "in_use"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file that is whole. Times are unix seconds."""
+
+    id: str
+    expires_at: float
+    size: int
+    chunks: int
+    filename: str
+    purpose: str
+    created_at: int
+
+
+def num_chunks(size: int) -> int:
+    return -(-size // CHUNK_BYTES)
+
+
+def begin(
+    queue: str, tenant: str, file: StoredFile, *, max_files: int, max_bytes: int, upload_ms: int = UPLOAD_MS
+) -> Call[bool]:
+    """Reserve the file's room; `expires_at` is not looked at. False: the tenant has none left."""
+    text = json.dumps({"filename": file.filename, "purpose": file.purpose, "created_at": file.created_at})
+    args = (tenant, file.id, file.size, file.chunks, text, upload_ms, max_files, max_bytes)
+    return Call("file_begin", (keys.prefix(queue),), args, bool)
+
+
+def write(queue: str, file_id: str, number: int, chunk: bytes, upload_ms: int = UPLOAD_MS) -> Call[None]:
+    """Store one chunk, of CHUNK_BYTES but for the last."""
+    return Call("file_chunk", (keys.prefix(queue),), (file_id, number, upload_ms, chunk), _nothing)
+
+
+def finish(queue: str, tenant: str, file_id: str, ttl_s: float) -> Call[StoredFile | None]:
+    """Make it readable for so long. None: something of it is missing, begin again."""
+
+    def parse(reply: list[Any]) -> StoredFile | None:
+        return _file([file_id.encode(), *reply]) if reply else None
+
+    return Call("file_finish", (keys.prefix(queue),), (tenant, file_id, int(1000 * ttl_s)), parse)
+
+
+def find(queue: str, tenant: str, file_id: str) -> Call[StoredFile | None]:
+    """The tenant's file of that id."""
+    return Call(
+        "file_list",
+        (keys.prefix(queue),),
+        (tenant, file_id),
+        lambda reply: _file(reply[0]) if reply else None,
+    )
+
+
+def find_all(queue: str, tenant: str) -> Call[list[StoredFile]]:
+    """All of the tenant's files, newest first."""
+
+    def parse(reply: list[list[Any]]) -> list[StoredFile]:
+        return sorted(map(_file, reply), key=lambda file: (file.created_at, file.id), reverse=True)
+
+    return Call("file_list", (keys.prefix(queue),), (tenant, ""), parse)
+
+
+def read(queue: str, file_id: str, number: int) -> Call[bytes | None]:
+    """One chunk; None once the file is gone."""
+    return Call("file_read", (keys.prefix(queue),), (file_id, number), lambda reply: reply)
+
+
+def delete(queue: str, tenant: str, file_id: str) -> Call[DeleteReply]:
+    """in_use: an open batch needs it."""
+    return Call("file_delete", (keys.prefix(queue),), (tenant, file_id), lambda reply: reply.decode())
+
+
+def _file(row: list[Any]) -> StoredFile:
+    file_id, expires, size, chunks, text = row
+    about = json.loads(text)
+    return StoredFile(
+        id=file_id.decode(),
+        expires_at=int(expires) / 1000,
+        size=int(size),
+        chunks=int(chunks),
+        filename=about["filename"],
+        purpose=about["purpose"],
+        created_at=about["created_at"],
+    )
+
+
+def _nothing(reply: Any) -> None:
+    return None

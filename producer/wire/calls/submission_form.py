@@ -1,0 +1,184 @@
+"""The fast way from a row to a submission: rows that differ in prompt, key and metadata alone.
+
+In a bulk submit most rows ask for the same thing of another text. What they share is validated and encoded
+once; the rest of a row is a string or two. A row that is in any way unusual is left to `Job` and `prepare`,
+which say what is wrong with it; for every other one the outcome is the same, as the tests compare.
+"""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from json.encoder import encode_basestring, encode_basestring_ascii
+from typing import Any, Final
+
+from pagemill.producer.wire.calls.transitions import Submission, header_options, lane_of
+from pagemill.producer.wire.schema.affinity import chat_affinity, prompt_affinity
+from pagemill.producer.wire.schema.job import (
+    ENVELOPE_VERSION,
+    MAX_KEY,
+    MAX_MESSAGES,
+    MAX_PAYLOAD_BYTES,
+    Job,
+    metadata_json,
+    text_tokens,
+    too_large,
+    turn_tokens,
+    work_digest,
+)
+
+MAX_FORMS = 64
+_VARYING: Final = {"prompt", "messages", "key", "metadata"}
+_ROLES: Final = frozenset({"system", "user", "assistant", "tool"})
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A row's prompt, taken apart once for all that is made of it."""
+
+    member: str
+    """`"prompt":...` or `"messages":...` as JSON."""
+    tokens: int
+    work: bytes
+    """As `Job.prompt_work`."""
+    affinity: str | None
+
+
+class JobForm:
+    """What rows of one shape have in common; made from one of them that was validated."""
+
+    __slots__ = (
+        "_envelope",
+        "_lane",
+        "_options",
+        "_output_tokens",
+        "_settings",
+        "_twin",
+        "needs_seed",
+        "tenant",
+    )
+
+    def __init__(self, job: Job) -> None:
+        shared = job.__pydantic_serializer__.to_json(job, exclude=_VARYING, exclude_defaults=True)
+        options = header_options(job.model_copy(update={"metadata": None}))
+        self.tenant = job.tenant
+        self.needs_seed = job.seed is None
+        self._settings = job.settings_work()
+        self._lane = lane_of(job)
+        self._options = "".join(f',"{name}":{_json(value)}' for name, value in options.items())
+        self._twin = f"{job.tenant}:" if job.dedupe else None
+        self._envelope = shared.decode()[1:]
+        self._output_tokens = job.output_tokens()
+
+    def digest(self, text: Text) -> str:
+        """As Job.digest."""
+        return work_digest(self._settings, text.work)
+
+    def fill(self, text: Text, job_id: str, key: str, metadata: str | None, seed: int | None) -> Submission:
+        """As `prepare`. `metadata` is JSON. Raises InvalidJob when the job is too large."""
+        quoted = encode_basestring_ascii(key)
+        envelope = f'{{"v":{ENVELOPE_VERSION},"key":{quoted},'
+        header = f'{{"id":"{job_id}","lane":"{self._lane}","cost":{text.tokens + self._output_tokens}'
+        if text.affinity is not None:
+            header += f',"affinity":"{text.affinity}"'
+        if self._twin is not None:
+            digest = self.digest(text)
+            header += f',"digest":"{digest}","twin":"{self._twin}{digest}"'
+        if seed is not None:
+            envelope += f'"seed":{seed},'
+        if metadata is not None:
+            envelope += f'"metadata":{metadata},'
+            header += f',"metadata":{encode_basestring_ascii(metadata)}'
+        payload = f"{envelope}{text.member},{self._envelope}".encode()
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise too_large(len(payload))
+        return Submission(job_id, f'{header},"key":{quoted}{self._options}}}'.encode(), payload)
+
+
+class JobForms:
+    """The forms of one bulk submit: made when a shape is seen for the second time."""
+
+    def __init__(self) -> None:
+        self._forms: dict[bytes, JobForm | None] = {}
+
+    def find(self, row: Mapping[str, Any]) -> tuple[bytes, JobForm | None]:
+        """The row's shape, and its form if it is known. An empty shape: this row has none."""
+        shape = {name: value for name, value in row.items() if name not in _VARYING}
+        try:
+            # Unlike equality it tells 1 from 1.0 and True, and it knows plain types only.
+            name = (row.get("messages") is not None).to_bytes() + marshal.dumps(shape, 2)
+        except ValueError:
+            return b"", None
+        return name, self._forms.get(name)
+
+    def learn(self, shape: bytes, job: Job) -> None:
+        """`job` is a valid row of this shape."""
+        if not shape or job.idempotency_key is not None or job.prompt_token_ids is not None:
+            return
+        if shape in self._forms:
+            self._forms[shape] = JobForm(job)
+            return
+        if len(self._forms) >= MAX_FORMS:
+            self._forms.clear()
+        self._forms[shape] = None
+
+
+def read_text(row: Mapping[str, Any]) -> Text | None:
+    """The row's prompt, or None if it is better looked at by `Job`."""
+    prompt, messages = row.get("prompt"), row.get("messages")
+    try:
+        if messages is None:
+            return _prompt(prompt) if type(prompt) is str and prompt else None
+        return _chat(messages) if prompt is None and type(messages) in (list, tuple) else None
+    except UnicodeEncodeError:
+        return None
+
+
+def read_key(row: Mapping[str, Any]) -> str | None:
+    """The row's key; empty when it has none, None if it is better looked at by `Job`."""
+    key = row.get("key")
+    if key is None:
+        return ""
+    return key if type(key) is str and 0 < len(key) <= MAX_KEY and key.isascii() else None
+
+
+def read_metadata(row: Mapping[str, Any]) -> tuple[str | None, bool]:
+    """The row's metadata as JSON, and whether there is nothing wrong with it."""
+    metadata = row.get("metadata")
+    if metadata is None:
+        return None, True
+    try:
+        return metadata_json(metadata), type(metadata) is dict
+    except (ValueError, RecursionError):
+        return None, False
+
+
+def _prompt(text: str) -> Text:
+    raw = text.encode()
+    return Text(f'"prompt":{encode_basestring(text)}', text_tokens(raw), b"p" + raw, prompt_affinity(text))
+
+
+def _chat(messages: list[Any] | tuple[Any, ...]) -> Text | None:
+    if not 0 < len(messages) <= MAX_MESSAGES:
+        return None
+    turns: list[tuple[str, str]] = []
+    for message in messages:
+        if type(message) is not dict or len(message) != 2:
+            return None
+        role, content = message.get("role"), message.get("content")
+        if type(role) is not str or role not in _ROLES or type(content) is not str:
+            return None
+        turns.append((role, content))
+    member = ",".join(
+        f'{{"role":"{role}","content":{encode_basestring(content)}}}' for role, content in turns
+    )
+    contents = [content.encode() for _, content in turns]
+    work = b"m" + b"".join(
+        b"%b:%d:%b" % (role.encode(), len(raw), raw) for (role, _), raw in zip(turns, contents, strict=True)
+    )
+    return Text(f'"messages":[{member}]', sum(map(turn_tokens, contents)), work, chat_affinity(turns))
+
+
+def _json(value: str | int) -> str:
+    return encode_basestring_ascii(value) if isinstance(value, str) else str(value)

@@ -1,0 +1,400 @@
+"""The life of a job as atomic transitions. Each function returns a `Call`; nothing here talks to a server.
+
+A worker's transitions carry the fencing token that `pull` issued. A token that is no longer the job's is
+refused and changes nothing. What a producer reads is in reads.py, batches in batches.py, workers in
+registry.py.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.checkpoints import merge_checkpoint
+from pagemill.producer.wire.schema.job import ENVELOPE_VERSION, Job
+from pagemill.producer.wire.schema.outputs import Checkpoint, Delta, EndState, ErrorInfo, Progress
+from pagemill.producer.wire.server.scripts import Call
+
+DEFAULT_QUEUE_LIMIT = 1_000_000
+"""Jobs that may be queued or delayed, unless the queue's own limit is set."""
+LEASE_MS = 6000
+SWEEP_LIMIT = 64
+"""Lapsed leases, due jobs and deadlines that one sweep handles at most, each."""
+RETRY_CAP_S = 60.0
+_TIMES = frozenset({"delay", "ttl", "run_at", "deadline"})
+_HEADER_FIELDS = _TIMES | {"max_attempts", "n"}
+
+SubmitStatus = Literal["created", "exists", "same", "conflict", "full", "too_large", "gone"]
+CheckpointReply = Literal["ok", "stale", "bad_offset", "cancelled"]
+CommitReply = Literal["committed", "fenced", "already_done", "cancelled", "expired"]
+RetryReply = Literal["retrying", "dead", "fenced", "already_done", "cancelled", "expired"]
+ReleaseReply = Literal["released", "fenced", "already_done", "cancelled", "expired"]
+CancelReply = Literal["cancelled", "requested", "done", "missing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One job on its way in: its id, the header the script reads, and the envelope it stores."""
+
+    job_id: str
+    header: bytes
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitReply:
+    """What became of one submission.
+
+    created; exists: this id was submitted before; same or conflict: the idempotency key belongs to
+    `job_id`, with an equal or another payload. Not stored at all: full, the queue's limit is reached;
+    too_large, its limit of a payload's bytes; gone, the job to be replayed is not among the dead.
+    `same` is also said of a dead job that was replayed before, as `job_id`.
+    """
+
+    status: SubmitStatus
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PulledJob:
+    """A job that this worker now holds, until its lease lapses."""
+
+    job_id: str
+    token: int
+    payload: bytes
+    """The envelope: `Job.from_payload(payload)` validates it."""
+    fingerprint: str
+    """Of what computed the checkpoint; empty when there is none."""
+    entries: tuple[bytes, ...]
+    """The checkpoint as it is stored, unread: what is no good in it is this job's trouble alone."""
+    attempt: int
+    """1 for the first execution; grows with retryable errors, not with crashes or hand-backs."""
+    crashes: int
+    alone: bool
+    """The job is a suspect: nothing else may run beside it."""
+    submitted_at: float
+    deadline: float | None
+    """Unix seconds; the worker stops the job then and commits `expired`."""
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The entries added up, nothing else checked. Raises ValueError when they are no checkpoint."""
+        return merge_checkpoint(self.entries, self.fingerprint)
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReply:
+    """What a sweep did, in how many ms the next delayed job is due (None: none is), and the crashes of the dead."""
+
+    reclaimed: int = 0
+    dead: int = 0
+    cancelled: int = 0
+    expired: int = 0
+    promoted: int = 0
+    next_due_ms: int | None = None
+    buried: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PullReply:
+    jobs: list[PulledJob]
+    swept: SweepReply
+    paused: bool
+    queued: int
+    """Jobs that still wait for a worker, of all models."""
+    limited_ms: int | None = None
+    """In how long the queue's rate limit lets the next job start; None: it may now."""
+
+    @property
+    def cancelled(self) -> int:
+        return self.swept.cancelled
+
+    @property
+    def expired(self) -> int:
+        return self.swept.expired
+
+    @property
+    def next_due_ms(self) -> int | None:
+        return self.swept.next_due_ms
+
+
+@dataclass(frozen=True, slots=True)
+class RenewReply:
+    lost: list[str]
+    """Held no longer: stop them, commit nothing."""
+    cancelled: list[str]
+    """Still held, but to be stopped and committed as cancelled or expired, with what there is."""
+
+
+def prepare(
+    job: Job,
+    job_id: str,
+    *,
+    key: str | None = None,
+    seed: int | None = None,
+    digest: str | None = None,
+    replay_of: str | None = None,
+    relay: str | None = None,
+) -> Submission:
+    """A job as `submit` takes it; `key`, `seed` and `digest` stand in where the job has none of its own.
+
+    `replay_of` names the dead job that it runs again, `relay` who is told of its end through an outbox.
+    Raises InvalidJob when the job is too large.
+    """
+    # Spelled out, because it is a fifth of a submit's cost otherwise; ids and lanes need no escaping.
+    header = f'"id":"{job_id}","lane":"{lane_of(job)}","cost":{job.cost_tokens()}'
+    affinity = job.affinity()
+    if affinity is not None:
+        header += f',"affinity":"{affinity}"'
+    options = header_options(job)
+    if job.key or key:
+        options["key"] = job.key or key or ""
+    if job.idempotency_key is not None or job.dedupe:
+        digest = digest or job.digest()
+        options["digest"] = digest
+    if job.dedupe:
+        options["twin"] = f"{job.tenant}:{digest}"
+    if replay_of is not None:
+        options["replay_of"] = replay_of
+    if relay is not None:
+        options["relay"] = relay
+    if options:
+        header += "," + json.dumps(options)[1:-1]
+    return Submission(job_id, f"{{{header}}}".encode(), job.to_payload(key=key, seed=seed))
+
+
+def lane_of(job: Job) -> str:
+    return keys.lane(ENVELOPE_VERSION, job.priority, job.tenant, job.model)
+
+
+def header_options(job: Job) -> dict[str, str | int]:
+    """What the submit script must know beyond id, lane and cost; most jobs have nothing of it."""
+    given = job.model_fields_set & _HEADER_FIELDS
+    options: dict[str, str | int] = {}
+    for name in given & _TIMES:
+        seconds = getattr(job, name)
+        if seconds is not None:
+            options[name] = round(seconds * 1000)
+    if "max_attempts" in given:
+        options["max_attempts"] = job.max_attempts
+    if "n" in given and job.n != 1:
+        options["n"] = job.n
+    if job.stream:
+        options["stream"] = 1
+    if job.webhook is not None:
+        options["webhook"] = job.webhook
+    if job.idempotency_key is not None:
+        options["idem"] = f"{job.tenant}:{job.idempotency_key}"
+    if job.metadata is not None:
+        options["metadata"] = json.dumps(job.metadata, ensure_ascii=False)
+    return options
+
+
+def submit(
+    queue: str,
+    submissions: Sequence[Submission],
+    *,
+    batch_id: str | None = None,
+    limit: int = DEFAULT_QUEUE_LIMIT,
+) -> Call[list[SubmitReply]]:
+    """Store jobs and let them wait; all that fit under the queue's limit, in order. One reply per job."""
+    jobs = [part for item in submissions for part in (item.header, item.payload)]
+    ids = tuple(item.job_id for item in submissions)
+    parse = partial(_submit_replies, ids)
+    return Call("submit", (keys.prefix(queue),), (batch_id or "", limit, *jobs), parse)
+
+
+def pull(
+    queue: str,
+    worker_id: str,
+    models: Sequence[str],
+    max_jobs: int,
+    max_cost_tokens: int,
+    lease_ms: int = LEASE_MS,
+    *,
+    holding: int = 0,
+) -> Call[PullReply]:
+    """Sweep, then lease up to `max_jobs` jobs that together cost at most `max_cost_tokens`.
+
+    `holding` is how many jobs the worker has now. At 0 the first job comes whatever it costs (the engine says
+    never_fits, if so), and a suspect may come, alone. While this worker holds a suspect, no job comes.
+    """
+    limits = (lease_ms, max_jobs, max_cost_tokens, holding)
+    args: tuple[str | int, ...] = (worker_id, *limits, ENVELOPE_VERSION, *models)
+    return Call("pull", (keys.prefix(queue),), args, _pull_reply)
+
+
+def renew(
+    queue: str, worker_id: str, held: Sequence[tuple[str, int]], lease_ms: int = LEASE_MS
+) -> Call[RenewReply]:
+    """Extend the leases of (job id, token) pairs whose token is still the job's."""
+    del worker_id  # the token alone says whose the job is
+    pairs = [part for pair in held for part in pair]
+    return Call("renew", (keys.prefix(queue),), (lease_ms, *pairs), _renew_reply)
+
+
+def checkpoint(
+    queue: str,
+    job_id: str,
+    token: int,
+    progress: Progress,
+    deltas: Sequence[Delta] = (),
+    *,
+    fingerprint: str = "",
+    restart: bool = False,
+    sign: Callable[[bytes], bytes] = bytes,
+) -> Call[CheckpointReply]:
+    """Write progress, and append what was generated since the last checkpoint; all deltas or none.
+
+    A phase other than "waiting" marks the job as having entered a step: call it with no deltas before a
+    job's first step, since only then a lost lease counts as a crash. `restart` drops what was checkpointed
+    before: for an execution that begins at the prompt again. `sign` makes an entry of a delta's JSON; equal
+    deltas must give equal entries. `cancelled`: written, but stop the job.
+    """
+    args: list[str | bytes | int] = [job_id, token, _pack_progress(progress), fingerprint, int(restart)]
+    for delta in deltas:
+        args += [
+            delta.index,
+            delta.offset,
+            len(delta.token_ids),
+            sign(delta.model_dump_json(exclude_defaults=True).encode()),
+        ]
+    return Call("checkpoint", (keys.prefix(queue),), tuple(args), _word)
+
+
+def commit(
+    queue: str,
+    job_id: str,
+    token: int,
+    state: EndState,
+    result_json: str | bytes | None = None,
+    error_json: str | bytes | None = None,
+    progress: Progress | None = None,
+) -> Call[CommitReply]:
+    """End the job. `succeeded` takes a Result as JSON, every other state an ErrorInfo.
+
+    `progress` is the job's last: with it a status never lags behind the result (it is dated by the server).
+    A job whose cancel or expiry was recorded before ends so, whatever `state` says; the reply says which.
+    """
+    outcome = result_json if state == "succeeded" else error_json
+    assert outcome is not None, f"{state} needs {'a result' if state == 'succeeded' else 'an error'}"
+    args = (job_id, token, state, outcome, _pack_progress(progress) if progress is not None else "")
+    return Call("commit", (keys.prefix(queue),), args, _word)
+
+
+def retry(
+    queue: str, job_id: str, token: int, error: ErrorInfo, delay_s: float, *, restart: bool = False
+) -> Call[RetryReply]:
+    """Count a failed attempt; the job comes back after `delay_s` at its old rank, or is dead at its cap.
+
+    `restart`: drop the checkpoint, so that the next attempt starts from the prompt.
+    """
+    last = ErrorInfo(
+        code="attempts_exhausted",
+        cause=error.code,
+        message=f"every attempt failed, the last with {error.code}: {error.message}",
+        partial=error.partial,
+    )
+    errors = (error.model_dump_json(), last.model_dump_json())
+    args = (job_id, token, round(delay_s * 1000), *errors, int(restart))
+    return Call("retry", (keys.prefix(queue),), args, _word)
+
+
+def release(queue: str, job_id: str, token: int) -> Call[ReleaseReply]:
+    """Hand the job back at its old rank. Counts neither as attempt nor as crash."""
+    return Call("release", (keys.prefix(queue),), (job_id, token), _word)
+
+
+def cancel(queue: str, job_ids: Sequence[str]) -> Call[list[CancelReply]]:
+    """End waiting jobs, and ask for the end of running ones (`requested`)."""
+    return Call("cancel", (keys.prefix(queue),), tuple(job_ids), _words)
+
+
+def sweep(queue: str, limit: int = SWEEP_LIMIT, patience_ms: int = 0) -> Call[SweepReply]:
+    """Reclaim lapsed leases, promote due jobs, end what is past its deadline, purge what is past its time.
+
+    `patience_ms`: leases that lapsed later than that are left alone.
+    """
+    return Call("sweep", (keys.prefix(queue),), (limit, patience_ms), _sweep_reply)
+
+
+def retry_delay(attempt: int) -> float:
+    """Seconds before attempt `attempt` + 1: full jitter under min(60, 2**attempt)."""
+    return random.uniform(0.0, min(RETRY_CAP_S, 2.0**attempt))
+
+
+def _word(reply: bytes) -> Any:
+    return reply.decode()
+
+
+def _words(reply: list[bytes]) -> Any:
+    return [word.decode() for word in reply]
+
+
+def _submit_replies(ids: tuple[str, ...], reply: bytes) -> list[SubmitReply]:
+    words = (word.partition(":") for word in reply.decode().split())
+    return [SubmitReply(word, other or own) for own, (word, _, other) in zip(ids, words, strict=True)]  # type: ignore[arg-type]
+
+
+def _sweep_reply(reply: list[Any]) -> SweepReply:
+    reclaimed, dead, cancelled, expired, promoted, due, deaths = reply
+    buried = tuple((job_id.decode(), crashes) for job_id, crashes in deaths)
+    return SweepReply(reclaimed, dead, cancelled, expired, promoted, due if due >= 0 else None, buried)
+
+
+def _pull_reply(reply: list[Any]) -> PullReply:
+    jobs, swept, paused, queued, limited_ms = reply
+    return PullReply(
+        [_pulled_job(*job) for job in jobs],
+        _sweep_reply(swept),
+        bool(paused),
+        queued,
+        limited_ms if limited_ms >= 0 else None,
+    )
+
+
+def _pulled_job(
+    job_id: bytes,
+    token: int,
+    payload: bytes,
+    attempt: int,
+    crashes: int,
+    alone: int,
+    created_at: bytes,
+    deadline: bytes,
+    fingerprint: bytes,
+    entries: list[bytes],
+) -> PulledJob:
+    return PulledJob(
+        job_id=job_id.decode(),
+        token=token,
+        payload=payload,
+        fingerprint=fingerprint.decode(errors="replace"),
+        entries=tuple(entries),
+        attempt=attempt,
+        crashes=crashes,
+        alone=bool(alone),
+        submitted_at=int(created_at) / 1000,
+        deadline=int(deadline) / 1000 if deadline else None,
+    )
+
+
+def _renew_reply(reply: list[list[bytes]]) -> RenewReply:
+    lost, cancelled = reply
+    return RenewReply(_words(lost), _words(cancelled))
+
+
+def _pack_progress(progress: Progress) -> str:
+    """Short enough to stay in the job hash's compact encoding (64 bytes a value)."""
+    counts = (
+        progress.prompt_tokens_done,
+        progress.prompt_tokens,
+        progress.generated_tokens,
+        progress.max_tokens,
+    )
+    return " ".join((progress.phase, *map(str, counts)))

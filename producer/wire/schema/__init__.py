@@ -1,0 +1,1 @@
+"""What is stored and sent: jobs, results, errors, key names."""

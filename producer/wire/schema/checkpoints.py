@@ -1,0 +1,70 @@
+"""From the list of deltas that a checkpoint is in Redis to the samples it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pagemill.producer.wire.schema.outputs import (
+    Checkpoint,
+    CheckpointSample,
+    Delta,
+    FinishReason,
+    Output,
+    PositionLogprobs,
+)
+from pagemill.producer.wire.schema.signing import unsigned_entry
+
+
+def read_deltas(entries: Iterable[bytes]) -> list[Delta]:
+    """Raises ValueError (pydantic's) for an entry that is no delta."""
+    return [Delta.model_validate_json(unsigned_entry(entry)) for entry in entries]
+
+
+def merge_checkpoint(
+    entries: Iterable[bytes], fingerprint: str = "", seed: int | None = None
+) -> Checkpoint | None:
+    """The samples that the entries add up to; None when there are none.
+
+    Raises ValueError when an entry is no delta, or does not go on where the one before it ended.
+    """
+    samples: dict[int, _Sample] = {}
+    for delta in read_deltas(entries):
+        samples.setdefault(delta.index, _Sample()).add(delta)
+    if not samples:
+        return None
+    seqs = tuple(samples[index].freeze(index) for index in sorted(samples))
+    return Checkpoint(fingerprint=fingerprint, seed=seed, seqs=seqs)
+
+
+def partial_outputs(entries: Iterable[bytes]) -> tuple[Output, ...]:
+    """What a job had generated when it ended without a result; nothing if that can't be read."""
+    try:
+        checkpoint = merge_checkpoint(entries)
+    except ValueError:
+        return ()
+    return tuple(Output(**dict(sample)) for sample in checkpoint.seqs) if checkpoint else ()
+
+
+class _Sample:
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.text: list[str] = []
+        self.logprobs: list[PositionLogprobs] = []
+        self.finish_reason: FinishReason | None = None
+
+    def add(self, delta: Delta) -> None:
+        if delta.offset != len(self.token_ids):
+            raise ValueError("the checkpoint has a gap")
+        self.token_ids += delta.token_ids
+        self.text.append(delta.text)
+        self.logprobs += delta.logprobs or ()
+        self.finish_reason = delta.finish_reason or self.finish_reason
+
+    def freeze(self, index: int) -> CheckpointSample:
+        return CheckpointSample(
+            index=index,
+            token_ids=tuple(self.token_ids),
+            text="".join(self.text),
+            logprobs=tuple(self.logprobs) or None,
+            finish_reason=self.finish_reason,
+        )

@@ -1,0 +1,167 @@
+"""What can go wrong between a producer, the queue and a worker.
+
+PagemillError
+├── InvalidJob             the job makes no sense, or asks for what is not supported (also a ValueError)
+├── QueueFull              the queue's limit or the server's memory is reached
+├── IdempotencyConflict    the idempotency key belongs to a job with another payload
+├── RedisUnavailable       no server, or the call's outcome is unknown: retry with the same id
+├── AccessDenied           the server's user may not do this: nothing has happened
+├── ResultTimeout          the wait ended, the job goes on (also a TimeoutError)
+├── JobNotFound            no such job, or its record has been removed
+├── ResultExpired          the job ended, its result has been removed
+└── JobError               the job ended without a result
+    ├── JobFailed          final error of the job itself
+    ├── JobDead            retryable errors or crashes used up its cap
+    ├── JobCancelled       somebody cancelled it
+    └── JobExpired         its deadline passed
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagemill.producer.wire.schema.outputs import Output
+
+ErrorCode = Literal[
+    "invalid_job",
+    "prompt_too_long",
+    "never_fits",
+    "unknown_model",
+    "schema_invalid",
+    "schema_too_complex",
+    "payload_too_large",
+    "unsigned",
+    "unsupported_feature",
+    "engine_error",
+    "out_of_memory",
+    "worker_lost",
+    "output_invalid",
+    "cancelled",
+    "deadline_exceeded",
+    "attempts_exhausted",
+    "crash_suspect",
+]
+
+FINAL_CODES: frozenset[str] = frozenset(
+    {
+        "invalid_job",
+        "prompt_too_long",
+        "never_fits",
+        "unknown_model",
+        "schema_invalid",
+        "schema_too_complex",
+        "payload_too_large",
+        "unsigned",
+        "unsupported_feature",
+    }
+)
+"""The job itself is wrong: running it again gives the same error."""
+
+RETRYABLE_CODES: frozenset[str] = frozenset(
+    {"engine_error", "out_of_memory", "worker_lost", "output_invalid"}
+)
+"""Another execution may succeed."""
+
+END_CODES: frozenset[str] = frozenset(
+    {"cancelled", "deadline_exceeded", "attempts_exhausted", "crash_suspect"}
+)
+"""Somebody or something ended the job; no error of one execution."""
+
+
+class PagemillError(Exception):
+    """The root of the tree."""
+
+
+class InvalidJob(PagemillError, ValueError):
+    """The job was refused. `code` is one of `FINAL_CODES`. The message never quotes the prompt.
+
+    `param` names the field that is to blame, where it is one.
+    """
+
+    def __init__(self, message: str, code: str = "invalid_job", param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+
+class QueueFull(PagemillError):
+    """The queue takes no more jobs now."""
+
+
+class IdempotencyConflict(PagemillError):
+    """The idempotency key is taken by `job_id`, whose payload differs."""
+
+    def __init__(self, message: str, job_id: str) -> None:
+        super().__init__(message)
+        self.job_id = job_id
+
+
+class RedisUnavailable(PagemillError):
+    """The server did not answer. After a submit the outcome is unknown.
+
+    `job_id` names the job that was being submitted: `submit(..., job_id=error.job_id)` is safe, whether
+    or not the first try arrived.
+    """
+
+    def __init__(self, message: str, job_id: str | None = None) -> None:
+        super().__init__(message)
+        self.job_id = job_id
+
+
+class AccessDenied(PagemillError):
+    """The user that the server knows us as may not do this. docs/security.md lists the rights that are needed."""
+
+
+class ResultTimeout(PagemillError, TimeoutError):
+    """The wait ended before the job did. The job goes on."""
+
+
+class JobNotFound(PagemillError, LookupError):
+    """The queue knows no such job: never submitted, removed after its time to live, or acknowledged."""
+
+
+class ResultExpired(PagemillError):
+    """The job succeeded, but its result has been removed."""
+
+
+class JobError(PagemillError):
+    """The job ended without a result.
+
+    `code` says why, `retryable` whether another submit may succeed, `partial` holds what had been generated.
+    """
+
+    state = ""
+
+    def __init__(
+        self, message: str, code: str = "", retryable: bool = False, partial: Sequence[Output] = ()
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.retryable = retryable
+        self.partial = tuple(partial)
+
+
+class JobFailed(JobError):
+    state = "failed"
+
+
+class JobDead(JobError):
+    state = "dead"
+
+
+class JobCancelled(JobError):
+    state = "cancelled"
+
+
+class JobExpired(JobError):
+    state = "expired"
+
+
+JOB_ERRORS: dict[str, type[JobError]] = {
+    error.state: error for error in (JobFailed, JobDead, JobCancelled, JobExpired)
+}
+"""Terminal state -> the error that stands for it."""

@@ -1,0 +1,357 @@
+"""What a job is: its fields, limits and envelope. What comes back is in outputs.py and re-exported here.
+
+The envelope is the job's JSON with its non-default fields and `v`, the envelope version. Workers validate it
+again when they pull, so that a job written by anybody fails alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, Strict, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.affinity import chat_affinity, prompt_affinity, token_affinity
+from pagemill.producer.wire.schema.errors import FINAL_CODES, InvalidJob
+from pagemill.producer.wire.schema.json_values import check_json
+from pagemill.producer.wire.schema.outputs import (
+    ACTIVE_STATES,
+    END_STATES,
+    BatchCounts,
+    BatchItem,
+    Checkpoint,
+    CheckpointSample,
+    Delta,
+    EndState,
+    ErrorInfo,
+    FinishReason,
+    JobStatus,
+    Output,
+    Phase,
+    PositionLogprobs,
+    Progress,
+    Result,
+    State,
+    StreamEvent,
+    Timing,
+    TokenLogprob,
+    Usage,
+    WireModel,
+)
+from pagemill.producer.wire.schema.sampling import (
+    DEFAULT_PROMPT_MAX_TOKENS,
+    SAMPLING_FIELDS,
+    Int,
+    SamplingFields,
+    StructuredOutputs,
+    TokenId,
+)
+from pagemill.producer.wire.schema.signing import split_payload
+from pagemill.producer.wire.schema.webhook_url import WebhookUrl
+
+__all__ = [
+    "ENVELOPE_VERSION",
+    "Job",
+    "Message",
+    "SamplingFields",
+    "StructuredOutputs",
+    "SAMPLING_FIELDS",
+    "DEFAULT_PROMPT_MAX_TOKENS",
+    "JobStatus",
+    "Progress",
+    "Phase",
+    "State",
+    "EndState",
+    "ACTIVE_STATES",
+    "END_STATES",
+    "Result",
+    "Output",
+    "FinishReason",
+    "PositionLogprobs",
+    "TokenLogprob",
+    "Usage",
+    "Timing",
+    "ErrorInfo",
+    "StreamEvent",
+    "BatchCounts",
+    "BatchItem",
+    "Checkpoint",
+    "CheckpointSample",
+    "Delta",
+    "WireModel",
+]
+
+ENVELOPE_VERSION = 1
+DEFAULT_MAX_ATTEMPTS = 3
+MAX_PAYLOAD_BYTES = 1 << 20
+MAX_METADATA_BYTES = 16 << 10
+MAX_METADATA_DEPTH = 16
+MAX_KEY = 255
+"""Characters in an idempotency key, or in an item's name in its batch."""
+MAX_MESSAGES = 1024
+MAX_SECONDS = 366 * 86400.0
+"""Longest delay, ttl or timeout."""
+BYTES_PER_TOKEN = 3
+"""A low guess for text, so that a job is rather thought too dear than too cheap."""
+CHAT_TOKENS_GUESS = 256
+"""What a chat that names no max_tokens is expected to generate."""
+
+_Seconds = Annotated[float, Strict(), Field(gt=0.0, le=MAX_SECONDS, allow_inf_nan=False)]
+_UnixTime = Annotated[float, Strict(), Field(ge=0.0, le=1e11, allow_inf_nan=False)]
+_Bool = Annotated[bool, Strict()]
+_Key = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=MAX_KEY)]
+
+
+class Message(WireModel):
+    """One turn of a chat."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Annotated[str, StringConstraints(strict=True, max_length=MAX_PAYLOAD_BYTES)]
+
+
+class Job(SamplingFields):
+    """One generation job: exactly one of `prompt`, `messages` and `prompt_token_ids`, a model, and options.
+
+    `Job.parse` raises `InvalidJob`; the constructor raises pydantic's ValidationError.
+    """
+
+    prompt: Annotated[str, StringConstraints(strict=True, min_length=1)] | None = None
+    messages: Annotated[tuple[Message, ...], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    prompt_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)] | None = None
+    model: Annotated[str, StringConstraints(strict=True, pattern=f"^{keys.MODEL_PATTERN.pattern}$")]
+    """The served name, never a path."""
+    priority: Literal["high", "normal", "low"] = "normal"
+    tenant: Annotated[str, StringConstraints(strict=True, pattern=f"^{keys.TENANT_PATTERN.pattern}$")] = (
+        "default"
+    )
+    deadline: _UnixTime | None = None
+    """Unix seconds. A job that has not ended by then is expired."""
+    ttl: _Seconds | None = None
+    """A deadline counted from the submit, in seconds; with `deadline`, the earlier one holds."""
+    delay: _Seconds | None = None
+    """Seconds before the job may start."""
+    run_at: _UnixTime | None = None
+    """Unix seconds before which the job does not start."""
+    timeout: _Seconds | None = None
+    """Seconds that one execution may take."""
+    max_attempts: Int = Field(default=DEFAULT_MAX_ATTEMPTS, ge=1, le=100)
+    """Executions that may end in the job's own retryable error."""
+    idempotency_key: _Key | None = None
+    dedupe: _Bool = False
+    """Do not run while an equal job of the tenant waits or runs: its end is this one's too. The outcome must
+    follow from the job, so it takes temperature 0 or a seed."""
+    key: _Key | None = None
+    """The item's name inside its batch."""
+    metadata: dict[str, Any] | None = None
+    """The caller's own JSON, handed back with status and result."""
+    stream: _Bool = False
+    """Checkpoint often, so that `stream()` sees tokens early."""
+    webhook: Annotated[str, StringConstraints(strict=True)] | None = None
+    """An https URL to be told of the end. Workers call the hosts they are allowed to, none by default."""
+    traceparent: (
+        Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")]
+        | None
+    ) = None
+
+    @classmethod
+    def parse(cls, fields: dict[str, Any]) -> Job:
+        """A job from its fields. Raises InvalidJob with every reason, and never quotes the input."""
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise InvalidJob(_reasons(error), _code(error), _param(error)) from None
+
+    @classmethod
+    def from_payload(cls, payload: bytes) -> Job:
+        """A job from its envelope; a signature in front of it is left to whoever checks. Raises InvalidJob."""
+        payload = split_payload(payload).envelope
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise InvalidJob(
+                f"the payload has {len(payload)} bytes, the limit is {MAX_PAYLOAD_BYTES}", "payload_too_large"
+            )
+        try:
+            fields = json.loads(payload, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            raise InvalidJob("the payload is not JSON") from None
+        if not isinstance(fields, dict) or fields.pop("v", None) != ENVELOPE_VERSION:
+            raise InvalidJob(f"the payload is not a version {ENVELOPE_VERSION} envelope")
+        return cls.parse(fields)
+
+    def to_payload(self, *, key: str | None = None, seed: int | None = None) -> bytes:
+        """The envelope; `key` and `seed` stand in where the job has none. Raises InvalidJob over the limit."""
+        # The serializer itself gives bytes; the method in front of it would decode them.
+        body = self.__pydantic_serializer__.to_json(self, exclude_defaults=True)
+        added = b""
+        if key is not None and self.key is None:
+            added += b'"key":%b,' % json.dumps(key).encode()
+        if seed is not None and self.seed is None:
+            added += b'"seed":%d,' % seed
+        payload = b'{"v":%d,%b%b' % (ENVELOPE_VERSION, added, body[1:])
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise too_large(len(payload))
+        return payload
+
+    def sampling(self) -> dict[str, Any]:
+        """Keyword arguments for the engine's SamplingParams, `max_tokens` resolved for plain prompts."""
+        fields = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        if self.max_tokens is None and self.messages is None:
+            fields["max_tokens"] = DEFAULT_PROMPT_MAX_TOKENS
+        return fields
+
+    def cost_tokens(self) -> int:
+        """A guess of the KV tokens the job will hold: its prompt, and its output once per sample."""
+        if self.prompt_token_ids is not None:
+            prompt_tokens = len(self.prompt_token_ids)
+        elif self.prompt is not None:
+            prompt_tokens = text_tokens(self.prompt.encode())
+        else:
+            prompt_tokens = sum(turn_tokens(message.content.encode()) for message in self.messages or ())
+        return prompt_tokens + self.output_tokens()
+
+    def output_tokens(self) -> int:
+        """How many tokens it will generate at most, or a guess of that."""
+        default = CHAT_TOKENS_GUESS if self.messages is not None else DEFAULT_PROMPT_MAX_TOKENS
+        return (self.max_tokens or default) * self.num_sequences
+
+    def affinity(self) -> str | None:
+        """Equal for jobs whose prompts begin alike; see affinity.py."""
+        if self.prompt is not None:
+            return prompt_affinity(self.prompt)
+        if self.prompt_token_ids is not None:
+            return token_affinity(self.prompt_token_ids)
+        return chat_affinity((message.role, message.content) for message in self.messages or ())
+
+    def digest(self) -> str:
+        """A hash of what the job computes: prompt, model and sampling, not when, for whom or how soon."""
+        return work_digest(self.settings_work(), self.prompt_work())
+
+    def settings_work(self) -> bytes:
+        """What the job computes, but for its prompt."""
+        # The seed of a greedy job is not used.
+        fields = _WORK_FIELDS if self.temperature > 0.0 else _WORK_FIELDS - {"seed"}
+        return self.model_dump_json(include=fields, exclude_defaults=True).encode()
+
+    def prompt_work(self) -> bytes:
+        """The prompt in a form that no other prompt has."""
+        if self.prompt is not None:
+            return b"p" + self.prompt.encode()
+        if self.prompt_token_ids is not None:
+            return b"t" + ",".join(map(str, self.prompt_token_ids)).encode()
+        turns = ((turn.role.encode(), turn.content.encode()) for turn in self.messages or ())
+        return b"m" + b"".join(b"%b:%d:%b" % (role, len(content), content) for role, content in turns)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _map_response_format(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("response_format") is None:
+            return data
+        if data.get("structured_outputs") is not None:
+            raise ValueError("give response_format or structured_outputs, not both")
+        fields = {name: value for name, value in data.items() if name != "response_format"}
+        fields["structured_outputs"] = _structure(data["response_format"])
+        return fields
+
+    @field_validator("metadata")
+    @classmethod
+    def _small_json(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None:
+            metadata_json(value)
+        return value
+
+    @field_validator("webhook")
+    @classmethod
+    def _https(cls, value: str | None) -> str | None:
+        if value is not None:
+            WebhookUrl.parse(value)
+        return value
+
+    @model_validator(mode="after")
+    def _one_prompt_one_start(self) -> Self:
+        if sum(value is not None for value in (self.prompt, self.messages, self.prompt_token_ids)) != 1:
+            raise ValueError("give exactly one of prompt, messages, prompt_token_ids")
+        if self.delay is not None and self.run_at is not None:
+            raise ValueError("give delay or run_at, not both")
+        if self.dedupe and self.temperature > 0.0 and self.seed is None:
+            raise ValueError("dedupe takes temperature 0 or a seed: other jobs differ each time they run")
+        if self.stream and self.is_ranked:
+            raise PydanticCustomError(
+                "unsupported_feature",
+                "best_of and beam_width can't stream: what is returned is known at the end",
+            )
+        return self
+
+
+_WORK_FIELDS = {*SAMPLING_FIELDS, "model"}
+
+
+def metadata_json(value: dict[str, Any]) -> str:
+    """Raises ValueError for what is not plain JSON, or too much of it."""
+    check_json(value, MAX_METADATA_DEPTH)
+    text = json.dumps(value, ensure_ascii=False)
+    if len(text.encode()) > MAX_METADATA_BYTES:
+        raise ValueError(f"metadata has more than {MAX_METADATA_BYTES} bytes of JSON")
+    return text
+
+
+def work_digest(settings: bytes, prompt: bytes) -> str:
+    """Of `Job.settings_work` and `Job.prompt_work`."""
+    return hashlib.blake2b(settings + prompt, digest_size=12).hexdigest()
+
+
+def too_large(size: int) -> InvalidJob:
+    return InvalidJob(f"the job has {size} bytes, the limit is {MAX_PAYLOAD_BYTES}", "payload_too_large")
+
+
+def text_tokens(text: bytes) -> int:
+    """A guess of the tokens in so much UTF-8."""
+    return len(text) // BYTES_PER_TOKEN + 1
+
+
+def turn_tokens(content: bytes) -> int:
+    """The same for a message, with what the chat template puts around it."""
+    return text_tokens(content) + 4
+
+
+def _structure(response_format: Any) -> dict[str, Any] | None:
+    """OpenAI's response_format as structured_outputs."""
+    match response_format:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"json": '{"type":"object"}'}
+        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
+            return {"json": schema}
+    raise ValueError(
+        "response_format must have type text, json_object or json_schema (with json_schema.schema)"
+    )
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _code(error: ValidationError) -> str:
+    """The code of the first complaint that has one of its own."""
+    types = (
+        item["type"] for item in error.errors(include_input=False, include_url=False, include_context=False)
+    )
+    return next((kind for kind in types if kind in FINAL_CODES), "invalid_job")
+
+
+def _param(error: ValidationError) -> str | None:
+    """The place of the first complaint that has one."""
+    complaints = error.errors(include_input=False, include_url=False, include_context=False)
+    return next((".".join(map(str, item["loc"])) for item in complaints if item["loc"]), None)
+
+
+def _reasons(error: ValidationError) -> str:
+    """Every complaint with its place, without a word of the input."""
+    reasons = []
+    for item in error.errors(include_input=False, include_url=False, include_context=False)[:8]:
+        place = ".".join(str(part) for part in item["loc"] if isinstance(part, int | str))
+        message = item["msg"].removeprefix("Value error, ")
+        reasons.append(f"{place}: {message}" if place else message)
+    return "; ".join(reasons)

@@ -1,0 +1,95 @@
+"""Every Redis name of a queue: the only place where they are spelled.
+
+All of them start with `pagemill:{<queue>}:`. The braces make the queue name the hash tag, so that one queue
+lives in one Cluster slot and every script touches one slot. Scripts get the prefix as their one declared key
+and append the names below; docs/protocol.md describes what each holds.
+"""
+
+from __future__ import annotations
+
+import re
+
+from pagemill.producer.wire.schema.errors import InvalidJob
+
+QUEUE_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+TENANT_PATTERN = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+MODEL_PATTERN = re.compile(r"[A-Za-z0-9._@:/+-]{1,128}")
+ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+PRIORITY_CLASSES = {"high": "0", "normal": "1", "low": "2"}
+SUSPECT_CLASS = "s"
+"""The class of jobs whose workers keep dying: each runs alone."""
+
+
+def prefix(queue: str) -> str:
+    """What every key and channel of a queue starts with; also the one KEYS entry of every script."""
+    if not QUEUE_PATTERN.fullmatch(queue):
+        raise InvalidJob("a queue name is 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+    return f"pagemill:{{{queue}}}:"
+
+
+def lane(version: int, priority: str, tenant: str, model: str) -> str:
+    """A waiting set: `<version>:<class>:<tenant>:<model>`. The model may hold colons, so it is last."""
+    return f"{version}:{PRIORITY_CLASSES[priority]}:{tenant}:{model}"
+
+
+def split_lane(name: str) -> tuple[int, str, str, str]:
+    """The version, priority, tenant and model of a lane. A suspect's lane counts as high."""
+    version, letter, tenant, model = name.split(":", 3)
+    names = {letter: priority for priority, letter in PRIORITY_CLASSES.items()}
+    return int(version), names.get(letter, "high"), tenant, model
+
+
+def job(queue: str, job_id: str) -> str:
+    """Hash: state, lane, rank, accounting, token, progress."""
+    return f"{prefix(queue)}job:{job_id}"
+
+
+def payload(queue: str, job_id: str) -> str:
+    """String: the envelope as submitted, byte for byte."""
+    return f"{prefix(queue)}in:{job_id}"
+
+
+def outcome(queue: str, job_id: str) -> str:
+    """String: the result of a job that succeeded, else its last error."""
+    return f"{prefix(queue)}out:{job_id}"
+
+
+def checkpoint(queue: str, job_id: str) -> str:
+    """List: the deltas generated so far; checkpoint and token feed in one."""
+    return f"{prefix(queue)}ckpt:{job_id}"
+
+
+def metadata(queue: str, job_id: str) -> str:
+    """String: the caller's metadata, where there is any."""
+    return f"{prefix(queue)}md:{job_id}"
+
+
+def waiting(queue: str, lane_name: str) -> str:
+    """Sorted set: job ids by submit sequence."""
+    return f"{prefix(queue)}wait:{lane_name}"
+
+
+def doorbell(queue: str, model: str) -> str:
+    """List: one element per reason to look; idle workers block on it with BLPOP."""
+    return f"{prefix(queue)}bell:{model}"
+
+
+def ended_channel(queue: str) -> str:
+    """Pub/sub: the id of every job that ended, and `batch:<id>` for each end inside a batch."""
+    return f"{prefix(queue)}ended"
+
+
+def cancel_channel(queue: str) -> str:
+    """Pub/sub: the id of every running job that should stop."""
+    return f"{prefix(queue)}cancel"
+
+
+def feed_channel(queue: str) -> str:
+    """Pub/sub: the id of every streaming job that has new tokens."""
+    return f"{prefix(queue)}feed"
+
+
+def synced(queue: str) -> str:
+    """String: written before waiting for the server's disk, so that there is something to wait for."""
+    return f"{prefix(queue)}synced"

@@ -1,0 +1,130 @@
+"""Optional signatures: who holds a key vouches for a job, and a worker for a checkpoint.
+
+HMAC-SHA256, put in front of the JSON as its first members, so that what is signed is exactly the bytes that
+follow and the whole is still JSON:
+
+    job         {"mac":"<hex>","signed_at":<unix ms>,  + the envelope without its first brace
+                over queue, job id, tenant, signed_at and the envelope
+    checkpoint  {"mac":"<hex>",                        + the delta without its first brace
+                over queue, job id, fingerprint and the delta
+
+Keys are rotated without a gap: `Keys` checks with two and signs with the first. With no key nothing is signed
+and nothing checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagemill.producer.wire.schema.errors import InvalidJob
+
+MIN_KEY_BYTES = 16
+MAX_KEYS = 2
+MAX_SKEW_S = 3600.0
+"""Between a signature's time and the submit's by the server's clock: what was recorded once cannot be submitted
+again when its job has long been forgotten."""
+
+_JOB = re.compile(rb'\{"mac":"([0-9a-f]{64})","signed_at":([0-9]{1,15}),')
+_ENTRY = re.compile(rb'\{"mac":"([0-9a-f]{64})",')
+
+
+@dataclass(frozen=True, slots=True)
+class SignedPayload:
+    """A payload taken apart; `mac` is None when there is no signature, and `envelope` then all of it."""
+
+    envelope: bytes
+    mac: str | None = None
+    signed_at_ms: int = 0
+
+
+def split_payload(payload: bytes) -> SignedPayload:
+    """Checks nothing."""
+    match = _JOB.match(payload)
+    if match is None:
+        return SignedPayload(payload)
+    return SignedPayload(b"{" + payload[match.end() :], match[1].decode(), int(match[2]))
+
+
+def unsigned_entry(entry: bytes) -> bytes:
+    """A checkpoint entry without its signature. Checks nothing."""
+    match = _ENTRY.match(entry)
+    return entry if match is None else b"{" + entry[match.end() :]
+
+
+class Keys:
+    """The keys of one producer or worker: none, one, or two while they are being changed.
+
+    Raises InvalidJob for keys that are too short or too many.
+    """
+
+    __slots__ = ("_keys",)
+
+    def __init__(self, keys: Sequence[str | bytes] = ()) -> None:
+        self._keys = tuple(key.encode() if isinstance(key, str) else bytes(key) for key in keys)
+        if len(self._keys) > MAX_KEYS:
+            raise InvalidJob(f"at most {MAX_KEYS} HMAC keys: the one in use, and the one before or after it")
+        if any(len(key) < MIN_KEY_BYTES for key in self._keys):
+            raise InvalidJob(f"an HMAC key has at least {MIN_KEY_BYTES} bytes")
+
+    def __repr__(self) -> str:
+        return f"Keys({len(self._keys)})"
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def sign_payload(self, envelope: bytes, *, queue: str, job_id: str, tenant: str) -> bytes:
+        """The envelope as it is stored; unchanged without a key."""
+        if not self._keys:
+            return envelope
+        signed_at = int(time.time() * 1000)
+        mac = _mac(self._keys[0], b"job", queue, job_id, tenant, str(signed_at), body=envelope)
+        return b'{"mac":"%b","signed_at":%d,%b' % (mac.encode(), signed_at, envelope[1:])
+
+    def check_payload(
+        self, payload: SignedPayload, *, queue: str, job_id: str, tenant: str, submitted_at: float
+    ) -> None:
+        """Raises InvalidJob (`unsigned`) unless one of the keys signed it. Without a key all pass.
+
+        `submitted_at`: unix seconds by the server's clock.
+        """
+        if not self._keys:
+            return
+        if payload.mac is None:
+            raise InvalidJob("the job is not signed, and this worker runs signed jobs only", "unsigned")
+        names = (queue, job_id, tenant, str(payload.signed_at_ms))
+        if not self._is_valid(payload.mac, b"job", *names, body=payload.envelope):
+            raise InvalidJob("the job's signature is not by a key that this worker knows", "unsigned")
+        if abs(payload.signed_at_ms / 1000 - submitted_at) > MAX_SKEW_S:
+            raise InvalidJob("the job was signed at another time than it was submitted", "unsigned")
+
+    def sign_entry(self, entry: bytes, *, queue: str, job_id: str, fingerprint: str) -> bytes:
+        """A checkpoint entry as it is stored; unchanged without a key."""
+        if not self._keys:
+            return entry
+        mac = _mac(self._keys[0], b"checkpoint", queue, job_id, fingerprint, body=entry)
+        return b'{"mac":"%b",%b' % (mac.encode(), entry[1:])
+
+    def is_entry_ours(self, entry: bytes, *, queue: str, job_id: str, fingerprint: str) -> bool:
+        """Whether a worker with one of the keys wrote it. Without a key: yes."""
+        if not self._keys:
+            return True
+        match = _ENTRY.match(entry)
+        if match is None:
+            return False
+        return self._is_valid(
+            match[1].decode(), b"checkpoint", queue, job_id, fingerprint, body=b"{" + entry[match.end() :]
+        )
+
+    def _is_valid(self, mac: str, purpose: bytes, *names: str, body: bytes) -> bool:
+        return any(hmac.compare_digest(mac, _mac(key, purpose, *names, body=body)) for key in self._keys)
+
+
+def _mac(key: bytes, purpose: bytes, *names: str, body: bytes) -> str:
+    """Names hold no NUL byte and the body comes last, so no two inputs give the same message."""
+    parts = (b"pagemill-" + purpose + b"-1", *(name.encode() for name in names), body)
+    return hmac.digest(key, b"\0".join(parts), hashlib.sha256).hex()

@@ -1,0 +1,1 @@
+"""The server side of a connection: finding it, clients, transports, scripts."""

@@ -1,0 +1,254 @@
+"""Clients for a queue's server, from an address: one server, Sentinel, or Cluster; with or without TLS.
+
+    redis://user:password@host:6379/0            one server; rediss:// with TLS; unix:///path
+    redis+sentinel://host1,host2:26380/service   the master of a service; rediss+sentinel:// with TLS
+    redis+cluster://host1:7000,host2:7000        the owner of the queue's slot; rediss+cluster:// with TLS
+
+The query takes the driver's options (`ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, ...), for Sentinel also
+`sentinel_username` and `sentinel_password`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+import redis
+import redis.asyncio
+from redis import connection, exceptions
+from redis.asyncio import connection as async_connection
+
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.server.locators import Address, ClusterLocator, Locator, SentinelLocator
+
+CONNECTION_OPTIONS: dict[str, Any] = {
+    "socket_timeout": 15.0,
+    "socket_connect_timeout": 5.0,
+    "socket_keepalive": True,
+    "health_check_interval": 30,
+}
+"""For every client of ours. A blocking command must return before `socket_timeout`."""
+
+_SCHEME = re.compile(r"(rediss?)\+(sentinel|cluster)")
+_DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
+_SENTINEL_OPTIONS = {"sentinel_username": "username", "sentinel_password": "password"}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """A parsed URL: `url` is one the driver reads; `nodes` is empty unless somebody has to be asked first."""
+
+    url: str
+    kind: str
+    nodes: tuple[Address, ...] = ()
+    service: str = ""
+    sentinel_options: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def parse(cls, url: str) -> ServerAddress:
+        """Raises ValueError, which never quotes the URL: it may hold a password."""
+        scheme, separator, rest = url.partition("://")
+        match = _SCHEME.fullmatch(scheme)
+        if match is None or not separator:
+            _check(url)
+            return cls(url, "server")
+        base, kind = match.groups()
+        parts = urlsplit(f"{base}://{rest}")
+        credentials, at, hosts = parts.netloc.rpartition("@")
+        nodes = tuple(_node(host, _DEFAULT_PORTS[kind]) for host in hosts.split(",") if host)
+        if not nodes:
+            raise ValueError(f"a {scheme} URL names at least one host")
+        service, _, database = parts.path.strip("/").partition("/")
+        if kind == "sentinel" and not service:
+            raise ValueError(f"a {scheme} URL ends in the service's name: {scheme}://host:26379/mymaster")
+        if kind == "cluster" and (service or "0") != "0":
+            raise ValueError("a Cluster has one database, 0")
+        options = dict(parse_qsl(parts.query))
+        asked = tuple(
+            (_SENTINEL_OPTIONS[n], options.pop(n)) for n in tuple(options) if n in _SENTINEL_OPTIONS
+        )
+        host = f"[{nodes[0][0]}]" if ":" in nodes[0][0] else nodes[0][0]
+        plain = f"{base}://{credentials}{at}{host}:{nodes[0][1]}/{database or 0}"
+        plain += f"?{urlencode(options)}" if options else ""
+        _check(plain)
+        return cls(plain, kind, nodes, service if kind == "sentinel" else "", asked)
+
+    def locator(self, queue: str) -> Locator | None:
+        """Who says where the queue is; None for a single server."""
+        if self.kind == "server":
+            return None
+        options = connection.parse_url(self.url)
+        options["ssl"] = options.pop("connection_class", None) is connection.SSLConnection
+        for name in ("host", "port", "db"):
+            options.pop(name, None)
+        if self.kind == "cluster":
+            return ClusterLocator(self.nodes, keys.prefix(queue), options)
+        for name in ("username", "password"):  # the server's, not the Sentinels'
+            options.pop(name, None)
+        return SentinelLocator(self.nodes, self.service, options | dict(self.sentinel_options))
+
+
+def open_client(url: str, queue: str, **options: Any) -> redis.Redis:
+    """A client (decode_responses off) for `queue`'s server, wherever that is at the moment.
+
+    `options` go on top of the URL's and of `CONNECTION_OPTIONS`. Connects when first used. Raises ValueError
+    for a URL that makes no sense.
+    """
+    address = ServerAddress.parse(url)
+    parsed = connection.parse_url(address.url)
+    given = connection_options(url) | parsed | options
+    if (locator := address.locator(queue)) is not None:
+        secure = parsed.get("connection_class") is connection.SSLConnection
+        given |= {"connection_class": _LocatedTLS if secure else _Located, "locator": locator}
+    return redis.Redis.from_pool(connection.ConnectionPool(**given))
+
+
+def open_masters(url: str) -> list[redis.Redis]:
+    """A client for every server that may hold queues: each master of a Cluster, else the one server there is.
+
+    A Cluster is asked at once: raises redis' ConnectionError when no node answers. ValueError as `open_client`.
+    """
+    address = ServerAddress.parse(url)
+    locator = address.locator("default")
+    if not isinstance(locator, ClusterLocator):
+        return [open_client(url, "default")]
+    given = connection_options(url) | connection.parse_url(address.url)
+    pools = (
+        connection.ConnectionPool(**given | {"host": host, "port": port}) for host, port in locator.masters()
+    )
+    return [redis.Redis.from_pool(pool) for pool in pools]
+
+
+def open_async_client(url: str, queue: str, *, max_connections: int, **options: Any) -> redis.asyncio.Redis:
+    """As `open_client`, for asyncio. At most `max_connections`; who finds them all in use waits."""
+    address = ServerAddress.parse(url)
+    parsed = async_connection.parse_url(address.url)
+    given = connection_options(url) | dict(parsed) | options
+    if (locator := address.locator(queue)) is not None:
+        secure = parsed.get("connection_class") is async_connection.SSLConnection
+        given |= {"connection_class": _AsyncLocatedTLS if secure else _AsyncLocated, "locator": locator}
+    pool = async_connection.BlockingConnectionPool(max_connections=max_connections, timeout=None, **given)
+    return redis.asyncio.Redis.from_pool(pool)
+
+
+def connection_options(url: str) -> dict[str, Any]:
+    """`CONNECTION_OPTIONS`, as far as `url` takes them: the driver knows no keepalive for a unix socket."""
+    is_unix = url.startswith("unix:")
+    return {
+        name: value
+        for name, value in CONNECTION_OPTIONS.items()
+        if not (is_unix and name == "socket_keepalive")
+    }
+
+
+def redacted(url: str) -> str:
+    """The URL without its passwords, for logs."""
+    shown = re.sub(r"(?<=://)([^/@]*):[^/]*@(?=[^@]*$)", r"\1:***@", url)
+    return re.sub(r"(?i)([?&][^=&]*password=)[^&]*", r"\1***", shown)
+
+
+def has_password(url: str) -> bool:
+    return redacted(url) != url
+
+
+@contextmanager
+def _noticing_moves() -> Iterator[None]:
+    """A reply that says this server is no longer the one: a lost connection, so that the next asks anew.
+
+    ASK is one too. It would send a script to a server that has only part of the queue's keys yet; waiting
+    until the slot has moved as a whole is the only safe answer.
+    """
+    try:
+        yield
+    except exceptions.ResponseError as error:
+        is_stale = isinstance(error, exceptions.ReadOnlyError | exceptions.AskError)
+        if not is_stale and not str(error).startswith(("MOVED ", "ASK ")):
+            raise
+        raise exceptions.ConnectionError(
+            f"the queue is not (wholly) on this server any more: {error}"
+        ) from error
+
+
+class _Locating:
+    """Mixed into the driver's connections: asks where to connect, each time."""
+
+    _locator: Locator
+
+    def __init__(self, *, locator: Locator, **options: Any) -> None:
+        self._locator = locator
+        super().__init__(**options)
+
+    def _connect(self) -> Any:
+        self.host, self.port = self._locator.locate()
+        return super()._connect()  # type: ignore[misc]  # the driver's connection is next in line
+
+    def read_response(self, *args: Any, **options: Any) -> Any:
+        try:
+            with _noticing_moves():
+                return super().read_response(*args, **options)  # type: ignore[misc]
+        except exceptions.ConnectionError:
+            self.disconnect()  # type: ignore[attr-defined]
+            raise
+
+
+class _AsyncLocating:
+    """As `_Locating`, for asyncio."""
+
+    _locator: Locator
+
+    def __init__(self, *, locator: Locator, **options: Any) -> None:
+        self._locator = locator
+        super().__init__(**options)
+
+    async def _connect(self) -> None:
+        self.host, self.port = await asyncio.to_thread(self._locator.locate)
+        await super()._connect()  # type: ignore[misc]
+
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        try:
+            with _noticing_moves():
+                return await super().read_response(*args, **options)  # type: ignore[misc]
+        except exceptions.ConnectionError:
+            await self.disconnect(nowait=True)  # type: ignore[attr-defined]
+            raise
+
+
+class _Located(_Locating, connection.Connection):  # type: ignore[misc]  # the driver is untyped
+    pass
+
+
+class _LocatedTLS(_Locating, connection.SSLConnection):  # type: ignore[misc]  # the driver is untyped
+    pass
+
+
+class _AsyncLocated(_AsyncLocating, async_connection.Connection):  # type: ignore[misc]  # the driver is untyped
+    pass
+
+
+class _AsyncLocatedTLS(_AsyncLocating, async_connection.SSLConnection):  # type: ignore[misc]  # the driver is untyped
+    pass
+
+
+def _check(url: str) -> None:
+    try:
+        connection.parse_url(url)
+    except ValueError as error:
+        # Of a password that is not percent-encoded, the rest is taken for the port, and quoted.
+        message = "the port is no number; in a password, percent-encode @ : / # ?"
+        raise ValueError(message if "Port" in str(error) else str(error)) from None
+
+
+def _node(text: str, default_port: int) -> Address:
+    parts = urlsplit(f"//{text}")
+    try:
+        port = parts.port
+    except ValueError:
+        raise ValueError("the port of a host is no number") from None
+    if not parts.hostname:
+        raise ValueError("a host is missing its name")
+    return parts.hostname, port or default_port

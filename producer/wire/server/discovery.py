@@ -1,0 +1,75 @@
+"""Where the server is: an address that is given, PAGEMILL_REDIS_URL, or the embedded server's server.json.
+
+Only finding is done here; a worker starts the embedded server and writes the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from urllib.parse import quote
+
+from pagemill.producer.wire.schema.errors import RedisUnavailable
+
+URL_VARIABLE = "PAGEMILL_REDIS_URL"
+USERNAME_VARIABLE = "PAGEMILL_REDIS_USERNAME"
+PASSWORD_VARIABLE = "PAGEMILL_REDIS_PASSWORD"
+STATE_DIR_VARIABLE = "PAGEMILL_STATE_DIR"
+SERVER_FILE = "server.json"
+
+
+def state_dir() -> Path:
+    """Where the embedded server keeps its files."""
+    given = os.environ.get(STATE_DIR_VARIABLE)
+    return Path(given) if given else Path.home() / ".local" / "state" / "pagemill"
+
+
+def find_redis(url: str | None = None, directory: Path | None = None) -> str:
+    """The URL to connect to. Raises RedisUnavailable, saying what to type, when there is none."""
+    if given := url or os.environ.get(URL_VARIABLE):
+        return with_credentials(given)
+    found = _embedded_url(directory or state_dir())
+    if found is None:
+        raise RedisUnavailable(
+            f"no Redis server: give a URL, set {URL_VARIABLE}, or start a worker with a server of its own: "
+            "pagemill worker --model smollm2"
+        )
+    return found
+
+
+def with_credentials(url: str) -> str:
+    """The URL with user and password from the environment, where it has none of its own.
+
+    A URL on a command line is seen by every user of the machine; an environment is not.
+    """
+    username, password = os.environ.get(USERNAME_VARIABLE, ""), os.environ.get(PASSWORD_VARIABLE)
+    scheme, separator, rest = url.partition("://")
+    if password is None or not separator or "@" in rest.partition("?")[0]:
+        return url
+    return f"{scheme}://{quote(username, safe='')}:{quote(password, safe='')}@{rest}"
+
+
+def _embedded_url(directory: Path) -> str | None:
+    """The running embedded server's address; its unix socket, where it has one."""
+    try:
+        record = json.loads((directory / SERVER_FILE).read_text(encoding="utf-8"))
+        pid, url = int(record["pid"]), str(record["url"])
+        unix_socket = record.get("unix_socket") or record.get("socket")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if not _lives(pid):
+        return None
+    if unix_socket and Path(unix_socket).exists():
+        return f"unix://{quote(str(unix_socket))}"
+    return url
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

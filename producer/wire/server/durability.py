@@ -1,0 +1,97 @@
+"""`durability="fsync"`: an answer only when the server's append-only file has it on disk.
+
+WAITAOF (Redis 7.2, Valkey 7.2) waits until everything this connection wrote is on disk. It does nothing inside
+a script, and a connection that wrote nothing is not waited for at all. So `sync` first writes one small key on
+the connection it asks on: the file is sequential, whatever the server was told before is on disk with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import redis
+import redis.asyncio
+from redis import exceptions
+
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.errors import InvalidJob, RedisUnavailable
+
+Durability = Literal["server", "fsync"]
+"""server: as the server's own `appendfsync` has it."""
+
+SYNC_TIMEOUT_MS = 4000
+"""Under `appendfsync everysec` it takes up to a second, or two on a slow disk. Below every socket timeout."""
+MARKER_TTL_MS = 86_400_000
+
+
+def sync_commands(queue: str) -> tuple[tuple[Any, ...], ...]:
+    """What to send in one pipeline: a write, so that there is something to wait for, and the wait."""
+    marker = keys.synced(queue)
+    return (
+        # The first passes at maxmemory where the second does not; the second is for when there is no marker yet.
+        ("PEXPIRE", marker, MARKER_TTL_MS),
+        ("SET", marker, "1", "PX", MARKER_TTL_MS),
+        ("WAITAOF", 1, 0, SYNC_TIMEOUT_MS),
+    )
+
+
+def sync(client: redis.Redis, queue: str) -> None:
+    """Wait until everything the server was told before is on its disk.
+
+    Raises RedisUnavailable when that is not known (call it again), InvalidJob when this server can't say.
+    """
+    with client.pipeline(transaction=False) as pipeline:
+        for command in sync_commands(queue):
+            pipeline.execute_command(*command)
+        replies = pipeline.execute(raise_on_error=False)
+    if not _is_on_disk(replies):
+        try:
+            setting = client.config_get("append*")
+        except exceptions.ResponseError:
+            setting = {}  # managed servers hide it
+        _check_setting(setting, replies[-1])
+
+
+async def sync_async(client: redis.asyncio.Redis, queue: str) -> None:
+    """As `sync`."""
+    async with client.pipeline(transaction=False) as pipeline:
+        for command in sync_commands(queue):
+            pipeline.execute_command(*command)
+        replies = await pipeline.execute(raise_on_error=False)
+    if not _is_on_disk(replies):
+        try:
+            setting = await client.config_get("append*")
+        except exceptions.ResponseError:
+            setting = {}
+        _check_setting(setting, replies[-1])
+
+
+def _is_on_disk(replies: list[Any]) -> bool:
+    """False when the server has no WAITAOF, or no append-only file."""
+    touched, written, waited = replies
+    if isinstance(waited, exceptions.ResponseError):
+        return False
+    if isinstance(waited, Exception):
+        raise waited
+    if touched != 1 and isinstance(written, Exception):
+        raise RedisUnavailable(f"nothing can be written to wait for: {written}")
+    if int(waited[0]) < 1:
+        raise RedisUnavailable(
+            f"the append-only file was not on disk within {SYNC_TIMEOUT_MS / 1000:g} s; the outcome is unknown"
+        )
+    return True
+
+
+def _check_setting(setting: dict[Any, Any], refusal: Any) -> None:
+    """Without WAITAOF, a server that syncs before every reply does as well. Raises InvalidJob for any other."""
+    values = {_text(name): _text(value) for name, value in setting.items()}
+    if (values.get("appendonly"), values.get("appendfsync")) != ("yes", "always"):
+        raise InvalidJob(
+            f'durability="fsync" needs WAITAOF (Redis 7.2 or Valkey 7.2, appendonly yes) or appendfsync '
+            f"always: {refusal}",
+            "unsupported_feature",
+        )
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -13,7 +13,7 @@ from redis.backoff import ExponentialBackoff
 from pagemill.producer.client import flows, preparer, submit_flow
 from pagemill.producer.client.aio_handles import AsyncBatchHandle, AsyncDeadLetters, AsyncJobHandle
 from pagemill.producer.client.aio_listener import AsyncListener
-from pagemill.producer.client.base import ProducerBase
+from pagemill.producer.client.base import AsyncDriver
 from pagemill.producer.client.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wait
 from pagemill.producer.client.preparer import JobLike, OnInvalid
 from pagemill.producer.client.submit_flow import OnFull
@@ -29,7 +29,7 @@ MAX_CONNECTIONS = 32
 """Ten thousand tasks may call at once; they take turns on these."""
 
 
-class AsyncProducer(ProducerBase):
+class AsyncProducer(AsyncDriver):
     """Producer for one event loop: use it on the loop that first used it.
 
     async with AsyncProducer() as producer:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING
 
 from pagemill.producer.client import dead_letter_flow, flows
+from pagemill.producer.client.base import AsyncDriver
 from pagemill.producer.client.dead_letter_flow import Replay
 from pagemill.producer.wire.calls.dead_letters import DeadLetter, OpenedLetter
 from pagemill.producer.wire.schema.outputs import (
@@ -17,16 +17,13 @@ from pagemill.producer.wire.schema.outputs import (
     StreamEvent,
 )
 
-if TYPE_CHECKING:
-    from pagemill.producer.client.aio import AsyncProducer
-
 
 class AsyncJobHandle:
     """One job, as JobHandle."""
 
     __slots__ = ("_producer", "id")
 
-    def __init__(self, producer: AsyncProducer, job_id: str) -> None:
+    def __init__(self, producer: AsyncDriver, job_id: str) -> None:
         self._producer = producer
         self.id = job_id
 
@@ -54,7 +51,7 @@ class AsyncBatchHandle:
 
     __slots__ = ("_producer", "id")
 
-    def __init__(self, producer: AsyncProducer, batch_id: str) -> None:
+    def __init__(self, producer: AsyncDriver, batch_id: str) -> None:
         self._producer = producer
         self.id = batch_id
 
@@ -84,7 +81,7 @@ class AsyncDeadLetters:
 
     __slots__ = ("_producer",)
 
-    def __init__(self, producer: AsyncProducer) -> None:
+    def __init__(self, producer: AsyncDriver) -> None:
         self._producer = producer
 
     def list(self, error: str | None = None) -> AsyncIterator[DeadLetter]:

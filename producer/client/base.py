@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import get_args
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, TypeVar, get_args
 
+from pagemill.producer.client.effects import Flow
 from pagemill.producer.client.preparer import Preparer
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import InvalidJob
@@ -12,6 +14,8 @@ from pagemill.producer.wire.schema.signing import Keys
 from pagemill.producer.wire.server.durability import Durability
 
 HMAC_KEYS_VARIABLE = "PAGEMILL_HMAC_KEYS"
+
+T = TypeVar("T")
 
 
 class ProducerBase:
@@ -50,6 +54,30 @@ class ProducerBase:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(queue={self.queue!r}, tenant={self.tenant!r})"
+
+
+class Driver(ProducerBase):
+    """A producer for threads, as its handles know it."""
+
+    def _run(self, flow: Flow[T]) -> T:
+        """Drive a flow that emits nothing to its value."""
+        raise NotImplementedError
+
+    def _iterate(self, flow: Flow[None]) -> Iterator[Any]:
+        """Drive a flow as its items are asked for."""
+        raise NotImplementedError
+
+
+class AsyncDriver(ProducerBase):
+    """A producer for asyncio, as its handles know it."""
+
+    async def _run(self, flow: Flow[T]) -> T:
+        """As `Driver._run`."""
+        raise NotImplementedError
+
+    def _iterate(self, flow: Flow[None]) -> AsyncIterator[Any]:
+        """As `Driver._iterate`."""
+        raise NotImplementedError
 
 
 def _signing_keys(given: str | bytes | None) -> Keys:

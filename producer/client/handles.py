@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from pagemill.producer.client import dead_letter_flow, flows
+from pagemill.producer.client.base import Driver
 from pagemill.producer.client.dead_letter_flow import Replay
 from pagemill.producer.wire.calls.dead_letters import DeadLetter, OpenedLetter
 from pagemill.producer.wire.schema.outputs import (
@@ -17,16 +17,13 @@ from pagemill.producer.wire.schema.outputs import (
     StreamEvent,
 )
 
-if TYPE_CHECKING:
-    from pagemill.producer.client.sync import Producer
-
 
 class JobHandle:
     """One job. Every method may raise JobNotFound and RedisUnavailable."""
 
     __slots__ = ("_producer", "id")
 
-    def __init__(self, producer: Producer, job_id: str) -> None:
+    def __init__(self, producer: Driver, job_id: str) -> None:
         self._producer = producer
         self.id = job_id
 
@@ -63,7 +60,7 @@ class BatchHandle:
 
     __slots__ = ("_producer", "id")
 
-    def __init__(self, producer: Producer, batch_id: str) -> None:
+    def __init__(self, producer: Driver, batch_id: str) -> None:
         self._producer = producer
         self.id = batch_id
 
@@ -105,7 +102,7 @@ class DeadLetters:
 
     __slots__ = ("_producer",)
 
-    def __init__(self, producer: Producer) -> None:
+    def __init__(self, producer: Driver) -> None:
         self._producer = producer
 
     def list(self, error: str | None = None) -> Iterator[DeadLetter]:

@@ -13,7 +13,7 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from pagemill.producer.client import flows, preparer, submit_flow
-from pagemill.producer.client.base import ProducerBase
+from pagemill.producer.client.base import Driver
 from pagemill.producer.client.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wait
 from pagemill.producer.client.handles import BatchHandle, DeadLetters, JobHandle
 from pagemill.producer.client.listener import Listener
@@ -28,7 +28,7 @@ from pagemill.producer.wire.server.transport import Pending, SyncTransport
 T = TypeVar("T")
 
 
-class Producer(ProducerBase):
+class Producer(Driver):
     """Submits generation jobs to one queue and collects their results.
 
     Connects when it is first used. Threads may share it, and a forked child gets connections of its own. As a

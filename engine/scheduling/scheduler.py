@@ -22,8 +22,8 @@ from pagemill.engine.outputs import (
     SchedulerStats,
 )
 from pagemill.engine.plan import StepPlan, StepResult
+from pagemill.engine.scheduling.admissibility import check_fits
 from pagemill.engine.scheduling.beam_search import BeamSearch, restart_beams
-from pagemill.engine.scheduling.fitting import check_fits
 from pagemill.engine.scheduling.kv.manager import KVCacheManager
 from pagemill.engine.scheduling.request import Candidates, Request, Sequence, SequenceStatus, SequenceUpdate
 from pagemill.engine.scheduling.running_batch import RunningBatch

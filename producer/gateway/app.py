@@ -20,8 +20,8 @@ from pagemill.producer.gateway.batches import BatchEndpoints
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.errors import ApiError, JsonResponse, as_api_error, not_found
 from pagemill.producer.gateway.files import FileEndpoints
-from pagemill.producer.gateway.frontdoor import STATUS_CLIENT_GONE, ClientGone, Frontdoor
 from pagemill.producer.gateway.gateway import Gateway
+from pagemill.producer.gateway.limits import STATUS_CLIENT_GONE, ClientGone, RequestLimits
 from pagemill.producer.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from pagemill.producer.openai.formats import CHAT_URL, COMPLETIONS_URL
 from pagemill.producer.wire.calls import registry
@@ -33,7 +33,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 _READY_PATIENCE_S = 2.0
 
 
-def build_app(config: GatewayConfig, metrics: GatewayMetrics | None = None) -> Frontdoor:
+def build_app(config: GatewayConfig, metrics: GatewayMetrics | None = None) -> RequestLimits:
     """Ready to be served; connects when it is first asked. Raises KeyFileError."""
     gateway = Gateway(config, metrics or GatewayMetrics())
     runner = BatchRunner(gateway)
@@ -59,7 +59,7 @@ def build_app(config: GatewayConfig, metrics: GatewayMetrics | None = None) -> F
         },
     )
     app.router.redirect_slashes = False
-    return Frontdoor(app, config, gateway.metrics, {route.endpoint: route.path for route in routes})
+    return RequestLimits(app, config, gateway.metrics, {route.endpoint: route.path for route in routes})
 
 
 def _routes(gateway: Gateway, runner: BatchRunner) -> list[Route]:

@@ -11,12 +11,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagemill.producer.gateway.asking import read_object
 from pagemill.producer.gateway.batch_runner import BatchRunner
 from pagemill.producer.gateway.errors import ApiError, JsonResponse, not_found
 from pagemill.producer.gateway.files import FILE_ID, LONGEST_TTL_S, read_ttl
 from pagemill.producer.gateway.gateway import Gateway
-from pagemill.producer.gateway.pages import page_body, read_paging
+from pagemill.producer.gateway.pagination import page_body, read_paging
+from pagemill.producer.gateway.request_parsing import read_object
 from pagemill.producer.openai.formats import URLS
 from pagemill.producer.wire.calls import api_batches
 from pagemill.producer.wire.calls.api_batches import ApiBatch

@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagemill.producer.client.aio_handles import AsyncJobHandle
-from pagemill.producer.gateway.asking import Ask, read_ask
 from pagemill.producer.gateway.errors import JsonResponse
 from pagemill.producer.gateway.gateway import Gateway, while_connected
+from pagemill.producer.gateway.request_parsing import Ask, read_ask
 from pagemill.producer.gateway.streaming import GRACE_S, CompletionStream, EventStream
 from pagemill.producer.openai.formats import choice, completion, total_usage
 from pagemill.producer.wire.schema.errors import QueueFull

@@ -19,7 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from pagemill.producer.gateway.config import DAY_S
 from pagemill.producer.gateway.errors import ApiError, JsonResponse, not_found, retry_later
 from pagemill.producer.gateway.gateway import Gateway
-from pagemill.producer.gateway.pages import page_body, read_paging
+from pagemill.producer.gateway.pagination import page_body, read_paging
 from pagemill.producer.wire.calls import stored_files
 from pagemill.producer.wire.calls.stored_files import CHUNK_BYTES, StoredFile
 

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from pagemill.producer.gateway.asking import TIMEOUT_HEADER
+from pagemill.producer.gateway.request_parsing import TIMEOUT_HEADER
 from pagemill.producer.openai.formats import ANNOTATIONS, CHAT_URL, COMPLETIONS_URL, FIELDS, NEUTRAL, URLS
 from pagemill.producer.wire.schema.job import Job
 

@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pagemill.producer.client.aio_handles import AsyncJobHandle
-from pagemill.producer.gateway.asking import Ask
 from pagemill.producer.gateway.errors import ApiError, as_api_error, stopping
+from pagemill.producer.gateway.request_parsing import Ask
 from pagemill.producer.openai.formats import completion_id, is_chat, logprobs_body, total_usage, usage_body
 from pagemill.producer.wire.schema.errors import PagemillError, ResultTimeout
 from pagemill.producer.wire.schema.outputs import PositionLogprobs, Result, StreamEvent, Usage

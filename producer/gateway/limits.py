@@ -32,7 +32,7 @@ class ClientGone(Exception):
     """Nobody is there to answer."""
 
 
-class Frontdoor:
+class RequestLimits:
     """The outermost application. `routes`: how each endpoint is called in the metrics."""
 
     def __init__(
@@ -49,59 +49,58 @@ class Frontdoor:
             await self._app(scope, receive, send)
             return
         started = time.monotonic()
-        exchange = _Exchange(self, scope, receive, send)
+        request = LimitedRequest(self, scope, receive, send)
         self.metrics.in_flight += 1
         try:
-            await self._answer(exchange, scope)
+            await self._answer(request, scope)
         except asyncio.CancelledError:
             # Nothing but the end of the gateway's drain cancels a request; the server would answer it 500.
-            if exchange.has_begun:
+            if request.has_begun:
                 raise
-            await stopping().response()(scope, exchange.receive, exchange.send)
+            await stopping().response()(scope, request.receive, request.send)
         except Exception:
             # The framework wraps what is raised after an answer has begun.
-            if not exchange.is_gone:
+            if not request.is_gone:
                 raise
-            exchange.status = STATUS_CLIENT_GONE
+            request.status = STATUS_CLIENT_GONE
             if (abort := scope.get("state", {}).get("abort")) is not None:
                 abort()
-                await asyncio.sleep(
-                    0
-                )  # the connection hears of it before the server asks where the answer is
+                # The connection hears of it before the server asks where the answer is.
+                await asyncio.sleep(0)
                 await asyncio.sleep(0)
         finally:
-            exchange.release()
+            request.release()
             self.metrics.in_flight -= 1
             route = self._routes.get(scope.get("endpoint"), "(none)")
             method = scope["method"] if scope["method"] in _METHODS else "?"
-            self.metrics.finished(route, method, exchange.status, time.monotonic() - started)
+            self.metrics.finished(route, method, request.status, time.monotonic() - started)
 
-    async def _answer(self, exchange: _Exchange, scope: Scope) -> None:
+    async def _answer(self, request: LimitedRequest, scope: Scope) -> None:
         try:
             # Probes and metrics tell how it is, busy or not.
             if self.metrics.in_flight > self.config.max_in_flight and scope["path"].startswith("/v1/"):
                 self.metrics.refused["busy"] += 1
                 raise retry_later(503, "the gateway has too many requests under way", "busy")
-            exchange.check_head()
+            request.check_head()
         except ApiError as error:
-            await error.response()(scope, exchange.receive, exchange.send)
+            await error.response()(scope, request.receive, request.send)
         else:
-            await self._app(scope, exchange.receive, exchange.send)
+            await self._app(scope, request.receive, request.send)
 
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"})
 
 
-class _Exchange:
+class LimitedRequest:
     """One request and its answer."""
 
-    def __init__(self, door: Frontdoor, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, limits: RequestLimits, scope: Scope, receive: Receive, send: Send) -> None:
         self.status = STATUS_CLIENT_GONE
         self.is_gone = False
         self.has_begun = False
         """Its answer, that is."""
-        self._door = door
-        self._config = door.config
+        self._limits = limits
+        self._config = limits.config
         self._receive = receive
         self._send = send
         self._started = time.monotonic()
@@ -111,7 +110,7 @@ class _Exchange:
         self._length = int(length) if length.isdecimal() else 0
         self._is_complete = not (self._length or "transfer-encoding" in headers)
         self._is_upload = scope["method"] == "POST" and scope["path"].rstrip("/") == "/v1/files"
-        config = door.config
+        config = limits.config
         self._limit = config.max_file_bytes + FORM_BYTES if self._is_upload else config.max_body_bytes
         self._received = 0
         self._held = 0
@@ -157,7 +156,7 @@ class _Exchange:
         await self._pass_on(message)
 
     def release(self) -> None:
-        self._door.held_bytes -= self._held
+        self._limits.held_bytes -= self._held
         self._held = 0
 
     async def _pass_on(self, message: Message) -> None:
@@ -188,9 +187,9 @@ class _Exchange:
             raise self._too_large()
         if not self._is_upload:
             self._held += size
-            self._door.held_bytes += size
-            if self._door.held_bytes > MAX_HELD_BYTES:
-                self._door.metrics.refused["busy"] += 1
+            self._limits.held_bytes += size
+            if self._limits.held_bytes > MAX_HELD_BYTES:
+                self._limits.metrics.refused["busy"] += 1
                 raise retry_later(503, "the gateway has too many large requests under way", "busy")
 
     def _too_large(self) -> ApiError:

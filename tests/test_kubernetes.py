@@ -22,7 +22,7 @@ from pagemill.__main__ import app
 from pagemill.monitoring.catalogue import CATALOGUE
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.process import CLOSE_S
-from pagemill.worker.queue_exporter import QueueExporter, QueueSet
+from pagemill.worker.status.queue_exporter import QueueExporter, QueueSet
 from tests.conftest import _free_port, server_binary
 from tests.monitoring.prometheus_server import SERIES, promtool
 from tests.producer.gateway.serving import gateway

@@ -14,8 +14,8 @@ from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
 from pagemill.producer.wire.schema.signing import Keys
 from pagemill.producer.wire.server.durability import Durability
-from pagemill.worker.webhook_delivery import secret_bytes
-from pagemill.worker.webhook_policy import WebhookPolicy
+from pagemill.worker.webhooks.delivery import secret_bytes
+from pagemill.worker.webhooks.policy import WebhookPolicy
 
 ENV_PREFIX = "PAGEMILL_"
 DEFAULT_HTTP_PORT = 9790

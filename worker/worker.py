@@ -25,21 +25,21 @@ from pagemill.monitoring.queue_figures import QueueFigures
 from pagemill.monitoring.scrape_metrics import WorkerIdentity
 from pagemill.monitoring.tracing import Tracing
 from pagemill.producer.wire.calls.registry import WorkerInfo
-from pagemill.worker.admission import Admission
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.engine_thread import EngineState, EngineThread
-from pagemill.worker.http import Health, LivePage, Probes, StatusServer
-from pagemill.worker.intake import Intake
 from pagemill.worker.job_queue import Connectivity, JobQueue, ServerClock, warn_about_server
-from pagemill.worker.job_table import JobTable
-from pagemill.worker.journal import Journal
-from pagemill.worker.leases import LeaseKeeper
-from pagemill.worker.live_view import LiveView
-from pagemill.worker.progress import ProgressReporter
-from pagemill.worker.queue_reader import QueueReader
-from pagemill.worker.running_job import RunningJob
-from pagemill.worker.webhook_policy import WebhookPolicy
-from pagemill.worker.webhooks import WebhookSender
+from pagemill.worker.jobs.admission import Admission
+from pagemill.worker.jobs.intake import Intake
+from pagemill.worker.jobs.job_table import JobTable
+from pagemill.worker.jobs.journal import Journal
+from pagemill.worker.jobs.leases import LeaseKeeper
+from pagemill.worker.jobs.reporter import ProgressReporter
+from pagemill.worker.jobs.running_job import RunningJob
+from pagemill.worker.status.live_view import LiveView
+from pagemill.worker.status.queue_reader import QueueReader
+from pagemill.worker.status.server import Health, LivePage, Probes, StatusServer
+from pagemill.worker.webhooks.policy import WebhookPolicy
+from pagemill.worker.webhooks.sender import WebhookSender
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class Worker:
     def start(self) -> None:
         """Check the server, open the status port, begin to load the model.
 
-        Raises RedisUnavailable, or OSError (`pagemill.worker.http.PortTaken`) when the port can't be had.
+        Raises RedisUnavailable, or OSError (`pagemill.worker.status.server.PortTaken`) when the port can't be had.
         """
         probe = self._new_queue()
         warn_about_server(probe.server_info())

@@ -41,7 +41,7 @@ def exporter(
     url = find_redis(redis_url)
     try:
         from pagemill.monitoring.logging import configure_logging
-        from pagemill.worker.queue_exporter import QueueSet, run_exporter
+        from pagemill.worker.status.queue_exporter import QueueSet, run_exporter
     except ModuleNotFoundError as error:
         say(f"{error.name} is missing: pip install 'pagemill[exporter]'")
         raise typer.Exit(EXIT_USAGE) from error

@@ -17,7 +17,7 @@ from pagemill.monitoring.queue_figures import QueueFigures
 from pagemill.monitoring.top import screen
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.producer.wire.server.discovery import find_redis
-from pagemill.worker.top_source import TopSource
+from pagemill.worker.status.top_source import TopSource
 
 FIRST_MAP_S = 0.5
 ONCE_ROWS = 50

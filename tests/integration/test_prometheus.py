@@ -17,7 +17,7 @@ import pytest
 from pagemill.engine.outputs import EngineStats, HistogramSnapshot
 from pagemill.monitoring.engine_metrics import ENGINE_METRICS
 from pagemill.monitoring.kv_cache_metrics import KV_CACHE_METRICS
-from pagemill.worker.queue_exporter import QueueExporter, QueueSet
+from pagemill.worker.status.queue_exporter import QueueExporter, QueueSet
 from pagemill.worker.worker import Worker
 from tests.conftest import RedisServer, server_binary
 from tests.integration.prometheus_clients import Clients

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagemill.worker.queue_exporter import QueueExporter, QueueSet
+from pagemill.worker.status.queue_exporter import QueueExporter, QueueSet
 from tests.chaos import invariants
 from tests.monitoring.prometheus_server import PrometheusServer, program
 from tests.worker.harness import QueueClient, WorkerProcess, eventually, get, process_settings

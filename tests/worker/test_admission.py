@@ -9,9 +9,9 @@ from pagemill.engine.outputs import Capacity, EngineStats, KVCacheStats, Schedul
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
-from pagemill.worker.admission import MAX_JOBS_PER_PULL, OutputForecast, credit
 from pagemill.worker.engine_thread import EngineState, EngineThread
-from pagemill.worker.running_job import RunningJob, sample_records
+from pagemill.worker.jobs.admission import MAX_JOBS_PER_PULL, OutputForecast, credit
+from pagemill.worker.jobs.running_job import RunningJob, sample_records
 
 BLOCK_SIZE = 16
 

@@ -9,7 +9,7 @@ import pytest
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.outputs import Progress
-from pagemill.worker.queue_exporter import QueueSet
+from pagemill.worker.status.queue_exporter import QueueSet
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
 
 SECRET = "a word that no log may hold"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagemill.worker.http import Health, PortTaken, Probes, StatusServer
+from pagemill.worker.status.server import Health, PortTaken, Probes, StatusServer
 
 
 class Answers:
@@ -75,7 +75,7 @@ def test_the_default_port_moves_on_when_it_is_taken(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        monkeypatch.setattr("pagemill.worker.http.DEFAULT_HTTP_PORT", taken.getsockname()[1])
+        monkeypatch.setattr("pagemill.worker.status.server.DEFAULT_HTTP_PORT", taken.getsockname()[1])
         server = StatusServer("127.0.0.1", None, answers.probes())
         try:
             assert server.port > taken.getsockname()[1]

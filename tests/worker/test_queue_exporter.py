@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagemill.producer.wire.calls import registry, transitions
 from pagemill.producer.wire.calls.registry import WorkerInfo
-from pagemill.worker.queue_exporter import QueueExporter, QueueSet, discover
+from pagemill.worker.status.queue_exporter import QueueExporter, QueueSet, discover
 from tests.conftest import RedisServer
 from tests.worker.harness import (
     PATIENCE_S,

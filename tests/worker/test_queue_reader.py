@@ -11,7 +11,7 @@ from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.registry import WorkerInfo, heartbeat
 from pagemill.worker.job_queue import Connectivity, JobQueue, ServerClock
-from pagemill.worker.queue_reader import QueueReader, server_figures
+from pagemill.worker.status.queue_reader import QueueReader, server_figures
 from tests.worker.harness import QueueClient
 
 

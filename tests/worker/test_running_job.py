@@ -12,8 +12,8 @@ from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Checkpoint, CheckpointSample
 from pagemill.worker.config import WorkerConfig
-from pagemill.worker.progress import is_checkpoint_due
-from pagemill.worker.running_job import RunningJob, engine_params, sample_records, sample_states
+from pagemill.worker.jobs.reporter import is_checkpoint_due
+from pagemill.worker.jobs.running_job import RunningJob, engine_params, sample_records, sample_states
 
 
 def running_job(n: int = 1, checkpoint: Checkpoint | None = None, **fields: Any) -> RunningJob:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagemill.producer.wire.schema.webhook_url import WebhookUrl
-from pagemill.worker.webhook_policy import Refused, Unresolved, WebhookPolicy, is_public
+from pagemill.worker.webhooks.policy import Refused, Unresolved, WebhookPolicy, is_public
 
 POLICY = WebhookPolicy(["hooks.example.com", "*.example.org", "localhost"])
 

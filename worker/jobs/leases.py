@@ -18,7 +18,7 @@ from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.calls.registry import WorkerInfo, heartbeat, leave
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.worker.job_queue import Backoff, JobQueue, ServerClock
-from pagemill.worker.job_table import JobTable
+from pagemill.worker.jobs.job_table import JobTable
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Checkpoint
 from pagemill.producer.wire.schema.signing import Keys, split_payload
 from pagemill.worker.engine_thread import EngineThread
-from pagemill.worker.running_job import RunningJob, engine_params, sample_records
-from pagemill.worker.webhook_policy import Refused, WebhookPolicy
+from pagemill.worker.jobs.running_job import RunningJob, engine_params, sample_records
+from pagemill.worker.webhooks.policy import Refused, WebhookPolicy
 
 logger = logging.getLogger(__name__)
 

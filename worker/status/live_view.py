@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pagemill.monitoring.live_feed import JobRow
 from pagemill.worker.job_queue import ServerClock
-from pagemill.worker.job_table import JobTable
-from pagemill.worker.running_job import RunningJob
+from pagemill.worker.jobs.job_table import JobTable
+from pagemill.worker.jobs.running_job import RunningJob
 
 PROMPT_CHARS = 160
 

@@ -11,7 +11,7 @@ from pagemill.producer.wire.calls.transitions import CheckpointReply, PulledJob
 from pagemill.producer.wire.schema.outputs import ErrorInfo, Result
 from pagemill.producer.wire.schema.signing import Keys
 from pagemill.producer.wire.server.scripts import Call
-from pagemill.worker.running_job import Ending, RunningJob, end_state
+from pagemill.worker.jobs.running_job import Ending, RunningJob, end_state
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,9 +22,9 @@ from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import AccessDenied, RedisUnavailable
 from pagemill.producer.wire.server.clients import open_masters
 from pagemill.producer.wire.server.transport import wrap_errors
-from pagemill.worker.http import Health, Probes, StatusServer
 from pagemill.worker.job_queue import JobQueue, ReaderConnectivity, ServerClock
-from pagemill.worker.queue_reader import QueueReader
+from pagemill.worker.status.queue_reader import QueueReader
+from pagemill.worker.status.server import Health, Probes, StatusServer
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class QueueExporter:
     """Serves /metrics, /healthz (always good), /readyz and /startupz (Redis answers) until closed."""
 
     def __init__(self, queues: QueueSet, host: str, port: int) -> None:
-        """Raises `pagemill.worker.http.PortTaken`, or OSError for a host that is not ours."""
+        """Raises `pagemill.worker.status.server.PortTaken`, or OSError for a host that is not ours."""
         self._queues = queues
         self._is_up = False
         self._reading = threading.Lock()

@@ -11,10 +11,10 @@ from typing import Any
 from pagemill.monitoring.job_ends import JobEnd, JobEnds
 from pagemill.monitoring.tracing import Tracing
 from pagemill.producer.wire.calls.transitions import PulledJob
-from pagemill.worker.execution_trace import execution_trace
-from pagemill.worker.final_write import FinalWrite
 from pagemill.worker.job_queue import ServerClock
-from pagemill.worker.running_job import RunningJob
+from pagemill.worker.jobs.execution_trace import execution_trace
+from pagemill.worker.jobs.final_write import FinalWrite
+from pagemill.worker.jobs.running_job import RunningJob
 
 logger = logging.getLogger(__name__)
 

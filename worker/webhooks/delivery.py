@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagemill.producer.wire.calls.outbox import Notice
-from pagemill.worker.webhook_policy import Target
+from pagemill.worker.webhooks.policy import Target
 
 TIMEOUT_S = 10.0
 SECRET_PREFIX = "whsec_"

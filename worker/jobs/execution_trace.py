@@ -6,8 +6,8 @@ import json
 
 from pagemill.monitoring.tracing import ExecutionTrace, Value
 from pagemill.producer.wire.calls.transitions import PulledJob
-from pagemill.worker.final_write import FinalWrite
-from pagemill.worker.running_job import RunningJob
+from pagemill.worker.jobs.final_write import FinalWrite
+from pagemill.worker.jobs.running_job import RunningJob
 
 
 def execution_trace(

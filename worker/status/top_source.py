@@ -14,7 +14,7 @@ from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.worker.job_queue import JobQueue, ReaderConnectivity
-from pagemill.worker.queue_reader import queue_figures
+from pagemill.worker.status.queue_reader import queue_figures
 
 HTTP_TIMEOUT_S = 5.0
 

@@ -22,14 +22,14 @@ from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.errors import InvalidJob, QueueFull, RedisUnavailable
 from pagemill.producer.wire.schema.outputs import ErrorInfo, Progress
 from pagemill.worker.engine_thread import AddRequest, EngineState, EngineThread
-from pagemill.worker.final_write import failed, succeeded
-from pagemill.worker.intake import Intake
 from pagemill.worker.job_queue import Backoff, JobQueue, ServerClock
-from pagemill.worker.job_table import JobTable
-from pagemill.worker.journal import Journal
-from pagemill.worker.leases import LeaseKeeper
-from pagemill.worker.progress import ProgressReporter
-from pagemill.worker.running_job import PRIORITIES, RunningJob, sample_states
+from pagemill.worker.jobs.final_write import failed, succeeded
+from pagemill.worker.jobs.intake import Intake
+from pagemill.worker.jobs.job_table import JobTable
+from pagemill.worker.jobs.journal import Journal
+from pagemill.worker.jobs.leases import LeaseKeeper
+from pagemill.worker.jobs.reporter import ProgressReporter
+from pagemill.worker.jobs.running_job import PRIORITIES, RunningJob, sample_states
 
 logger = logging.getLogger(__name__)
 

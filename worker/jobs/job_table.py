@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from pagemill.worker.running_job import RunningJob
+from pagemill.worker.jobs.running_job import RunningJob
 
 
 class JobTable:

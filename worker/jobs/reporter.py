@@ -20,7 +20,8 @@ from pagemill.producer.wire.schema.outputs import ErrorInfo
 from pagemill.producer.wire.schema.signing import Keys
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.engine_thread import EngineThread
-from pagemill.worker.final_write import (
+from pagemill.worker.job_queue import Backoff, JobQueue, ServerClock
+from pagemill.worker.jobs.final_write import (
     FinalWrite,
     checkpoint_call,
     failed,
@@ -29,10 +30,9 @@ from pagemill.worker.final_write import (
     stopped,
     succeeded,
 )
-from pagemill.worker.job_queue import Backoff, JobQueue, ServerClock
-from pagemill.worker.job_table import JobTable
-from pagemill.worker.journal import Journal
-from pagemill.worker.running_job import Ending, RunningJob
+from pagemill.worker.jobs.job_table import JobTable
+from pagemill.worker.jobs.journal import Journal
+from pagemill.worker.jobs.running_job import Ending, RunningJob
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from pagemill.producer.wire.calls import outbox
 from pagemill.producer.wire.calls.outbox import Notice
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.worker.job_queue import Backoff, JobQueue
-from pagemill.worker.webhook_delivery import TIMEOUT_S, DeliveryFailed, body_of, deliver
-from pagemill.worker.webhook_policy import Refused, Unresolved, WebhookPolicy
+from pagemill.worker.webhooks.delivery import TIMEOUT_S, DeliveryFailed, body_of, deliver
+from pagemill.worker.webhooks.policy import Refused, Unresolved, WebhookPolicy
 
 logger = logging.getLogger(__name__)
 

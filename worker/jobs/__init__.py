@@ -1,0 +1,1 @@
+"""One job from its pull to its end: admission, progress, leases, the final write."""

@@ -27,7 +27,7 @@ from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.monitoring.counters import WorkerCounters
-from pagemill.monitoring.exporter import WorkerMetrics
+from pagemill.monitoring.metrics.exporter import WorkerMetrics
 from pagemill.worker.engine_thread import STATS_INTERVAL_S
 
 GOAL = 0.01

@@ -97,7 +97,12 @@ def imported_names(node: ast.AST) -> list[str]:
 
 @pytest.mark.parametrize(
     "package",
-    ["pagemill", "pagemill.producer.wire", "pagemill.monitoring.counters", "pagemill.monitoring.exporter"],
+    [
+        "pagemill",
+        "pagemill.producer.wire",
+        "pagemill.monitoring.counters",
+        "pagemill.monitoring.metrics.exporter",
+    ],
 )
 def test_importing_the_light_side_loads_nothing_heavy(package: str) -> None:
     heavy = "{'torch', 'transformers', 'triton', 'numba', 'numpy', 'pagemill.engine.execution', 'pagemill.worker'}"

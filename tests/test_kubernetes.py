@@ -19,7 +19,7 @@ import typer
 import yaml
 
 from pagemill.__main__ import app
-from pagemill.monitoring.catalogue import CATALOGUE
+from pagemill.monitoring.metrics.catalogue import CATALOGUE
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.process import CLOSE_S
 from pagemill.worker.status.queue_exporter import QueueExporter, QueueSet

@@ -17,12 +17,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from pagemill.monitoring.counters import WorkerCounters, WorkerState
-from pagemill.monitoring.exporter import WorkerMetrics
-from pagemill.monitoring.job_ends import JobEnds
-from pagemill.monitoring.live_feed import LiveFeed, LiveSources, WorkerFacts
-from pagemill.monitoring.live_page import is_loopback
+from pagemill.monitoring.live.assets import is_loopback
+from pagemill.monitoring.live.feed import LiveFeed, LiveSources, WorkerFacts
+from pagemill.monitoring.live.job_ends import JobEnds
+from pagemill.monitoring.metrics.exporter import WorkerMetrics
+from pagemill.monitoring.metrics.scrape import WorkerIdentity
 from pagemill.monitoring.queue_figures import QueueFigures
-from pagemill.monitoring.scrape_metrics import WorkerIdentity
 from pagemill.monitoring.tracing import Tracing
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.worker.config import WorkerConfig

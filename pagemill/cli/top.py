@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.live import Live
 
 from pagemill.cli.app import EXIT_REDIS, AsJson, Queue, RedisUrl, app, say
+from pagemill.monitoring.live.top import screen
 from pagemill.monitoring.queue_figures import QueueFigures
-from pagemill.monitoring.top import screen
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.producer.wire.server.discovery import find_redis
 from pagemill.worker.status.top_source import TopSource

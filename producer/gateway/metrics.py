@@ -2,7 +2,7 @@
 
 Written here in full: prometheus_client belongs to monitoring, and a gateway installs without it. Labels are bounded:
 routes as they are written in the router, statuses, never a tenant, a model or a path that a client chose. Names and
-help texts are those of monitoring/gateway_metrics.py; a test compares them.
+help texts are those of monitoring/metrics/gateway.py; a test compares them.
 """
 
 from __future__ import annotations

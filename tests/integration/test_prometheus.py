@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from pagemill.engine.outputs import EngineStats, HistogramSnapshot
-from pagemill.monitoring.engine_metrics import ENGINE_METRICS
-from pagemill.monitoring.kv_cache_metrics import KV_CACHE_METRICS
+from pagemill.monitoring.metrics.engine import ENGINE_METRICS
+from pagemill.monitoring.metrics.kv_cache import KV_CACHE_METRICS
 from pagemill.worker.status.queue_exporter import QueueExporter, QueueSet
 from pagemill.worker.worker import Worker
 from tests.conftest import RedisServer, server_binary

@@ -9,9 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagemill.engine.outputs import EngineStats, Histogram, KVCacheStats, SchedulerStats
 from pagemill.monitoring.counters import WorkerCounters
-from pagemill.monitoring.exporter import WorkerMetrics
+from pagemill.monitoring.metrics.exporter import WorkerMetrics
+from pagemill.monitoring.metrics.scrape import WorkerIdentity
 from pagemill.monitoring.queue_figures import QueueFigures
-from pagemill.monitoring.scrape_metrics import WorkerIdentity
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

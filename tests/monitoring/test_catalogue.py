@@ -10,13 +10,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.outputs import Histogram
-from pagemill.monitoring.catalogue import CATALOGUE
-from pagemill.monitoring.engine_metrics import ENGINE_METRICS
-from pagemill.monitoring.exporter import NOT_LOADED
-from pagemill.monitoring.kv_cache_metrics import KV_CACHE_METRICS
-from pagemill.monitoring.metrics import PREFIX, Metric
+from pagemill.monitoring.metrics.catalogue import CATALOGUE
+from pagemill.monitoring.metrics.engine import ENGINE_METRICS
+from pagemill.monitoring.metrics.exporter import NOT_LOADED
+from pagemill.monitoring.metrics.kv_cache import KV_CACHE_METRICS
+from pagemill.monitoring.metrics.metric import PREFIX, Metric
+from pagemill.monitoring.metrics.vllm_names import ALIASES
 from pagemill.monitoring.queue_figures import QueueFigures
-from pagemill.monitoring.vllm_names import ALIASES
 from tests.monitoring.prometheus_server import promtool
 from tests.monitoring.snapshots import engine_stats, metrics, scrape
 

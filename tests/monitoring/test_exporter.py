@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from pagemill.monitoring.counters import WorkerCounters
-from pagemill.monitoring.exporter import WorkerMetrics
-from pagemill.monitoring.kv_cache_metrics import accounting_errors
+from pagemill.monitoring.metrics.exporter import WorkerMetrics
+from pagemill.monitoring.metrics.kv_cache import accounting_errors
+from pagemill.monitoring.metrics.queue import OTHER_MODELS
 from pagemill.monitoring.queue_figures import MAX_MODELS, QueueFigures, ServerFigures
-from pagemill.monitoring.queue_metrics import OTHER_MODELS
 from tests.monitoring.snapshots import engine_stats, kv_stats, metrics, scrape, value
 
 

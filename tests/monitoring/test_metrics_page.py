@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from pagemill.monitoring.catalogue import CATALOGUE
-from pagemill.monitoring.metrics_page import PAGE, page
-from pagemill.monitoring.vllm_names import ALIASES
+from pagemill.monitoring.metrics.catalogue import CATALOGUE
+from pagemill.monitoring.metrics.reference_page import PAGE, page
+from pagemill.monitoring.metrics.vllm_names import ALIASES
 
 
 def test_the_committed_page_is_fresh() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m pagemill.monitoring.metrics_page"
+    assert PAGE.read_text(encoding="utf-8") == page(), (
+        "run python -m pagemill.monitoring.metrics.reference_page"
+    )
 
 
 def test_every_metric_has_its_line() -> None:

@@ -11,8 +11,8 @@ import yaml
 
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
-from pagemill.monitoring.catalogue import CATALOGUE
-from pagemill.monitoring.metrics import PREFIX
+from pagemill.monitoring.metrics.catalogue import CATALOGUE
+from pagemill.monitoring.metrics.metric import PREFIX
 from tests.monitoring.prometheus_server import (
     MONITORING,
     RULE_FILES,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from pagemill.monitoring.live.top import TopView, WorkerLine, cells, screen, sparkline, unpack
 from pagemill.monitoring.queue_figures import QueueFigures
-from pagemill.monitoring.top import TopView, WorkerLine, cells, screen, sparkline, unpack
 
 
 def live(**changes: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pagemill.monitoring.live_feed import MAX_WATCHERS
+from pagemill.monitoring.live.feed import MAX_WATCHERS
 from pagemill.worker.worker import Worker
 from tests.worker.harness import QueueClient, eventually, get_json, running_worker, worker_config
 

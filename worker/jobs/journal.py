@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from pagemill.monitoring.job_ends import JobEnd, JobEnds
+from pagemill.monitoring.live.job_ends import JobEnd, JobEnds
 from pagemill.monitoring.tracing import Tracing
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.worker.job_queue import ServerClock

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagemill.monitoring.live_feed import JobRow
+from pagemill.monitoring.live.feed import JobRow
 from pagemill.worker.job_queue import ServerClock
 from pagemill.worker.jobs.job_table import JobTable
 from pagemill.worker.jobs.running_job import RunningJob

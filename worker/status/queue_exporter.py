@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 
-from pagemill.monitoring.queue_exposition import QueueExposition, QueueReadings
+from pagemill.monitoring.metrics.queue_exposition import QueueExposition, QueueReadings
 from pagemill.monitoring.queue_figures import QueueFigures
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import AccessDenied, RedisUnavailable

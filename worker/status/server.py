@@ -16,8 +16,8 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from pagemill.monitoring import live_page
-from pagemill.monitoring.live_feed import LiveFeed, TooManyWatchers
+from pagemill.monitoring.live import assets
+from pagemill.monitoring.live.feed import LiveFeed, TooManyWatchers
 from pagemill.worker.config import DEFAULT_HTTP_PORT
 
 logger = logging.getLogger(__name__)
@@ -148,26 +148,26 @@ class _Handler(BaseHTTPRequestHandler):
                 HTTPStatus.FORBIDDEN,
                 "the live page is for this machine only; to serve it elsewhere, start the worker with --live-page",
             )
-        elif not live_page.is_known_host(self.headers.get("Host"), page.host_names):
+        elif not assets.is_known_host(self.headers.get("Host"), page.host_names):
             self._refuse(
                 HTTPStatus.FORBIDDEN, "this Host is not one of ours; name it with --live-page-hosts if it is"
             )
         elif path == "/live.json":
-            self._send(HTTPStatus.OK, "application/json", page.feed.document(), live_page.HEADERS)
+            self._send(HTTPStatus.OK, "application/json", page.feed.document(), assets.HEADERS)
         elif path == "/live/events":
             self._send_events(page.feed)
         else:
-            asset = live_page.assets().get("index.html" if path == "/" else path.removeprefix("/live/"))
+            asset = assets.assets().get("index.html" if path == "/" else path.removeprefix("/live/"))
             if asset is None:
                 self._refuse(HTTPStatus.NOT_FOUND, "no such file")
             else:
-                self._send(HTTPStatus.OK, asset.content_type, asset.body, live_page.HEADERS)
+                self._send(HTTPStatus.OK, asset.content_type, asset.body, assets.HEADERS)
 
     def _send_events(self, feed: LiveFeed) -> None:
         """Until the reader goes away or the worker stops."""
         try:
             with feed.watch() as events:
-                self._send_head(HTTPStatus.OK, "text/event-stream", live_page.HEADERS)
+                self._send_head(HTTPStatus.OK, "text/event-stream", assets.HEADERS)
                 for event in events if self.command == "GET" else ():
                     self.wfile.write(event)
         except TooManyWatchers:

@@ -8,8 +8,8 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
+from pagemill.monitoring.live.top import TopView, WorkerLine
 from pagemill.monitoring.queue_figures import QueueFigures
-from pagemill.monitoring.top import TopView, WorkerLine
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.schema.errors import RedisUnavailable

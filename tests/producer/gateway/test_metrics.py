@@ -5,8 +5,8 @@ from __future__ import annotations
 from prometheus_client import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagemill.monitoring.gateway_metrics import GATEWAY_METRICS
-from pagemill.monitoring.metrics import PREFIX
+from pagemill.monitoring.metrics.gateway import GATEWAY_METRICS
+from pagemill.monitoring.metrics.metric import PREFIX
 from pagemill.producer.gateway.metrics import GatewayMetrics
 from tests.monitoring.prometheus_server import promtool
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from pagemill.monitoring.metrics import Labels, Metric, Number, counter, gauge
+from pagemill.monitoring.metrics.metric import Labels, Metric, Number, counter, gauge
 from pagemill.monitoring.queue_figures import ENDED, PRIORITIES, STAGES, Lane, QueueFigures, ServerFigures
 
 OTHER_MODELS = "other"

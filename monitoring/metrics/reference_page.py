@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from the catalogue: `python -m pagemill.monitoring.metrics_page [--check]`."""
+"""Writes docs/metrics.md from the catalogue: `python -m pagemill.monitoring.metrics.reference_page [--check]`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pagemill.monitoring.catalogue import SECTIONS
 from pagemill.monitoring.counters import WorkerCounters
-from pagemill.monitoring.exporter import NOT_LOADED
-from pagemill.monitoring.metrics import Metric
+from pagemill.monitoring.metrics.catalogue import SECTIONS
+from pagemill.monitoring.metrics.exporter import NOT_LOADED
+from pagemill.monitoring.metrics.metric import Metric
+from pagemill.monitoring.metrics.scrape import ScrapeFigures, WorkerIdentity
+from pagemill.monitoring.metrics.vllm_names import ALIASES
 from pagemill.monitoring.queue_figures import QueueFigures
-from pagemill.monitoring.scrape_metrics import ScrapeFigures, WorkerIdentity
-from pagemill.monitoring.vllm_names import ALIASES
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
 INTRO = """\
 # Metrics
 
 What a worker serves at `/metrics`, and at the end what a gateway does. Generated from the catalogue in `monitoring/` by
-`python -m pagemill.monitoring.metrics_page`: change the metric, not this page.
+`python -m pagemill.monitoring.metrics.reference_page`: change the metric, not this page.
 
 Units are base units, counters end in `_total`, and no label carries a job, a tenant or a batch. Counters and gauges are
 there from the first scrape, at 0. Values are read from immutable snapshots when Prometheus asks, so one scrape is one
@@ -97,7 +97,7 @@ def main() -> int:
     is_fresh = PAGE.exists() and PAGE.read_text(encoding="utf-8") == wanted
     if "--check" in sys.argv[1:]:
         if not is_fresh:
-            sys.stderr.write(f"{PAGE} is stale; run python -m pagemill.monitoring.metrics_page\n")
+            sys.stderr.write(f"{PAGE} is stale; run python -m pagemill.monitoring.metrics.reference_page\n")
         return int(not is_fresh)
     PAGE.write_text(wanted, encoding="utf-8")
     return 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.metrics_core import Metric as Family
 
 from pagemill.engine.outputs import EngineStats, HistogramSnapshot
-from pagemill.monitoring.metrics import Labels, Metric, Number
+from pagemill.monitoring.metrics.metric import Labels, Metric, Number
 
 PREFIX = "vllm:"
 LABELS = ("model_name", "engine")

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pagemill.engine.outputs import BlockMap, EngineStats
-from pagemill.monitoring.job_ends import DatedEnd, JobEnds
-from pagemill.monitoring.live_history import LiveHistory
+from pagemill.monitoring.live.history import LiveHistory
+from pagemill.monitoring.live.job_ends import DatedEnd, JobEnds
 from pagemill.monitoring.queue_figures import QueueFigures
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pagemill.engine.outputs import EngineStats
-from pagemill.monitoring.metrics import Labels, Metric, Number, counter, gauge
+from pagemill.monitoring.metrics.metric import Labels, Metric, Number, counter, gauge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pagemill.monitoring.engine_metrics import REQUESTS, STEPS, TOKENS
-from pagemill.monitoring.gateway_metrics import GATEWAY_METRICS
-from pagemill.monitoring.kv_cache_metrics import BLOCKS, MOVEMENTS, PREFIXES_AND_RESIDENCY
-from pagemill.monitoring.metrics import Metric
-from pagemill.monitoring.queue_metrics import JOBS_AND_WORKERS, SERVER
-from pagemill.monitoring.scrape_metrics import SCRAPE_METRICS
-from pagemill.monitoring.worker_metrics import ADMISSION_AND_REDIS, JOBS, LEASES_AND_COMMITS, PROCESS
+from pagemill.monitoring.metrics.engine import REQUESTS, STEPS, TOKENS
+from pagemill.monitoring.metrics.gateway import GATEWAY_METRICS
+from pagemill.monitoring.metrics.kv_cache import BLOCKS, MOVEMENTS, PREFIXES_AND_RESIDENCY
+from pagemill.monitoring.metrics.metric import Metric
+from pagemill.monitoring.metrics.queue import JOBS_AND_WORKERS, SERVER
+from pagemill.monitoring.metrics.scrape import SCRAPE_METRICS
+from pagemill.monitoring.metrics.worker import ADMISSION_AND_REDIS, JOBS, LEASES_AND_COMMITS, PROCESS
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pagemill.monitoring.metrics import Metric, Reading, counter, gauge, histogram
+from pagemill.monitoring.metrics.metric import Metric, Reading, counter, gauge, histogram
 
 
 def _always(*values: str) -> Callable[[object], Reading]:

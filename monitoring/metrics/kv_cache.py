@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pagemill.engine.outputs import EngineStats, KVCacheStats
-from pagemill.monitoring.metrics import Metric, Number, counter, engine_histogram, gauge
+from pagemill.monitoring.metrics.metric import Metric, Number, counter, engine_histogram, gauge
 
 
 def accounting_errors(kv: KVCacheStats) -> list[str]:

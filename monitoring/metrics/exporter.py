@@ -19,15 +19,15 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from pagemill.engine.outputs import EngineStats, KVCacheStats, SchedulerStats
-from pagemill.monitoring.catalogue import OF_WORKERS
 from pagemill.monitoring.counters import WorkerCounters
-from pagemill.monitoring.engine_metrics import ENGINE_METRICS
-from pagemill.monitoring.kv_cache_metrics import KV_CACHE_METRICS, accounting_errors
+from pagemill.monitoring.metrics.catalogue import OF_WORKERS
+from pagemill.monitoring.metrics.engine import ENGINE_METRICS
+from pagemill.monitoring.metrics.kv_cache import KV_CACHE_METRICS, accounting_errors
+from pagemill.monitoring.metrics.queue import QUEUE_METRICS
+from pagemill.monitoring.metrics.scrape import SCRAPE_METRICS, ScrapeFigures, WorkerIdentity
+from pagemill.monitoring.metrics.vllm_names import vllm_families
+from pagemill.monitoring.metrics.worker import WORKER_METRICS
 from pagemill.monitoring.queue_figures import QueueFigures
-from pagemill.monitoring.queue_metrics import QUEUE_METRICS
-from pagemill.monitoring.scrape_metrics import SCRAPE_METRICS, ScrapeFigures, WorkerIdentity
-from pagemill.monitoring.vllm_names import vllm_families
-from pagemill.monitoring.worker_metrics import WORKER_METRICS
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from pagemill.monitoring.metrics import Metric, counter, gauge
+from pagemill.monitoring.metrics.metric import Metric, counter, gauge
+from pagemill.monitoring.metrics.queue import QUEUE_METRICS
 from pagemill.monitoring.queue_figures import QueueFigures
-from pagemill.monitoring.queue_metrics import QUEUE_METRICS
 
 
 @dataclass(frozen=True, slots=True)

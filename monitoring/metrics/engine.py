@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import get_args
 
 from pagemill.engine.outputs import EngineStats, FinishReason, StructuredResult, WaitReason
-from pagemill.monitoring.metrics import Metric, Number, counter, engine_histogram, gauge
+from pagemill.monitoring.metrics.metric import Metric, Number, counter, engine_histogram, gauge
 
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)

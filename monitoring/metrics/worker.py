@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from pagemill.monitoring.counters import WorkerCounters, WorkerState
-from pagemill.monitoring.metrics import Metric, counter, gauge, histogram, one_of
+from pagemill.monitoring.metrics.metric import Metric, counter, gauge, histogram, one_of
 
 JOBS: tuple[Metric[WorkerCounters], ...] = (
     counter(

@@ -1,0 +1,1 @@
+"""The metrics as data, read from snapshots when Prometheus asks."""

@@ -15,8 +15,9 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import machine, peers, throughput
-from benchmarks.contenders import CONTENDERS, available_contenders
+from benchmarks import machine, throughput
+from benchmarks.engines import peers
+from benchmarks.engines.contenders import CONTENDERS, available_contenders
 from benchmarks.measure import Request
 from benchmarks.report import model_directory, result_path, write
 from benchmarks.workloads import WORKLOADS, Workload

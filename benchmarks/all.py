@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-from benchmarks.engine_process import ROOT
+from benchmarks.engines.process import ROOT
 
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("benchmarks.kv_waste",),
@@ -22,8 +22,8 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("benchmarks.bulk",),
     ("benchmarks.growth",),
     ("benchmarks.worker_overhead",),
-    ("benchmarks.queue",),
-    ("benchmarks.affinity",),
+    ("benchmarks.queues.rates",),
+    ("benchmarks.queues.affinity",),
 )
 QUICK: dict[str, tuple[str, ...]] = {
     "benchmarks": ("--engines", "pagemill", "vllm", "--rounds", "3"),

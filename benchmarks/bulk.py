@@ -20,8 +20,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine, peers
-from benchmarks.contenders import Contender
+from benchmarks import machine
+from benchmarks.engines import peers
+from benchmarks.engines.contenders import Contender
 from benchmarks.measure import Request
 from benchmarks.report import model_directory, result_path, write
 from benchmarks.throughput import Measurements, Spread, measure_all, passes_as_json
@@ -33,14 +34,14 @@ LABEL_TOKENS = 16
 SHARED_TOKENS = 256
 OWN_TOKENS = (16, 48)
 REPEATS = 4
-OURS = Contender("pagemill", "benchmarks.bulk_engine", "this engine, offline")
+OURS = Contender("pagemill", "benchmarks.engines.bulk_engine", "this engine, offline")
 OURS_IN_INT8 = Contender(
     "pagemill-int8",
-    "benchmarks.bulk_engine",
+    "benchmarks.engines.bulk_engine",
     "this engine, int8 weights and activations",
     options=(("quantization", "int8"),),
 )
-VLLM = Contender("vllm", "benchmarks.bulk_vllm", "vLLM's CPU build, offline", peers.VLLM)
+VLLM = Contender("vllm", "benchmarks.engines.bulk_vllm", "vLLM's CPU build, offline", peers.VLLM)
 
 CONTENDERS = (OURS, OURS_IN_INT8, VLLM)
 

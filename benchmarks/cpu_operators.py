@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
+from benchmarks.report import RESULTS
 from pagemill.kernels import noise, selection
 from pagemill.kernels.cpu.matmul import fp32, int8, weight_packing
 
-RESULTS = Path(__file__).parent / "results"
 PRODUCTS = {"qkv": (576, 960), "o": (576, 576), "gate, up": (576, 3072), "down": (1536, 576)}
 HEAD = "lm_head"
 NUM_LAYERS, VOCABULARY, HIDDEN = 30, 49_152, 576

@@ -30,8 +30,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine, peers, report
-from benchmarks.server import start_server
+from benchmarks import machine, report
+from benchmarks.engines import peers
+from benchmarks.queues.server import start_server
 from pagemill import AsyncProducer
 
 QUEUE = "gateway-benchmark"

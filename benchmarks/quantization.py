@@ -28,10 +28,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
+from benchmarks.report import RESULTS
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
 
-RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parents[1]
 WINDOW = 512
 PROMPT = 64

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from benchmarks.engine_process import ROOT
+from benchmarks.engines.process import ROOT
 from benchmarks.report import model_directory, result_path, write
 from benchmarks.workloads import LOWEST_TOKEN_ID
 

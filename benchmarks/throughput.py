@@ -20,8 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.contenders import INT8_SUBJECT, REFERENCE, SUBJECT, Contender
-from benchmarks.engine_process import EngineFailedError, EngineProcess
+from benchmarks.engines.contenders import INT8_SUBJECT, REFERENCE, SUBJECT, Contender
+from benchmarks.engines.process import EngineFailedError, EngineProcess
 from benchmarks.measure import Ready, Request, Timing
 from benchmarks.workloads import WORKLOADS, Workload
 

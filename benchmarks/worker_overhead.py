@@ -20,14 +20,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine, throughput
-from benchmarks.contenders import Contender
+from benchmarks.engines.contenders import Contender
 from benchmarks.report import model_directory, result_path, write
 from benchmarks.throughput import Measurements, Spread
 from benchmarks.workloads import WORKLOADS, Workload
 
 GOAL = 0.97
-BARE = Contender("bare", "benchmarks.engine", "the engine alone, offline")
-QUEUED = Contender("queued", "benchmarks.queued", "producer, Valkey and worker")
+BARE = Contender("bare", "benchmarks.engines.pagemill", "the engine alone, offline")
+QUEUED = Contender("queued", "benchmarks.engines.queued", "producer, Valkey and worker")
 
 
 def same_tokens(measurements: Measurements, workload: str) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bulk import OWN_TOKENS, REPEATS, SHARED_TOKENS, build_workload
-from benchmarks.engine_process import ROOT
+from benchmarks.engines.process import ROOT
 
 VOCAB_SIZE = 49152
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import fleet
+from benchmarks.queues import fleet
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine_process import ROOT
+from benchmarks.engines.process import ROOT
 from benchmarks.growth import SIZES, Point, chosen_sizes, plot, with_theory
 
 

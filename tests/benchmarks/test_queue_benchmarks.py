@@ -6,7 +6,8 @@ from pathlib import Path
 
 import redis
 
-from benchmarks import affinity, queue
+from benchmarks.queues import affinity
+from benchmarks.queues import rates as queue
 from pagemill.producer.wire.server.transport import SyncTransport
 
 

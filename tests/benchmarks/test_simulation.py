@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import simulation
-from benchmarks.resp import Replies, ServerError, pack
-from benchmarks.server import start_server
-from benchmarks.simulated_workers import Load
+from benchmarks.queues import simulation
+from benchmarks.queues.resp import Replies, ServerError, pack
+from benchmarks.queues.server import start_server
+from benchmarks.queues.simulated_workers import Load
 
 STAGE = {
     "scripts_per_s": 0.0, "server_us_per_script": 0.0, "client_cores": 0.0, "memory_mb": 0.0,

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import all as everything
 from benchmarks import startup
-from benchmarks.engine_process import ROOT
+from benchmarks.engines.process import ROOT
 from benchmarks.startup import parse_import_times, seconds_until_ready
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks import measure, throughput
-from benchmarks.contenders import Contender
-from benchmarks.engine_process import ROOT, EngineFailedError, EngineProcess
+from benchmarks.engines.contenders import Contender
+from benchmarks.engines.process import ROOT, EngineFailedError, EngineProcess
 from benchmarks.throughput import Measurements, Pass
 from benchmarks.workloads import Workload, chat
 

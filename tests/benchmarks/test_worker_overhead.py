@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine_process import ROOT
+from benchmarks.engines.process import ROOT
 
 
 @pytest.mark.slow

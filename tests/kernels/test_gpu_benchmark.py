@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_correctness
-from benchmarks.gpu import SECTIONS, Section, Session
-from benchmarks.gpu_attention import Shape
-from benchmarks.gpu_correctness import Job, run_jobs
-from benchmarks.gpu_engine import Job as EngineJob
-from benchmarks.gpu_engine import floor_seconds, run_in_process
-from benchmarks.gpu_process import DeviceProcess, SectionFailed
+from benchmarks.gpu import correctness
+from benchmarks.gpu import run as gpu
+from benchmarks.gpu.attention import Shape
+from benchmarks.gpu.correctness import Job, run_jobs
+from benchmarks.gpu.engine import Job as EngineJob
+from benchmarks.gpu.engine import floor_seconds, run_in_process
+from benchmarks.gpu.process import DeviceProcess, SectionFailed
+from benchmarks.gpu.run import SECTIONS, Section, Session
 from pagemill.kernels.gpu.tuning import Tile
 
 _ROOT = Path(__file__).parents[2]
@@ -30,7 +31,15 @@ _ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_without_a_gpu_it_says_so_and_leaves(tmp_path: Path) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--section", "machine", "--out", str(tmp_path / "out")],
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu",
+            "--section",
+            "machine",
+            "--out",
+            str(tmp_path / "out"),
+        ],
         cwd=_ROOT,
         capture_output=True,
         text=True,
@@ -43,7 +52,16 @@ def test_without_a_gpu_it_says_so_and_leaves(tmp_path: Path) -> None:
 
 def _dry_run(out: Path, *arguments: str) -> dict[str, list[dict[str, object]]]:
     """What a walk over toy sizes reports, in the interpreter and on the CPU."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--dry-run", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--device",
+        "cpu",
+        "--dry-run",
+        "--out",
+        str(out),
+    ]
     run = subprocess.run(
         [*command, *arguments],
         cwd=_ROOT,
@@ -173,7 +191,7 @@ def test_a_gpu_machine_needs_no_more_than_torch_and_transformers() -> None:
     code = (
         "import sys\n"
         "for name in ('llguidance', 'pydantic', 'redis'): sys.modules[name] = None\n"
-        "import benchmarks.gpu, pagemill.engine.llm, pagemill.engine.builder\n"
+        "import benchmarks.gpu.run, pagemill.engine.llm, pagemill.engine.builder\n"
         "import pagemill.engine.execution.model_runner\n"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, check=False)
@@ -183,7 +201,7 @@ def test_a_gpu_machine_needs_no_more_than_torch_and_transformers() -> None:
 def test_the_jobs_that_only_a_gpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """They reach their processes, and ask the sections for what these take; nothing is launched."""
     cpu = torch.device("cpu")
-    jobs = [*gpu_correctness._checks(cpu), *gpu_correctness._compilations(cpu)]
+    jobs = [*correctness._checks(cpu), *correctness._compilations(cpu)]
     assert pickle.loads(pickle.dumps(jobs)) == jobs
     launches: list[object] = []
 
@@ -191,13 +209,13 @@ def test_the_jobs_that_only_a_gpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         launches.append(run)
         return 1.0
 
-    monkeypatch.setattr(gpu_correctness, "_once", note)
+    monkeypatch.setattr(correctness, "_once", note)
     toy = Shape("toy", 2, 1, 64)
-    gpu_correctness._compile_decode(cpu, toy, 16)
-    gpu_correctness._compile_prefill(cpu, toy)
-    gpu_correctness._compile_tiles(cpu, [Tile(16, 64, 4, 2)], [Tile(128, 64, 8, 3)])
+    correctness._compile_decode(cpu, toy, 16)
+    correctness._compile_prefill(cpu, toy)
+    correctness._compile_tiles(cpu, [Tile(16, 64, 4, 2)], [Tile(128, 64, 8, 3)])
     assert len(launches) == 2 + 1 + 3
-    gpu_correctness._compile_rows(cpu)
+    correctness._compile_rows(cpu)
     assert len(launches) > 10
 
 

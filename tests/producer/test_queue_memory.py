@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from benchmarks.queue import rows
-from benchmarks.server import kinds, start_server, used_memory
+from benchmarks.queues.rates import rows
+from benchmarks.queues.server import kinds, start_server, used_memory
 from pagemill import Producer
 
 JOBS = 8000

@@ -4,7 +4,7 @@ A mixed backlog - several system prompts, their jobs shuffled - goes through a r
 block pool and prefix cache, whose model is `echo`: what is measured is which tokens need no computing, not how fast
 a model is. The cache holds a few of the prefixes, not all; that is where the order of jobs matters.
 
-    python -m benchmarks.affinity
+    python -m benchmarks.queues.affinity
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from benchmarks.server import start_server
+from benchmarks.queues.server import start_server
+from benchmarks.report import RESULTS
 from pagemill.producer.client.preparer import Preparer
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.transitions import PulledJob, Submission
@@ -33,7 +34,6 @@ from pagemill.producer.wire.schema.outputs import Output, Result
 from pagemill.producer.wire.schema.signing import Keys
 from pagemill.producer.wire.server.transport import SyncTransport
 
-RESULTS = Path(__file__).parent / "results"
 MODEL = "echo"
 OUTPUT_TOKENS = 4
 
@@ -112,7 +112,7 @@ def measure(
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.affinity", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks.queues.affinity", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--prefixes", type=int, nargs="+", default=[1, 2, 4, 8, 16])

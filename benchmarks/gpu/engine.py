@@ -1,6 +1,6 @@
 """End to end for `benchmarks.gpu`: an engine over a real model's shapes with dummy weights, in a process of its own.
 
-    python -m benchmarks.gpu_engine JOB.json
+    python -m benchmarks.gpu.engine JOB.json
 
 A job names a model, an engine and a workload; the answer is one JSON object on the last line of the output. Weights
 are drawn on the device and prompts are token ids, so nothing comes from outside.
@@ -66,7 +66,7 @@ def run_in_process(job: Job, timeout_s: float, log: Path) -> Row:
     with tempfile.TemporaryDirectory() as directory, log.open("w+") as stderr:
         path = Path(directory) / "job.json"
         path.write_text(json.dumps(asdict(job)))
-        command = [sys.executable, "-m", "benchmarks.gpu_engine", str(path)]
+        command = [sys.executable, "-m", "benchmarks.gpu.engine", str(path)]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
         )

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching, offline: runs in its own environment (`benchmarks.peers`).
+"""OpenVINO GenAI's continuous batching, offline: runs in its own environment (`benchmarks.engines.peers`).
 
 The weights are exported once per model and format, and kept beside the environment. fp32 means fp32: on CPU OpenVINO
 would otherwise compute in the fastest precision it knows and keep the KV cache in 8 bits.

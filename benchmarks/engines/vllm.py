@@ -1,4 +1,4 @@
-"""vLLM's CPU build, offline: runs in its own environment (`benchmarks.peers`)."""
+"""vLLM's CPU build, offline: runs in its own environment (`benchmarks.engines.peers`)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.resp import Replies, pack
+from benchmarks.queues.resp import Replies, pack
 from pagemill import Producer
 from pagemill.producer.wire.calls import registry, transitions
 from pagemill.producer.wire.schema.outputs import Delta, Output, Progress, Result, Usage

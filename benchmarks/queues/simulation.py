@@ -1,7 +1,7 @@
 """How many workers one Redis serves: the real scripts on a real server, under workers whose engines are simulated.
 
-    python -m benchmarks.simulation                            # 1,000,000 jobs, up to 1,000 workers
-    python -m benchmarks.simulation --jobs 20000 --workers 8 32 --stage-s 3
+    python -m benchmarks.queues.simulation                            # 1,000,000 jobs, up to 1,000 workers
+    python -m benchmarks.queues.simulation --jobs 20000 --workers 8 32 --stage-s 3
 
 All jobs are submitted first. Then ever more workers take from them, a stage each, and the largest number of workers
 does the rest. A worker offers `rows / service_s` jobs per second as long as the server keeps up; where more workers no
@@ -34,11 +34,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from benchmarks.server import BINARIES, start_server
-from benchmarks.simulated_workers import BATCH, Load, Tally, serve
+from benchmarks.queues.server import BINARIES, start_server
+from benchmarks.queues.simulated_workers import BATCH, Load, Tally, serve
+from benchmarks.report import RESULTS
 from pagemill import Producer
 
-RESULTS = Path(__file__).parent / "results"
 SCRIPTS = ("pull", "checkpoint", "commit", "renew", "heartbeat")
 FULL = 0.85
 """Of a core: a server that is busier than this serves no more."""
@@ -296,7 +296,7 @@ def is_sound(figures: Figures) -> bool:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.simulation", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks.queues.simulation", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--server", choices=list(BINARIES), default="valkey")
     parser.add_argument("--jobs", type=int, default=1_000_000)

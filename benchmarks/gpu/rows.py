@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_attention import Measure, Row, Shape
+from benchmarks.gpu.attention import Measure, Row, Shape
 from pagemill.kernels import dispatch, reference
 from pagemill.kernels.types.layer_cache import FP8, LayerCache, allocate_layer, as_bytes
 from pagemill.kernels.types.rotation import Rotation

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_attention, gpu_rows
+from benchmarks.gpu import attention
+from benchmarks.gpu import rows as gpu_rows
 from pagemill.kernels.gpu.tuning import Tile
 
 Row = dict[str, Any]
@@ -36,9 +37,9 @@ class Job:
 def run(device: torch.device, *, is_dry: bool) -> Iterator[Row]:
     """One row per case, as they end."""
     if is_dry:
-        shape = gpu_attention.Shape("toy", 2, 1, 64)
+        shape = attention.Shape("toy", 2, 1, 64)
         cases: list[Any] = [(([1, 3], [20, 9]), shape, {})]
-        yield from gpu_attention.correctness(device, cases, [torch.float32])
+        yield from attention.correctness(device, cases, [torch.float32])
         yield from gpu_rows.correctness(device, gpu_rows.TOY_SIZES, [torch.float32])
         return
     processes = max(1, min(_MOST_PROCESSES, (os.cpu_count() or 2) - 2))
@@ -82,10 +83,10 @@ def _run(job: Job) -> list[Row]:
 
 def _checks(device: torch.device) -> Iterator[Job]:
     # The longest case first: the others fill the time beside it.
-    for case in sorted(gpu_attention.EVERY_CASE, key=lambda case: -sum(case[0][1])):
+    for case in sorted(attention.EVERY_CASE, key=lambda case: -sum(case[0][1])):
         for dtype in _DTYPES:
             name = f"{case[1].name} {case[2] or ''} {dtype}"
-            yield Job(name, gpu_attention.correctness, (device, [case], [dtype]))
+            yield Job(name, attention.correctness, (device, [case], [dtype]))
     for dtype in _DTYPES:
         yield Job(f"rows {dtype}", gpu_rows.correctness, (device, gpu_rows.CHECKED_SIZES, [dtype]))
 
@@ -93,13 +94,13 @@ def _checks(device: torch.device) -> Iterator[Job]:
 def _compilations(device: torch.device) -> Iterator[Job]:
     """Launches of what the timed sections launch."""
     yield Job("compile rows", _compile_rows, (device,))
-    for shape in gpu_attention.TIMED_SHAPES:
-        for block_size in gpu_attention.TIMED_BLOCK_SIZES:
+    for shape in attention.TIMED_SHAPES:
+        for block_size in attention.TIMED_BLOCK_SIZES:
             yield Job(f"compile decode {shape.name}", _compile_decode, (device, shape, block_size))
         yield Job(f"compile prefill {shape.name}", _compile_prefill, (device, shape))
-    for tile in gpu_attention.DECODE_TILES:
+    for tile in attention.DECODE_TILES:
         yield Job(f"compile {tile}", _compile_tiles, (device, [tile], []))
-    for tile in gpu_attention.PREFILL_TILES:
+    for tile in attention.PREFILL_TILES:
         yield Job(f"compile {tile}", _compile_tiles, (device, [], [tile]))
 
 
@@ -112,22 +113,22 @@ def _compile_rows(device: torch.device) -> list[Row]:
     return _without_rows(gpu_rows.speed(device, _once, None, gpu_rows.COMPILED_SIZES))
 
 
-def _compile_decode(device: torch.device, shape: gpu_attention.Shape, block_size: int) -> list[Row]:
+def _compile_decode(device: torch.device, shape: attention.Shape, block_size: int) -> list[Row]:
     """Few rows are split over their keys, many are not."""
     sizes: dict[str, Any] = {"shapes": [shape], "block_sizes": [block_size], "bytes_per_call": 1}
     return _without_rows(
-        gpu_attention.decode(device, _once, None, batch_sizes=(1, 256), kv_lens=(1024,), **sizes)
+        attention.decode(device, _once, None, batch_sizes=(1, 256), kv_lens=(1024,), **sizes)
     )
 
 
-def _compile_prefill(device: torch.device, shape: gpu_attention.Shape) -> list[Row]:
-    return _without_rows(gpu_attention.prefill(device, _once, None, shapes=[shape], batches=[([200], [300])]))
+def _compile_prefill(device: torch.device, shape: attention.Shape) -> list[Row]:
+    return _without_rows(attention.prefill(device, _once, None, shapes=[shape], batches=[([200], [300])]))
 
 
 def _compile_tiles(device: torch.device, decode_tiles: list[Tile], prefill_tiles: list[Tile]) -> list[Row]:
     sizes: dict[str, Any] = {"decodes": ((1, 1024), (256, 16)), "prefill_len": 200}
     return _without_rows(
-        gpu_attention.tiles(device, _once, decode_tiles=decode_tiles, prefill_tiles=prefill_tiles, **sizes)
+        attention.tiles(device, _once, decode_tiles=decode_tiles, prefill_tiles=prefill_tiles, **sizes)
     )
 
 

@@ -1,4 +1,4 @@
-"""vLLM's CPU build as a labeller, its prefix cache on: runs in its own environment (`benchmarks.peers`).
+"""vLLM's CPU build as a labeller, its prefix cache on: runs in its own environment (`benchmarks.engines.peers`).
 
 Version 0.32.0 returns, now and then, a text that is none of the choices: such a row counts as labelled, as NO_CHOICE.
 """

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import peers
+from benchmarks.engines import peers
 
 SUBJECT = "pagemill"
 INT8_SUBJECT = "pagemill-int8"
@@ -29,26 +29,26 @@ class Contender:
 
 
 CONTENDERS = (
-    Contender(SUBJECT, "benchmarks.engine", "this engine, offline"),
-    Contender("vllm", "benchmarks.vllm_peer", "vLLM's CPU build, offline", peers.VLLM),
-    Contender("openvino", "benchmarks.openvino_peer", "OpenVINO GenAI, fp32", peers.OPENVINO),
+    Contender(SUBJECT, "benchmarks.engines.pagemill", "this engine, offline"),
+    Contender("vllm", "benchmarks.engines.vllm", "vLLM's CPU build, offline", peers.VLLM),
+    Contender("openvino", "benchmarks.engines.openvino", "OpenVINO GenAI, fp32", peers.OPENVINO),
     Contender(
         INT8_SUBJECT,
-        "benchmarks.engine",
+        "benchmarks.engines.pagemill",
         "this engine, int8 weights, activations and KV cache",
         # OpenVINO's defaults keep the KV cache in 8 bits, too.
         options=(("quantization", "int8"), ("kv_cache_dtype", "int8")),
     ),
     Contender(
         "openvino-int8",
-        "benchmarks.openvino_peer",
+        "benchmarks.engines.openvino",
         "OpenVINO GenAI, int8 weights and KV cache",
         peers.OPENVINO,
         (("PAGEMILL_BENCH_OPENVINO_WEIGHTS", "int8"),),
     ),
     Contender(
         REFERENCE,
-        "benchmarks.baselines",
+        "benchmarks.engines.static_batches",
         "generate(), static FIFO batches of 16",
         every_round=False,
     ),

@@ -19,12 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks import peers
-from benchmarks.contenders import Contender
+from benchmarks.engines import peers
+from benchmarks.engines.contenders import Contender
 from benchmarks.measure import Ready, Request, Timing
 from benchmarks.workloads import Workload
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 1800.0
 """vLLM compiles for minutes and OpenVINO exports weights the first time."""
 PASS_LIMIT_S = 1800.0

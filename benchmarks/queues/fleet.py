@@ -1,6 +1,6 @@
 """What more workers bring: real worker processes with an engine that only sleeps, on one queue and on a Cluster.
 
-    python -m benchmarks.fleet                  # 1, 2, 4 and 8 workers
+    python -m benchmarks.queues.fleet                  # 1, 2, 4 and 8 workers
 
 The echo model takes a fixed time a step and no processor, so jobs per second grow with the workers until this machine
 or the server is full. On a Cluster of three masters the jobs and the workers are spread over a queue of each.
@@ -23,13 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from benchmarks.server import start_server
+from benchmarks.queues.server import start_server
+from benchmarks.report import RESULTS
 from pagemill import Producer
 from tests.chaos.nursery import Nursery
 from tests.topologies import cluster_setup
 from tests.worker.harness import eventually
 
-RESULTS = Path(__file__).parent / "results"
 PLACES = ("one queue", "cluster, three queues")
 TEXT = "0123456789" * 5
 ROWS = 16
@@ -96,7 +96,9 @@ def table(rates: dict[str, dict[int, float]]) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.queues.fleet", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--jobs", type=int, default=300, help="for each worker")

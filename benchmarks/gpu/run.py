@@ -29,10 +29,14 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_attention, gpu_correctness, gpu_engine, gpu_rows
-from benchmarks.gpu_attention import Measure, Shape
-from benchmarks.gpu_process import DeviceProcess
-from benchmarks.gpu_timing import host_seconds, median_seconds
+from benchmarks.gpu import attention
+from benchmarks.gpu import correctness as gpu_correctness
+from benchmarks.gpu import engine as gpu_engine
+from benchmarks.gpu import rows as gpu_rows
+from benchmarks.gpu.attention import Measure, Shape
+from benchmarks.gpu.process import DeviceProcess
+from benchmarks.gpu.timing import host_seconds, median_seconds
+from benchmarks.report import RESULTS
 from pagemill.kernels.gpu.tuning import Tile
 
 Row = dict[str, Any]
@@ -118,7 +122,7 @@ def rows(session: Session) -> Iterator[Row]:
 
 def decode(session: Session) -> Iterator[Row]:
     toy: dict[str, Any] = {"shapes": [_TOY], "batch_sizes": [2], "kv_lens": [32], "block_sizes": [16]}
-    return gpu_attention.decode(
+    return attention.decode(
         session.device,
         session.measure,
         session.ceiling("copy_gb_per_s"),
@@ -129,13 +133,13 @@ def decode(session: Session) -> Iterator[Row]:
 def prefill(session: Session) -> Iterator[Row]:
     toy: dict[str, Any] = {"shapes": [_TOY], "batches": [([16], [16])]}
     ceiling = session.ceiling("bf16_tflop_per_s")
-    return gpu_attention.prefill(session.device, session.measure, ceiling, **(toy if session.is_dry else {}))
+    return attention.prefill(session.device, session.measure, ceiling, **(toy if session.is_dry else {}))
 
 
 def tiles(session: Session) -> Iterator[Row]:
     toy: dict[str, Any] = {"shape": _TOY, "decodes": [(1, 40)], "prefill_len": 24}
     toy |= {"decode_tiles": _TOY_TILES, "prefill_tiles": _TOY_TILES}
-    return gpu_attention.tiles(session.device, session.measure, **(toy if session.is_dry else {}))
+    return attention.tiles(session.device, session.measure, **(toy if session.is_dry else {}))
 
 
 def _answer(session: Session, job: gpu_engine.Job, timeout_s: float) -> Row:
@@ -291,7 +295,7 @@ def _save(session: Session) -> None:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--section", action="append", choices=list(SECTIONS), help="default: all, in order")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--budget", type=float, default=560.0, help="seconds for all sections together")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dry-run", action="store_true", help="toy sizes; with --device cpu, interpreted")
@@ -304,7 +308,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("benchmarks.gpu: no CUDA device here (torch.cuda.is_available() is False)", file=sys.stderr)
+        print(
+            "benchmarks.gpu: no CUDA device here (torch.cuda.is_available() is False)",
+            file=sys.stderr,
+        )
         return 2
     if options.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         # Kernels bind to the interpreter when they are defined: too late in this process.
@@ -332,7 +339,3 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         device.stop()
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """How fast jobs go into the queue and out of it, what they cost there, and what others make of the same.
 
-    python -m benchmarks.queue
+    python -m benchmarks.queues.rates
 
 Submitting: a job has a 500-byte prompt; every contender runs on the same server (append-only file, written once a
 second), round by round, so that the ratios of one run count. Celery and rq are measured when they are installed
@@ -27,12 +27,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from benchmarks.server import kinds, start_server, used_memory
+from benchmarks.queues.server import kinds, start_server, used_memory
+from benchmarks.report import RESULTS
 from pagemill import Producer
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.server.transport import SyncTransport
 
-RESULTS = Path(__file__).parent / "results"
 PROMPT_BYTES = 500
 MODEL = "m"
 PULLED_AT_ONCE = 16
@@ -189,7 +189,9 @@ def table(measured: list[Figures], waiting: int) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.queue", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.queues.rates", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--servers", nargs="+", choices=kinds(), default=kinds())
     parser.add_argument("--jobs", type=int, default=40_000, help="jobs of one timed bulk submit")
     parser.add_argument("--waiting", type=int, default=100_000, help="jobs of the memory measurement")

@@ -1,0 +1,1 @@
+"""The queue: rates, fairness, simulated workers."""

@@ -1,4 +1,4 @@
-"""The producer for asyncio: the same names and contracts as client.py, awaitable."""
+"""The producer for asyncio: the same names and contracts as sync.py, awaitable."""
 
 from __future__ import annotations
 

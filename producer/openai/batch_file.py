@@ -1,6 +1,6 @@
 """Batch files of OpenAI's Batch API: a file written for it runs here unchanged, and so does what reads its output.
 
-Lines and answers are openai_lines.py's; this is the file on a disk, with a journal beside it.
+Lines and answers are lines.py's; this is the file on a disk, with a journal beside it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Scripts go by EVALSHA. A server that does not know one (NOSCRIPT: new, restarted, failed over) is taught all
 of them and asked again. The driver library's errors become ours here and nowhere else. What server that is,
-connecting.py knows.
+clients.py knows.
 """
 
 from __future__ import annotations

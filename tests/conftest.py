@@ -21,6 +21,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.bare_names import sitecustomize as bare_names
 
+ROOT = Path(__file__).resolve().parents[1]
+
 # This process has imported the guard above; those that tests start find it by its name.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(bare_names.__file__).parent), os.environ.get("PYTHONPATH")])

@@ -14,7 +14,7 @@ from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.outputs import SampleState
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
-from tests.engine.families.native_cases import write_llama
+from tests.engine.models.families.native_cases import write_llama
 
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 33, 60]
 

@@ -13,7 +13,7 @@ from pagemill.engine.engine import Engine, EngineParts
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.outputs import RequestOutput
 from pagemill.engine.sampling_params import SamplingParams
-from tests.engine.hash_model import HashModel, HashOracle
+from tests.engine.scheduling.hash_model import HashModel, HashOracle
 
 VOCAB_SIZE, EOS, MAX_MODEL_LEN = 97, 0, 120
 MAX_WAITING = 40

@@ -18,9 +18,8 @@ from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models.loader import load_model
+from tests.conftest import ROOT
 from tests.engine.tiny_model import save_tiny_llama
-
-ROOT = Path(__file__).parents[2]
 
 READY = """
 import sys

@@ -17,9 +17,8 @@ from pagemill import InvalidJob, JobNotFound, Producer
 from pagemill.producer import ray_data
 from pagemill.producer.wire.calls import history
 from pagemill.producer.wire.schema.job import Job
+from tests.conftest import ROOT
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

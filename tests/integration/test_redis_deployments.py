@@ -15,7 +15,7 @@ import redis
 
 from pagemill import AccessDenied, AsyncProducer, Producer, RedisUnavailable
 from pagemill.producer.wire.server.clients import open_client
-from tests.conftest import RedisServer, _free_port
+from tests.conftest import ROOT, RedisServer, _free_port
 from tests.topologies import (
     Certificates,
     ClusterSetup,
@@ -27,10 +27,10 @@ from tests.topologies import (
 )
 from tests.worker.harness import get, running_worker, worker_config
 
-LUA = Path(__file__).parents[2] / "producer" / "wire" / "lua"
+LUA = ROOT / "producer" / "wire" / "lua"
 ASKED_DIRECTLY = {"EVALSHA", "SCRIPT|LOAD", "PING", "SUBSCRIBE", "UNSUBSCRIBE", "INFO", "BLPOP", "TIME"}
 """Commands that clients send themselves."""
-SECURITY_PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+SECURITY_PAGE = ROOT / "docs" / "security.md"
 
 
 def check_that_jobs_run(url: str, queue: str) -> None:

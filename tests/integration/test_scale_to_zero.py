@@ -14,10 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagemill.worker.status.queue_exporter import QueueExporter, QueueSet
 from tests.chaos import invariants
+from tests.conftest import ROOT
 from tests.monitoring.prometheus_server import PrometheusServer, program
 from tests.worker.harness import QueueClient, WorkerProcess, eventually, get, process_settings
 
-SCALED_OBJECT = Path(__file__).parents[2] / "deploy/kubernetes/components/autoscaling/scaledobject.yaml"
+SCALED_OBJECT = ROOT / "deploy/kubernetes/components/autoscaling/scaledobject.yaml"
 
 Figures = Callable[[], dict[str, float | None]]
 """The value of each trigger; None: there is none now."""

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-_ROOT = Path(__file__).parents[2]
+from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize(
@@ -19,6 +18,6 @@ _ROOT = Path(__file__).parents[2]
 def test_folder_does_not_pass_for_the_package_of_the_same_name(statement: str) -> None:
     """transformers looks for a distribution called `kernels` and, from the repository root, finds our folder."""
     run = subprocess.run(
-        [sys.executable, "-c", statement], cwd=_ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", statement], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import triton
 
+from tests.conftest import ROOT
+
 _SUITE = Path(__file__).parent / "interpreter"
-_ROOT = Path(__file__).parents[2]
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -26,7 +27,7 @@ def test_kernels_in_the_interpreter() -> None:
     """Every test of interpreter/, in a process of its own whose kernels run as numpy code."""
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", str(_SUITE)],
-        cwd=_ROOT,
+        cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

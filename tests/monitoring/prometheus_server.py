@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import _free_port
+from tests.conftest import ROOT, _free_port
 
-MONITORING = Path(__file__).parent.parent.parent / "monitoring"
+MONITORING = ROOT / "monitoring"
 RULES = MONITORING / "prometheus"
 RULE_FILES = [RULES / "recording_rules.yml", *sorted((RULES / "alerts").glob("*.yml"))]
 REQUIRED = "PAGEMILL_REQUIRE_PROMETHEUS"

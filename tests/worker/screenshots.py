@@ -11,11 +11,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.conftest import RedisServer, server_binary
+from tests.conftest import ROOT, RedisServer, server_binary
 from tests.worker.browser import PHONE, open_browser
 from tests.worker.harness import QueueClient, running_worker, worker_config
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 WARM_UP_S = 75.0
 INSTRUCTIONS = (
     "You label product reviews. Read the review, weigh what the buyer says about quality, price and delivery, "

@@ -1,0 +1,331 @@
+"""What can't be loaded is refused at the start, by name; what came along with the weights is never run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.llm import LLM
+from pagemill.engine.models.families.registry import SUPPORTED_MODEL_TYPES
+from pagemill.engine.sampling_params import SamplingParams
+from tests.engine.models.families.native_cases import BLOOM, GEMMA3, LLAMA, MPT, MPT_ATTENTION, write_llama
+from tests.engine.models.families.remote_cases import baichuan_7b, internlm, qwen
+from tests.engine.models.families.tiny import PROMPTS, TinyCheckpoint, native_checkpoint, write_tensors
+
+Change = Callable[[dict[str, torch.Tensor]], object]
+
+
+def load(directory: Path, **options: Any) -> LLM:
+    return LLM(str(directory), num_threads=1, **({"num_kv_blocks": 64, "block_size": 4} | options))
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    return [result.outputs[0].token_ids for result in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+def rewrite(directory: Path, change: Change) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    write_tensors(directory, tensors)
+
+
+def edit_config(directory: Path, **fields: Any) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+class TestDirectory:
+    def test_missing_directory_is_named(self) -> None:
+        with pytest.raises(ModelLoadError, match="no model at '/nowhere/at/all': give a Hugging Face model"):
+            LLM("/nowhere/at/all")
+
+    def test_without_config(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelLoadError, match=r"no config\.json"):
+            LLM(str(tmp_path))
+
+    @pytest.mark.parametrize("content", ["{", "[1]", "\xff\xfe", ""], ids=["cut", "list", "latin", "empty"])
+    def test_broken_config(self, content: str, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
+        with pytest.raises(ModelLoadError, match=r"can't read .*config\.json"):
+            LLM(str(tmp_path))
+
+    def test_config_with_a_wrong_type(self, tmp_path: Path) -> None:
+        edit_config(write_llama(tmp_path), hidden_size="sixty-four")
+        with pytest.raises(ModelLoadError, match=r"can't read .*config\.json.*hidden_size"):
+            load(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"num_attention_heads": 0}, r"can't read .*config\.json"),
+            ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+            ({"num_key_value_heads": 3}, "4 heads don't share 3 KV heads evenly"),
+        ],
+        ids=str,
+    )
+    def test_sizes_that_make_no_model(self, fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"head_dim": 16} | fields))
+        with pytest.raises(ModelLoadError, match=message):
+            load(tmp_path, load_format="dummy")
+
+    @pytest.mark.parametrize("content", ["{", '{"eos_token_id": "end"}', '{"eos_token_id": [1, null]}', "[]"])
+    def test_broken_generation_config(self, content: str, tmp_path: Path) -> None:
+        (write_llama(tmp_path) / "generation_config.json").write_text(content)
+        with pytest.raises(ModelLoadError, match="can't read eos_token_id"):
+            load(tmp_path)
+
+    def test_broken_tokenizer(self, tmp_path: Path) -> None:
+        (write_llama(tmp_path) / "tokenizer.json").write_text('{"version": "1.0"')
+        with pytest.raises(ModelLoadError, match="can't load the tokenizer"):
+            load(tmp_path)
+
+    def test_dummy_weights_need_only_a_config(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+        first, again, other = (generate(load(tmp_path, load_format="dummy", seed=seed)) for seed in (0, 0, 1))
+        assert first == again
+        assert first != other
+        with pytest.raises(ModelLoadError, match=r"no \*\.safetensors weights"):
+            load(tmp_path)
+
+    @pytest.mark.parametrize("config", [BLOOM, MPT | {"attn_config": MPT_ATTENTION}], ids=["bloom", "mpt"])
+    def test_dummy_weights_without_the_attention_interface(
+        self, config: dict[str, Any], tmp_path: Path
+    ) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert all(len(output) == 4 for output in generate(load(tmp_path, load_format="dummy")))
+
+    def test_pickled_weights_are_not_read(self, tmp_path: Path) -> None:
+        (write_llama(tmp_path) / "model.safetensors").unlink()
+        torch.save({}, tmp_path / "pytorch_model.bin")
+        with pytest.raises(ModelLoadError, match=r"\*\.bin files are pickles and are not read"):
+            load(tmp_path)
+
+
+class TestArchitecture:
+    def test_unsupported_model_type_lists_the_supported_ones(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
+        with pytest.raises(ModelLoadError) as refusal:
+            LLM(str(tmp_path))
+        assert "model type 'bert' (BertModel) is not supported" in str(refusal.value)
+        assert all(kind in str(refusal.value) for kind in SUPPORTED_MODEL_TYPES)
+
+    def test_no_model_type(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        with pytest.raises(ModelLoadError, match=r"model type None is not supported; supported: .*llama"):
+            LLM(str(tmp_path))
+
+    def test_another_kind_of_head(self, tmp_path: Path) -> None:
+        edit_config(write_llama(tmp_path), architectures=["LlamaForSequenceClassification"])
+        with pytest.raises(
+            ModelLoadError, match="'LlamaForSequenceClassification' of model type 'llama' is not"
+        ):
+            load(tmp_path)
+
+    def test_quantised_weights(self, tmp_path: Path) -> None:
+        edit_config(write_llama(tmp_path), quantization_config={"quant_method": "gptq", "bits": 4})
+        with pytest.raises(ModelLoadError, match=r"quantised weights \(gptq\), which are not supported"):
+            load(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"attn_config": MPT_ATTENTION | {"alibi": False}}, "alibi=False"),
+            ({"attn_config": MPT_ATTENTION | {"qk_ln": True}}, "qk_ln=True"),
+            ({"attn_config": MPT_ATTENTION | {"attn_type": "multiquery_attention"}}, "multiquery_attention"),
+            ({"no_bias": False}, "no_bias=False"),
+            ({"logit_scale": "inv_sqrt_d_model"}, "logit_scale="),
+            ({"norm_type": "rmsnorm"}, "norm_type='rmsnorm'"),
+        ],
+        ids=str,
+    )
+    def test_mpt_settings_that_transformers_would_ignore(
+        self, fields: dict[str, Any], message: str, tmp_path: Path
+    ) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(MPT | fields))
+        with pytest.raises(ModelLoadError, match=f"MPT with .*{message}.* is not supported"):
+            load(tmp_path, load_format="dummy")
+
+    @pytest.mark.parametrize("fields", [{"no_bias": False}, {"rotary_pct": 0.5}], ids=str)
+    def test_qwen_settings_that_qwen2_lacks(self, fields: dict[str, Any], tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(qwen().config | fields))
+        with pytest.raises(ModelLoadError, match=r"Qwen with .* is not supported"):
+            load(tmp_path, load_format="dummy")
+
+    def test_gemma_that_attends_both_ways(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(GEMMA3 | {"use_bidirectional_attention": True}))
+        with pytest.raises(ModelLoadError, match="use_bidirectional_attention"):
+            load(tmp_path, load_format="dummy")
+
+    def test_missing_size(self, tmp_path: Path) -> None:
+        config = {name: value for name, value in internlm(bias=True).config.items() if name != "hidden_size"}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelLoadError, match="'internlm' lacks hidden_size"):
+            load(tmp_path, load_format="dummy")
+
+
+class TestWeights:
+    def test_truncated(self, tmp_path: Path) -> None:
+        weights = write_llama(tmp_path) / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+        with pytest.raises(ModelLoadError, match=r"can't load the weights in .*model\.safetensors"):
+            load(tmp_path)
+
+    def test_no_safetensors_at_all(self, tmp_path: Path) -> None:
+        (write_llama(tmp_path) / "model.safetensors").write_bytes(b"not what it says")
+        with pytest.raises(ModelLoadError, match=r"can't load the weights in .*model\.safetensors"):
+            load(tmp_path)
+
+    def test_missing_shard(self, tmp_path: Path) -> None:
+        native_checkpoint(LLAMA).write(tmp_path, num_shards=3)
+        (tmp_path / "model-00002-of-00003.safetensors").unlink()
+        with pytest.raises(ModelLoadError, match="1 of 3 files are missing, model-00002-of-00003"):
+            load(tmp_path)
+
+    def test_truncated_shard(self, tmp_path: Path) -> None:
+        native_checkpoint(LLAMA).write(tmp_path, num_shards=3)
+        shard = tmp_path / "model-00002-of-00003.safetensors"
+        shard.write_bytes(shard.read_bytes()[:200])
+        with pytest.raises(ModelLoadError, match="model-00002-of-00003"):
+            load(tmp_path)
+
+    @pytest.mark.parametrize("index", ["{", "{}", '{"weight_map": []}'])
+    def test_broken_index(self, index: str, tmp_path: Path) -> None:
+        native_checkpoint(LLAMA).write(tmp_path, num_shards=2)
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(ModelLoadError, match=r"can't read .*index\.json"):
+            load(tmp_path)
+
+    def test_another_shape(self, tmp_path: Path) -> None:
+        edit_config(write_llama(tmp_path), intermediate_size=80)
+        with pytest.raises(ModelLoadError, match=r"has shape \[.*\], config\.json asks for \[.*80.*\]"):
+            load(tmp_path)
+
+    def test_packed_tensor_of_another_shape(self, tmp_path: Path) -> None:
+        edit_config(baichuan_7b().write(tmp_path), num_attention_heads=8, hidden_size=128)
+        with pytest.raises(ModelLoadError, match="can't load the weights in"):
+            load(tmp_path)
+
+    def test_fewer_layers_than_configured(self, tmp_path: Path) -> None:
+        edit_config(write_llama(tmp_path), num_hidden_layers=3)
+        with pytest.raises(ModelLoadError, match=r"9 tensors are missing, model\.layers\.2\."):
+            load(tmp_path)
+
+    def test_more_layers_than_configured(self, tmp_path: Path) -> None:
+        edit_config(write_llama(tmp_path), num_hidden_layers=1)
+        with pytest.raises(ModelLoadError, match=r"9 tensors have no place in the model, model\.layers\.1\."):
+            load(tmp_path)
+
+    def test_biases_that_the_configuration_denies(self, tmp_path: Path) -> None:
+        directory = write_llama(tmp_path, attention_bias=True)
+        edit_config(directory, attention_bias=False)
+        with pytest.raises(ModelLoadError, match="8 tensors have no place in the model"):
+            load(directory)
+
+    def test_one_missing_bias(self, tmp_path: Path) -> None:
+        directory = write_llama(tmp_path, attention_bias=True)
+        rewrite(directory, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.bias"))
+        with pytest.raises(
+            ModelLoadError, match=r"1 tensors are missing, model\.layers\.1\.self_attn\.k_proj\.bias"
+        ):
+            load(directory)
+
+    def test_missing_half_of_a_renamed_pair(self, tmp_path: Path) -> None:
+        checkpoint = qwen()
+        del checkpoint.tensors["transformer.h.1.mlp.w2.weight"]
+        with pytest.raises(ModelLoadError, match=r"missing, model\.layers\.1\.mlp\.gate_proj"):
+            load(checkpoint.write(tmp_path))
+
+    def test_a_value_head_beside_the_model_changes_nothing(self, tmp_path: Path) -> None:
+        expected = generate(load(write_llama(tmp_path)))
+        rewrite(tmp_path, lambda tensors: tensors.update({"v_head.summary.weight": torch.ones(1, 64)}))
+        assert generate(load(tmp_path)) == expected
+
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_untied_head_is_used_whatever_the_configuration_says(self, tied: bool, tmp_path: Path) -> None:
+        expected = generate(load(write_llama(tmp_path, tie_word_embeddings=False)))
+        edit_config(tmp_path, tie_word_embeddings=tied)
+        assert generate(load(tmp_path)) == expected
+
+    def test_untied_without_a_head(self, tmp_path: Path) -> None:
+        edit_config(write_llama(tmp_path, tie_word_embeddings=True), tie_word_embeddings=False)
+        with pytest.raises(ModelLoadError, match=r"1 tensors are missing, lm_head\.weight"):
+            load(tmp_path)
+
+    def test_tied_head_saved_all_the_same(self, tmp_path: Path) -> None:
+        expected = generate(load(write_llama(tmp_path, tie_word_embeddings=True)))
+        rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+        assert generate(load(tmp_path)) == expected
+
+    def test_files_of_others_beside_the_weights(self, tmp_path: Path) -> None:
+        checkpoint = native_checkpoint(LLAMA)
+        expected = generate(load(checkpoint.write(tmp_path / "plain")))
+        directory = checkpoint.write(tmp_path / "beside", num_shards=2)
+        write_tensors(tmp_path, {"anything": torch.ones(1)})
+        (tmp_path / "model.safetensors").rename(directory / "consolidated.safetensors")
+        assert generate(load(directory)) == expected
+
+
+class TestRemoteCode:
+    """A file that runs leaves a mark."""
+
+    @pytest.fixture
+    def directory(self, tmp_path: Path) -> Path:
+        checkpoint = baichuan_7b()
+        auto_map = {
+            "AutoConfig": "configuration_baichuan.BaichuanConfig",
+            "AutoModelForCausalLM": "modeling_baichuan.BaiChuanForCausalLM",
+        }
+        directory = replace(checkpoint, config=checkpoint.config | {"auto_map": auto_map}).write(
+            tmp_path / "model"
+        )
+        for name in ("configuration_baichuan", "modeling_baichuan", "tokenization_baichuan"):
+            (directory / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+        return directory
+
+    def test_models_code_is_not_run(self, directory: Path) -> None:
+        assert len(generate(load(directory))) == len(PROMPTS)
+        assert not (directory.parent / "ran").exists()
+
+    def write_remote_tokenizer(self, directory: Path) -> None:
+        auto_map = {"AutoTokenizer": ["tokenization_baichuan.BaichuanTokenizer", None]}
+        config = {"tokenizer_class": "BaichuanTokenizer", "auto_map": auto_map}
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+    def test_tokenizers_code_is_not_run(self, directory: Path) -> None:
+        self.write_remote_tokenizer(directory)
+        with pytest.raises(ModelLoadError, match=r"tokenizer is code .*skip_tokenizer_init"):
+            load(directory)
+        assert len(generate(load(directory, skip_tokenizer_init=True))) == len(PROMPTS)
+        assert not (directory.parent / "ran").exists()
+
+    def test_tokenizer_json_stands_in_for_a_tokenizer_of_code(self, directory: Path) -> None:
+        self.write_remote_tokenizer(directory)
+        tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer.save(str(directory / "tokenizer.json"))
+        llm = load(directory)
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        from_text = llm.generate("a b c", params, use_tqdm=False)[0]
+        assert from_text.prompt_token_ids == [0, 1, 2]
+        from_ids = llm.generate([[0, 1, 2]], params, use_tqdm=False)[0]
+        assert from_text.outputs[0].token_ids == from_ids.outputs[0].token_ids
+        assert not (directory.parent / "ran").exists()
+
+
+def test_half_precision_checkpoint_in_full_precision(tmp_path: Path) -> None:
+    """bf16 on disk, fp32 on the CPU: the numbers are those on disk."""
+    checkpoint = native_checkpoint(LLAMA)
+    rounded = {name: tensor.bfloat16() for name, tensor in checkpoint.tensors.items()}
+    half = TinyCheckpoint(checkpoint.config | {"torch_dtype": "bfloat16"}, rounded, checkpoint.logits)
+    exact = replace(half, tensors={name: tensor.float() for name, tensor in rounded.items()})
+    assert generate(load(half.write(tmp_path / "half"))) == generate(load(exact.write(tmp_path / "exact")))

@@ -1,0 +1,141 @@
+"""Rules of the house that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+SOURCE_FOLDERS = ("producer", "engine", "kernels", "worker", "monitoring")
+SOURCES = sorted(path for folder in SOURCE_FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+MAX_LINES = 400
+LONGER: dict[str, str] = {}
+"""Files that may be longer than `MAX_LINES`, each with the reason why it is one noun all the same."""
+
+MAX_FUNCTION_LINES = 70
+"""Outside kernels/: a compiled function is one loop nest, and what is cut out of it is compiled into it again."""
+
+VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "stuff"}
+
+
+def run_python(statement: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", statement], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_one_noun_per_file(path: Path) -> None:
+    assert path.stem not in VAGUE_NAMES
+    lines = len(path.read_text().splitlines())
+    name = str(path.relative_to(ROOT))
+    assert lines <= MAX_LINES or name in LONGER, f"{name} has {lines} lines: split it at a noun"
+
+
+def test_a_function_fits_a_screen() -> None:
+    paths = [path for path in (*SOURCES, *(ROOT / "tests").rglob("*.py")) if path.parent != ROOT / "kernels"]
+    long = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES
+    ]
+    assert not long, f"more than {MAX_FUNCTION_LINES} lines: {long}"
+
+
+def test_every_module_says_what_it_owns() -> None:
+    silent = [path for path in SOURCES if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert not silent, f"no module docstring: {[str(path.relative_to(ROOT)) for path in silent]}"
+
+
+def test_kernels_is_a_bare_docstring() -> None:
+    """transformers probes for a package of that name: ours must offer nothing that looks like it."""
+    (statement,) = ast.parse((ROOT / "kernels/__init__.py").read_text()).body
+    assert isinstance(statement, ast.Expr)
+    assert isinstance(statement.value, ast.Constant)
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    """The wheel holds packages alone."""
+    bare = {path.parent for path in SOURCES if not (path.parent / "__init__.py").is_file()}
+    assert not bare
+
+
+@pytest.mark.parametrize("name", SOURCE_FOLDERS)
+def test_a_bare_name_is_refused(name: str) -> None:
+    run = run_python(f"import {name}.config")
+    assert run.returncode == 1
+    assert f"import pagemill.{name}" in run.stderr
+
+
+def test_the_wire_contract_stands_alone() -> None:
+    """`pagemill.producer.wire` is what a worker imports: nothing in it may reach for the rest of the producer."""
+    outward = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
+        for path in (ROOT / "producer/wire").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in imported_names(node)
+        if name.startswith("pagemill.") and not (name + ".").startswith("pagemill.producer.wire.")
+    ]
+    assert not outward
+
+
+def imported_names(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "imports are absolute here"
+        return [node.module or ""]
+    return []
+
+
+@pytest.mark.parametrize(
+    "package",
+    [
+        "pagemill",
+        "pagemill.producer.wire",
+        "pagemill.monitoring.counters",
+        "pagemill.monitoring.metrics.exporter",
+    ],
+)
+def test_importing_the_light_side_loads_nothing_heavy(package: str) -> None:
+    heavy = "{'torch', 'transformers', 'triton', 'numba', 'numpy', 'pagemill.engine.execution', 'pagemill.worker'}"
+    run = run_python(f"import {package}, sys; print(sorted({heavy} & set(sys.modules)))")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "[]"
+
+
+def test_scheduling_runs_where_torch_cannot_be_imported() -> None:
+    modules = [
+        ".".join(("pagemill", *path.relative_to(ROOT).with_suffix("").parts))
+        for path in (ROOT / "engine/scheduling").glob("*.py")
+        if path.stem != "__init__"
+    ]
+    assert modules
+    run = run_python(
+        f"import sys; sys.modules['torch'] = None; import pagemill.engine.outputs, {', '.join(modules)}"
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_what_the_producer_exports_is_there() -> None:
+    from pagemill import producer
+
+    exported = set(producer.__all__)
+    assert exported >= {
+        "Producer",
+        "AsyncProducer",
+        "JobHandle",
+        "BatchHandle",
+        "InvalidJob",
+        "ResultTimeout",
+    }
+    missing = [name for name in exported if not hasattr(producer, name)]
+    assert not missing

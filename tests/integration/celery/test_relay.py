@@ -1,0 +1,162 @@
+"""Celery as a producer: native jobs, Celery's results, links, chains and chords, on a real server."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import chain, chord
+
+from pagemill import InvalidJob
+from pagemill.producer.celery.relay import Relay
+from pagemill.producer.celery.task import plain_error
+from pagemill.producer.wire.calls import outbox
+from pagemill.producer.wire.schema.errors import END_CODES, FINAL_CODES, RETRYABLE_CODES, JobDead, JobFailed
+from tests.conftest import ROOT, RedisServer, server_binary
+from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(server_binary("valkey-server"), tmp_path_factory.mktemp("celery"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def engine(server: RedisServer) -> Iterator[Any]:
+    with running_worker(worker_config(server.url, "native")) as worker:
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def shop(server: RedisServer, engine: Any) -> Any:
+    os.environ["SHOP_BROKER"] = server.url
+    module = importlib.import_module("tests.integration.celery.native_shop")
+    yield module
+    module.generate.producer.close()
+
+
+@pytest.fixture(scope="module")
+def ordinary_worker(server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Celery's own worker for the shop's other tasks."""
+    log_path = tmp_path_factory.mktemp("log") / "celery.log"
+    app = "tests.integration.celery.native_shop"
+    command = [sys.executable, "-m", "celery", "-A", app, "worker", "-P", "threads", "-c", "2", "-l", "INFO"]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(command, env=environment(server.url), cwd=ROOT, stdout=log, stderr=log)
+    eventually(lambda: process.poll() is not None or b" ready." in log_path.read_bytes(), "the Celery worker")
+    assert process.poll() is None, log_path.read_text()
+    yield
+    process.terminate()
+    process.wait(timeout=PATIENCE_S)
+
+
+def environment(url: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
+    return kept | {"PYTHONPATH": str(ROOT), "SHOP_BROKER": url}
+
+
+def relay_process(url: str) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable, "-m", "pagemill", "celery-relay", "--celery-app", "tests.integration.celery.native_shop:app",
+        "--redis-url", url, "--queue", "native",
+    ]  # fmt: skip
+    return subprocess.Popen(command, env=environment(url), cwd=ROOT, stderr=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def relay(server: RedisServer, shop: Any) -> Iterator[subprocess.Popen[bytes]]:
+    process = relay_process(server.url)
+    yield process
+    process.terminate()
+    assert process.wait(timeout=PATIENCE_S) == 0
+
+
+def test_delay_and_get(shop: Any, relay: Any) -> None:
+    handle = shop.generate.delay(prompt="hello", max_tokens=20)
+    result = handle.get(timeout=PATIENCE_S)
+    assert result["text"] == "hello"
+    assert result["id"] == handle.id
+    assert handle.state == "SUCCESS"
+
+
+def test_chains_and_chords(shop: Any, relay: Any, ordinary_worker: None) -> None:
+    loud = chain(shop.generate.s(prompt="this", max_tokens=9), shop.shout.s()).apply_async()
+    twice = chain(shop.generate.s(prompt="once", max_tokens=9), shop.generate.s(max_tokens=9)).apply_async()
+    many = chord([shop.generate.s(prompt=f"row {i}", max_tokens=9) for i in range(50)])(shop.collect.s())
+    assert loud.get(timeout=PATIENCE_S) == "THIS"
+    assert twice.get(timeout=PATIENCE_S)["text"] == "once"
+    assert many.get(timeout=PATIENCE_S) == [f"row {i}" for i in range(50)]
+
+
+def test_a_failed_job_fails_its_task(shop: Any, relay: Any) -> None:
+    handle = shop.generate.delay(prompt="x" * 9000)
+    with pytest.raises(ValueError, match="prompt_too_long"):
+        handle.get(timeout=PATIENCE_S)
+
+
+def test_a_wrong_job_is_refused_in_the_caller(shop: Any) -> None:
+    with pytest.raises(InvalidJob):
+        shop.generate.delay(prompt="x", max_tokens=0)
+
+
+def test_times_become_the_jobs(shop: Any, server: RedisServer) -> None:
+    handle = shop.generate.apply_async(kwargs={"prompt": "late"}, countdown=3600, expires=7200)
+    status = shop.generate.producer.job(handle.id).status()
+    assert status.state == "delayed"
+    assert status.deadline == pytest.approx(status.created_at + 7200, abs=5)
+    assert shop.generate.producer.job(handle.id).cancel()
+
+
+def test_a_relay_that_is_killed_leaves_nothing_undone(shop: Any, server: RedisServer) -> None:
+    handles = [shop.generate.delay(prompt=f"row {i}", max_tokens=9) for i in range(60)]
+    first = relay_process(server.url)
+    eventually(lambda: any(handle.ready() for handle in handles), "the first result")
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    queue = QueueClient(server.url, "native")
+    claimed = queue.redis.zcard("pagemill:{native}:outbox:celery")
+    queue.redis.zunionstore("pagemill:{native}:outbox:celery", {"pagemill:{native}:outbox:celery": 0})
+    assert claimed <= 60
+    second = relay_process(server.url)
+    try:
+        assert [handle.get(timeout=PATIENCE_S)["text"] for handle in handles] == [
+            f"row {i}" for i in range(60)
+        ]
+        eventually(lambda: not queue.redis.zcard("pagemill:{native}:outbox:celery"), "an empty outbox")
+    finally:
+        second.terminate()
+        second.wait(timeout=PATIENCE_S)
+
+
+@pytest.mark.filterwarnings("ignore:Call to deprecated:DeprecationWarning")  # of Celery's backend
+def test_an_end_is_relayed_to_its_own_box(shop: Any, server: RedisServer) -> None:
+    """Claims of one relay do not see another's, nor the webhooks'."""
+    handle = shop.generate.delay(prompt="mine", max_tokens=9)
+    shop.generate.producer.job(handle.id).result(timeout=PATIENCE_S)
+    queue = QueueClient(server.url, "native")
+    assert queue.run(outbox.claim("native", 10, 1000)) == []
+    assert queue.run(outbox.claim("native", 10, 1000, relay="other")) == []
+    (notice,) = queue.run(outbox.claim("native", 10, 60_000, relay="celery"))
+    assert notice.outcome.job_id == handle.id
+    assert queue.run(outbox.claim("native", 10, 1000, relay="celery")) == [], "claimed twice"
+    assert not queue.run(outbox.settle("native", handle.id, notice.tries + 1, None, relay="celery")), (
+        "a stale try"
+    )
+    assert queue.run(outbox.settle("native", handle.id, notice.tries, 0, relay="celery"))
+    assert Relay(shop.app, server.url, "native").relay() == 1
+    assert handle.get(timeout=PATIENCE_S)["text"] == "mine"
+
+
+def test_a_wrong_job_is_a_value_error_whatever_is_wrong() -> None:
+    assert {type(plain_error(JobFailed("no", code))) for code in FINAL_CODES} == {ValueError}
+    others = RETRYABLE_CODES | END_CODES
+    assert {type(plain_error(JobDead("no", code))) for code in others} == {RuntimeError}

@@ -1,0 +1,325 @@
+"""A Celery shop and `pagemill celery-worker`, both as processes, on a real server."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery import chain, chord, group
+from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
+
+from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.calls.registry import WorkerInfo
+from tests.conftest import ROOT, RedisServer, server_binary
+from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
+
+TASK = "pagemill.generate"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A server of its own: Celery's keys have no queue in their names."""
+    server = RedisServer(server_binary("valkey-server"), tmp_path_factory.mktemp("celery"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def engine(server: RedisServer) -> Iterator[Any]:
+    """The worker behind the native queue; 5 ms a step, so that there is something to revoke and to kill."""
+    with running_worker(worker_config(server.url, "celery", model="echo:5", lease_s=6.0)) as worker:
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def shop(server: RedisServer) -> Any:
+    os.environ["SHOP_BROKER"] = server.url
+    module = importlib.import_module("tests.integration.celery.shop")
+    return module
+
+
+@contextmanager
+def celery_worker(
+    url: str, log: Path, *options: str, until: str = " ready."
+) -> Iterator[subprocess.Popen[bytes]]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
+    environment = kept | {"PYTHONPATH": str(ROOT), "SHOP_BROKER": url, "PAGEMILL_REDIS_URL": url}
+    command = [
+        sys.executable, "-m", "pagemill", "celery-worker", "--model", "echo", "--concurrency", "100", *options,
+        "--celery-app", "tests.integration.celery.shop:app", "--", "-n", f"{uuid.uuid4().hex[:8]}@test",
+    ]  # fmt: skip
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=file, cwd=ROOT, start_new_session=True
+        )
+    try:
+        eventually(lambda: process.poll() is not None or until in log.read_text(), "the Celery worker")
+        assert process.poll() is None, log.read_text()
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout=PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture(scope="module")
+def worker(
+    server: RedisServer, engine: Any, shop: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[subprocess.Popen[bytes]]:
+    with celery_worker(server.url, tmp_path_factory.mktemp("log") / "celery.log") as process:
+        yield process
+
+
+@pytest.fixture
+def generate(shop: Any, worker: Any) -> Callable[..., Any]:
+    """What any app can do: a name, keywords, a queue."""
+
+    def send(*args: Any, options: dict[str, Any] | None = None, **fields: Any) -> Any:
+        return shop.app.send_task(TASK, args=args, kwargs=fields, queue="pagemill", **(options or {}))
+
+    return send
+
+
+def test_a_task_and_its_result(generate: Callable[..., Any]) -> None:
+    result = generate(prompt="hello", max_tokens=20).get(timeout=PATIENCE_S)
+    assert result["text"] == "hello"
+    assert result["usage"]["prompt_tokens"] == 5
+    assert result["outputs"][0]["finish_reason"] == "stop"
+
+
+def test_hundreds_share_the_batch(generate: Callable[..., Any], engine: Any) -> None:
+    """200 tasks of 50 steps of 5 ms: one after the other would be 50 s of steps."""
+    before = engine.engine.stats.steps
+    handles = [generate(prompt=f"{i:03d} " + "x" * 46, max_tokens=60) for i in range(200)]
+    assert [handle.get(timeout=PATIENCE_S)["text"][:3] for handle in handles] == [
+        f"{i:03d}" for i in range(200)
+    ]
+    steps = engine.engine.stats.steps - before
+    assert steps < 200 * 50 / 5, steps
+
+
+def test_chains_groups_and_links(generate: Callable[..., Any], shop: Any) -> None:
+    signature = shop.app.signature(TASK, kwargs={"max_tokens": 30}, queue="pagemill")
+    made = chain(shop.make_prompt.s("this"), signature, shop.shout.s()).apply_async()
+    assert made.get(timeout=PATIENCE_S) == "SAY THIS"
+    many = group(
+        shop.app.signature(TASK, kwargs={"prompt": str(i), "max_tokens": 9}, queue="pagemill")
+        for i in range(5)
+    ).apply_async()
+    assert [result["text"] for result in many.get(timeout=PATIENCE_S)] == list("01234")
+
+
+def test_a_chord_of_200(generate: Callable[..., Any], shop: Any) -> None:
+    header = [
+        shop.app.signature(TASK, kwargs={"prompt": f"row {i}", "max_tokens": 9}, queue="pagemill")
+        for i in range(200)
+    ]
+    result = chord(header)(shop.collect.s())
+    assert result.get(timeout=PATIENCE_S) == [f"row {i}" for i in range(200)]
+
+
+def test_ordinary_tasks_run_beside(shop: Any, worker: Any) -> None:
+    assert shop.make_prompt.delay("me").get(timeout=PATIENCE_S) == "say me"
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"prompt": "x", "max_tokens": 0}, ValueError),
+        ({"no_such": 1}, ValueError),
+        ({"prompt": "x" * 9000}, ValueError),
+    ],
+)
+def test_errors_reach_a_caller_without_our_code(
+    generate: Callable[..., Any], fields: dict[str, Any], error: type[Exception]
+) -> None:
+    handle = generate(**fields)
+    with pytest.raises(error):
+        handle.get(timeout=PATIENCE_S)
+    assert handle.state == "FAILURE"
+
+
+def test_progress_then_success(generate: Callable[..., Any]) -> None:
+    handle = generate(prompt="x" * 700, max_tokens=700)
+    seen = eventually(lambda: handle.info if handle.state == "PROGRESS" else None, "PROGRESS")
+    assert 0 < seen["generated_tokens"] <= 700
+    assert len(handle.get(timeout=PATIENCE_S)["text"]) == 700
+    time.sleep(1.5)
+    assert handle.state == "SUCCESS", "PROGRESS was written over the end"
+
+
+def test_revoking_hits_the_right_one(generate: Callable[..., Any], shop: Any, engine: Any) -> None:
+    doomed, spared = (generate(prompt=letter * 1000, max_tokens=1000) for letter in "ds")
+    eventually(lambda: doomed.state == "PROGRESS", "its start")
+    shop.app.control.revoke(doomed.id, terminate=True)
+    with pytest.raises(TaskRevokedError):
+        doomed.get(timeout=PATIENCE_S)
+    assert spared.get(timeout=PATIENCE_S)["text"] == "s" * 1000
+    eventually(lambda: len(engine.table) == 0, "the engine to let go")
+
+
+def test_time_limits(generate: Callable[..., Any], engine: Any) -> None:
+    soft = generate(prompt="x" * 2000, max_tokens=2000, options={"soft_time_limit": 1})
+    hard = generate(prompt="y" * 2000, max_tokens=2000, options={"time_limit": 1})
+    with pytest.raises(SoftTimeLimitExceeded):
+        soft.get(timeout=PATIENCE_S)
+    with pytest.raises(TimeLimitExceeded):
+        hard.get(timeout=PATIENCE_S)
+    eventually(lambda: len(engine.table) == 0, "the engine to let go")
+
+
+def test_celerys_own_inspection_answers(generate: Callable[..., Any], shop: Any) -> None:
+    handle = generate(prompt="x" * 1000, max_tokens=1000)
+    inspect = shop.app.control.inspect(timeout=10)
+    active = eventually(
+        lambda: [t for tasks in (inspect.active() or {}).values() for t in tasks], "active tasks"
+    )
+    assert {task["id"] for task in active} == {handle.id}
+    stats = next(iter(inspect.stats().values()))
+    assert stats["pool"]["implementation"].endswith("EnginePool")
+    handle.get(timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def flower(server: RedisServer, worker: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Flower's own process beside the shop; a call asks its HTTP API."""
+    if importlib.util.find_spec("flower") is None:
+        pytest.skip("flower is not installed; it is in the dev extra")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    log = tmp_path / "flower.log"
+    environment = os.environ | {"SHOP_BROKER": server.url, "FLOWER_UNAUTHENTICATED_API": "true"}
+    command = [
+        sys.executable, "-m", "celery", "-A", "tests.integration.celery.shop:app", "flower",
+        "--address=127.0.0.1", f"--port={port}",
+    ]  # fmt: skip
+    with log.open("ab") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, cwd=ROOT)
+
+    def ask(path: str, *, post: bool = False) -> Any:
+        """None: it does not answer, or not yet with what was asked for."""
+        assert process.poll() is None, log.read_text()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/api/{path}", method="POST" if post else "GET"
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
+                return json.load(reply)
+        except OSError:
+            return None
+
+    try:
+        yield ask
+    finally:
+        process.terminate()
+        process.wait(timeout=PATIENCE_S)
+
+
+def test_flower_shows_the_worker_and_its_tasks_and_revokes_one(
+    flower: Callable[..., Any], generate: Callable[..., Any], engine: Any
+) -> None:
+    (found,) = eventually(lambda: flower("workers?refresh=1"), "Flower to find the worker").values()
+    assert found["stats"]["pool"]["implementation"].endswith("EnginePool")
+    assert [queue["name"] for queue in found["active_queues"]] == ["pagemill"]
+    assert TASK in found["registered"]
+
+    def is_listed(task_id: str, state: str) -> bool:
+        task = flower(f"task/info/{task_id}")
+        return bool(task) and (task["name"], task["state"]) == (TASK, state)
+
+    def shows_an_end() -> bool:
+        # A task of its own each time: Flower shows what it has heard, and it may have begun to listen just now.
+        done = generate(prompt="hello")
+        assert done.get(timeout=PATIENCE_S)["text"] == "hello"
+        give_up = time.monotonic() + 10
+        while not is_listed(done.id, "SUCCESS") and time.monotonic() < give_up:
+            time.sleep(0.2)
+        return is_listed(done.id, "SUCCESS")
+
+    eventually(shows_an_end, "Flower to show the end")
+    doomed = generate(prompt="x" * 2500, max_tokens=2500)
+    eventually(lambda: doomed.state == "PROGRESS", "its start")
+    assert flower(f"task/revoke/{doomed.id}?terminate=true", post=True)
+    with pytest.raises(TaskRevokedError):
+        doomed.get(timeout=PATIENCE_S)
+    eventually(lambda: is_listed(doomed.id, "REVOKED"), "Flower to show the revocation")
+    eventually(lambda: len(engine.table) == 0, "the engine to let go")
+
+
+def test_a_worker_that_is_loading_is_waited_for(server: RedisServer, queue_name: str, tmp_path: Path) -> None:
+    client = QueueClient(server.url, queue_name)
+    loading = WorkerInfo(id="loading", models=(), state="loading")
+    client.run(registry.heartbeat(queue_name, loading, ttl_ms=600_000))
+    client.redis.close()
+    log = tmp_path / "celery.log"
+    options = ("--queue", queue_name, "--native-queue", queue_name)
+    with (
+        celery_worker(server.url, log, *options, until="waiting for the worker") as process,
+        running_worker(worker_config(server.url, queue_name)),
+    ):
+        eventually(lambda: process.poll() is not None or " ready." in log.read_text(), "the Celery worker")
+    assert f"a live worker of queue {queue_name} serves echo; using it" in log.read_text()
+    assert "starting a worker" not in log.read_text()
+
+
+def received(url: str) -> bool:
+    """No message waits or is on its way, and all of them are on record: nothing comes in between two looks."""
+    with redis.Redis.from_url(url, decode_responses=True) as client, client.pipeline() as pipe:
+        pipe.llen("pagemill").hlen("pagemill:celery:unacked")
+        waiting, unacked = pipe.execute()
+    return waiting == 0 and unacked >= 40
+
+
+def test_killed_in_the_middle_of_a_chord(server: RedisServer, engine: Any, shop: Any, tmp_path: Path) -> None:
+    """Its messages are delivered again to another worker, and what the engine has done is not done again."""
+    header = [
+        shop.app.signature(
+            TASK, kwargs={"prompt": f"{i:02d}" + "x" * 598, "max_tokens": 610}, queue="pagemill"
+        )
+        for i in range(40)
+    ]
+    with celery_worker(server.url, tmp_path / "first.log") as first:
+        result = chord(header)(shop.collect.s())
+        # Until it has recorded a message as unacknowledged, Celery's own broker client holds it in memory alone.
+        eventually(lambda: received(server.url) and len(engine.table) >= 10, "generations under way")
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+        with celery_worker(server.url, tmp_path / "second.log"):
+            texts = result.get(timeout=2 * PATIENCE_S)
+    assert [text[:2] for text in texts] == [f"{i:02d}" for i in range(40)]
+
+
+def test_messages_in_hand_are_kept_from_coming_again(
+    generate: Callable[..., Any], server: RedisServer, shop: Any
+) -> None:
+    """The index of unacknowledged messages is ours, and its times move while a task runs."""
+    handle = generate(prompt="x" * 3000, max_tokens=3000)
+    eventually(lambda: handle.state == "PROGRESS", "its start")
+    with redis.Redis.from_url(server.url) as client:
+        index = "pagemill:celery:unacked_index"
+        (first,) = client.zrange(index, 0, -1, withscores=True)
+        eventually(lambda: client.zscore(index, first[0]) > first[1], "a refresh")
+        assert not client.exists("unacked_index")
+    shop.app.control.revoke(handle.id, terminate=True)
+    with pytest.raises(TaskRevokedError):
+        handle.get(timeout=PATIENCE_S)

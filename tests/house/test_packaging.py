@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -13,9 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.house.conftest import built
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PARTS = ("producer", "engine", "kernels", "worker", "monitoring")
+BESIDE = {"LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg", "setup.py", "MANIFEST.in"}
+"""What an sdist has beside the package."""
 
 
 def test_extras_name_each_other_rightly() -> None:
@@ -27,57 +31,47 @@ def test_extras_name_each_other_rightly() -> None:
                 assert set(named) <= extras.keys(), requirement
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what git tracks, so that nothing left behind by an earlier build gets in."""
-    directory = tmp_path_factory.mktemp("source")
-    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
-    subprocess.run(["tar", "-x", "-C", directory], input=archive, check=True)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """By the build backend's own hook, as `python -m build --sdist` calls it."""
-    directory = tmp_path_factory.mktemp("sdist")
-    script = f"from setuptools import build_meta; build_meta.build_sdist({str(directory)!r})"
-    subprocess.run([sys.executable, "-c", script], cwd=source, capture_output=True, check=True)
-    return next(directory.glob("*.tar.gz"))
-
-
-def built(source: Path, directory: Path) -> Path:
-    """The wheel of a directory or an sdist."""
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", directory, source]
-    subprocess.run(command, check=True)
-    return next(directory.glob("*.whl"))
-
-
-@pytest.fixture(scope="module")
-def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built(source, tmp_path_factory.mktemp("wheel"))
-
-
 @pytest.mark.slow
-def test_the_wheel_holds_every_file_of_its_packages(wheel: Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     listed = subprocess.run(
-        ["git", "ls-tree", "-r", "--name-only", "HEAD", *PARTS],
+        ["git", "ls-tree", "-r", "--name-only", "HEAD", "pagemill", *PARTS],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
-    )
-    apart = ("monitoring/grafana/", "monitoring/prometheus/")
-    assert {name for name in listed.stdout.split() if not name.startswith(apart)} <= names
+    ).stdout.split()
+    files = {name if name.startswith("pagemill/") else f"pagemill/{name}" for name in listed}
+    links = {f"pagemill/{part}" for part in PARTS}
+    apart = ("pagemill/monitoring/grafana/", "pagemill/monitoring/prometheus/")
+    assert {name for name in files - links if not name.startswith(apart)} <= names <= files
 
 
 @pytest.mark.slow
-def test_the_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:
+def test_the_sdist_holds_real_files_and_builds_the_same_wheel(
+    sdist: Path, wheel: Path, tmp_path: Path
+) -> None:
     from_sdist = built(sdist, tmp_path)
     assert zipfile.ZipFile(from_sdist).namelist() == zipfile.ZipFile(wheel).namelist()
     with tarfile.open(sdist) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "pyproject.toml"} <= names
+        assert not any(member.issym() or member.islnk() for member in archive.getmembers())
+        names = {name.partition("/")[2] for name in archive.getnames()} - {""}
+    assert {"LICENSE", "README.md", "pyproject.toml", "setup.py"} <= names
+    assert {name.partition("/")[0] for name in names} - BESIDE == {"pagemill", "pagemill.egg-info"}
+
+
+def test_a_copy_without_its_links_does_not_build(source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "copy", symlinks=True)
+    for part in PARTS:  # as an archive unpacks them where there are no symbolic links
+        (tmp_path / "copy/pagemill" / part).unlink()
+        (tmp_path / "copy/pagemill" / part).write_text(f"../{part}")
+    script = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path / "copy", capture_output=True, text=True, check=False
+    )
+    assert run.returncode != 0
+    assert "has lost its symbolic links" in run.stderr
+    assert not list(tmp_path.glob("*.whl"))
 
 
 @pytest.mark.slow

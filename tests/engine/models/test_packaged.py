@@ -20,7 +20,7 @@ from pagemill.engine.models.packaged import packaged_model_directory
 CONVERTER = """
 import sys, time
 from pathlib import Path
-from pagemill.engine.execution import packaged_model
+from pagemill.engine.models import packaged
 
 def write_model(gguf_file, directory):
     (directory / "config.json").write_text("{}")
@@ -30,8 +30,8 @@ def write_model(gguf_file, directory):
         time.sleep(0.01)
     (directory / "model.safetensors").write_text("weights")
 
-packaged_model._write_model = write_model
-print(packaged_model.packaged_model_directory())
+packaged._write_model = write_model
+print(packaged.packaged_model_directory())
 """
 
 

@@ -61,7 +61,7 @@ def ordinary_worker(server: RedisServer, tmp_path_factory: pytest.TempPathFactor
 
 def environment(url: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
-    return kept | {"PYTHONPATH": str(ROOT), "SHOP_BROKER": url}
+    return kept | {"SHOP_BROKER": url}
 
 
 def relay_process(url: str) -> subprocess.Popen[bytes]:

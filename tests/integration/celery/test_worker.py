@@ -59,7 +59,7 @@ def celery_worker(
     url: str, log: Path, *options: str, until: str = " ready."
 ) -> Iterator[subprocess.Popen[bytes]]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
-    environment = kept | {"PYTHONPATH": str(ROOT), "SHOP_BROKER": url, "PAGEMILL_REDIS_URL": url}
+    environment = kept | {"SHOP_BROKER": url, "PAGEMILL_REDIS_URL": url}
     command = [
         sys.executable, "-m", "pagemill", "celery-worker", "--model", "echo", "--concurrency", "100", *options,
         "--celery-app", "tests.integration.celery.shop:app", "--", "-n", f"{uuid.uuid4().hex[:8]}@test",

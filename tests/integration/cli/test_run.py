@@ -16,7 +16,6 @@ import pytest
 
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import WorkerInfo
-from tests.conftest import ROOT
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 
 Finished = subprocess.CompletedProcess[str]
@@ -29,7 +28,7 @@ def environment(url: str, queue: str) -> dict[str, str]:
 def bare_environment() -> dict[str, str]:
     """This environment without any Pagemill setting; the packages come from the repository."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
-    return kept | {"PYTHONPATH": str(ROOT)}
+    return kept
 
 
 @pytest.fixture

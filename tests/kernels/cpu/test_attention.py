@@ -338,7 +338,8 @@ def test_after_the_warm_up_no_step_compiles():
 
 def test_kernels_compile_where_nothing_can_be_cached():
     script = (
-        "import torch; from pagemill.kernels import cpu; from pagemill.kernels.types.layer_cache import LayerCache;"
+        "import torch; from pagemill.kernels.cpu import operators as cpu;"
+        "from pagemill.kernels.types.layer_cache import LayerCache;"
         "cache = torch.zeros(2, 1, 1, 4, 16); layer = LayerCache(*cache);"
         "x = torch.ones(1, 1, 16); cpu.reshape_and_cache(x, x, layer, torch.tensor([2]));"
         "assert cache[:, 0, 0, 2].eq(1).all()"
@@ -349,7 +350,7 @@ def test_kernels_compile_where_nothing_can_be_cached():
 
 def test_the_number_of_threads_stays_torchs():
     script = (
-        "import torch; torch.set_num_threads(1); from pagemill.kernels import cpu;"
+        "import torch; torch.set_num_threads(1); from pagemill.kernels.cpu import operators as cpu;"
         "cpu.warm_up(); cpu.warm_up_layers(num_heads=2, num_kv_heads=1, head_dim=16, block_size=4);"
         "import numba; assert (torch.get_num_threads(), numba.get_num_threads()) == (1, 1)"
     )

@@ -17,7 +17,7 @@ from pagemill.kernels.cpu.jit import file_lock
 HOLDER = """
 import sys, time
 from pathlib import Path
-from pagemill.kernels import file_lock
+from pagemill.kernels.cpu.jit import file_lock
 with file_lock.hold(Path(sys.argv[1]), 0.0) as is_held:
     print(is_held, flush=True)
     sys.stdin.read()

@@ -124,16 +124,16 @@ HASWELL = (
 )
 AVX2_PRODUCTS = """
 import sys, torch
-from pagemill.kernels import cpu_int8_matmul, cpu_int8_tile, cpu_matmul, cpu_matmul_tile
+from pagemill.kernels.cpu.matmul import fp32, fp32_tile, int8, int8_tile
 from pagemill.kernels.cpu.matmul.weight_packing import pack
-assert cpu_matmul_tile.CUT == cpu_matmul_tile.NARROW
-assert cpu_int8_tile.PRODUCTS is cpu_int8_tile.WORDS
+assert fp32_tile.CUT == fp32_tile.NARROW
+assert int8_tile.PRODUCTS is int8_tile.WORDS
 given, out = sys.argv[1:]
 results = []
 for weight, bias, rows in torch.load(given):
     for x in rows:
-        results.append(cpu_matmul.multiply(x, pack(weight), bias))
-        results.append(cpu_int8_matmul.multiply(x, cpu_int8_matmul.pack(weight), bias, len(weight)))
+        results.append(fp32.multiply(x, pack(weight), bias))
+        results.append(int8.multiply(x, int8.pack(weight), bias, len(weight)))
 torch.save(results, out)
 """
 
@@ -164,11 +164,11 @@ def test_avx2_computes_the_same_as_this_cpu(tmp_path):
 
 TALL_PRODUCTS = """
 import torch
-from pagemill.kernels import cpu_matmul, cpu_weight_packing
+from pagemill.kernels.cpu.matmul import fp32, weight_packing
 torch.set_num_threads(1)
-packed, x = cpu_weight_packing.pack(torch.randn(1024, 96)), torch.randn(64, 96)
+packed, x = weight_packing.pack(torch.randn(1024, 96)), torch.randn(64, 96)
 for _ in range(20):
-    cpu_matmul.multiply(x, packed, torch.zeros(1024))
+    fp32.multiply(x, packed, torch.zeros(1024))
 """
 
 

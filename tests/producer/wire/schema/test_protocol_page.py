@@ -1,4 +1,4 @@
-"""docs/protocol.md says what the code does; `python -m tests.producer.wire.schema.test_protocol_page` writes its rows."""
+"""docs/protocol.md says what the code does; `python -m` with this module's name rewrites its rows."""
 
 from __future__ import annotations
 

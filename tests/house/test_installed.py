@@ -1,0 +1,187 @@
+"""The wheel in an environment of its own, used in a folder whose files have the names that ours once had."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sysconfig
+import venv
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_help import COMMANDS
+from tests.engine.tiny_model import save_tiny_llama
+from tests.worker.harness import PATIENCE_S, eventually
+
+THEIRS = {
+    "producer.py": "raise ImportError('their producer')",
+    "engine.py": "OWNER = 'them'",
+    "monitoring.py": "raise ImportError('their monitoring')",
+    "kernels/__init__.py": "",
+    "kernels/noise.py": "raise ImportError('their kernels')",
+    "worker/tasks.py": """
+import os
+from celery import Celery
+import engine
+app = Celery("shop", broker=os.environ["PAGEMILL_REDIS_URL"], backend=os.environ["PAGEMILL_REDIS_URL"])
+
+@app.task(name="shop.owner")
+def owner():
+    return engine.OWNER
+""",
+}
+
+SUBMIT = """
+from pagemill import InvalidJob, Job, Producer, StructuredOutputs
+with Producer() as queue:
+    job = Job(prompt="1234", model="echo", max_tokens=8, structured_outputs=StructuredOutputs(regex="[0-9]{4}"))
+    print(queue.submit(job).result(timeout=120).text)
+    try:
+        queue.submit(prompt="a", model="echo", temperature=-1)
+    except InvalidJob as error:
+        print("refused")
+"""
+
+GENERATE = """
+import sys
+from pagemill import LLM, SamplingParams
+sampling = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=4, ignore_eos=True)
+llm = LLM(model=sys.argv[1], tensor_parallel_size=2, num_kv_blocks=64, num_threads=1, dtype="bfloat16")
+(output,) = llm.generate([[5, 6, 7]], sampling)
+print(len(output.outputs[0].token_ids))
+llm.close()
+"""
+
+CELERY = """
+from celery import Celery
+import os
+app = Celery("client", broker=os.environ["PAGEMILL_REDIS_URL"], backend=os.environ["PAGEMILL_REDIS_URL"])
+send = lambda name, **fields: app.send_task(name, kwargs=fields, queue="pagemill").get(timeout=120)
+print(send("pagemill.generate", prompt="hello", max_tokens=9)["text"], send("shop.owner"))
+"""
+
+
+class Shop:
+    """Their folder, and the environment that they installed pagemill into."""
+
+    def __init__(self, folder: Path, binaries: Path, url: str) -> None:
+        self.folder = folder
+        self.binaries = binaries
+        kept = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PAGEMILL_", "PYTHON"))
+        }
+        self.environment = kept | {"PAGEMILL_REDIS_URL": url, "OMP_NUM_THREADS": "1"}
+
+    def start(self, *command: str, log: str) -> subprocess.Popen[bytes]:
+        with (self.folder / log).open("wb") as file:
+            return subprocess.Popen(
+                [self.binaries / command[0], *command[1:]],
+                cwd=self.folder, env=self.environment, stdout=file, stderr=file, start_new_session=True,
+            )  # fmt: skip
+
+    def run(self, *command: str, timeout: float = 600.0) -> str:
+        done = subprocess.run(
+            [self.binaries / command[0], *command[1:]],
+            cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def python(self, code: str, *arguments: str) -> str:
+        """A script of theirs: its folder is where Python looks first."""
+        (self.folder / "script.py").write_text(code)
+        return self.run("python", "script.py", *arguments)
+
+    @contextmanager
+    def service(self, *command: str, until: str) -> Iterator[None]:
+        log = f"{command[-1].replace('/', '_')}.log"
+        process = self.start(*command, log=log)
+        try:
+            eventually(
+                lambda: process.poll() is not None or until in (self.folder / log).read_text(), f"{command}"
+            )
+            assert process.poll() is None, (self.folder / log).read_text()
+            yield
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def shop(wheel: Path, valkey_url: str, tmp_path_factory: pytest.TempPathFactory) -> Shop:
+    """What pagemill depends on is lent from this environment, and pagemill itself is not."""
+    environment, folder = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("shop")
+    venv.create(environment, with_pip=True)
+    shop = Shop(folder, environment / "bin", valkey_url)
+    shop.run("python", "-m", "pip", "install", "-q", "--no-deps", str(wheel))
+    purelib = shop.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    # Folders named in a .pth file are searched, their own .pth files are not read: our editable install stays out.
+    Path(purelib, "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    for name, text in THEIRS.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    where = shop.python("import pagemill.engine; print(pagemill.engine.__file__)")
+    assert where.startswith(str(environment))
+    return shop
+
+
+@pytest.fixture(scope="module")
+def worker(shop: Shop) -> Iterator[None]:
+    with shop.service(
+        "python", "-m", "pagemill", "worker", "--model", "echo", "--http-port", "0", until="ready"
+    ):
+        yield
+
+
+def test_every_command_has_its_help(shop: Shop) -> None:
+    """In a process per command, as a shell starts them; the groups' own lists included."""
+    with ThreadPoolExecutor(4) as pool:
+        for shown in pool.map(
+            lambda path: shop.run("pagemill", *path, "--help"), (path for path, _ in COMMANDS.values())
+        ):
+            assert "Usage: pagemill" in shown
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_submit_and_a_grammar(shop: Shop) -> None:
+    text, refused = shop.python(SUBMIT).split()
+    assert text.isdigit()
+    assert len(text) == 4
+    assert refused == "refused"
+
+
+@pytest.mark.usefixtures("worker")
+def test_the_commands_on_a_queue(shop: Shop) -> None:
+    job_id = shop.run("pagemill", "submit", "hello").strip()
+    assert shop.run("pagemill", "result", job_id).strip() == "hello"
+    for command in ("status", "inspect"):
+        assert json.loads(shop.run("pagemill", command, job_id, "--json"))["state"] == "succeeded"
+    assert "echo" in shop.run("pagemill", "workers")
+    for command in (("queue", "stats"), ("dead", "list"), ("doctor",), ("top", "--once")):
+        shop.run("pagemill", *command)
+    (shop.folder / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    shop.run(
+        "pagemill", "run", "rows.jsonl", "--out", "out.jsonl", "--template", "{{ text }}", "--model", "echo"
+    )
+    outputs = [
+        json.loads(line)["output"].strip() for line in (shop.folder / "out.jsonl").read_text().splitlines()
+    ]
+    assert outputs == ["a", "b"]
+
+
+def test_a_model_on_two_ranks(shop: Shop, tmp_path: Path) -> None:
+    """In half precision, for which few kernels are compiled: what it computes is for the engine's own tests."""
+    save_tiny_llama(tmp_path)
+    assert shop.python(GENERATE, str(tmp_path)) == "4\n"
+
+
+def test_a_celery_app_of_their_own(shop: Shop) -> None:
+    command = ("pagemill", "celery-worker", "--model", "echo", "--celery-app", "worker.tasks:app")
+    with shop.service(*command, until=" ready."):
+        assert shop.python(CELERY).split() == ["hello", "them"]

@@ -30,6 +30,8 @@ THEIRS = {
     "queries.yml",
     "test.yml",
     "2e/logging.py",
+    "worker/tasks.py",
+    "script.py",
     "benchmarks.no_such_module",
 }
 """Celery's, a container's, and what tests make up."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
+from pagemill.engine.errors import ConfigError
 from pagemill.engine.offline_order import merge_equal, rank_by_prefix
 from pagemill.engine.outputs import CompletionDelta, FinishReason, RequestOutput, Usage
 from pagemill.engine.plan import TokenLogprobs
@@ -64,7 +65,13 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.engine = Engine.from_config(EngineConfig(model=model, **options))
+        try:
+            self.engine = Engine.from_config(EngineConfig(model=model, **options))
+        except ModuleNotFoundError as error:
+            needed = (
+                f"{error.name} is missing; a model needs more than a producer: pip install 'pagemill[worker]'"
+            )
+            raise ConfigError(needed) from error
         self._num_requests = 0
 
     def generate(

@@ -71,6 +71,20 @@ def test_prompts_in_outputs_out() -> None:
         assert prompt.startswith(output.outputs[0].text)
 
 
+def test_a_producers_install_says_what_a_model_needs() -> None:
+    code = """
+sys.modules["torch"] = None
+from pagemill import LLM, ConfigError
+try:
+    LLM("smollm2")
+except ConfigError as error:
+    assert "pip install 'pagemill[worker]'" in str(error), error
+else:
+    raise AssertionError
+"""
+    assert loaded(code) == []
+
+
 def test_one_structure_serves_a_job_and_a_prompt() -> None:
     shape = StructuredOutputs(choice=("yes", "no"))
     assert Job(prompt="a", model="echo", structured_outputs=shape).structured_outputs == shape

@@ -44,7 +44,7 @@ def assets() -> dict[str, Asset]:
     """Every file of the page by name. What is not in here is not served: no path is ever built from a request."""
     return {
         path.name: Asset(_TYPES[suffix], path.read_bytes())
-        for path in (files("monitoring") / "page").iterdir()
+        for path in (files("pagemill.monitoring") / "page").iterdir()
         if (suffix := "." + path.name.rpartition(".")[2]) in _TYPES
     }
 

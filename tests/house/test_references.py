@@ -24,7 +24,8 @@ MODULE = re.compile(r"(?<![\w./-])((?:pagemill|benchmarks|tests)(?:\.\w+)+)(?![\
 IMPORT = re.compile(
     r"from ((?:pagemill|benchmarks|tests)[\w.]*) import (\w+(?: as \w+)?(?:, *\w+(?: as \w+)?)*)"
 )
-BARE = re.compile(rf"(?:\bfrom|\bimport|-m) (?:{PARTS})[. ;]")
+BARE = re.compile(rf"(?:\bfrom|\bimport(?: \w+,)*|-m) (?:{PARTS})(?:[.,;]|\s(?!is|of))")
+CALL = re.compile(rf"\b(?:files|find_spec|import_module|importorskip)\(\"(?:{PARTS})\b.*")
 THEIRS = {
     "celery/concurrency/base.py",
     "queries.yml",
@@ -95,12 +96,14 @@ def is_there(dotted: str) -> bool:
 
 
 def missing(name: str) -> Iterator[str]:
+    for call in CALL.findall((ROOT / name).read_text()):
+        yield f"{call} names a folder, not the package"
     for line, text in prose(name):
         for path in PATH.findall(text):
             if path not in ENDINGS | THEIRS and not (ROOT / name).parent.joinpath(path).exists():
                 yield f"{line}: no file {path}"
         for folder in FOLDER.findall(text):
-            if folder.rstrip("/") not in FOLDERS and not (ROOT / folder).is_dir():
+            if str((ROOT / folder).resolve().relative_to(ROOT)) not in FOLDERS:
                 yield f"{line}: no folder {folder}"
         for module in MODULE.findall(text):
             if module not in THEIRS and not is_there(module) and not FILES_OF_NO_MODULE.search(module):

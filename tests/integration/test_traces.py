@@ -204,7 +204,7 @@ def test_without_an_sdk_that_is_set_up_nothing_is_traced(
 
 
 def test_a_producer_pays_no_import_for_it() -> None:
-    probe = "import sys, producer; sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
+    probe = "import sys, pagemill; sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     subprocess.run([sys.executable, "-c", probe], check=True, timeout=120)
 
 

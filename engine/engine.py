@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Sequence as SequenceType
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from pagemill.engine.block_watch import BlockWatch
 from pagemill.engine.config import EngineConfig, SchedulerConfig
@@ -24,9 +23,6 @@ from pagemill.engine.text.best_of import BestOf
 from pagemill.engine.text.input_processor import InputLimits, InputProcessor
 from pagemill.engine.text.output_processor import OutputProcessor
 from pagemill.engine.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

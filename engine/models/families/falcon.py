@@ -54,19 +54,18 @@ def _forward(
     heads = self.query_key_value(hidden_states).view(1, num_tokens, num_kv_heads, -1, self.head_dim)
     query, key, value = heads[..., :-2, :].flatten(2, 3), heads[..., -2, :], heads[..., -1, :]
     if self.alibi_slopes is None:
-        from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
-
         assert position_embeddings is not None
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings, unsqueeze_dim=2)
+        query, key = self.rotate(query, key, *position_embeddings, unsqueeze_dim=2)
     scoring = Scoring(self.inv_norm_factor, alibi_slopes=self.alibi_slopes)
     out = attend(self.layer_idx, query[0], key[0], value[0], scoring)
     return self.dense(out.flatten(1))[None], None
 
 
 def _adapt(module: nn.Module) -> None:
-    from transformers.models.falcon.modeling_falcon import FalconAttention
+    from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
-    for attention in replace_attention(module, FalconAttention, forward=_forward):
+    rotate = staticmethod(apply_rotary_pos_emb)
+    for attention in replace_attention(module, FalconAttention, forward=_forward, rotate=rotate):
         slopes = None
         if attention.config.alibi:
             # Trained with slopes rounded to bf16, and with the bias inside the scaled product.

@@ -62,7 +62,7 @@ class Family:
     """Whether positions past the trained context are computable and sensible (ALiBi)."""
 
 
-def replace_attention(module: torch.nn.Module, attention: type, **methods: Callable[..., Any]) -> list[Any]:
+def replace_attention(module: torch.nn.Module, attention: type, **methods: Any) -> list[Any]:
     """Give every attention of this class in a model these methods instead of its own; returns them all."""
     paged = type(f"Paged{attention.__name__}", (attention,), methods)
     found = [child for child in module.modules() if isinstance(child, attention)]

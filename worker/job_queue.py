@@ -119,9 +119,19 @@ class JobQueue:
         self.worker_id = worker_id
         self.lease_ms = lease_ms
 
-    def pull(self, models: Sequence[str], max_jobs: int, max_cost_tokens: int, holding: int) -> PullReply:
+    def pull(
+        self, models: Sequence[str], max_jobs: int, max_cost_tokens: int, *, holding: int, longest: int
+    ) -> PullReply:
+        """See `transitions.pull`."""
         call = transitions.pull(
-            self.queue, self.worker_id, models, max_jobs, max_cost_tokens, self.lease_ms, holding=holding
+            self.queue,
+            self.worker_id,
+            models,
+            max_jobs,
+            max_cost_tokens,
+            self.lease_ms,
+            holding=holding,
+            longest=longest,
         )
         reply = self.run(call)
         self._warn_of_burials(reply.swept)

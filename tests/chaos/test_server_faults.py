@@ -18,13 +18,11 @@ from tests.chaos import invariants
 from tests.chaos.conftest import Spawn
 from tests.chaos.nursery import Nursery
 from tests.chaos.tcp_proxy import TcpProxy
-from tests.conftest import RedisServer, server_binary
+from tests.conftest import RedisServer
 from tests.topologies import sentinel_setup, until
 from tests.worker.harness import QueueClient, eventually, process_settings
 
 T = TypeVar("T")
-
-LIBRARY = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 
 
 def prompts(jobs: int) -> list[str]:
@@ -190,36 +188,23 @@ def test_a_full_server_refuses_jobs_and_takes_every_end(client: QueueClient, spa
 
 
 @pytest.mark.slow
-def test_the_servers_clock_is_set(tmp_path: Path, queue_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_servers_clock_is_set(tmp_path: Path, queue_name: str) -> None:
     """An hour ahead: every lease has lapsed, and is fought for. An hour back: none would lapse for an hour."""
-    if not LIBRARY.exists():
-        pytest.skip("no libfaketime on this machine: apt-get install faketime")
-    clock = tmp_path / "clock"
-    clock.write_text("+0")
-    server = RedisServer(server_binary("valkey-server"), tmp_path / "valkey")
-    with monkeypatch.context() as patch:
-        patch.setenv("LD_PRELOAD", str(LIBRARY))
-        patch.setenv("FAKETIME_TIMESTAMP_FILE", str(clock))
-        patch.setenv("FAKETIME_NO_CACHE", "1")
-        patch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
-        server.start()
-    client = QueueClient(server.url, queue_name)
-    try:
+    with clocked_server(tmp_path) as server:
+        client = QueueClient(server.url, queue_name)
         with Nursery(tmp_path, process_settings(server.url, queue_name)) as nursery:
             texts = prompts(60)
             ids = submit(client, texts)
             victim = nursery.spawn()
             nursery.spawn()
             eventually(lambda: middle(client), "the middle of the run")
-            for step in ("+3600", "-3600", "+0"):
-                clock.write_text(step)
-                time.sleep(0.7)
-            clock.write_text("-3600")
+            for step in (3600, -3600, 0):
+                server.set(step)
+                time.sleep(0.6)
+            server.set(-3600)
             victim.kill()  # its leases run for an hour yet, if the clock is to be believed
             check(client, ids, texts)
-    finally:
         client.redis.close()
-        server.kill()
 
 
 def test_leases_from_before_a_step_back_do_not_hold_jobs_for_ever(client: QueueClient) -> None:

@@ -64,9 +64,9 @@ class Queue:
         cost: int = PLENTY,
         lease_ms: int = 60_000,
         models: tuple[str, ...] = ("m",),
-        holding: int = 0,
+        **options: int,
     ) -> list[PulledJob]:
-        call = transitions.pull(self.name, worker, models, max_jobs, cost, lease_ms, holding=holding)
+        call = transitions.pull(self.name, worker, models, max_jobs, cost, lease_ms, **options)
         return self.run(call).jobs
 
     def pull_one(self, **options: Any) -> PulledJob:

@@ -176,7 +176,13 @@ class Admission:
             return
         self._counters.credit_sequences = room.jobs
         self._counters.credit_blocks = room.tokens // room.block_size
-        reply = self._queue.pull(self._models, room.jobs, room.tokens, len(self._table))
+        reply = self._queue.pull(
+            self._models,
+            room.jobs,
+            room.tokens,
+            holding=len(self._table),
+            longest=self._engine.engine.limits.max_model_len,
+        )
         for pulled in reply.jobs:
             self._table.hold(pulled.job_id, pulled.token)
         if reply.paused:

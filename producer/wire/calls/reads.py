@@ -95,7 +95,8 @@ def outcome(queue: str, job_id: str) -> Call[Outcome]:
 
 def feed(queue: str, job_id: str, epoch: int, position: int) -> Call[Feed]:
     """Deltas from `position` on, counted in the feed of `epoch`."""
-    return Call("feed", (keys.prefix(queue),), (job_id, epoch, position, FEED_ENTRIES), _feed)
+    args = (job_id, epoch, position, FEED_ENTRIES)
+    return Call("feed", (keys.prefix(queue),), args, partial(_feed, job_id))
 
 
 def read_outcome(record: list[Any]) -> Outcome:
@@ -105,15 +106,10 @@ def read_outcome(record: list[Any]) -> Outcome:
     own_metadata = _object(metadata)
     result = None
     if word == "succeeded" and out:
-        result = Result.model_validate_json(out)
+        result = _own_result(out, job_id.decode())
         if leader:
-            update = {
-                "id": job_id.decode(),
-                "copied_from": leader.decode(),
-                "timing": Timing(e2e_s=(int(finished_at) - int(created_at)) / 1000),
-                "metadata": own_metadata,
-            }
-            result = result.model_copy(update=update)
+            e2e_s = max(0.0, (int(finished_at) - int(created_at)) / 1000)
+            result = result.model_copy(update={"timing": Timing(e2e_s=e2e_s), "metadata": own_metadata})
     return Outcome(
         job_id=job_id.decode(),
         state=word,
@@ -124,16 +120,24 @@ def read_outcome(record: list[Any]) -> Outcome:
     )
 
 
+def _own_result(out: bytes, job_id: str) -> Result:
+    """A result as that of `job_id`: equal jobs share the one of the job that ran."""
+    result = Result.model_validate_json(out)
+    if result.id == job_id:
+        return result
+    return result.model_copy(update={"id": job_id, "copied_from": result.id})
+
+
 def _error(out: bytes, entries: list[bytes]) -> ErrorInfo:
     """The error as recorded; where the worker gave no partial output, the checkpoint tells it."""
     error = ErrorInfo.model_validate_json(out)
     return error if error.partial else error.model_copy(update={"partial": partial_outputs(entries)})
 
 
-def _feed(reply: list[Any]) -> Feed:
+def _feed(job_id: str, reply: list[Any]) -> Feed:
     state, epoch, attempt, entries, out = reply
     word: Any = state.decode() or None
-    result = Result.model_validate_json(out) if word == "succeeded" and out else None
+    result = _own_result(out, job_id) if word == "succeeded" and out else None
     return Feed(word, epoch, attempt, read_deltas(entries), result)
 
 

@@ -18,6 +18,7 @@ from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.checkpoints import merge_checkpoint
 from pagemill.producer.wire.schema.job import ENVELOPE_VERSION, Job
 from pagemill.producer.wire.schema.outputs import Checkpoint, Delta, EndState, ErrorInfo, Progress
+from pagemill.producer.wire.schema.sampling import MAX_TOKEN_ID
 from pagemill.producer.wire.server.scripts import Call
 
 DEFAULT_QUEUE_LIMIT = 1_000_000
@@ -184,6 +185,8 @@ def header_options(job: Job) -> dict[str, str | int]:
         options["max_attempts"] = job.max_attempts
     if "n" in given and job.n != 1:
         options["n"] = job.n
+    if job.is_ranked:
+        options["width"] = job.num_sequences
     if job.stream:
         options["stream"] = 1
     if job.webhook is not None:
@@ -218,14 +221,16 @@ def pull(
     lease_ms: int = LEASE_MS,
     *,
     holding: int = 0,
+    longest: int = MAX_TOKEN_ID,
 ) -> Call[PullReply]:
     """Sweep, then lease up to `max_jobs` jobs that together cost at most `max_cost_tokens`.
 
+    `longest` is how many tokens one sample can have on this worker: no job counts as more than that per sample.
     `holding` is how many jobs the worker has now. At 0 the first job comes whatever it costs (the engine says
     never_fits, if so), and a suspect may come, alone. While this worker holds a suspect, no job comes.
     """
     limits = (lease_ms, max_jobs, max_cost_tokens, holding)
-    args: tuple[str | int, ...] = (worker_id, *limits, ENVELOPE_VERSION, *models)
+    args: tuple[str | int, ...] = (worker_id, *limits, longest, ENVELOPE_VERSION, *models)
     return Call("pull", (keys.prefix(queue),), args, _pull_reply)
 
 

@@ -3,6 +3,11 @@
 -- ARGV[1] ms of the lease
 -- Returns {id, token, {name, value...}}, or nothing
 -- @include common
+-- No lease is longer: a clock that was set back left those.
+local MAX_LEASE = 600000
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'ableases', int(NOW + MAX_LEASE + 1), '+inf', 'LIMIT', 0, 16)) do
+  redis.call('ZADD', P .. 'ableases', int(NOW + 10000), id)
+end
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'ableases', '-inf', int(NOW), 'LIMIT', 0, 16)) do
   local key = P .. 'abatch:' .. id
   if redis.call('EXISTS', key) == 1 then

@@ -23,9 +23,9 @@ else
 end
 local freed = 0
 for _, id in ipairs(ids) do
-  local state = redis.call('HGET', P .. 'job:' .. id, 'state')
-  if state and not ACTIVE[state] then
-    erase(id)
+  local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'acked')
+  if job[1] and not ACTIVE[job[1]] and not job[2] then
+    forget(id)
     redis.call('SADD', P .. 'backed:' .. batch, id)
     freed = freed + 1
   end

@@ -12,10 +12,10 @@ for _, id in ipairs(redis.call('LRANGE', P .. 'bfeed:' .. ARGV[1], from, from + 
     break
   end
   position = position + 1
-  local record = end_record(id)
+  local record, size = end_record(id)
   if record[2] ~= '' then
     items[#items + 1] = {position, record}
-    bytes = bytes + #record[5]
+    bytes = bytes + size
   end
 end
 return {position, items}

@@ -6,15 +6,16 @@
 local position = tonumber(ARGV[2])
 local items, bytes = {}, 0
 for _, id in ipairs(redis.call('LRANGE', P .. 'bjobs:' .. ARGV[1], position, position + ARGV[3] - 1)) do
-  local state = redis.call('HGET', P .. 'job:' .. id, 'state')
+  local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'acked')
+  local state = not job[2] and job[1]
   if bytes > tonumber(ARGV[4]) or (state and not has_ended(state)) then
     break
   end
   position = position + 1
   if state then
-    local record = end_record(id)
+    local record, size = end_record(id)
     items[#items + 1] = {position, record}
-    bytes = bytes + #record[5]
+    bytes = bytes + size
   end
 end
 return {position, items}

@@ -4,7 +4,8 @@
 -- Returns one of cancelled | requested | done | missing per id
 -- @include cancelling
 local replies = {}
-for i, id in ipairs(ARGV) do
-  replies[i] = cancel(id)
+-- The last first: followers before their leader, so that none is made to lead only to be cancelled next.
+for i = #ARGV, 1, -1 do
+  replies[i] = cancel(ARGV[i])
 end
 return replies

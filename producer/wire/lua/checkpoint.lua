@@ -6,7 +6,7 @@
 -- @include common
 local id, token, restart = ARGV[1], ARGV[2], ARGV[5] == '1'
 local key, feed = P .. 'job:' .. id, P .. 'ckpt:' .. id
-local job = redis.call('HMGET', key, 'state', 'token', 'ending', 'stream', 'n')
+local job = redis.call('HMGET', key, 'state', 'token', 'ending', 'stream', 'n', 'saved')
 if job[1] ~= 'running' or job[2] ~= token then
   return 'stale'
 end
@@ -44,6 +44,7 @@ if restart and not replay then
     redis.call('HDEL', key, 'len:' .. i)
   end
   redis.call('UNLINK', feed)
+  redis.call('HDEL', key, 'saved')
   redis.call('HINCRBY', key, 'epoch', 1)
 end
 redis.call('HSET', key, 'progress', ARGV[3], 'progress_at', int(NOW))
@@ -54,8 +55,13 @@ if string.sub(ARGV[3], 1, 7) ~= 'waiting' then
   redis.call('HSET', key, 'stepped', 1)
 end
 if not replay then
+  local saved = not restart and tonumber(job[6] or 0) or 0
   for i = 6, #ARGV, 4 do
     redis.call('RPUSH', feed, ARGV[i + 3])
+    saved = saved + #ARGV[i + 3]
+  end
+  if saved > 0 then
+    redis.call('HSET', key, 'saved', saved)
   end
   for name, length in pairs(lengths) do
     redis.call('HSET', key, name, length)

@@ -1,7 +1,7 @@
 -- @include sweeping
 -- Whose turn it is for a worker that pulls: high before normal before low, but nothing starves; inside a class
 -- tenants by weight, inside a tenant the submit sequence, bent a little towards jobs that share a prefix.
--- ARGV[1] is the worker, ARGV[6] the envelope versions it reads, ARGV[7] and on the models it serves.
+-- ARGV[1] is the worker, ARGV[7] the envelope versions it reads, ARGV[8] and on the models it serves.
 local AGEING = 30000
 local SHARE = 8
 local WINDOW = 64
@@ -13,8 +13,8 @@ local turn = tonumber(meta[1] or 0)
 
 -- What the worker may read: {version, model} each.
 local served = {}
-for version in string.gmatch(ARGV[6], '%d+') do
-  for i = 7, #ARGV do
+for version in string.gmatch(ARGV[7], '%d+') do
+  for i = 8, #ARGV do
     served[#served + 1] = {version, ARGV[i]}
   end
 end
@@ -42,7 +42,9 @@ end
 
 local function age(lane)
   local id = split_member(window(lane).members[oldest(lane)])
-  return NOW - tonumber(redis.call('HGET', P .. 'job:' .. id, 'at') or NOW)
+  local at = tonumber(redis.call('HGET', P .. 'job:' .. id, 'at') or NOW)
+  -- The clock was set back since: how long is not known, but it is better served now than after that time.
+  return at > NOW and AGEING + 1 or NOW - at
 end
 
 -- The lane of a class and model whose tenant's turn it is. One that has run empty loses its place here.

@@ -11,7 +11,7 @@ for _, id in ipairs(ARGV) do
     if job[2] then
       redis.call('UNLINK', P .. 'in:' .. id)
     else
-      erase(id)
+      forget(id)
     end
   end
 end

@@ -3,11 +3,14 @@
 -- ARGV[1] worker id  [2] time to live in ms  [3] what it says about itself, as JSON  [4] and on: its models
 -- Returns 1
 -- @include common
+local MAX_TTL = 600000
 redis.call('ZADD', P .. 'workers', int(NOW + ARGV[2]), ARGV[1])
 redis.call('SET', P .. 'worker:' .. ARGV[1], ARGV[3], 'PX', ARGV[2])
 for i = 4, #ARGV do
   local serves = P .. 'serves:' .. ARGV[i]
   redis.call('ZREMRANGEBYSCORE', serves, '-inf', int(NOW))
+  -- Left there by a clock that was set back since: who lives says so again.
+  redis.call('ZREMRANGEBYSCORE', serves, int(NOW + MAX_TTL), '+inf')
   redis.call('ZADD', serves, int(NOW + ARGV[2]), ARGV[1])
   redis.call('PEXPIRE', serves, ARGV[2])
 end

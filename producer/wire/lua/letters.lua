@@ -3,15 +3,15 @@
 -- metadata, error}; false for a job that is not dead
 local function letter(id)
   local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'finished_at', 'lane', 'at', 'failures', 'crashes',
-    'batch', 'key', 'replayed_as')
-  if job[1] ~= 'dead' then
+    'batch', 'key', 'replayed_as', 'shared', 'acked')
+  if job[1] ~= 'dead' or job[11] then
     return false
   end
   job[1] = id
   for i = 2, 9 do
     job[i] = job[i] or ''
   end
+  job[11] = outcome_of(id, job[10])
   job[10] = redis.call('GET', P .. 'md:' .. id) or ''
-  job[11] = redis.call('GET', P .. 'out:' .. id) or ''
   return job
 end

@@ -1,21 +1,32 @@
 -- Take deliveries that are due: webhooks to call, or ends for a relay. What is not settled comes again when its
--- claim lapses.
+-- claim lapses. Ends with the delivery that brings it over 4 MiB.
 -- KEYS[1] prefix
 -- ARGV[1] how many at most  [2] claim in ms  [3] the relay's name, or '' for webhooks
 -- Returns {URL or the relay's name, tries so far with this one, lane, finished_at, end record} each
 -- @include records
+local MAX_BYTES = 4194304
 local box, field = P .. 'outbox', 'webhook'
 if ARGV[3] ~= '' then
   box, field = box .. ':' .. ARGV[3], 'relay'
 end
-local notices = {}
+-- No try is put off for longer: a clock that was set back left those, and they would wait until it had caught up.
+local MAX_PAUSE = 7200000
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', box, int(NOW + MAX_PAUSE + 1), '+inf', 'LIMIT', 0, 64)) do
+  redis.call('ZADD', box, int(NOW), id)
+end
+local notices, bytes = {}, 0
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', box, '-inf', int(NOW), 'LIMIT', 0, ARGV[1])) do
+  if bytes > MAX_BYTES then
+    break
+  end
   local job = redis.call('HMGET', P .. 'job:' .. id, field, 'lane', 'finished_at')
   redis.call('ZREM', box, id)
   if job[1] and job[3] then
     redis.call('ZADD', box, int(NOW + ARGV[2]), id)
     local tries = redis.call('HINCRBY', P .. 'job:' .. id, field == 'relay' and 'relayed' or 'notified', 1)
-    notices[#notices + 1] = {job[1], tries, job[2], job[3], end_record(id)}
+    local record, size = end_record(id)
+    notices[#notices + 1] = {job[1], tries, job[2], job[3], record}
+    bytes = bytes + size
   end
 end
 return notices

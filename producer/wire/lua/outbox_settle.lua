@@ -3,7 +3,7 @@
 -- ARGV[1] id  [2] the try that this is about  [3] ms until the next one, or -1: there is none
 -- ARGV[4] the relay's name, or '' for webhooks
 -- Returns 1, or 0 if somebody else has claimed it since (nothing changed)
--- @include common
+-- @include states
 local id = ARGV[1]
 local box, count = P .. 'outbox', 'notified'
 if ARGV[4] ~= '' then
@@ -16,5 +16,12 @@ end
 redis.call('ZREM', box, id)
 if tries and tonumber(ARGV[3]) >= 0 then
   redis.call('ZADD', box, int(NOW + ARGV[3]), id)
+elseif tries and not owes_notice(id) then
+  local job = redis.call('HMGET', P .. 'job:' .. id, 'acked', 'batch', 'state', 'finished_at')
+  if job[1] then
+    erase(id)
+  elseif not job[2] then
+    expire_record(id, math.max(1, record_ttl(job[3]) + job[4] - NOW))
+  end
 end
 return 1

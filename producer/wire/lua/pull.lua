@@ -1,7 +1,8 @@
 -- Sweep, then lease waiting jobs to a worker: reading and accepting are one step.
 -- KEYS[1] prefix
 -- ARGV[1] worker id  [2] lease in ms  [3] jobs at most  [4] cost at most, in tokens  [5] jobs the worker holds
--- ARGV[6] envelope versions it reads, comma-separated  [7] and on: the models it serves
+-- ARGV[6] tokens that one sequence can have  [7] envelope versions it reads, comma-separated
+-- ARGV[8] and on: the models it serves
 -- Returns {jobs, sweep's reply, paused (0 or 1), jobs that wait in lanes, ms until the rate limit lets the next
 --   job start or -1}, each job being
 --   {id, token, payload, attempt, crashes, alone (0 or 1), created_at, deadline or '', fingerprint, checkpoint list}
@@ -11,7 +12,10 @@ local RESERVED_FOR = 10000
 local MAX_ENDED = 64
 local lease, max_jobs, credit = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local holding = tonumber(ARGV[5])
+-- Payloads and checkpoints in one reply, in bytes; the last job may bring it over.
+local MAX_BYTES = 4194304
 local jobs, leases, moved = {}, {}, {}
+local longest, bytes = tonumber(ARGV[6]), 0
 local token
 
 -- Give a job that has left its lane to the worker.
@@ -25,7 +29,9 @@ local function give(id, job, affinity, payload, alone)
   if job.attempt then
     redis.call('HDEL', P .. 'job:' .. id, 'stepped', 'advanced', 'returned', 'progress', 'progress_at')
     entries = redis.call('LRANGE', P .. 'ckpt:' .. id, 0, -1)
+    bytes = bytes + tonumber(job.saved or 0)
   end
+  bytes = bytes + #payload
   redis.call('HSET', P .. 'job:' .. id, 'state', 'running', 'worker', worker, 'token', token, 'started_at', int(NOW),
     'attempt', attempt)
   if affinity and not job.affinity then
@@ -59,7 +65,8 @@ local function take(lane, in_order, alone)
   elseif not payload then
     finish(id, job, 'failed', LOST_PAYLOAD)
   else
-    local cost = tonumber(job.cost)
+    -- Whatever it asks for, a sequence ends with the context.
+    local cost = math.min(tonumber(job.cost), longest * tonumber(job.width or job.n or 1))
     if cost > credit and holding + #jobs > 0 then
       return false
     end
@@ -85,7 +92,8 @@ local function reserve(lane)
     return false
   end
   local held = redis.call('HMGET', P .. 'meta', 'reserved_by', 'reserved_until')
-  if held[1] and held[1] ~= worker and tonumber(held[2]) > NOW then
+  local left = tonumber(held[2] or 0) - NOW
+  if held[1] and held[1] ~= worker and left > 0 and left <= RESERVED_FOR then
     return false
   end
   redis.call('HSET', P .. 'meta', 'reserved_by', worker, 'reserved_until', int(NOW + RESERVED_FOR))
@@ -106,7 +114,8 @@ local function take_all()
   end
   local waits = #jobs > 0 or (suspect and holding > 0 and reserve(suspect))
   local looked = 0
-  while not waits and #jobs < max_jobs and looked < max_jobs + MAX_ENDED do
+  while not waits and #jobs < max_jobs and bytes <= MAX_BYTES and ends < MAX_ENDS
+    and looked < max_jobs + MAX_ENDED do
     local lane, in_order = choose()
     looked = looked + 1
     if not lane then
@@ -143,6 +152,11 @@ local function ring_for_the_rest()
   end
 end
 
+if rate and tonumber(meta[6] or 0) > NOW then
+  -- The clock was set back: the bucket fills from here on, not once the clock has caught up.
+  redis.call('HSET', P .. 'meta', 'level_at', int(NOW))
+  meta[6] = NOW
+end
 local swept = sweep(64, 0)
 local paused = meta[2] == '1'
 local limited = -1

@@ -21,6 +21,7 @@ if ARGV[6] == '1' then
     redis.call('HDEL', P .. 'job:' .. id, 'len:' .. i)
   end
   redis.call('UNLINK', P .. 'ckpt:' .. id)
+  redis.call('HDEL', P .. 'job:' .. id, 'saved')
   redis.call('HINCRBY', P .. 'job:' .. id, 'epoch', 1)
 end
 local _, error = pcall(cjson.decode, ARGV[4])
@@ -32,5 +33,6 @@ local due = int(NOW + ARGV[3])
 redis.call('HSET', P .. 'job:' .. id, 'state', 'delayed', 'failures', failures, 'returned', token, 'due_at', due)
 redis.call('SET', P .. 'out:' .. id, ARGV[4])
 redis.call('ZADD', P .. 'delayed', due, id)
+redis.call('ZADD', P .. 'retrying', due, id)
 count(job.batch, 'running', 'delayed')
 return 'retrying'

@@ -5,6 +5,9 @@ local DAY = 86400000
 local BATCH_TTL = 7 * DAY
 local DEAD_TTL = 14 * DAY
 local HISTORY = 32
+-- No script ends more jobs at once than takes it some milliseconds: what is left waits for the next.
+local MAX_ENDS = 128
+local ends = 0
 local CANCELLED = '{"code":"cancelled","message":"the job was cancelled","retryable":false}'
 local EXPIRED = '{"code":"deadline_exceeded","message":"the deadline passed","retryable":false}'
 local CRASHED = '{"code":"crash_suspect","message":"5 workers died while they ran this job","retryable":false}'
@@ -64,6 +67,7 @@ local function detach(id, job)
     close_lane(lane)
   elseif job.state == 'delayed' then
     redis.call('ZREM', P .. 'delayed', id)
+    redis.call('ZREM', P .. 'retrying', id)
   elseif job.worker and redis.call('HGET', P .. 'suspects', job.worker) == id then
     redis.call('HDEL', P .. 'suspects', job.worker)
   end
@@ -88,13 +92,62 @@ local function remember(id, job, kind, code, message)
   redis.call('LTRIM', P .. 'history:' .. id, -HISTORY, -1)
 end
 
+-- Equal jobs share one stored end. `sharers:<name>` counts those that will let go of it (the members of batches, and
+-- followers that are not settled yet), and says until when the others need it, whose records expire by themselves.
+local function let_go_of_end(name, until_ms)
+  local key = P .. 'sharers:' .. name
+  local last = math.max(until_ms or 0, tonumber(redis.call('HGET', key, 'until') or 0))
+  if redis.call('HINCRBY', key, 'count', -1) > 0 then
+    redis.call('HSET', key, 'until', int(last))
+    return
+  end
+  redis.call('UNLINK', key)
+  if last > NOW then
+    redis.call('PEXPIRE', P .. 'end:' .. name, int(last - NOW))
+  else
+    redis.call('UNLINK', P .. 'end:' .. name)
+  end
+end
+
 local function erase(id)
+  local job = redis.call('HMGET', P .. 'job:' .. id, 'shared', 'batch')
   redis.call('UNLINK', P .. 'job:' .. id, P .. 'in:' .. id, P .. 'out:' .. id, P .. 'ckpt:' .. id, P .. 'md:' .. id,
     P .. 'history:' .. id)
   redis.call('ZREM', P .. 'dead', id)
+  if job[1] and job[2] then
+    let_go_of_end(job[1])
+  end
 end
 
--- How long the record of an ended job stays. A batch keeps its jobs until it expires as a whole.
+-- Whether a webhook or a relay has yet to be told of the end.
+local function owes_notice(id)
+  local job = redis.call('HMGET', P .. 'job:' .. id, 'webhook', 'relay')
+  return (job[1] and redis.call('ZRANK', P .. 'outbox', id))
+    or (job[2] and redis.call('ZRANK', P .. 'outbox:' .. job[2], id)) or false
+end
+
+-- Nobody will ask for an ended job again. It goes at once, or when the last notice of its end is settled.
+local function forget(id)
+  if owes_notice(id) then
+    redis.call('ZREM', P .. 'dead', id)
+    redis.call('HSET', P .. 'job:' .. id, 'acked', 1)
+  else
+    erase(id)
+  end
+end
+
+local function record_ttl(state)
+  return state == 'dead' and DEAD_TTL or DAY
+end
+
+local function expire_record(id, ttl)
+  for _, kind in ipairs({'job:', 'in:', 'out:', 'ckpt:', 'md:', 'history:'}) do
+    redis.call('PEXPIRE', P .. kind .. id, int(ttl))
+  end
+end
+
+-- How long the record of an ended job stays. A batch keeps its jobs until it expires as a whole; one whose end
+-- somebody has yet to be told of stays until it was, a week at most.
 local function keep(id, job, state)
   if state == 'succeeded' then
     redis.call('UNLINK', P .. 'in:' .. id, P .. 'ckpt:' .. id)
@@ -104,9 +157,13 @@ local function keep(id, job, state)
     redis.call('ZADD', P .. 'bexpiry', int(NOW + BATCH_TTL), job.batch)
     return
   end
-  local ttl = int(state == 'dead' and DEAD_TTL or DAY)
-  for _, kind in ipairs({'job:', 'in:', 'out:', 'ckpt:', 'md:', 'history:'}) do
-    redis.call('PEXPIRE', P .. kind .. id, ttl)
+  local ttl = record_ttl(state)
+  if job.webhook or job.relay then
+    ttl = math.max(ttl, BATCH_TTL)
+  end
+  expire_record(id, ttl)
+  if job.shared then
+    let_go_of_end(job.shared, NOW + ttl)
   end
 end
 
@@ -122,8 +179,9 @@ local function settle_idempotency(id, job, state)
   end
 end
 
--- A job leaves all that concerns the living, and its end is recorded.
+-- A job leaves all that concerns the living, and its end is recorded. `out` is nil where the end is shared.
 local function record_end(id, job, state, out)
+  ends = ends + 1
   detach(id, job)
   if job.deadline then
     redis.call('ZREM', P .. 'deadlines', id)
@@ -138,7 +196,12 @@ local function record_end(id, job, state, out)
     redis.call('HSET', P .. 'job:' .. id, 'state', state, 'finished_at', int(NOW))
   end
   count(job.batch, job.state, state)
-  redis.call('SET', P .. 'out:' .. id, out)
+  if out then
+    redis.call('SET', P .. 'out:' .. id, out)
+  else
+    redis.call('HSET', P .. 'job:' .. id, 'shared', job.shared)
+    redis.call('UNLINK', P .. 'out:' .. id)
+  end
   if state == 'dead' then
     redis.call('ZADD', P .. 'dead', int(NOW), id)
   end
@@ -161,17 +224,9 @@ local function record_end(id, job, state, out)
   end
 end
 
--- A leader's end as its follower's: the record begins with the id of whose it is.
-local function copy_end(out, leader, id)
-  local own = '{"id":"' .. leader .. '"'
-  if string.sub(out, 1, #own) == own then
-    return '{"id":"' .. id .. '"' .. string.sub(out, #own + 1)
-  end
-  return out
-end
-
 -- The first follower runs instead of a leader that has gone, at its own rank; the others follow it.
 local function promote(followers)
+  ends = ends + #followers / 8
   local first = followers[1]
   local job = load(first)
   detach(first, job)
@@ -186,40 +241,79 @@ local function promote(followers)
   enqueue(first, job)
 end
 
--- Success is of the work, and so is death (the same work would kill five more workers): followers share them.
--- A cancel, a deadline or an error of the job itself ended the leader alone.
-local function settle_followers(id, job, state, out)
-  local twin = P .. 'twin:' .. job.twin
-  if redis.call('GET', twin) == id then
-    redis.call('UNLINK', twin)
+-- Give followers the end of their leader, as many as one script may end: sweep goes on with the others.
+local function settle_followers(leader)
+  local flat = redis.call('HGETALL', P .. 'settling:' .. leader)
+  local given = {}
+  for i = 1, #flat, 2 do
+    given[flat[i]] = flat[i + 1]
   end
-  local followers = redis.call('ZRANGE', P .. 'followers:' .. id, 0, -1)
-  if #followers == 0 then
-    return
-  elseif state ~= 'succeeded' and state ~= 'dead' then
-    redis.call('UNLINK', P .. 'followers:' .. id)
-    promote(followers)
-    return
+  local followers = {}
+  if ends < MAX_ENDS then
+    followers = redis.call('ZRANGE', P .. 'followers:' .. leader, 0, MAX_ENDS - ends - 1)
   end
-  for _, follower in ipairs(followers) do
-    local copy = load(follower)
-    copy.progress, copy.progress_at = job.progress, job.progress_at
-    record_end(follower, copy, state, copy_end(out, id, follower))
+  for _, id in ipairs(followers) do
+    local job = load(id)
+    job.progress, job.progress_at, job.shared = given.progress, given.progress_at, given.shared
+    record_end(id, job, given.state, nil)
   end
+  if redis.call('EXISTS', P .. 'followers:' .. leader) == 0 then
+    redis.call('UNLINK', P .. 'settling:' .. leader)
+    redis.call('ZREM', P .. 'settling', leader)
+  else
+    ring(given.model)
+  end
+end
+
+-- Success is of the work, and so is death (the same work would kill five more workers): followers share them, and
+-- there is one copy of it.
+local function share_end(id, job, state, out, followers)
+  -- A removal, and only then writes: see the top.
+  redis.call('ZREM', P .. 'leases', id)
+  local _, _, _, model = split_lane(job.lane)
+  job.shared = id .. ':' .. int(NOW)
+  redis.call('SET', P .. 'end:' .. job.shared, out)
+  redis.call('HSET', P .. 'sharers:' .. job.shared, 'count', 1 + followers)
+  redis.call('HSET', P .. 'settling:' .. id, 'shared', job.shared, 'state', state, 'model', model)
+  if job.progress then
+    redis.call('HSET', P .. 'settling:' .. id, 'progress', job.progress, 'progress_at', job.progress_at)
+  end
+  redis.call('ZADD', P .. 'settling', int(NOW), id)
+  record_end(id, job, state, nil)
+  settle_followers(id)
 end
 
 -- The end of a job: terminal is for ever.
 local function finish(id, job, state, out)
+  local is_shared = state == 'succeeded' or state == 'dead'
+  local followers = {}
+  if job.leader then
+    local shared = redis.call('HGET', P .. 'settling:' .. job.leader, 'shared')
+    if shared then
+      let_go_of_end(shared)
+    end
+  elseif job.twin then
+    followers = redis.call('ZRANGE', P .. 'followers:' .. id, 0, -1)
+    if redis.call('GET', P .. 'twin:' .. job.twin) == id then
+      redis.call('UNLINK', P .. 'twin:' .. job.twin)
+    end
+  end
+  if is_shared and #followers > 0 then
+    share_end(id, job, state, out, #followers)
+    return
+  end
   record_end(id, job, state, out)
-  if job.twin and not job.leader then
-    settle_followers(id, job, state, out)
+  if #followers > 0 then
+    -- A cancel, a deadline or an error of the job itself ended the leader alone.
+    redis.call('UNLINK', P .. 'followers:' .. id)
+    promote(followers)
   end
 end
 
 -- A deadline holds for whoever asks, also where no worker lives to sweep.
 local function expire_if_late(id)
   local found = redis.call('HMGET', P .. 'job:' .. id, 'state', 'deadline')
-  if (found[1] == 'queued' or found[1] == 'delayed') and found[2] and tonumber(found[2]) <= NOW then
+  if ends < MAX_ENDS and (found[1] == 'queued' or found[1] == 'delayed') and found[2] and tonumber(found[2]) <= NOW then
     finish(id, load(id), 'expired', EXPIRED)
   end
 end

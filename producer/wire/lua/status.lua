@@ -5,19 +5,22 @@
 --   deadline, worker, progress, progress_at, the equal job it follows or copied, the dead job it replays, position,
 --   live workers for its model, last error, metadata}
 -- @include states
+-- @include records
 local replies = {}
 for i, id in ipairs(ARGV) do
   expire_if_late(id)
   local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'lane', 'attempt', 'crashes', 'at',
-    'started_at', 'finished_at', 'deadline', 'worker', 'progress', 'progress_at', 'leader', 'replay_of', 'seq')
+    'started_at', 'finished_at', 'deadline', 'worker', 'progress', 'progress_at', 'leader', 'replay_of', 'seq',
+    'shared')
   if not job[1] then
     replies[i] = {}
   else
     local _, _, _, model = split_lane(job[2])
     local waits = job[1] == 'queued' and not job[12]
+    local failed = job[1] ~= 'succeeded' and outcome_of(id, job[15])
     job[14] = waits and redis.call('ZCOUNT', P .. 'wait:' .. waiting_lane(job[2], job[4]), '-inf', '(' .. job[14])
     job[15] = redis.call('ZCOUNT', P .. 'serves:' .. model, int(NOW), '+inf')
-    job[16] = job[1] ~= 'succeeded' and redis.call('GET', P .. 'out:' .. id)
+    job[16] = failed ~= '' and failed
     job[17] = redis.call('GET', P .. 'md:' .. id)
     replies[i] = job
   end

@@ -4,8 +4,9 @@
 -- ARGV[2] how many jobs may wait, unless the queue has a limit of its own. No further argument: an empty batch.
 -- ARGV[3], ARGV[4] and so on: header and payload of each job. The payload is the envelope, stored byte for byte.
 --   The header is JSON: id, lane `<version>:<class>:<tenant>:<model>` (class 0 high, 1 normal, 2 low), cost (tokens);
---   where they apply also delay, ttl (ms from now), run_at, deadline (unix ms), max_attempts, n, stream (1),
---   webhook (URL), relay (a lower-case word: whose outbox the end goes into), affinity (a hash of the prompt's prefix: equal ones are pulled together), twin `<tenant>:<digest>`
+--   where they apply also delay, ttl (ms from now), run_at, deadline (unix ms), max_attempts, n, width (sequences
+--   that run side by side, where that is not n), stream (1), webhook (URL), relay (a lower-case word: whose outbox the
+--   end goes into), affinity (a hash of the prompt's prefix: equal ones are pulled together), twin `<tenant>:<digest>`
 --   (equal ones in flight run once), key (the name inside the batch), idem `<tenant>:<idempotency key>`, digest (of
 --   the work), metadata (JSON text), replay_of (a dead job's id), invalid (an error as JSON text: the row is no job,
 --   and is recorded in its batch as failed).
@@ -20,7 +21,8 @@ local LONGEST = {
   webhook = 2048, relay = 32, metadata = 16384, invalid = 16384
 }
 local LARGEST = {
-  cost = 1e15, delay = 1e12, ttl = 1e12, run_at = 1e15, deadline = 1e15, max_attempts = 100, n = 128, stream = 1
+  cost = 1e15, delay = 1e12, ttl = 1e12, run_at = 1e15, deadline = 1e15, max_attempts = 100, n = 128, width = 128,
+  stream = 1
 }
 local MAX_PAYLOAD = 1049600
 local MAX_FOLLOWERS = 256
@@ -176,7 +178,8 @@ local function wait(job, rank)
 end
 
 local OPTIONAL = {
-  'max_attempts', 'n', 'stream', 'webhook', 'relay', 'affinity', 'twin', 'leader', 'key', 'idem', 'digest', 'replay_of'
+  'max_attempts', 'n', 'width', 'stream', 'webhook', 'relay', 'affinity', 'twin', 'leader', 'key', 'idem', 'digest',
+  'replay_of'
 }
 
 local function store(job, name)

@@ -37,6 +37,9 @@ end
 local function sweep_leases(limit, patience, done)
   local lapsed = redis.call('ZRANGEBYSCORE', P .. 'leases', '-inf', int(NOW - patience), 'LIMIT', 0, limit)
   for _, id in ipairs(lapsed) do
+    if ends >= MAX_ENDS then
+      return
+    end
     local job = load(id)
     local ending = job and (job.ending or (tonumber(job.deadline or math.huge) <= NOW and 'expired'))
     if not job or job.state ~= 'running' then
@@ -55,11 +58,25 @@ local function sweep_leases(limit, patience, done)
   end
 end
 
+-- No pause before a retry is longer: the clock was set back since.
+local MAX_RETRY_PAUSE = 600000
+local function cut_retries(limit)
+  local far = redis.call('ZRANGEBYSCORE', P .. 'retrying', int(NOW + MAX_RETRY_PAUSE + 1), '+inf', 'LIMIT', 0, limit)
+  for _, id in ipairs(far) do
+    local due = int(NOW + 10000)
+    redis.call('ZREM', P .. 'retrying', id)
+    redis.call('ZADD', P .. 'retrying', due, id)
+    redis.call('ZADD', P .. 'delayed', due, id)
+    redis.call('HSET', P .. 'job:' .. id, 'due_at', due)
+  end
+end
+
 local function sweep_delayed(limit, done)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'delayed', '-inf', int(NOW), 'LIMIT', 0, limit)) do
     local job = load(id)
     if not job or job.state ~= 'delayed' then
       redis.call('ZREM', P .. 'delayed', id)
+      redis.call('ZREM', P .. 'retrying', id)
     else
       enqueue(id, job)
       redis.call('HDEL', P .. 'job:' .. id, 'due_at')
@@ -70,6 +87,9 @@ end
 
 local function sweep_deadlines(limit, done)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'deadlines', '-inf', int(NOW), 'LIMIT', 0, limit)) do
+    if ends >= MAX_ENDS then
+      return
+    end
     local job = load(id)
     redis.call('ZREM', P .. 'deadlines', id)
     if job and (job.state == 'queued' or job.state == 'delayed') then
@@ -78,6 +98,13 @@ local function sweep_deadlines(limit, done)
     elseif job and job.state == 'running' and not job.ending then
       ask_to_end(id, 'expired')
     end
+  end
+end
+
+-- Followers whose leader has ended, and that have not been told yet.
+local function sweep_settling()
+  for _, leader in ipairs(redis.call('ZRANGE', P .. 'settling', 0, 7)) do
+    settle_followers(leader)
   end
 end
 
@@ -103,19 +130,12 @@ local function sweep_batches(limit)
   end
 end
 
--- Forget workers that have been silent for long, once they hold nothing. It happens seldom, so that looking
--- through the leases then is cheaper than counting them always.
+-- Forget workers that have been silent for longer than any lease lasts, so that they hold nothing; and those that a
+-- clock which was set back left in the future: one that lives says so again.
 local function sweep_workers(limit)
-  local silent = redis.call('ZRANGEBYSCORE', P .. 'workers', '-inf', int(NOW), 'LIMIT', 0, limit)
-  if #silent == 0 then
-    return
-  end
-  local holds = {}
-  for _, id in ipairs(redis.call('ZRANGE', P .. 'leases', 0, -1)) do
-    holds[redis.call('HGET', P .. 'job:' .. id, 'worker') or ''] = true
-  end
-  for _, worker in ipairs(silent) do
-    if not holds[worker] then
+  local past, far = int(NOW - MAX_LEASE), int(NOW + MAX_LEASE)
+  for _, range in ipairs({{'-inf', past}, {far, '+inf'}}) do
+    for _, worker in ipairs(redis.call('ZRANGEBYSCORE', P .. 'workers', range[1], range[2], 'LIMIT', 0, limit)) do
       redis.call('ZREM', P .. 'workers', worker)
       redis.call('HDEL', P .. 'warm', worker)
       redis.call('UNLINK', P .. 'worker:' .. worker)
@@ -127,13 +147,17 @@ end
 -- crashes of each that became dead.
 local function sweep(limit, patience)
   local done = {reclaimed = 0, dead = 0, cancelled = 0, expired = 0, promoted = 0, buried = {}}
+  sweep_settling()
   sweep_leases(limit, patience, done)
   cut_leases(limit)
   sweep_deadlines(limit, done)
+  cut_retries(limit)
   sweep_delayed(limit, done)
   sweep_batches(limit)
   sweep_workers(limit)
-  redis.call('ZREMRANGEBYSCORE', P .. 'dead', '-inf', int(NOW - DEAD_TTL))
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'dead', '-inf', int(NOW - DEAD_TTL), 'LIMIT', 0, limit)) do
+    redis.call('ZREM', P .. 'dead', id)
+  end
   local due = redis.call('ZRANGE', P .. 'delayed', 0, 0, 'WITHSCORES')[2]
   local wait = due and math.max(0, due - NOW) or -1
   return {done.reclaimed, done.dead, done.cancelled, done.expired, done.promoted, wait, done.buried}

@@ -139,7 +139,7 @@ def test_the_counts_follow_every_transition(queue: Queue, producer: Producer) ->
     batch = producer.submit_many([*rows(3), {"prompt": "p", "model": "m", "delay": 3600}])
     assert batch.counts() == BatchCounts(total=4, queued=3, delayed=1)
     a, b, c = queue.pull()
-    queue.retry(a, 3600)
+    queue.retry(a, 60)
     queue.release(b)
     queue.lapse(c.job_id)
     assert batch.counts() == BatchCounts(total=4, queued=1, delayed=2, running=1)

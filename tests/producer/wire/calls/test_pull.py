@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from pagemill.producer.wire.calls import registry, transitions
 from pagemill.producer.wire.calls.transitions import Submission
-from tests.producer.driving import Queue
+from tests.producer.driving import Queue, delta
 
 
 def test_high_before_normal_before_low(queue: Queue) -> None:
@@ -88,3 +92,33 @@ def test_the_doorbell_rings_for_a_submit_and_is_silent_when_all_is_taken(queue: 
     queue.pull(1)
     queue.pull(1)
     assert queue.client.llen(bell) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "jobs"),
+    [({}, 4), ({"n": 2}, 2), ({"best_of": 4}, 1), ({"beam_width": 2, "temperature": 0.0}, 2)],
+)
+def test_no_job_costs_more_than_its_sequences_can_have(
+    queue: Queue, fields: dict[str, Any], jobs: int
+) -> None:
+    """However large its max_tokens is: it would keep a worker to itself."""
+    queue.submit(*(f"j{i}" for i in range(5)), max_tokens=2**31 - 1, **fields)
+    assert len(queue.pull(cost=410, longest=100, holding=1)) == jobs
+
+
+def test_a_reply_is_bounded_in_bytes(valkey_queue: Queue) -> None:
+    queue = valkey_queue
+    queue.submit(*(f"j{i}" for i in range(12)), prompt="x" * 1_000_000)
+    first = queue.pull(64)
+    assert 1 <= len(first) <= 6
+    assert len(first) + len(queue.pull(64)) > len(first), "the next call goes on"
+
+
+def test_checkpoints_count_as_bytes_of_a_reply(valkey_queue: Queue) -> None:
+    queue = valkey_queue
+    queue.submit("a", "b", "c")
+    for job in queue.pull():
+        queue.checkpoint(job, delta(0, 1, text="x" * (3 << 20)))
+        queue.release(job)
+    assert len(queue.pull()) == 2
+    assert len(queue.pull()) == 1

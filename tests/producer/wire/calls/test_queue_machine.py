@@ -148,7 +148,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(job=held)
     def retry(self, job: PulledJob) -> None:
-        self.queue.retry(job, 3600)
+        self.queue.retry(job, 60)
 
     @rule(job=held)
     def release(self, job: PulledJob) -> None:
@@ -254,8 +254,12 @@ class QueueMachine(RuleBasedStateMachine):
         kinds = {name.split(":")[0] for name in self.queue.names()}
         assert kinds <= {
             "job", "in", "out", "ckpt", "idem", "meta", "counts", "dead", "bell",
-            "batch", "bjobs", "bfeed", "bexpiry", "history", "weights", "warm",
+            "batch", "bjobs", "bfeed", "bexpiry", "history", "weights", "warm", "end", "sharers",
         }  # fmt: skip
+        for name in self.queue.names():
+            if name.startswith("end:"):
+                is_counted = self.queue.client.exists(f"{self.queue.prefix}sharers:{name[4:]}")
+                assert is_counted or self.queue.client.pttl(f"{self.queue.prefix}{name}") > 0
         assert "warm" not in kinds or self.queue.client.pttl(f"{self.queue.prefix}warm") > 0
         for job_id in set(self.jobs) - self.in_batch:
             assert self.queue.client.pttl(f"{self.queue.prefix}job:{job_id}") > 0

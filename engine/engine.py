@@ -130,7 +130,8 @@ class Engine:
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(request.prompt_token_ids)
         for index in range(params.num_sequences):
-            sequence = Sequence(request, index, logprobs=None if params.logprobs is None else [])
+            has_logprobs = params.beam_width is not None and params.logprobs is not None
+            sequence = Sequence(request, index, logprobs=[] if has_logprobs else None)
             if resume is not None:
                 self._resume(sequence, resume[index])
             request.sequences.append(sequence)
@@ -291,8 +292,6 @@ class Engine:
     @staticmethod
     def _resume(sequence: Sequence, state: SampleState) -> None:
         sequence.output_token_ids = list(state.token_ids)
-        if sequence.logprobs is not None:
-            sequence.logprobs = list(state.logprobs or [])
         if state.finish_reason is not None:
             sequence.finish_reason = state.finish_reason
             sequence.status = SequenceStatus.FINISHED

@@ -23,7 +23,6 @@ class SampleState:
 
     index: int
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
 
 

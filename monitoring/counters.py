@@ -28,6 +28,7 @@ FAILURE_CODES = (
     "schema_invalid",
     "schema_too_complex",
     "payload_too_large",
+    "result_too_large",
     "unsigned",
     "unsupported_feature",
     "engine_error",

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from pagemill.engine.errors import ConfigError
-from pagemill.engine.plan import NewRow, Sample, StepPlan, StepResult
+from pagemill.engine.plan import NewRow, Sample, StepPlan, StepResult, TokenLogprobs
 from pagemill.engine.text.tokenizer import ByteTokenizer
 
 ECHO_MODEL = "echo"
@@ -57,8 +57,13 @@ class EchoRunner:
             time.sleep(self._step_seconds)
         result = StepResult(plan.step_id, [[self._next(sample)] for sample in plan.samples])
         for number, sample in enumerate(plan.samples):
+            token_id = result.token_ids[number][0]
             if sample.num_candidates:
-                result.candidates[number] = self._candidates(result.token_ids[number][0], sample)
+                result.candidates[number] = self._likeliest(token_id, sample.num_candidates)
+            num_logprobs = self._rows[sample.row].params.logprobs
+            if num_logprobs is not None:
+                (chosen, *_), top = self._likeliest(token_id, 1), self._likeliest(token_id, num_logprobs)
+                result.logprobs[number] = [TokenLogprobs(token_id, chosen[1], top)]
         result.forward_s = time.perf_counter() - started
         return EchoStep(plan, result)
 
@@ -78,8 +83,8 @@ class EchoRunner:
         return wanted if allowed is None or wanted in allowed else allowed[0]
 
     @staticmethod
-    def _candidates(wanted: int, sample: Sample) -> list[tuple[int, float]]:
+    def _likeliest(wanted: int, count: int) -> list[tuple[int, float]]:
         """The wanted token, almost certain, and others that a search will hardly prefer."""
-        others = [token for token in range(sample.num_candidates) if token != wanted]
+        others = [token for token in range(count) if token != wanted]
         unlikely = [(token, -10.0 - rank) for rank, token in enumerate(others)]
-        return [(wanted, -0.01), *unlikely][: sample.num_candidates]
+        return [(wanted, -0.01), *unlikely][:count]

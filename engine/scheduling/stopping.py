@@ -24,8 +24,6 @@ def append_sampled(
     update = SequenceUpdate(sequence)
     if sequence.request.params.logprobs is not None:
         update.new_logprobs = []
-        if sequence.logprobs is None:
-            sequence.logprobs = []
     for number, token_id in enumerate(token_ids):
         _append(update, token_id, logprobs[number] if logprobs else None)
         if _stops(sequence, token_id, eos_token_ids):
@@ -68,10 +66,7 @@ def _append(update: SequenceUpdate, token_id: int, logprob: TokenLogprobs | None
     sequence.output_token_ids.append(token_id)
     update.new_token_ids.append(token_id)
     if update.new_logprobs is not None:
-        assert sequence.logprobs is not None
-        entry = logprob or TokenLogprobs(token_id, None)
-        update.new_logprobs.append(entry)
-        sequence.logprobs.append(entry)
+        update.new_logprobs.append(logprob or TokenLogprobs(token_id, None))
 
 
 def _stops(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int]) -> bool:

@@ -19,6 +19,7 @@ from tests.chaos.conftest import Spawn
 from tests.chaos.nursery import Nursery
 from tests.chaos.tcp_proxy import TcpProxy
 from tests.conftest import RedisServer
+from tests.server_clock import clocked_server
 from tests.topologies import sentinel_setup, until
 from tests.worker.harness import QueueClient, eventually, process_settings
 

@@ -139,7 +139,7 @@ def test_resumed(directory: Any) -> None:
     llm = make_llm(path)
     for number, (prompt, whole) in enumerate(zip(prompts, generate(llm, prompts), strict=True)):
         cut = 1 + number % (NUM_OUTPUT_TOKENS - 1)
-        state = SampleState(0, [token for token, _, _ in whole[:cut]], logprobs=[])
+        state = SampleState(0, [token for token, _, _ in whole[:cut]])
         fresh = make_llm(path).engine
         token_ids, prepared = fresh.input_processor.process(prompt_token_ids=prompt, params=params())
         fresh.add_request("resumed", token_ids, prepared, resume=[state])

@@ -258,8 +258,8 @@ class Admission:
     def _succeed(self, job: RunningJob) -> None:
         """Everything was checkpointed; only the commit is missing."""
         engine = self._engine.engine
-        result = job.result(None, tier=engine.tier, fingerprint=engine.fingerprint, now=self._clock.now())
-        self._reporter.end(succeeded(self._queue.queue, job, result))
+        body = job.result_json(None, tier=engine.tier, fingerprint=engine.fingerprint, now=self._clock.now())
+        self._reporter.end(succeeded(self._queue.queue, job, body))
 
     def _fail(self, pulled: PulledJob, code: str, message: str) -> None:
         self._counters.job_failures.inc(code)

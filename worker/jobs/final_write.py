@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.transitions import CheckpointReply, PulledJob
-from pagemill.producer.wire.schema.outputs import ErrorInfo, Result
+from pagemill.producer.wire.schema.outputs import ErrorInfo
 from pagemill.producer.wire.schema.signing import Keys
 from pagemill.producer.wire.server.scripts import Call
 from pagemill.worker.jobs.running_job import Ending, RunningJob, end_state
@@ -98,8 +98,8 @@ def checkpoint_call(
     )
 
 
-def succeeded(queue: str, job: RunningJob, result: Result) -> FinalWrite:
-    body = result.model_dump_json().encode()
+def succeeded(queue: str, job: RunningJob, body: bytes) -> FinalWrite:
+    """`body` is the result's JSON."""
     return FinalWrite(
         job.pulled,
         "succeeded",

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
+from pagemill.engine.sampling_params import SamplingParams
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.errors import InvalidJob
@@ -14,7 +15,7 @@ from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Checkpoint
 from pagemill.producer.wire.schema.signing import Keys, split_payload
 from pagemill.worker.engine_thread import EngineThread
-from pagemill.worker.jobs.running_job import RunningJob, engine_params, sample_records
+from pagemill.worker.jobs.running_job import MAX_LOGPROBS, RunningJob, engine_params, sample_records
 from pagemill.worker.webhooks.policy import Refused, WebhookPolicy
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Intake:
             prompt_token_ids=job.prompt_token_ids,
             params=engine_params(job, pulled.job_id),
         )
+        check_result_size(job, params, len(prompt_token_ids))
         point = self._resume_point(pulled)
         samples = sample_records(point.checkpoint, params.n)
         if params.is_ranked and not all(sample.finish_reason for sample in samples):
@@ -126,6 +128,25 @@ class Intake:
                 point.unusable,
             )
         return point
+
+
+def check_result_size(job: Job, params: SamplingParams, num_prompt_tokens: int) -> None:
+    """Refuse log-probabilities that no result has room for, where the job itself says how many there may be.
+
+    Raises:
+        InvalidJob: result_too_large.
+    """
+    wanted = 0
+    if params.logprobs is not None and job.max_tokens is not None and params.max_tokens is not None:
+        wanted += params.num_sequences * params.max_tokens * (params.logprobs + 1)
+    if params.prompt_logprobs is not None:
+        wanted += num_prompt_tokens * (params.prompt_logprobs + 1)
+    if wanted > MAX_LOGPROBS:
+        raise InvalidJob(
+            f"it asks for up to {wanted:,} log-probabilities (samples x tokens x alternatives, and those of the "
+            f"prompt), the limit is {MAX_LOGPROBS:,}: lower n, max_tokens or logprobs",
+            "result_too_large",
+        )
 
 
 def resume_point(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -32,7 +32,7 @@ from pagemill.worker.jobs.final_write import (
 )
 from pagemill.worker.jobs.job_table import JobTable
 from pagemill.worker.jobs.journal import Journal
-from pagemill.worker.jobs.running_job import Ending, RunningJob
+from pagemill.worker.jobs.running_job import MAX_RESULT_BYTES, Ending, RunningJob
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,9 @@ RELEASE_PATIENCE_S = 2.0
 """A job that is handed back waits this long for the engine's last word on it."""
 MAX_WRITES = 500
 """Writes in one round trip."""
+MAX_UNSAVED_LOGPROBS = 16_384
+"""In the checkpoints of one round trip: they are objects until it is over. One job may have more."""
+TOO_LARGE = f"its result has more than {MAX_RESULT_BYTES >> 20} MiB: ask for less of n, max_tokens or logprobs at once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +79,26 @@ def is_checkpoint_due(job: RunningJob, config: WorkerConfig, now: float) -> bool
         return False
     if job.unsaved_tokens >= config.checkpoint_tokens:
         return True
-    if job.job.stream:  # its first token goes out at once
+    if job.is_saved_often:  # its first token goes out at once
         return now - job.saved_at >= config.stream_checkpoint_s
     if job.is_about_to_end:
         return False  # its end is written in a moment, with all of it
     # Until it had news there was nothing to lose, however long it waited.
     return now - max(job.saved_at, job.unsaved_since) >= config.checkpoint_s
+
+
+def _round_trips(jobs: Sequence[RunningJob]) -> Iterator[list[RunningJob]]:
+    """The jobs whose checkpoints are written together."""
+    chosen: list[RunningJob] = []
+    logprobs = 0
+    for job in jobs:
+        logprobs += job.unsaved_logprobs
+        if chosen and (len(chosen) == MAX_WRITES or logprobs > MAX_UNSAVED_LOGPROBS):
+            yield chosen
+            chosen, logprobs = [], job.unsaved_logprobs
+        chosen.append(job)
+    if chosen:
+        yield chosen
 
 
 class ProgressReporter:
@@ -196,7 +213,7 @@ class ProgressReporter:
         now = time.monotonic()
         if self._ended:
             return min(TICK_S, max(0.0, self._retry_at - now))
-        if any(job.job.stream and job.unsaved_tokens for job in self._table.running()):
+        if any(job.is_saved_often and job.unsaved_tokens for job in self._table.running()):
             return min(TICK_S, self._config.stream_checkpoint_s)
         return TICK_S
 
@@ -223,6 +240,9 @@ class ProgressReporter:
         job.apply(output)
         if output.finished:
             self._finish(job, output)
+        elif job.is_too_large and job.ending is None:
+            self._counters.job_failures.inc("result_too_large")
+            self._begin_stop(job, Ending("failed", "result_too_large", TOO_LARGE))
         elif output.deltas and job.is_about_to_end:
             self._on_finished(None)
 
@@ -248,8 +268,12 @@ class ProgressReporter:
     def _succeeded(self, job: RunningJob, output: RequestOutput | None) -> FinalWrite:
         assert self._engine is not None, "outputs come from an engine"
         engine = self._engine.engine
-        result = job.result(output, tier=engine.tier, fingerprint=engine.fingerprint, now=self._clock.now())
-        return succeeded(self._queue.queue, job, result)
+        body = job.result_json(
+            output, tier=engine.tier, fingerprint=engine.fingerprint, now=self._clock.now()
+        )
+        if len(body) > MAX_RESULT_BYTES:
+            return self._refused(job, "result_too_large", TOO_LARGE)
+        return succeeded(self._queue.queue, job, body)
 
     def _refused(self, job: RunningJob, code: str, message: str) -> FinalWrite:
         if code in FINAL_CODES:
@@ -297,8 +321,8 @@ class ProgressReporter:
     def _write(self) -> None:
         now = time.monotonic()
         due = [job for job in self._table.running() if self._is_due(job, now)]
-        for start in range(0, len(due), MAX_WRITES):
-            self._write_checkpoints(due[start : start + MAX_WRITES])
+        for jobs in _round_trips(due):
+            self._write_checkpoints(jobs)
         ended = [write for write in self._ended.values() if not self._lacks_checkpoint(write)]
         for start in range(0, len(ended), MAX_WRITES):
             self._write_ends(ended[start : start + MAX_WRITES])

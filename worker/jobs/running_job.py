@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pagemill.engine.outputs import RequestOutput, SampleState
-from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
@@ -21,23 +20,29 @@ from pagemill.producer.wire.schema.outputs import (
     FinishReason,
     Output,
     Phase,
-    PositionLogprobs,
     Progress,
     Result,
     Timing,
-    TokenLogprob,
     Usage,
 )
+from pagemill.worker.jobs.logprob_columns import LogprobColumns, prompt_logprobs_json
 
 PRIORITIES = {"high": -1, "normal": 0, "low": 1}
 """The wire's priorities as the engine's: lower runs first."""
+MAX_RESULT_BYTES = 8 << 20
+"""Of a result's JSON. The server is one thread: it copies a result of this size in some 20 ms."""
+MAX_LOGPROBS = 131_072
+"""Tokens with a log-probability in one result: that many take about so many bytes."""
+BYTES_PER_TOKEN = 4
+BYTES_PER_LOGPROB = 40
+"""At least, in a result's JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
     """Why a running job is being stopped, and what becomes of it if it does not finish first."""
 
-    kind: Literal["cancelled", "expired", "released"]
+    kind: Literal["cancelled", "expired", "failed", "released"]
     code: str = ""
     message: str = ""
 
@@ -49,7 +54,7 @@ class SampleRecord:
     index: int
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    logprobs: list[PositionLogprobs] | None = None
+    logprobs: LogprobColumns | None = None
     finish_reason: FinishReason | None = None
     saved_tokens: int = 0
     saved_chars: int = 0
@@ -63,13 +68,16 @@ class SampleRecord:
         return finish_is_saved and lengths == (self.saved_tokens, self.saved_chars)
 
     def unsaved(self) -> Delta:
+        logprobs = None
+        if self.logprobs is not None:
+            logprobs = tuple(self.logprobs.positions(self.saved_tokens))
         return Delta(
             index=self.index,
             offset=self.saved_tokens,
             token_ids=tuple(self.token_ids[self.saved_tokens :]),
             text=self.text[self.saved_chars :],
             finish_reason=self.finish_reason,
-            logprobs=None if self.logprobs is None else tuple(self.logprobs[self.saved_tokens :]),
+            logprobs=logprobs,
         )
 
     def mark_saved(self, delta: Delta) -> None:
@@ -77,15 +85,19 @@ class SampleRecord:
         self.saved_chars += len(delta.text)
         self.saved_finish = delta.finish_reason is not None
 
-    def as_output(self, *, is_json: bool = False) -> Output:
-        return Output(
+    def output_json(self, *, is_json: bool) -> bytes:
+        """The sample as an `Output`."""
+        output = Output(
             index=self.index,
             text=self.text,
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish_reason,
-            logprobs=None if self.logprobs is None else tuple(self.logprobs),
             parsed=parse_output(self.text) if is_json and self.finish_reason == "stop" else None,
         )
+        if self.logprobs is None:
+            return output.model_dump_json().encode()
+        body = output.model_dump_json(exclude={"logprobs"}).encode()
+        return b'{"logprobs":%b,%b' % (self.logprobs.json(), body[1:])
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +122,8 @@ class RunningJob:
     """`time.monotonic()` of the last checkpoint."""
     unsaved_since: float = 0.0
     """`time.monotonic()` of the first news that the checkpoint lacks."""
+    result_bytes: int = 0
+    """A low guess of the result's size so far."""
     restart_checkpoint: bool = False
     """The next checkpoint replaces what is stored."""
     sending: list[Delta] | None = None
@@ -151,6 +165,12 @@ class RunningJob:
         return sum(len(sample.token_ids) - sample.saved_tokens for sample in self.samples)
 
     @property
+    def unsaved_logprobs(self) -> int:
+        """Tokens with a log-probability that the checkpoint lacks."""
+        per_token = 0 if self.params.logprobs is None else 1 + self.params.logprobs
+        return per_token * self.unsaved_tokens
+
+    @property
     def has_unsaved(self) -> bool:
         """The checkpoint lacks something."""
         return not all(sample.is_saved for sample in self.samples)
@@ -167,6 +187,17 @@ class RunningJob:
     @property
     def is_complete(self) -> bool:
         return all(sample.finish_reason is not None for sample in self.samples)
+
+    @property
+    def is_saved_often(self) -> bool:
+        """Somebody reads along; or it was there when workers died, and the next death says more about it once it has
+        shown that it gets further."""
+        return self.job.stream or self.pulled.crashes > 0
+
+    @property
+    def is_too_large(self) -> bool:
+        """What has been generated is more than a result may be."""
+        return self.result_bytes > MAX_RESULT_BYTES
 
     @property
     def is_about_to_end(self) -> bool:
@@ -188,8 +219,13 @@ class RunningJob:
             sample = self.samples[delta.index]
             sample.token_ids += delta.token_ids
             sample.text += delta.text
+            self.result_bytes += len(delta.text) + BYTES_PER_TOKEN * len(delta.token_ids)
             if delta.logprobs is not None:
-                sample.logprobs = (sample.logprobs or []) + [wire_logprobs(entry) for entry in delta.logprobs]
+                if sample.logprobs is None:
+                    sample.logprobs = LogprobColumns()
+                known = sample.logprobs.num_entries
+                sample.logprobs.extend(delta.logprobs)
+                self.result_bytes += BYTES_PER_LOGPROB * (sample.logprobs.num_entries - known)
             if delta.finish_reason in ("stop", "length"):
                 sample.finish_reason = delta.finish_reason
 
@@ -225,22 +261,21 @@ class RunningJob:
             updated_at=server_time,
         )
 
-    def outputs(self) -> tuple[Output, ...]:
-        structure = self.job.structured_outputs
-        is_json = structure is not None and structure.json is not None
-        return tuple(sample.as_output(is_json=is_json) for sample in self.samples)
-
-    def result(self, output: RequestOutput | None, *, tier: str, fingerprint: str, now: float) -> Result:
-        """The job's result.
+    def result_json(self, output: RequestOutput | None, *, tier: str, fingerprint: str, now: float) -> bytes:
+        """The job's `Result`. What may be large in it is never there as objects, all of it at once.
 
         Args:
             output: the engine's last word on the request; None when the checkpoint held a finished job.
             now: unix seconds by the server's clock.
         """
         usage = output.usage if output is not None else None
-        return Result(
+        structure = self.job.structured_outputs
+        is_json = structure is not None and structure.json is not None
+        outputs = b",".join(sample.output_json(is_json=is_json) for sample in self.samples)
+        prompt_logprobs = output.prompt_logprobs if output is not None else None
+        prompt = b"null" if prompt_logprobs is None else prompt_logprobs_json(prompt_logprobs)
+        result = Result.model_construct(
             id=self.job_id,
-            outputs=self.outputs(),
             usage=Usage(
                 prompt_tokens=len(self.prompt_token_ids),
                 completion_tokens=self.generated_tokens,
@@ -257,9 +292,10 @@ class RunningJob:
                 ttft_s=output.ttft_s if output is not None else None,
                 e2e_s=max(0.0, now - self.pulled.submitted_at),
             ),
-            prompt_logprobs=wire_prompt_logprobs(output) if output is not None else None,
             metadata=self.job.metadata,
         )
+        body = result.model_dump_json(exclude={"outputs", "prompt_logprobs"}).encode()
+        return b'{"outputs":[%b],"prompt_logprobs":%b,%b' % (outputs, prompt, body[1:])
 
 
 def engine_params(job: Job, job_id: str) -> SamplingParams:
@@ -289,9 +325,6 @@ def sample_states(records: list[SampleRecord]) -> list[SampleState]:
         SampleState(
             index=record.index,
             token_ids=list(record.token_ids),
-            logprobs=None
-            if record.logprobs is None
-            else [engine_logprobs(entry) for entry in record.logprobs],
             finish_reason=record.finish_reason,
         )
         for record in records
@@ -299,34 +332,20 @@ def sample_states(records: list[SampleRecord]) -> list[SampleState]:
 
 
 def _record(saved: CheckpointSample) -> SampleRecord:
+    logprobs = None
+    if saved.logprobs is not None:
+        logprobs = LogprobColumns()
+        logprobs.extend_saved(saved.logprobs)
     return SampleRecord(
         index=saved.index,
         token_ids=list(saved.token_ids),
         text=saved.text,
-        logprobs=None if saved.logprobs is None else list(saved.logprobs),
+        logprobs=logprobs,
         finish_reason=saved.finish_reason,
         saved_tokens=len(saved.token_ids),
         saved_chars=len(saved.text),
         saved_finish=saved.finish_reason is not None,
     )
-
-
-def wire_logprobs(entry: TokenLogprobs) -> PositionLogprobs:
-    return PositionLogprobs(
-        chosen=TokenLogprob(token_id=entry.token_id, logprob=entry.logprob),
-        top=tuple(TokenLogprob(token_id=token_id, logprob=value) for token_id, value in entry.top),
-    )
-
-
-def wire_prompt_logprobs(output: RequestOutput) -> tuple[PositionLogprobs | None, ...] | None:
-    if output.prompt_logprobs is None:
-        return None
-    return tuple(None if entry is None else wire_logprobs(entry) for entry in output.prompt_logprobs)
-
-
-def engine_logprobs(entry: PositionLogprobs) -> TokenLogprobs:
-    top = [(item.token_id, item.logprob) for item in entry.top if item.logprob is not None]
-    return TokenLogprobs(entry.chosen.token_id, entry.chosen.logprob, top)
 
 
 def end_state(ending: Ending) -> EndState:

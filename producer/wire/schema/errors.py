@@ -33,6 +33,7 @@ ErrorCode = Literal[
     "schema_invalid",
     "schema_too_complex",
     "payload_too_large",
+    "result_too_large",
     "unsigned",
     "unsupported_feature",
     "engine_error",
@@ -54,6 +55,7 @@ FINAL_CODES: frozenset[str] = frozenset(
         "schema_invalid",
         "schema_too_complex",
         "payload_too_large",
+        "result_too_large",
         "unsigned",
         "unsupported_feature",
     }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pagemill.engine.config import SchedulerConfig
 from pagemill.engine.outputs import FinishReason
-from pagemill.engine.plan import StepPlan, StepResult
+from pagemill.engine.plan import StepPlan, StepResult, TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduling.request import Grammar, Request, Sequence, SequenceStatus, SequenceUpdate
 from pagemill.engine.scheduling.scheduler import Scheduler
@@ -113,6 +113,8 @@ class Harness:
     errors: dict[str, str] = field(default_factory=dict)
     """Failed request -> error code."""
     bad_launches: set[int] = field(default_factory=set)
+    logprobs: dict[Sequence, list[TokenLogprobs]] = field(default_factory=dict)
+    """What the updates brought, by sequence."""
     _in_flight: deque[HashStep] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -163,6 +165,8 @@ class Harness:
             self.recover(step.plan)
             return []
         updates = self.scheduler.update(step.plan, result)
+        for update in updates:
+            self.logprobs.setdefault(update.sequence, []).extend(update.new_logprobs or ())
         self.check()
         for update in updates:
             if update.error_code is not None:

@@ -220,9 +220,9 @@ def check_workload(workload: Workload) -> None:
 def check_logprobs(harness: Harness) -> None:
     for request in harness.requests.values():
         for sequence in request.sequences:
-            if sequence.logprobs is not None:
-                tail = sequence.output_token_ids[-len(sequence.logprobs) :] if sequence.logprobs else []
-                assert [entry.token_id for entry in sequence.logprobs] == tail
+            told = harness.logprobs.get(sequence, [])
+            tail = sequence.output_token_ids[-len(told) :] if told else []
+            assert [entry.token_id for entry in told] == tail
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -98,8 +98,7 @@ class TestStops:
         request = harness.add(make_request("a", PROMPT, logprobs=0))
         harness.run()
         sequence = request.sequences[0]
-        assert sequence.logprobs is not None
-        assert [entry.token_id for entry in sequence.logprobs] == sequence.output_token_ids
+        assert [entry.token_id for entry in harness.logprobs[sequence]] == sequence.output_token_ids
 
 
 class TestGrammar:
@@ -122,8 +121,7 @@ class TestGrammar:
         assert harness.plans[1].work[0].num_tokens == 3
         assert harness.plans[1].work[0].forced_token_ids == [(8, 31), (9, 32)]
         assert (sequence.output_token_ids, sequence.finish_reason) == ([30, 31, 32, 30], "stop")
-        assert sequence.logprobs is not None
-        assert [entry.logprob for entry in sequence.logprobs] == [-1.0, None, None, -1.0]
+        assert [entry.logprob for entry in harness.logprobs[sequence]] == [-1.0, None, None, -1.0]
 
     def test_forced_tokens_stop_at_max_tokens(self) -> None:
         harness = Harness(make_config())

@@ -142,5 +142,5 @@ def test_the_engine_itself_refuses_tokens_that_do_not_exist(token_ids: list[Any]
     with pytest.raises(InvalidRequest, match="prompt_token_ids"):
         engine.add_request("a", token_ids, params)
     with pytest.raises(InvalidRequest, match="resume"):
-        engine.add_request("b", [1], params, resume=[SampleState(0, token_ids, None, None)])
+        engine.add_request("b", [1], params, resume=[SampleState(0, token_ids)])
     assert not engine.has_unfinished()

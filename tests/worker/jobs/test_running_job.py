@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from pagemill.engine.outputs import CompletionDelta, RequestOutput
@@ -10,7 +11,7 @@ from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
-from pagemill.producer.wire.schema.outputs import Checkpoint, CheckpointSample
+from pagemill.producer.wire.schema.outputs import Checkpoint, CheckpointSample, Output, Result
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.jobs.reporter import is_checkpoint_due
 from pagemill.worker.jobs.running_job import RunningJob, engine_params, sample_records, sample_states
@@ -27,6 +28,11 @@ def running_job(n: int = 1, checkpoint: Checkpoint | None = None, **fields: Any)
         expires_at=None,
         samples=sample_records(checkpoint, n),
     )
+
+
+def outputs(job: RunningJob) -> tuple[Output, ...]:
+    body = job.result_json(None, tier="token", fingerprint="f", now=102.0)
+    return Result.model_validate_json(body).outputs
 
 
 def news(*deltas: CompletionDelta, finished: bool = False) -> RequestOutput:
@@ -51,6 +57,15 @@ def test_a_checkpoint_is_due_an_interval_after_the_first_news() -> None:
     assert not is_checkpoint_due(job, config, long_after)
     job.apply(news(CompletionDelta(0, [7, 8, 9, 10, 11], "cdefg", 2)))
     assert is_checkpoint_due(job, config, job.unsaved_since)  # 5 tokens
+
+
+def test_a_job_whose_worker_died_is_checkpointed_at_its_first_token() -> None:
+    """Five deaths without progress bury a job: chance kills must not look like that."""
+    config = WorkerConfig.load(model="echo", checkpoint_s=1.0, stream_checkpoint_s=0.1)
+    job = running_job()
+    job.pulled = replace(job.pulled, crashes=1)
+    job.apply(news(CompletionDelta(0, [5], "a", 0)))
+    assert is_checkpoint_due(job, config, job.unsaved_since)
 
 
 def test_a_job_that_ends_with_its_next_token_is_not_checkpointed_before() -> None:
@@ -120,7 +135,7 @@ def test_samples_are_kept_apart_and_the_job_is_complete_when_all_are() -> None:
     assert not job.is_complete
     job.apply(news(CompletionDelta(0, [6], "b", 1, finish_reason="length"), finished=True))
     assert job.is_complete
-    assert [(o.text, o.token_ids, o.finish_reason) for o in job.outputs()] == [
+    assert [(o.text, o.token_ids, o.finish_reason) for o in outputs(job)] == [
         ("ab", (5, 6), "length"),
         ("z", (9,), "stop"),
     ]
@@ -130,7 +145,7 @@ def test_an_aborted_sample_has_no_finish_reason() -> None:
     job = running_job()
     job.apply(news(CompletionDelta(0, [5], "a", 0, finish_reason="abort"), finished=True))
     assert not job.is_complete
-    assert job.outputs()[0].finish_reason is None
+    assert outputs(job)[0].finish_reason is None
 
 
 def test_a_checkpoint_becomes_what_the_engine_resumes_from() -> None:
@@ -138,14 +153,14 @@ def test_a_checkpoint_becomes_what_the_engine_resumes_from() -> None:
     logprobs = [TokenLogprobs(5, -0.5, [(5, -0.5), (6, -1.0)])]
     first.apply(news(CompletionDelta(0, [5], "a", 0, logprobs=logprobs)))
     first.apply(news(CompletionDelta(1, [9], "z", 0, finish_reason="stop")))
-    seqs = tuple(CheckpointSample(**output.model_dump(exclude={"parsed"})) for output in first.outputs())
+    seqs = tuple(CheckpointSample(**output.model_dump(exclude={"parsed"})) for output in outputs(first))
     second = running_job(n=2, checkpoint=Checkpoint(fingerprint="f", seqs=seqs))
     assert not second.has_unsaved
     states = sample_states(second.samples)
     assert [(s.index, s.token_ids, s.finish_reason) for s in states] == [(0, [5], None), (1, [9], "stop")]
-    assert states[0].logprobs == logprobs
+    assert outputs(second)[0] == outputs(first)[0]
     second.apply(news(CompletionDelta(0, [6], "b", 1, finish_reason="length"), finished=True))
-    assert [output.text for output in second.outputs()] == ["ab", "z"]
+    assert [output.text for output in outputs(second)] == ["ab", "z"]
 
 
 def test_a_job_without_a_seed_gets_the_same_one_wherever_it_runs() -> None:
@@ -166,7 +181,7 @@ def test_only_whole_json_is_parsed() -> None:
     job = running_job(n=2, structured_outputs={"json": {"type": "object"}})
     job.apply(news(CompletionDelta(0, [5], '{"a": 1}', 0, finish_reason="stop")))
     job.apply(news(CompletionDelta(1, [6], '{"a": 1}', 0, finish_reason="length")))
-    assert [output.parsed for output in job.outputs()] == [{"a": 1}, None]
+    assert [output.parsed for output in outputs(job)] == [{"a": 1}, None]
 
 
 def test_prompt_logprobs_are_told_with_the_end() -> None:
@@ -174,7 +189,8 @@ def test_prompt_logprobs_are_told_with_the_end() -> None:
     last = news(CompletionDelta(0, [5], "a", 0, finish_reason="stop"), finished=True)
     last.prompt_logprobs = [None, TokenLogprobs(2, -0.5, [(3, -0.25)])]
     job.apply(last)
-    result = job.result(last, tier="token", fingerprint="f", now=102.0)
+    body = job.result_json(last, tier="token", fingerprint="f", now=102.0)
+    result = Result.model_validate_json(body)
     assert result.prompt_logprobs is not None
     first, second = result.prompt_logprobs
     assert first is None

@@ -34,7 +34,7 @@ def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
     "fields",
     [
         {"n": 64, "max_tokens": 98},
-        {"n": 1, "best_of": 128, "max_tokens": 49, "temperature": 1.0},
+        {"n": 1, "best_of": 32, "max_tokens": 200, "temperature": 1.0},
         {"prompt_logprobs": 20, "n": 3, "max_tokens": 1700},
     ],
 )

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -269,7 +270,7 @@ def workers(redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJso
 @queue_app.command("stats")
 def queue_stats(redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False) -> None:
     """Jobs by state, and what waits. Needs no live worker."""
-    views.print_queue(queue, ask(redis_url, registry.stats(queue)), as_json)
+    views.print_queue(queue, registry.stats(partial(ask, redis_url), queue), as_json)
 
 
 @queue_app.command("pause")

@@ -73,7 +73,7 @@ def examine(redis_url: str | None, queue: str, http_port: int) -> tuple[list[Fin
 
 def _inside(client: redis.Redis, queue: str) -> list[Finding]:
     transport = SyncTransport(client)
-    return queue_findings(queue, transport.run(registry.stats(queue)), transport.run(registry.workers(queue)))
+    return queue_findings(queue, registry.stats(transport.run, queue), transport.run(registry.workers(queue)))
 
 
 def print_findings(findings: list[Finding]) -> None:

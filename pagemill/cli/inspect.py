@@ -44,7 +44,7 @@ def inspect(
 
 def _say_why_it_waits(job: JobHistory, redis_url: str | None) -> None:
     """What an operator would type next, where there is something to be done."""
-    if ask(redis_url, registry.stats(job.queue)).paused:
+    if ask(redis_url, registry.stats_page(job.queue)).totals.paused:
         say(f"queue {job.queue} is paused; go on with: pagemill queue resume --queue {job.queue}")
     if not job.live_workers:
         say(

@@ -96,7 +96,7 @@ class PrefetchAdapter(_Periodic):
             return
         if self._transport is None:
             self._transport = SyncTransport(open_client(settings.url, settings.queue))
-        waiting = self._transport.run(registry.stats(settings.queue)).counts.get("queued", 0)
+        waiting = self._transport.run(registry.stats_page(settings.queue)).totals.counts.get("queued", 0)
         change = wanted_change(waiting, pool.num_running, consumer.qos.value, pool.limit)
         if change > 0:
             consumer.qos.increment_eventually(change)

@@ -196,7 +196,7 @@ def clock_skew(client: redis.Redis) -> Finding:
 
 def scripts_run(client: redis.Redis, queue: str) -> Finding:
     try:
-        SyncTransport(client).run(registry.stats(queue))
+        SyncTransport(client).run(registry.stats_page(queue))
     except (exceptions.ResponseError, AccessDenied, RedisUnavailable) as error:
         client.ping()  # a server that has gone meanwhile refuses nothing
         return Finding(

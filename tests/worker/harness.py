@@ -116,8 +116,7 @@ class QueueClient:
         return counts
 
     def stats(self) -> QueueStats:
-        reply: QueueStats = self.run(stats(self.queue))
-        return reply
+        return stats(self.run, self.queue)
 
     def workers(self) -> list[WorkerInfo]:
         reply: list[WorkerInfo] = self.run(workers(self.queue))

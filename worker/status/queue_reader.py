@@ -32,7 +32,7 @@ class QueueReader:
     def read(self) -> QueueFigures:
         """The figures of this moment. Raises RedisUnavailable."""
         name = self._queue.queue
-        stats = self._queue.run(registry.stats(name))
+        stats = registry.stats(self._queue.run, name)
         workers = self._queue.run(registry.workers(name))
         server = server_figures(self._queue.server_info())
         figures = queue_figures(name, stats, workers, server, self._clock.now())

@@ -52,7 +52,7 @@ class TopSource:
             return None, []
         try:
             name = self._queue.queue
-            stats = self._queue.run(registry.stats(name))
+            stats = registry.stats(self._queue.run, name)
             workers = self._queue.run(registry.workers(name))
             return queue_figures(name, stats, workers, None, self._queue.server_time()), workers
         except RedisUnavailable as error:

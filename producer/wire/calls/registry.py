@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pagemill.producer.wire.schema import keys
@@ -45,6 +45,17 @@ class QueueStats:
     """Queued jobs that wait for the end of an equal one; they are in no waiting set."""
 
 
+@dataclass(frozen=True, slots=True)
+class StatsPage:
+    """The figures of a queue, and some of its lanes: name to (jobs, age of the oldest in seconds)."""
+
+    totals: QueueStats
+    """Without the lanes."""
+    lanes: dict[str, tuple[int, float]]
+    cursor: str
+    """Of the next page; "0" after the last."""
+
+
 def heartbeat(queue: str, info: WorkerInfo, ttl_ms: int = WORKER_TTL_MS) -> Call[None]:
     """Register the worker, or say that it still lives. After `ttl_ms` without one it counts as gone."""
     args: tuple[str | int, ...] = (info.id, ttl_ms, info.model_dump_json(), *info.models)
@@ -71,9 +82,26 @@ def set_paused(queue: str, paused: bool) -> Call[None]:
     return Call("pause", (keys.prefix(queue),), (int(paused),), _nothing)
 
 
-def stats(queue: str) -> Call[QueueStats]:
+def stats_page(queue: str, cursor: str = "0") -> Call[StatsPage]:
     """What waits, what runs, what ended. Needs no live worker."""
-    return Call("stats", (keys.prefix(queue),), (), _stats)
+    return Call("stats", (keys.prefix(queue),), (cursor,), _stats_page)
+
+
+def stats(run: Callable[[Call[StatsPage]], StatsPage], queue: str) -> QueueStats:
+    """The same with all lanes: a page of a thousand after the other, so that no call takes long."""
+    page = run(stats_page(queue))
+    lanes = dict(page.lanes)
+    while page.cursor != "0":
+        page = run(stats_page(queue, page.cursor))
+        lanes |= page.lanes
+    waiting: dict[tuple[str, str, str], int] = {}
+    oldest: dict[tuple[str, str, str], float] = {}
+    for name, (jobs, age_s) in lanes.items():
+        _, priority, tenant, model = keys.split_lane(name)
+        lane = (priority, tenant, model)
+        waiting[lane] = waiting.get(lane, 0) + jobs
+        oldest[lane] = max(oldest.get(lane, 0.0), age_s)
+    return replace(page.totals, waiting=waiting, oldest_s=oldest)
 
 
 def doorbells(queue: str, models: Sequence[str]) -> list[str]:
@@ -85,14 +113,9 @@ def _nothing(reply: Any) -> None:
     return None
 
 
-def _stats(reply: list[Any]) -> QueueStats:
-    flat, lanes, leases, dead, paused, followers = reply
-    waiting: dict[tuple[str, str, str], int] = {}
-    oldest: dict[tuple[str, str, str], float] = {}
-    for name, jobs, age_ms in lanes:
-        _, priority, tenant, model = keys.split_lane(name.decode())
-        lane = (priority, tenant, model)
-        waiting[lane] = waiting.get(lane, 0) + jobs
-        oldest[lane] = max(oldest.get(lane, 0.0), int(age_ms) / 1000)
+def _stats_page(reply: list[Any]) -> StatsPage:
+    flat, rows, leases, dead, paused, followers, cursor = reply
     counts = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
-    return QueueStats(counts, waiting, oldest, leases, dead, bool(paused), followers)
+    totals = QueueStats(counts, {}, {}, leases, dead, bool(paused), followers)
+    lanes = {name.decode(): (jobs, int(age_ms) / 1000) for name, jobs, age_ms in rows}
+    return StatsPage(totals, lanes, cursor.decode())

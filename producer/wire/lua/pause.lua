@@ -7,8 +7,15 @@ if ARGV[1] == '1' then
   redis.call('HSET', P .. 'meta', 'paused', '1')
 else
   redis.call('HDEL', P .. 'meta', 'paused')
-  for _, lane in ipairs(redis.call('SMEMBERS', P .. 'lanes')) do
-    local _, _, _, model = split_lane(lane)
+  -- Tenants may be many; workers, and so the models that anybody listens for, are few.
+  local models = {}
+  for _, worker in ipairs(redis.call('ZRANGEBYSCORE', P .. 'workers', int(NOW), '+inf', 'LIMIT', 0, 1000)) do
+    local info = redis.call('GET', P .. 'worker:' .. worker)
+    for _, model in ipairs(info and cjson.decode(info).models or {}) do
+      models[model] = true
+    end
+  end
+  for model in pairs(models) do
     ring(model)
   end
 end

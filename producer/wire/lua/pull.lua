@@ -120,7 +120,11 @@ local function take_all()
     looked = looked + 1
     if not lane then
       for _, pair in ipairs(served) do
-        redis.call('UNLINK', P .. 'bell:' .. pair[2])
+        if skipped < MAX_SKIPPED then
+          redis.call('UNLINK', P .. 'bell:' .. pair[2])
+        else
+          ring(pair[2])
+        end
       end
       return
     end

@@ -47,10 +47,11 @@ local function close_lane(lane)
   redis.call('HDEL', P .. 'overtaken', lane)
   local version, class, _, model = split_lane(lane)
   local turns = turns_key(version, class, model)
-  local tenant = redis.call('ZRANGE', turns, 0, 0)[1]
-  while tenant and redis.call('EXISTS', P .. 'wait:' .. lane_name(version, class, tenant, model)) == 0 do
+  for _, tenant in ipairs(redis.call('ZRANGE', turns, 0, 15)) do
+    if redis.call('EXISTS', P .. 'wait:' .. lane_name(version, class, tenant, model)) == 1 then
+      return
+    end
     redis.call('ZREM', turns, tenant)
-    tenant = redis.call('ZRANGE', turns, 0, 0)[1]
   end
 end
 

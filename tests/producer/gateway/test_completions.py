@@ -202,7 +202,7 @@ def running(url: str, queue: str) -> int:
 
     client = open_queue(url, queue)
     try:
-        counts = client.run(registry.stats(queue)).counts
+        counts = registry.stats(client.run, queue).counts
         return counts.get("queued", 0) + counts.get("running", 0)
     finally:
         client.transport.close()
@@ -213,7 +213,7 @@ def cancelled(url: str, queue: str) -> int:
 
     client = open_queue(url, queue)
     try:
-        return client.run(registry.stats(queue)).counts.get("cancelled", 0)
+        return registry.stats(client.run, queue).counts.get("cancelled", 0)
     finally:
         client.transport.close()
 

@@ -32,7 +32,7 @@ def test_a_follower_gets_the_leaders_result_as_its_own(queue: Queue) -> None:
     assert [job.job_id for job in queue.pull()] == ["lead"]
     status = queue.status("follow")
     assert (status.state, status.leader, status.position, status.error) == ("queued", "lead", None, None)
-    assert queue.run(registry.stats(queue.name)).followers == 1
+    assert registry.stats(queue.run, queue.name).followers == 1
     queue.lapse("lead")
     (job,) = queue.pull()
     progress = Progress(phase="decode", generated_tokens=3, max_tokens=3)
@@ -129,7 +129,7 @@ def test_a_followers_own_deadline_and_cancel_hold(queue: Queue) -> None:
     assert queue.status("late").state == "expired", "nobody swept, who asks is told so"
     assert queue.commit(job) == "committed"
     assert [queue.state(name) for name in ("late", "stopped")] == ["expired", "cancelled"]
-    assert queue.run(registry.stats(queue.name)).followers == 0
+    assert registry.stats(queue.run, queue.name).followers == 0
 
 
 def test_who_is_more_urgent_does_not_wait_behind_who_is_less(queue: Queue) -> None:
@@ -171,7 +171,7 @@ def test_a_group_is_limited(valkey_queue: Queue) -> None:
         queue.commit(job)
     for _ in range(3):
         queue.run(transitions.sweep(queue.name))
-    assert queue.run(registry.stats(queue.name)).counts["succeeded"] == 300
+    assert registry.stats(queue.run, queue.name).counts["succeeded"] == 300
     assert left_behind(queue) == set()
 
 

@@ -195,7 +195,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert (result.id, result.text, self.committed[ran]) == (job_id, self.results[ran], 1)
 
     def _check_counts(self, states: dict[str, str]) -> None:
-        counts = self.queue.run(registry.stats(self.queue.name)).counts
+        counts = registry.stats(self.queue.run, self.queue.name).counts
         ever = Counter(states.values()) + Counter({"dead": len(self.purged)})
         assert {s: n for s, n in counts.items() if n} == dict(ever)
         batch = self.queue.run(batches.counts(self.queue.name, "b"))

@@ -39,7 +39,7 @@ def test_stats_tell_depth_and_age_by_lane(queue: Queue) -> None:
     queue.submit("a", "b", priority="high", tenant="t")
     queue.submit("c")
     queue.client.hset(f"{queue.prefix}job:a", "at", 1)
-    stats = queue.run(registry.stats(queue.name))
+    stats = registry.stats(queue.run, queue.name)
     assert stats.waiting == {("high", "t", "m"): 2, ("normal", "default", "m"): 1}
     assert stats.oldest_s["high", "t", "m"] > 1e9
     assert (stats.counts["queued"], stats.leases, stats.dead, stats.paused) == (3, 0, 0, False)

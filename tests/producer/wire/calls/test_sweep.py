@@ -200,4 +200,4 @@ def test_no_late_job_is_handed_out_and_none_stops_the_server(queue: Queue) -> No
         assert queue.client.llen(bell) > 0
     assert [job.job_id for job in jobs] == ["live"]
     assert 3 <= pulls <= 5
-    assert queue.run(registry.stats(queue.name)).counts["expired"] == 300
+    assert registry.stats(queue.run, queue.name).counts["expired"] == 300

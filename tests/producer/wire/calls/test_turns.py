@@ -226,3 +226,33 @@ def test_queues_of_one_server_are_apart(queue: Queue) -> None:
     assert other.pull() == []
     assert [job.job_id for job in queue.pull()] == ["a"]
     assert other.state("a") == "queued"
+
+
+def test_a_job_behind_many_idle_tenants_is_found_in_several_short_calls(valkey_queue: Queue) -> None:
+    queue = valkey_queue
+    turns = {f"t{number}": number for number in range(5000)}
+    queue.client.zadd(f"{queue.prefix}turns:1:1:m", turns)
+    queue.submit("one", tenant="last")
+    queue.client.zadd(f"{queue.prefix}turns:1:1:m", {"last": 5000})
+    for calls in range(1, 9):
+        if queue.pull(1):
+            break
+        assert queue.client.exists(f"{queue.prefix}bell:m"), "an idle worker looks again at once"
+    assert 1 < calls <= 6
+
+
+def test_statistics_of_many_lanes_come_in_pages(valkey_queue: Queue) -> None:
+    queue = valkey_queue
+    for number in range(3000):
+        queue.submit(f"j{number}", tenant=f"t{number}")
+    page = queue.run(registry.stats_page(queue.name))
+    assert 1000 <= len(page.lanes) < 2000
+    stats = registry.stats(queue.run, queue.name)
+    assert stats.waiting == {("normal", f"t{number}", "m"): 1 for number in range(3000)}
+
+
+def test_resuming_wakes_who_waits_for_any_model(queue: Queue) -> None:
+    queue.run(registry.heartbeat(queue.name, registry.WorkerInfo(id="w", models=("m", "n"))))
+    queue.run(registry.set_paused(queue.name, True))
+    queue.run(registry.set_paused(queue.name, False))
+    assert {"bell:m", "bell:n"} <= queue.names()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import json
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-
-from pydantic import TypeAdapter
+from math import isfinite, nan
+from typing import Any
 
 from pagemill.engine.plan import TokenLogprobs
-from pagemill.producer.wire.schema.outputs import PositionLogprobs, TokenLogprob
+from pagemill.producer.wire.schema.outputs import PositionLogprobs
 
 _CHUNK = 64
 """Positions that are objects at a time while they are written."""
-_positions = TypeAdapter(tuple[PositionLogprobs | None, ...])
 
 
 class LogprobColumns:
@@ -49,41 +48,48 @@ class LogprobColumns:
                 self._add(token.token_id, token.logprob)
             self._ends.append(len(self._token_ids))
 
-    def positions(self, start: int = 0, end: int | None = None) -> Iterator[PositionLogprobs]:
-        for number in range(start, len(self) if end is None else end):
-            first = self._ends[number - 1] if number else 0
-            chosen, *top = (self._token(at) for at in range(first, self._ends[number]))
-            yield PositionLogprobs(chosen=chosen, top=tuple(top))
+    def positions(self, start: int = 0) -> Iterator[PositionLogprobs]:
+        for row in self._rows(start):
+            yield PositionLogprobs.model_validate(row)
 
     def json(self) -> bytes:
         """As `Output.logprobs` is written."""
-        return logprobs_json(self.positions())
+        return _json_list(self._rows(0))
 
     def _add(self, token_id: int, logprob: float | None) -> None:
         self._token_ids.append(token_id)
-        self._logprobs.append(math.nan if logprob is None else logprob)
+        self._logprobs.append(nan if logprob is None else logprob)
 
-    def _token(self, at: int) -> TokenLogprob:
-        logprob = self._logprobs[at]
-        return TokenLogprob(token_id=self._token_ids[at], logprob=None if math.isnan(logprob) else logprob)
-
-
-def logprobs_json(positions: Iterable[PositionLogprobs | None]) -> bytes:
-    """A JSON list of positions, made a few at a time."""
-    rows = iter(positions)
-    parts = []
-    while chunk := tuple(islice(rows, _CHUNK)):
-        parts.append(_positions.dump_json(chunk)[1:-1])
-    return b"[" + b",".join(parts) + b"]"
-
-
-def wire_logprobs(entry: TokenLogprobs) -> PositionLogprobs:
-    return PositionLogprobs(
-        chosen=TokenLogprob(token_id=entry.token_id, logprob=entry.logprob),
-        top=tuple(TokenLogprob(token_id=token_id, logprob=value) for token_id, value in entry.top),
-    )
+    def _rows(self, start: int) -> Iterator[dict[str, Any]]:
+        first = self._ends[start - 1] if 0 < start <= len(self) else 0
+        for end in self._ends[start:]:
+            pairs = zip(self._token_ids[first:end], self._logprobs[first:end], strict=True)
+            chosen, *top = [_token(token_id, value) for token_id, value in pairs]
+            yield {"chosen": chosen, "top": top}
+            first = end
 
 
 def prompt_logprobs_json(entries: Sequence[TokenLogprobs | None]) -> bytes:
     """As `Result.prompt_logprobs` is written."""
-    return logprobs_json(None if entry is None else wire_logprobs(entry) for entry in entries)
+    return _json_list(
+        entry
+        and {
+            "chosen": _token(entry.token_id, entry.logprob),
+            "top": [_token(token_id, value) for token_id, value in entry.top],
+        }
+        for entry in entries
+    )
+
+
+def _token(token_id: int, logprob: float | None) -> dict[str, Any]:
+    """A `TokenLogprob`; JSON has no infinity."""
+    known = logprob is not None and isfinite(logprob)
+    return {"token_id": token_id, "logprob": logprob if known else None, "text": ""}
+
+
+def _json_list(rows: Iterable[Any]) -> bytes:
+    """A JSON list, made a few rows at a time."""
+    rows, parts = iter(rows), []
+    while chunk := list(islice(rows, _CHUNK)):
+        parts.append(json.dumps(chunk, separators=(",", ":"), allow_nan=False)[1:-1].encode())
+    return b"[" + b",".join(parts) + b"]"

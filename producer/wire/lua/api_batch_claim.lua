@@ -6,6 +6,7 @@
 -- No lease is longer: a clock that was set back left those.
 local MAX_LEASE = 600000
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'ableases', int(NOW + MAX_LEASE + 1), '+inf', 'LIMIT', 0, 16)) do
+  redis.call('ZREM', P .. 'ableases', id)
   redis.call('ZADD', P .. 'ableases', int(NOW + 10000), id)
 end
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'ableases', '-inf', int(NOW), 'LIMIT', 0, 16)) do

@@ -12,6 +12,7 @@ end
 -- No try is put off for longer: a clock that was set back left those, and they would wait until it had caught up.
 local MAX_PAUSE = 7200000
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', box, int(NOW + MAX_PAUSE + 1), '+inf', 'LIMIT', 0, 64)) do
+  redis.call('ZREM', box, id)
   redis.call('ZADD', box, int(NOW), id)
 end
 local notices, bytes = {}, 0

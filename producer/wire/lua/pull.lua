@@ -158,6 +158,7 @@ end
 
 if rate and tonumber(meta[6] or 0) > NOW then
   -- The clock was set back: the bucket fills from here on, not once the clock has caught up.
+  redis.call('HDEL', P .. 'meta', 'level_at')
   redis.call('HSET', P .. 'meta', 'level_at', int(NOW))
   meta[6] = NOW
 end

@@ -78,6 +78,7 @@ def error() -> transitions.ErrorInfo:
 def test_at_maxmemory_submits_are_refused_and_running_jobs_still_end(own_queue: Queue) -> None:
     ids = ["commit", "fail", "retry", "release", "checkpoint"]
     own_queue.submit(*ids)
+    own_queue.submit("lead", "follow", dedupe=True, temperature=0.0)
     jobs = {job.job_id: job for job in own_queue.pull()}
     own_queue.submit("waiting")
     own_queue.client.config_set("maxmemory-policy", "noeviction")
@@ -88,6 +89,8 @@ def test_at_maxmemory_submits_are_refused_and_running_jobs_still_end(own_queue: 
     assert own_queue.run(transitions.renew("q", "w1", held)).lost == []
     assert own_queue.checkpoint(jobs["checkpoint"], delta(0, 1)) == "ok"
     assert own_queue.commit(jobs["commit"]) == "committed"
+    assert own_queue.commit(jobs["lead"]) == "committed"
+    assert own_queue.state("follow") == "succeeded"
     assert own_queue.fail(jobs["fail"]) == "committed"
     assert own_queue.retry(jobs["retry"]) == "retrying"
     assert own_queue.release(jobs["release"]) == "released"

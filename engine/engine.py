@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from pagemill.engine.block_watch import BlockWatch
 from pagemill.engine.config import EngineConfig, SchedulerConfig
+from pagemill.engine.device_failure import tells_of_lost_device
 from pagemill.engine.engine_stats import StepRecorder
-from pagemill.engine.errors import EngineError, InvalidRequest, RankLost
+from pagemill.engine.errors import DeviceLost, EngineError, InvalidRequest
 from pagemill.engine.outputs import Capacity, EngineStats, KVCacheStats, RequestOutput, SampleState
 from pagemill.engine.parts import EngineParts, Tier
 from pagemill.engine.plan import StepHandle, StepPlan
@@ -43,6 +44,7 @@ class Engine:
             parts.tokenizer, self._scheduler.finish_sequence, limits.eos_token_ids
         )
         self._in_flight: deque[StepHandle] = deque()
+        self._lost: DeviceLost | None = None
         self._recorder = StepRecorder(limits.max_num_batched_tokens)
         self._kv_of_step: KVCacheStats | None = None
         self._block_watch = BlockWatch(self._scheduler.block_states)
@@ -153,8 +155,11 @@ class Engine:
         """Plan and launch a step, collect the oldest one in flight, and tell what came of it.
 
         Raises:
-            RankLost: a process of a model that is spread over several died; no step will succeed any more.
+            DeviceLost: the device, or a process of a model that is spread over several, died. No step will succeed
+                any more; each says so.
         """
+        if self._lost is not None:
+            raise self._lost
         compiled = self._take_compiled() if self._grammars else []
         started = time.perf_counter()
         try:
@@ -171,8 +176,6 @@ class Engine:
             self._block_watch.observe()
             try:
                 self._in_flight.append(self._parts.executor.launch(plan))
-            except RankLost:
-                raise
             except Exception as error:
                 return self._recover(plan, error)
             self._recorder.planned(plan, kv, scheduled - started)
@@ -183,8 +186,6 @@ class Engine:
         step = self._in_flight.popleft()
         try:
             result = step.wait()
-        except RankLost:
-            raise
         except Exception as error:
             return self._recover(step.plan, error)
         waited = time.perf_counter()
@@ -271,7 +272,16 @@ class Engine:
         )
 
     def _recover(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
-        """The step raised: its requests run again, and one that raised alone a second time fails."""
+        """The step raised: its requests run again, and one that raised alone a second time fails.
+
+        Raises `DeviceLost` where the device won't run anything again.
+        """
+        if (lost := self._as_device_lost(error)) is not None:
+            # A device tells of an error late: any step that had not been collected may have made it.
+            plans = [plan, *(step.plan for step in self._in_flight)]
+            lost.request_ids = frozenset(name for each in plans for name in self._scheduler.request_ids(each))
+            self._lost = lost
+            raise lost
         request_ids = self._scheduler.request_ids(plan)
         logger.exception(
             "step %d raised; its %d requests run again", plan.step_id, len(request_ids), exc_info=error
@@ -281,6 +291,17 @@ class Engine:
             return []
         message = f"the step raised {type(error).__name__} with this request alone in it"
         return self._output_processor.process(self._scheduler.fail(request_ids[0], message, "engine_error"))
+
+    def _as_device_lost(self, error: Exception) -> DeviceLost | None:
+        if isinstance(error, DeviceLost):
+            return error
+        if not tells_of_lost_device(error) and self._parts.executor.is_device_alive():
+            return None
+        logger.error("a step raised, and the device runs nothing any more", exc_info=error)
+        reason = (str(error).splitlines() or [""])[0]
+        lost = DeviceLost(f"the device is lost: {type(error).__name__}: {reason}")
+        lost.__cause__ = error
+        return lost
 
     def _resolve_seed(self, params: SamplingParams) -> int:
         self._num_added += 1

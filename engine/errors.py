@@ -10,7 +10,8 @@ EngineError
 ├── ConfigError               the engine was asked for something impossible at start
 │   └── ModelLoadError        no such model, unreadable or unsupported checkpoint
 ├── StepError                 the step raised; its requests are retried, then fail alone
-└── RankLost                  a process of a model that is spread over several died; the engine can't go on
+└── DeviceLost                no step will succeed any more on this device; the engine can't go on
+    └── RankLost              a process of a model that is spread over several died
 """
 
 from __future__ import annotations
@@ -52,8 +53,15 @@ class ModelLoadError(ConfigError):
     code = "model_load_error"
 
 
-class RankLost(EngineError):
+class DeviceLost(EngineError):
     """Nothing is retried after it: whoever has the engine ends, and what it worked on goes elsewhere."""
+
+    request_ids: frozenset[str] = frozenset()
+    """The requests that were in a step then: one of them may be to blame, no other can."""
+
+
+class RankLost(DeviceLost):
+    """A process of a model that is spread over several died."""
 
 
 class StepError(EngineError):

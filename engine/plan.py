@@ -151,3 +151,7 @@ class Executor(Protocol):
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start a step and return at once where the device allows it. Steps retire in launch order."""
         ...
+
+    def is_device_alive(self) -> bool:
+        """Whether the device still runs anything; asked after a step raised. Being out of memory is no death."""
+        ...

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from pagemill.engine.errors import DeviceLost
 from pagemill.monitoring.counters import WorkerCounters, WorkerState
 from pagemill.monitoring.live.assets import is_loopback
 from pagemill.monitoring.live.feed import LiveFeed, LiveSources, WorkerFacts
@@ -204,14 +205,17 @@ class Worker:
             self.admission.join(max(0.0, min(5.0, give_up_at - WRITE_OUT_S - time.monotonic())))
             if len(self.table):
                 logger.info("handing back %d jobs", len(self.table))
-            self.reporter.hand_back_all()
+            self._hand_back_all()
             self._is_drained = True
             if not self.reporter.stop(max(0.0, min(WRITE_OUT_S, give_up_at - time.monotonic()))):
                 logger.warning("%d jobs could not be handed back; their leases will lapse", len(self.table))
 
     def abandon(self) -> None:
-        """Pull no more, and write what has ended; the leases of the rest lapse."""
+        """Pull no more, and write what has ended; the leases of the rest lapse, unless it was the device that died."""
         self.admission.stop()
+        if isinstance(self.engine.error, DeviceLost):
+            self.admission.join(WRITE_OUT_S)  # what it has pulled goes back as well
+            self._hand_back_all()
         self.reporter.stop(WRITE_OUT_S, abandon=True)
 
     def close(self) -> bool:
@@ -231,6 +235,19 @@ class Worker:
             queue.close()
         self.counters.state = "stopped"
         return is_engine_gone
+
+    def _hand_back_all(self) -> None:
+        """Give every job up to other workers.
+
+        Where a device died, only the jobs in its last steps can have killed it. They are given up as if they had
+        ended the process: a crash is counted for those that got no further, so one that kills every device soon
+        runs alone and is then buried, and an innocent one gets on elsewhere and is cleared. Nothing is counted for
+        the others, however often devices die under them.
+        """
+        if isinstance(self.engine.error, DeviceLost):
+            self.reporter.engine_lost(suspects=self.engine.error.request_ids)
+        else:
+            self.reporter.hand_back_all()
 
     def _wait_for_jobs(self, until: float, hurry: threading.Event) -> None:
         while len(self.table) and time.monotonic() < until and not hurry.is_set():

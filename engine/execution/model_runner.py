@@ -156,6 +156,17 @@ class ModelRunner:
             plan, output, prepared - started, forwarded - prepared, sampled - forwarded, scored
         )
 
+    def is_device_alive(self) -> bool:
+        if self._device.type == "cpu":
+            return True
+        try:
+            torch.cuda.synchronize(self._device)
+            return torch.ones(1, device=self._device).add(1).item() == 2
+        except torch.OutOfMemoryError:
+            return True
+        except RuntimeError:  # `torch.AcceleratorError`, and what older calls raise
+            return False
+
     def _read_tokens(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor | None:
         """The tokens whose last hidden states the head reads, once each; None: all of them may be."""
         if self._device.type != "cpu" or len(plan.samples) >= len(inputs.positions):

@@ -67,6 +67,9 @@ class EchoRunner:
         result.forward_s = time.perf_counter() - started
         return EchoStep(plan, result)
 
+    def is_device_alive(self) -> bool:
+        return True
+
     def _next(self, sample: Sample) -> int:
         row = self._rows[sample.row]
         prompt = row.token_ids[: row.num_prompt_tokens]

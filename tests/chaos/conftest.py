@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,11 +20,13 @@ def client(own_valkey: RedisServer, queue_name: str) -> Iterator[QueueClient]:
 
 
 @pytest.fixture
-def spawn(own_valkey: RedisServer, queue_name: str, tmp_path: Path) -> Iterator[Spawn]:
-    """Start worker processes on the test's own server; what is left of them at the end is killed."""
+def nursery(own_valkey: RedisServer, queue_name: str, tmp_path: Path) -> Iterator[Nursery]:
+    """Workers on the test's own server; what is left of them at the end is killed."""
     with Nursery(tmp_path, process_settings(own_valkey.url, queue_name)) as nursery:
+        yield nursery
 
-        def start(**settings: Any) -> ForkedWorker:
-            return nursery.spawn(**settings)
 
-        yield start
+@pytest.fixture
+def spawn(nursery: Nursery) -> Spawn:
+    """Start worker processes."""
+    return nursery.spawn

@@ -1,8 +1,9 @@
 """Worker processes by the hundred: forked from one that has imported everything, so each starts in milliseconds.
 
 They are processes of their own in every respect that counts here: own connections, killed by real signals. Their
-echo model has two faults more than the real one: a prompt with the byte 7 kills its worker in the step that begins
-it, and one with the byte 8 makes that step hang, once per nursery.
+echo model has faults that the real one lacks, each in the step that begins a prompt: the byte 7 kills the worker, the
+byte 8 makes the step hang, once per nursery, the byte 9 kills the device, and so does any prompt, as often as the
+nursery says. On a dead device every step raises what CUDA would say.
 """
 
 from __future__ import annotations
@@ -24,16 +25,26 @@ from pagemill.engine.models.echo import EchoRunner
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.process import run_worker
 launch = EchoRunner.launch
+is_device_dead = False
+def may(fault):
+    for name in os.listdir(sys.argv[1]):
+        if name.startswith(fault):
+            try:
+                os.unlink(os.path.join(sys.argv[1], name))
+                return True
+            except FileNotFoundError:
+                pass
+    return False
 def faulty_launch(self, plan):
+    global is_device_dead
     for row in plan.new_rows:
         if 7 in row.token_ids:
             os.kill(os.getpid(), signal.SIGKILL)
-        if 8 in row.token_ids:
-            try:
-                os.unlink(sys.argv[1])
-            except FileNotFoundError:
-                continue
+        if 8 in row.token_ids and may("hang"):
             time.sleep(3600)
+        is_device_dead = is_device_dead or 9 in row.token_ids or may("kill-device")
+    if is_device_dead:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
     return launch(self, plan)
 EchoRunner.launch = faulty_launch
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
@@ -98,10 +109,11 @@ class Nursery:
         self._directory = directory
         self._settings = settings
         self._spawned: list[ForkedWorker] = []
-        may_hang = directory / "may-hang-once"
-        may_hang.touch()
+        self._faults = directory / "faults"
+        self._faults.mkdir()
+        (self._faults / "hang").touch()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _NURSERY, str(may_hang)],
+            [sys.executable, "-c", _NURSERY, str(self._faults)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -122,6 +134,11 @@ class Nursery:
         worker = ForkedWorker(int(answer), log_path)
         self._spawned.append(worker)
         return worker
+
+    def kill_devices(self, times: int) -> None:
+        """The next so many steps that begin a prompt kill the device of their worker, whichever it is."""
+        for number in range(times):
+            (self._faults / f"kill-device-{number}").touch()
 
     def logs(self) -> str:
         return "\n".join(worker.log() for worker in self._spawned)

@@ -1,4 +1,4 @@
-"""The last write of a job on this worker: commit, retry or release, and what its reply means."""
+"""The last write of a job on this worker: commit, retry, release or the end of its lease, and what its reply means."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.calls import transitions
-from pagemill.producer.wire.calls.transitions import CheckpointReply, PulledJob
+from pagemill.producer.wire.calls.transitions import CheckpointReply, PulledJob, RenewReply
 from pagemill.producer.wire.schema.outputs import ErrorInfo
 from pagemill.producer.wire.schema.signing import Keys
 from pagemill.producer.wire.server.scripts import Call
@@ -19,7 +19,7 @@ class FinalWrite:
     """May be sent any number of times: the server takes it once."""
 
     pulled: PulledJob
-    kind: Literal["succeeded", "failed", "cancelled", "expired", "retried", "released"]
+    kind: Literal["succeeded", "failed", "cancelled", "expired", "retried", "released", "lapsed"]
     call: Call[Any]
     job: RunningJob | None = None
     """None when it never became a request."""
@@ -47,13 +47,15 @@ class FinalWrite:
         return f"{self.pulled.job_id}#{self.pulled.token}"
 
     def settle(self, reply: Any, counters: WorkerCounters, now: float) -> str:
-        """Count what the server made of it, and name it: a terminal state, or released, retrying, fenced,
+        """Count what the server made of it, and name it: a terminal state, or released, lapsed, retrying, fenced,
         already_done, error."""
         if self.size:
             counters.result_bytes.observe(self.size)
         if isinstance(reply, Exception):
             counters.commits.inc("error")
             return "error"
+        if isinstance(reply, RenewReply):
+            reply = "fenced" if reply.lost else "lapsed"
         if reply == "fenced":
             counters.commits.inc("fenced")
             counters.discarded_tokens.inc("fenced", self.new_tokens)
@@ -61,6 +63,8 @@ class FinalWrite:
             counters.commits.inc("already_done")
         elif reply == "released":
             counters.jobs_handed_back.inc()
+        elif reply == "lapsed":
+            counters.leases_lost.inc()
         elif reply == "retrying":
             counters.job_retries.inc(self.code)  # type: ignore[arg-type]  # unknown codes count as other
         else:
@@ -173,6 +177,18 @@ def released(queue: str, job: RunningJob) -> FinalWrite:
         job.pulled,
         "released",
         transitions.release(queue, job.job_id, job.token),
+        job,
+        needs_checkpoint=True,
+    )
+
+
+def lapsed(queue: str, job: RunningJob) -> FinalWrite:
+    """Its lease ends now, as it would if the worker's process had died."""
+    held = [(job.job_id, job.token)]
+    return FinalWrite(
+        job.pulled,
+        "lapsed",
+        transitions.renew(queue, "", held, lease_ms=0),
         job,
         needs_checkpoint=True,
     )

@@ -18,9 +18,11 @@ from pagemill.worker.jobs.running_job import RunningJob
 
 logger = logging.getLogger(__name__)
 
-_WARNINGS = {"retrying", "fenced", "lost", "dead"}
+_WARNINGS = {"retrying", "fenced", "lost", "lapsed", "dead"}
+_SHOWN = {"retrying": "retried", "lapsed": "lost"}
 _MESSAGES = {
     "released": "job handed back",
+    "lapsed": "job may have killed the device; its lease ends",
     "retrying": "job will be retried",
     "fenced": "job belongs to another worker by now; its end here is discarded",
     "already_done": "job's end was recorded before",
@@ -65,7 +67,8 @@ class Journal:
         """The server has answered to the last write of an execution.
 
         Args:
-            outcome: the terminal state that was recorded, or released, retrying, fenced, already_done, error.
+            outcome: the terminal state that was recorded, or released, lapsed, retrying, fenced, already_done,
+                error.
             commit_began: when the write was sent, by the server's clock.
         """
         if self._tracing is not None:
@@ -85,7 +88,7 @@ class Journal:
             level = logging.ERROR
         logger.log(level, _MESSAGES.get(outcome, f"job {outcome}"), extra=_ids(write.pulled) | details)
         if outcome != "already_done":
-            shown = "retried" if outcome == "retrying" else outcome
+            shown = _SHOWN.get(outcome, outcome)
             self._ends.add(JobEnd(write.job_id, shown, tokens, took_s, write.code, write.reason))
 
     def _trace(self, tracing: Tracing, write: FinalWrite, outcome: str, commit_began: float) -> None:

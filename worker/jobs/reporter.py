@@ -25,6 +25,7 @@ from pagemill.worker.jobs.final_write import (
     FinalWrite,
     checkpoint_call,
     failed,
+    lapsed,
     released,
     retried,
     stopped,
@@ -64,13 +65,20 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineLost:
+    """The engine answers no more, and one of these requests may be to blame."""
+
+    suspects: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """A job that needs no engine: its checkpoint held all of it, or it never became a request."""
 
     write: FinalWrite
 
 
-Event = list[RequestOutput] | Lost | Stop | End
+Event = list[RequestOutput] | Lost | Stop | EngineLost | End
 
 
 def is_checkpoint_due(job: RunningJob, config: WorkerConfig, now: float) -> bool:
@@ -174,6 +182,10 @@ class ProgressReporter:
         """Stop every running job, checkpoint it and release it."""
         self._events.put(Stop(None, Ending("released")))
 
+    def engine_lost(self, suspects: frozenset[str]) -> None:
+        """Checkpoint every job, hand back those whose request is no suspect, and let the leases of the others lapse."""
+        self._events.put(EngineLost(suspects))
+
     def _run(self) -> None:
         while not self._is_done():
             try:
@@ -227,6 +239,13 @@ class ProgressReporter:
             case Stop(str() as job_id, ending):
                 if (running := self._table.by_job(job_id)) is not None:
                     self._begin_stop(running, ending)
+            case EngineLost(suspects):
+                for job in self._table.running():
+                    if job.request_id not in self._ended:
+                        job.ending = job.ending or Ending(
+                            "lapsed" if job.request_id in suspects else "released"
+                        )
+                        self._finish(job, None)
             case End(write):
                 self._ended[write.key] = write
             case list():
@@ -255,6 +274,8 @@ class ProgressReporter:
             write = self._succeeded(job, output)
         elif job.ending is not None and job.ending.kind == "released":
             write = released(self._queue.queue, job)
+        elif job.ending is not None and job.ending.kind == "lapsed":
+            write = lapsed(self._queue.queue, job)
         elif job.ending is not None:
             write = stopped(self._queue.queue, job, job.ending)
         else:

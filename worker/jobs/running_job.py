@@ -42,7 +42,7 @@ BYTES_PER_LOGPROB = 40
 class Ending:
     """Why a running job is being stopped, and what becomes of it if it does not finish first."""
 
-    kind: Literal["cancelled", "expired", "failed", "released"]
+    kind: Literal["cancelled", "expired", "failed", "released", "lapsed"]
     code: str = ""
     message: str = ""
 
@@ -351,4 +351,5 @@ def _record(saved: CheckpointSample) -> SampleRecord:
 def end_state(ending: Ending) -> EndState:
     """The state that a job stopped for `ending` is committed as."""
     assert ending.kind != "released", "a released job does not end"
+    assert ending.kind != "lapsed", "nor does one whose lease ends"
     return ending.kind

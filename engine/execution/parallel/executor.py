@@ -34,6 +34,9 @@ class TensorParallelExecutor:
             self._ranks.send(encode(plan))
             return ParallelStep(self._runner.launch(plan), self._ranks, self._mark())
 
+    def is_device_alive(self) -> bool:
+        return self._runner.is_device_alive()
+
     def _mark(self) -> torch.cuda.Event | None:
         """Reached by the device when it has done all that it was given until now."""
         if self._device.type != "cuda":

@@ -1,0 +1,114 @@
+"""Devices die under their workers: the jobs go on elsewhere, and only one that kills every device is buried."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+
+from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls.reads import Outcome
+from tests.chaos import invariants
+from tests.chaos.conftest import Spawn
+from tests.chaos.nursery import ForkedWorker, Nursery
+from tests.worker.harness import QueueClient, eventually
+
+TEXTS = [f"{i:03d} " * 25 for i in range(64)]
+
+
+def submit(client: QueueClient, texts: list[str]) -> list[str]:
+    jobs = ({"prompt": text, "max_tokens": len(text), "max_attempts": 1} for text in texts)
+    return client.submit(*jobs, batch_id="all")
+
+
+def check_nothing_counted(client: QueueClient, ids: list[str]) -> list[Outcome]:
+    """All succeeded with what they were to say, at their first attempt: they have no other."""
+    outcomes = invariants.check(client, ids)
+    invariants.check_echoes(outcomes, TEXTS)
+    assert {client.status(job_id).attempt for job_id in ids} == {1}
+    return outcomes
+
+
+def keep_running(spawn: Spawn, client: QueueClient, ids: list[str], workers: int) -> list[ForkedWorker]:
+    """A supervisor: starts what has ended again until all jobs have ended. Returns those that lost their device."""
+    running = [spawn() for _ in range(workers)]
+    started = list(running)
+    while client.counts("all").ended < len(ids):
+        for index, worker in enumerate(running):
+            if not worker.is_alive:
+                running[index] = spawn()
+                started.append(running[index])
+                assert len(started) <= 20
+        time.sleep(0.02)
+    return [worker for worker in started if "the device is lost" in worker.log()]
+
+
+def handed_back(worker: ForkedWorker) -> tuple[int, int]:
+    """How many jobs a worker gave up: those that it blames for nothing, and those that may have killed its device."""
+    log = worker.log()
+    return len(re.findall("job handed back", log)), len(re.findall("may have killed the device", log))
+
+
+def test_the_jobs_of_a_worker_whose_device_died_succeed_on_another(
+    client: QueueClient, spawn: Spawn, nursery: Nursery
+) -> None:
+    ids = submit(client, TEXTS)
+    first = spawn()
+    eventually(lambda: sum(client.generated(job_id) > 0 for job_id in ids) >= 3, "tokens on record")
+    nursery.kill_devices(1)
+    first.wait()
+    assert "the engine died: DeviceLost('the device is lost: RuntimeError: CUDA error" in first.log()
+    assert "Traceback" in first.log(), "where it happened"
+    spawn()
+    outcomes = check_nothing_counted(client, ids)
+    assert any(o.result and o.result.resumed_tokens for o in outcomes), "nothing went on from its checkpoint"
+
+
+def test_a_crash_is_counted_for_jobs_of_the_last_step_only(
+    client: QueueClient, spawn: Spawn, nursery: Nursery
+) -> None:
+    nursery.kill_devices(1)
+    ids = submit(client, TEXTS)
+    first = spawn(max_num_batched_tokens=150)  # a prompt and a half: the other jobs wait
+    first.wait()
+    blameless, suspects = handed_back(first)
+    assert 1 <= suspects <= 2
+    assert blameless >= 10
+    client.run(transitions.sweep(client.queue))
+    assert client.counts("all").queued == len(ids), "nothing waits for a lease to lapse"
+    assert Counter(client.status(job_id).crashes for job_id in ids) == {0: len(ids) - suspects, 1: suspects}
+    spawn()
+    check_nothing_counted(client, ids)
+
+
+def test_a_healthy_worker_beside_it_takes_all(client: QueueClient, spawn: Spawn, nursery: Nursery) -> None:
+    nursery.kill_devices(4)
+    ids = submit(client, TEXTS)
+    ended = keep_running(spawn, client, ids, workers=2)
+    assert len(ended) == 4
+    check_nothing_counted(client, ids)
+
+
+def test_a_lone_worker_that_is_started_again_loses_nothing(
+    client: QueueClient, spawn: Spawn, nursery: Nursery
+) -> None:
+    nursery.kill_devices(2)
+    ids = submit(client, TEXTS)
+    ended = keep_running(spawn, client, ids, workers=1)
+    assert len(ended) == 2
+    check_nothing_counted(client, ids)
+
+
+def test_a_job_that_kills_every_device_is_buried_and_the_others_lose_nothing(
+    client: QueueClient, spawn: Spawn
+) -> None:
+    ids = submit(client, TEXTS[:32])
+    poison = submit(client, ["\x09"])
+    ids += submit(client, TEXTS[32:])
+    ended = keep_running(spawn, client, [*ids, *poison], workers=2)
+    assert len(ended) == 5
+    outcomes = invariants.check(client, [*ids, *poison])
+    invariants.check_echoes(outcomes[:-1], TEXTS)
+    assert Counter(outcome.state for outcome in outcomes) == {"succeeded": 64, "dead": 1}
+    assert outcomes[-1].error is not None
+    assert outcomes[-1].error.code == "crash_suspect"

@@ -24,7 +24,7 @@ class EngineConfig:
     seed: int = 0
     """Seeds the requests that bring none."""
     block_size: int = 16
-    """Tokens per KV block."""
+    """Tokens per KV block. Any number will do; a power of two saves the GPU's kernels divisions."""
     num_kv_blocks: int | None = None
     """KV blocks in the pool; None: from kv_cache_memory_bytes or the device's free memory."""
     kv_cache_memory_bytes: int | None = None

@@ -41,11 +41,12 @@ def slot_offsets(
 ):
     """Offsets [BLOCK_N] of a tile's slots in the cache, int64, without the head's share.
 
-    Where tiles are no longer than blocks, one table entry serves the whole tile. Table entries of positions
-    that may not be read are never looked up: they may hold anything.
+    Where a block is a whole number of tiles, one table entry serves the whole tile; any other tile may straddle
+    blocks, and each of its positions is looked up. Table entries of positions that may not be read are never looked
+    up: they may hold anything.
     """
     lanes = tl.arange(0, BLOCK_N)
-    if BLOCK_SIZE >= BLOCK_N:
+    if BLOCK_SIZE % BLOCK_N == 0:
         block = tl.load(block_table_ptr + tile_start // BLOCK_SIZE).to(tl.int64)
         return block * stride_block + (tile_start % BLOCK_SIZE + lanes) * HEAD_DIM
     positions = tile_start + lanes

@@ -64,6 +64,7 @@ def test_heads_smaller_than_a_tensor_core_product(capability: int) -> None:
     "options",
     [
         {"alibi": True, "block_size": 64},
+        pytest.param({"alibi": True, "block_size": 80}, marks=slow),
         {"sliding_window": 4096, "softcap": 50.0},
         pytest.param({"alibi": True}, marks=slow),
         pytest.param({"block_size": 64}, marks=slow),

@@ -148,7 +148,7 @@ BIASES = {
 }
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 32, 512])
+@pytest.mark.parametrize("block_size", [1, 7, 8, 16, 32, 80, 100, 512])
 def test_decode_at_block_and_split_edges(block_size):
     step = make_step([(1, n) for n in EDGES], block_size=block_size)
     assert_exact(step.attend(), dense(step))

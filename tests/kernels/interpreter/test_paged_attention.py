@@ -70,6 +70,14 @@ def test_prefill_at_block_boundaries(block_size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("block_size", [1, 7, 24, 33, 48, 63, 80, 96, 100, 129, 160, 192, 250])
+def test_block_sizes_that_no_tile_divides(block_size: int, dtype: torch.dtype) -> None:
+    """A tile may begin in one block and end in another, or in the one after that."""
+    lens = [150, 2 * block_size + 5, block_size + 200]
+    _check(make_case([1, 1, 40], lens, block_size=block_size, dtype=dtype, **SMALL))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads"),
     [(2, 2), (6, 2), (14, 2), (16, 1), (48, 1), (71, 1)],

@@ -52,7 +52,13 @@ class Engine:
         pool_tokens = (limits.num_kv_blocks - 1) * limits.block_size
         self.input_processor = InputProcessor(
             parts.tokenizer,
-            InputLimits(parts.vocab_size, limits.max_model_len, pool_tokens, limits.max_num_seqs),
+            InputLimits(
+                parts.vocab_size,
+                limits.max_model_len,
+                pool_tokens,
+                limits.max_num_seqs,
+                limits.eos_token_ids,
+            ),
         )
 
     @property
@@ -226,7 +232,7 @@ class Engine:
             generated_tokens=texts.generated_tokens,
             prompt_tokens_by_source=dict(texts.prompt_tokens_by_source),
             finished=dict(texts.finished),
-            invalid_logits=texts.invalid_logits,
+            invalid_logits=self._scheduler.num_invalid_logits,
             structured_outputs=dict(texts.structured_outputs),
             grammar_cache_hits=self._grammars.cache_hits,
             grammar_cache_misses=self._grammars.cache_misses,

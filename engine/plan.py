@@ -129,6 +129,8 @@ class StepResult:
     row's constraints and penalties applied to them (not its temperature). Barred tokens are left out."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Number in `StepPlan.work` -> entries for the prompt tokens at positions start + 1 and on."""
+    without_choice: frozenset[int] = frozenset()
+    """Sample numbers for which the request's own parameters left no token, whatever `token_ids` says of them."""
     prepare_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
@@ -18,6 +17,13 @@ MAX_SCHEMA_DEPTH = 64
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_LENGTH_PENALTY = 10.0
+MAX_TEMPERATURE = 1e6
+MIN_REPETITION_PENALTY = 1e-3
+MAX_REPETITION_PENALTY = 1e3
+MAX_BIAS = 1e6
+MAX_TOKEN_ID = 2**31 - 1
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy, as in vLLM: any other token would be a matter of rounding."""
 
 EarlyStopping = bool | Literal["never"]
 """When a beam search ends, once it has as many finished beams as its width. True: at once. False: when no live beam
@@ -117,7 +123,8 @@ def _check_schema(text: str) -> None:
 class SamplingParams:
     """Sampling parameters, named as in OpenAI's and vLLM's APIs.
 
-    `temperature=0` is greedy. `top_k` 0 or -1, `top_p` 1.0 and `min_p` 0.0 switch their filter off.
+    `temperature` 0 is greedy, and so is any below 1e-5. `top_k` 0 or -1, `top_p` 1.0 and `min_p` 0.0 switch their
+    filter off.
     `seed=None` draws one seed per request, so that a replay of the same request is a replay of its noise.
     `max_tokens=None` means the rest of the context. Raises `InvalidRequest` on values that make no sense.
 
@@ -170,7 +177,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0 or self.beam_width is not None
+        return self.temperature < GREEDY_BELOW or self.beam_width is not None
 
     @property
     def num_sequences(self) -> int:
@@ -187,15 +194,6 @@ class SamplingParams:
             if not condition:
                 raise InvalidRequest(message)
 
-        for name in (
-            "temperature",
-            "top_p",
-            "min_p",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-        ):
-            need(math.isfinite(getattr(self, name)), f"{name} must be finite")
         need(self.n >= 1, f"n must be at least 1, got {self.n}")
         need(
             self.best_of is None or self.best_of >= self.n,
@@ -210,8 +208,9 @@ class SamplingParams:
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
         )
-        need(self.temperature >= 0.0, f"temperature must not be negative, got {self.temperature}")
-        need(self.top_k >= -1, f"top_k must be -1, 0 or positive, got {self.top_k}")
+        # NaN is in no range.
+        need(0.0 <= self.temperature <= MAX_TEMPERATURE, f"temperature must be in [0, {MAX_TEMPERATURE:g}]")
+        need(-1 <= self.top_k <= MAX_TOKEN_ID, "top_k must be in [-1, 2**31)")
         need(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}")
         need(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}")
         need(self.seed is None or 0 <= self.seed <= MAX_SEED, f"seed must be in [0, 2**63), got {self.seed}")
@@ -221,12 +220,15 @@ class SamplingParams:
         )
         need(all(isinstance(s, str) and s for s in self.stop), "stop strings must be non-empty strings")
         need(
-            self.repetition_penalty > 0.0,
-            f"repetition_penalty must be positive, got {self.repetition_penalty}",
+            MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
+            f"repetition_penalty must be in [{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             need(-2.0 <= getattr(self, name) <= 2.0, f"{name} must be in [-2, 2]")
-        need(all(math.isfinite(v) for v in self.logit_bias.values()), "logit_bias values must be finite")
+        need(
+            all(-MAX_BIAS <= bias <= MAX_BIAS for bias in self.logit_bias.values()),
+            f"logit_bias values must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}]",
+        )
         need(
             self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
             "allowed_token_ids must not be empty",

@@ -115,8 +115,10 @@ class BeamSearch:
     def results(self, request: Request) -> list[SequenceUpdate]:
         """Make the request's first n sequences its n best hypotheses; the search is over.
 
-        Where constraints left fewer than n, the last ones are empty.
+        Where constraints left fewer than n, the last ones are empty; where they left none, so is the list.
         """
+        if not self.hypotheses:
+            return []
         hypotheses = list(self.hypotheses)
         restart_beams(request)
         updates = []

@@ -56,7 +56,7 @@ class Search(Protocol):
         ...
 
     def results(self, request: Request) -> list[SequenceUpdate]:
-        """Make the request's first n sequences its n best hypotheses; the search is over."""
+        """Make the request's first n sequences its n best hypotheses; the search is over. None: []."""
         ...
 
     def restart(self) -> None:

@@ -7,6 +7,7 @@ decode is a sequence one token behind; a chunked prefill is one further behind t
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from itertools import count
@@ -62,6 +63,8 @@ class Scheduler:
         self._insertions = count()
         self._next_step_id = 0
         self._steps_failed = 0
+        self.num_invalid_logits = 0
+        """Rows whose logits were not finite."""
         self._discarded_tokens = 0
 
     def add_request(self, request: Request) -> None:
@@ -137,9 +140,13 @@ class Scheduler:
         self._retire_settled()
         if step.has_failed:
             return []
+        updates: list[SequenceUpdate] = []
         for number, entries in result.prompt_logprobs.items():
-            step.computed[number].request.record_prompt_logprobs(plan.work[number].start + 1, entries)
-        updates = [SequenceUpdate(s) for s in step.prefilling if s.status is SequenceStatus.RUNNING]
+            request = step.computed[number].request
+            request.record_prompt_logprobs(plan.work[number].start + 1, entries)
+            if any(entry.logprob is not None and math.isnan(entry.logprob) for entry in entries):
+                updates += self._fail_invalid(request)
+        updates += [SequenceUpdate(s) for s in step.prefilling if s.status is SequenceStatus.RUNNING]
         beams: dict[Request, list[tuple[Sequence, Candidates]]] = {}
         for number, sequence in enumerate(step.sampled):
             if sequence.status is SequenceStatus.FINISHED:
@@ -150,6 +157,8 @@ class Scheduler:
                 updates += self._fail_invalid(sequence.request)
             elif sequence.request.beam_search is not None:
                 beams.setdefault(sequence.request, []).append((sequence, result.candidates[number]))
+            elif number in result.without_choice:
+                updates += self._fail_without_choice(sequence.request)
             else:
                 self._append(sequence, number, result, updates)
         for request, candidates in beams.items():
@@ -322,17 +331,23 @@ class Scheduler:
             self._batch.branch(request, continuations)
             return [SequenceUpdate(request.sequences[0])]
         updates = search.results(request)
+        if not updates:
+            return self._fail_without_choice(request)
         for sequence in request.sequences:
             self._end(sequence)
         return updates
 
     def _fail_invalid(self, request: Request) -> list[SequenceUpdate]:
         """Logits were not finite: the request fails, and nothing it may have spoilt is found again."""
-        for sequence in request.live_sequences:
+        live = request.live_sequences
+        self.num_invalid_logits += len(live)
+        for sequence in live:
             self.kv_cache.forget(sequence)
-        return self._end_request(
-            request.request_id, "error", "the model's logits were not finite", "output_invalid"
-        )
+        return self.fail(request.request_id, "the model's logits were not finite", "output_invalid")
+
+    def _fail_without_choice(self, request: Request) -> list[SequenceUpdate]:
+        message = "the request's bias, bars and structure together left no token to choose"
+        return self.fail(request.request_id, message, "output_invalid")
 
     def _end_request(
         self, request_id: str, reason: FinishReason, error: str | None, error_code: str | None

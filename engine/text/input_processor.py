@@ -22,6 +22,7 @@ class InputLimits:
     pool_tokens: int
     """Token slots in the whole KV pool."""
     max_num_seqs: int
+    eos_token_ids: tuple[int, ...] = ()
 
 
 class InputProcessor:
@@ -57,7 +58,7 @@ class InputProcessor:
         if params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
         self._check_prompt(token_ids)
-        self.bad_word_ids(params.bad_words)
+        self._check_choice(params)
         return token_ids, replace(params, max_tokens=self._resolve_max_tokens(len(token_ids), params))
 
     def bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -134,6 +135,14 @@ class InputProcessor:
                 raise UnsupportedFeature("stop strings need a tokenizer, and this model has none")
             if params.structured_outputs is not None:
                 raise UnsupportedFeature("structured_outputs need a tokenizer, and this model has none")
+
+    def _check_choice(self, params: SamplingParams) -> None:
+        """Refuse what could never choose its first token; whatever is barred later fails the request then."""
+        barred = {ids[0] for ids in self.bad_word_ids(params.bad_words) if len(ids) == 1}
+        if params.min_tokens and params.structured_outputs is None:
+            barred.update(self._limits.eos_token_ids, params.stop_token_ids)
+        if params.allowed_token_ids is not None and barred.issuperset(params.allowed_token_ids):
+            raise InvalidRequest("allowed_token_ids: bad_words or min_tokens bar every one of them")
 
     def check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
         """Raises InvalidRequest for ids that the vocabulary does not have; `name` is for the message."""

@@ -69,7 +69,6 @@ class OutputStats:
     prompt_tokens_by_source: dict[PromptSource, int] = field(
         default_factory=lambda: {"computed": 0, "prefix_cache": 0}
     )
-    invalid_logits: int = 0
     structured_outputs: dict[StructuredResult, int] = field(
         default_factory=lambda: {"valid": 0, "truncated": 0, "invalid": 0}
     )
@@ -208,7 +207,6 @@ class OutputProcessor:
             return
         if update.error is not None:
             record.error, record.error_code = update.error, update.error_code
-            self.stats.invalid_logits += update.error_code == "output_invalid"
         if not update.new_token_ids and not sequence.is_finished:
             return
         self._record_latency(record, sample, len(update.new_token_ids), now)

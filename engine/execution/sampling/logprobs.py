@@ -23,10 +23,11 @@ class TopLogprobs:
 
     @classmethod
     def of(cls, logprobs: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> TopLogprobs:
-        """Pick from log probabilities [num_rows, vocab_size]."""
+        """Pick from log probabilities [num_rows, vocab_size]. What is impossible gets the lowest finite number."""
         chosen = logprobs.gather(1, token_ids[:, None])[:, 0]
         values, ids = logprobs.topk(min(max(counts, default=0), logprobs.shape[1]))
-        return cls(token_ids, chosen, values, ids, tuple(counts))
+        lowest = torch.finfo(torch.float32).min  # JSON has no infinity
+        return cls(token_ids, chosen.clamp(min=lowest), values.clamp(min=lowest), ids, tuple(counts))
 
     def to_host(self) -> list[TokenLogprobs]:
         """One entry per row; waits for the device."""

@@ -1,8 +1,8 @@
 """What a request's parameters do to its logits before temperature: bias, penalties, and tokens that may not come.
 
 The order is logit_bias, then penalties, then bars. What bars: a grammar, `allowed_token_ids`, `bad_words`, and EOS
-and stop tokens before `min_tokens`. When together they leave nothing, they give way: first the last two, then
-`allowed_token_ids`; a grammar always holds.
+and stop tokens before `min_tokens`. None gives way to another: where they leave nothing, nothing is sampled, and the
+request fails. But a structure that may only end may do so before `min_tokens`.
 
 Everything is per row, so a row's result does not depend on its batch, and nothing waits for the device.
 """
@@ -74,7 +74,10 @@ class RowConstraints:
         self.bias: tuple[torch.Tensor, torch.Tensor] | None = None
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
-            self.bias = ids, torch.tensor(list(params.logit_bias.values()), device=device)
+            self.bias = (
+                ids,
+                torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device),
+            )
         self.penalises = bool(
             params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         )
@@ -174,35 +177,21 @@ def _penalise(
 
 def _bar(row: torch.Tensor, work: SampleWork, own: RowConstraints, token_table: torch.Tensor) -> None:
     """Set what may not come to minus infinity, in place."""
-    allowed = _grammar_mask(work.sample, row)
+    grammar = _grammar_mask(work.sample, row)
+    allowed = torch.ones(row.shape, dtype=torch.bool, device=row.device) if grammar is None else grammar
+    if own.ends is not None and work.output_position < work.params.min_tokens:
+        ends = own.ends
+        if grammar is not None:
+            ends = ends & (grammar & ~ends).any()
+        allowed = allowed & ~ends
     if own.allowed is not None:
-        both = own.allowed if allowed is None else allowed & own.allowed
-        allowed = both if allowed is None else _unless_empty(both, allowed, row)
-    barred = _barred(work, own, token_table, row)
-    if barred is not None:
-        allowed = torch.ones_like(barred) if allowed is None else allowed
-        allowed = _unless_empty(allowed & ~barred, allowed, row)
-    assert allowed is not None, "a row without any bars"
+        allowed = allowed & own.allowed
+    if own.bad_words is not None:
+        barred = torch.zeros_like(allowed)
+        tokens = token_table[work.sample.row]
+        own.bad_words.bar(barred, tokens, work.row.num_prompt_tokens, work.sample.position)
+        allowed = allowed & ~barred
     row.masked_fill_(~allowed, -torch.inf)
-
-
-def _barred(
-    work: SampleWork, own: RowConstraints, token_table: torch.Tensor, like: torch.Tensor
-) -> torch.Tensor | None:
-    """Tokens ruled out one by one, [vocab_size] bool; None: no rule applies now."""
-    is_early = own.ends is not None and work.output_position < work.params.min_tokens
-    if own.bad_words is None:
-        return own.ends if is_early else None
-    barred = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
-    if own.ends is not None and is_early:
-        barred |= own.ends
-    tokens = token_table[work.sample.row]
-    own.bad_words.bar(barred, tokens, work.row.num_prompt_tokens, work.sample.position)
-    return barred
-
-
-def _unless_empty(mask: torch.Tensor, otherwise: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    return torch.where((mask & (row > -torch.inf)).any(), mask, otherwise)
 
 
 def _grammar_mask(sample: Sample, like: torch.Tensor) -> torch.Tensor | None:

@@ -28,6 +28,9 @@ class SamplerOutput:
 
     token_ids: torch.Tensor  # [num_samples] int64
     is_valid: torch.Tensor  # [num_samples] bool, False where the logits were not finite
+    has_choice: (
+        torch.Tensor
+    )  # [num_samples] bool, False where the parameters left no token; `token_ids` has any then
     top_logprobs: TopLogprobs | None = None
     """Of the samples in `logprob_samples`, in this order."""
     logprob_samples: tuple[int, ...] = ()
@@ -37,7 +40,7 @@ class SamplerOutput:
 
     def start_copy(self) -> None:
         """Send the tokens to the host now, ahead of whatever the device is given next."""
-        self._host = HostCopy(torch.stack([self.token_ids, self.is_valid.to(torch.int64)]))
+        self._host = HostCopy(torch.stack([self.token_ids, self.is_valid.long(), self.has_choice.long()]))
 
     @property
     def logprobs(self) -> dict[int, list[TokenLogprobs]]:
@@ -61,11 +64,12 @@ class SamplerOutput:
         if self._host is None:
             self.start_copy()
         assert self._host is not None
-        token_ids, valid = self._host.wait().tolist()
+        token_ids, valid, has_choice = self._host.wait().tolist()
         result.token_ids = [[token] for token in token_ids]
         result.logprobs = self.logprobs
         result.candidates = self.candidates
         result.invalid = frozenset(number for number, is_valid in enumerate(valid) if not is_valid)
+        result.without_choice = frozenset(number for number, has_any in enumerate(has_choice) if not has_any)
 
 
 class Sampler:
@@ -94,7 +98,8 @@ class Sampler:
         """
         logits = logits.float()
         peaks, chosen = largest(logits)
-        output = SamplerOutput(chosen, torch.isfinite(peaks))  # max propagates NaN
+        is_valid = torch.isfinite(peaks)  # max propagates NaN
+        output = SamplerOutput(chosen, is_valid, torch.ones_like(is_valid))
         asking = [number for number, item in enumerate(work) if item.params.logprobs is not None]
         raw = logits[torch.tensor(asking, device=logits.device)].log_softmax(dim=-1) if asking else None
         searching = [number for number, item in enumerate(work) if item.sample.num_candidates]
@@ -103,7 +108,8 @@ class Sampler:
         changed = self._processors.apply(logits, work, token_table)
         if changed:
             index = torch.tensor(changed, device=logits.device)
-            chosen[index] = logits[index].argmax(dim=-1)
+            peaks, chosen[index] = largest(logits[index])
+            output.has_choice[index] = torch.isfinite(peaks)
         random = [number for number, item in enumerate(work) if not item.params.is_greedy]
         if draws is not None:
             chosen[draws.index] = draw(logits, draws)
@@ -126,13 +132,13 @@ class Sampler:
         is_valid = torch.isfinite(logits.amax(dim=-1))
         if vocabulary.barred is not None:
             logits.masked_fill_(vocabulary.barred, -torch.inf)
-        columns = logits.argmax(dim=-1)
+        peaks, columns = logits.max(dim=-1)
         token_ids = torch.tensor(vocabulary.token_ids)
         random = [number for number, item in enumerate(work) if not item.params.is_greedy]
         if random:
             index, drawn = torch.tensor(random), [work[number] for number in random]
             columns[index] = argmax_of_sums(_cooled(logits[index], drawn), _keys(drawn), token_ids)
-        return SamplerOutput(token_ids[columns], is_valid)
+        return SamplerOutput(token_ids[columns], is_valid, torch.isfinite(peaks))
 
     @staticmethod
     def _draw(logits: torch.Tensor, work: list[SampleWork]) -> torch.Tensor:

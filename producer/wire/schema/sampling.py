@@ -27,6 +27,11 @@ MAX_SCHEMA = 65_536
 MAX_SCHEMA_DEPTH = 64
 """Objects and arrays that may be nested in a JSON schema."""
 MAX_LENGTH_PENALTY = 10.0
+MAX_TEMPERATURE = 1e6
+MIN_REPETITION_PENALTY = 1e-3
+MAX_REPETITION_PENALTY = 1e3
+MAX_BIAS = 1e6
+"""Either way. A larger one would swallow the logits that it is added to, in fp32."""
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
@@ -36,6 +41,7 @@ DEFAULT_PROMPT_MAX_TOKENS = 16
 # A number that is not silently made from a string or a bool.
 Int = Annotated[int, Strict()]
 Float = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Bias = Annotated[float, Strict(), Field(ge=-MAX_BIAS, le=MAX_BIAS, allow_inf_nan=False)]
 TokenId = Annotated[int, Strict(), Field(ge=0, le=MAX_TOKEN_ID)]
 ShortText = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=MAX_STRING)]
 SchemaText = Annotated[str, StringConstraints(strict=True, min_length=1)]
@@ -115,7 +121,8 @@ def _check_depth(schema: Any) -> None:
 class SamplingFields(WireModel):
     """The part of a job that the engine's SamplingParams mirrors, field for field.
 
-    `temperature=0` is greedy. `top_k` 0 or -1, `top_p` 1.0 and `min_p` 0.0 switch their filter off.
+    `temperature` 0 is greedy, and so is any below 1e-5. `top_k` 0 or -1, `top_p` 1.0 and `min_p` 0.0 switch their
+    filter off.
     """
 
     n: Int = Field(default=1, ge=1, le=MAX_N)
@@ -128,7 +135,7 @@ class SamplingFields(WireModel):
     max_tokens: Int | None = Field(default=None, ge=1, le=MAX_TOKEN_ID)
     """None: 16 for a prompt, the rest of the context for messages."""
     min_tokens: Int = Field(default=0, ge=0, le=MAX_TOKEN_ID)
-    temperature: Float = Field(default=1.0, ge=0.0)
+    temperature: Float = Field(default=1.0, ge=0.0, le=MAX_TEMPERATURE)
     top_k: Int = Field(default=0, ge=-1, le=MAX_TOKEN_ID)
     top_p: Float = Field(default=1.0, gt=0.0, le=1.0)
     min_p: Float = Field(default=0.0, ge=0.0, le=1.0)
@@ -139,8 +146,8 @@ class SamplingFields(WireModel):
     ignore_eos: Annotated[bool, Strict()] = False
     presence_penalty: Float = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: Float = Field(default=0.0, ge=-2.0, le=2.0)
-    repetition_penalty: Float = Field(default=1.0, gt=0.0)
-    logit_bias: Mapping[int, Float] = Field(default_factory=dict, max_length=MAX_LOGIT_BIAS)
+    repetition_penalty: Float = Field(default=1.0, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
+    logit_bias: Mapping[int, Bias] = Field(default_factory=dict, max_length=MAX_LOGIT_BIAS)
     allowed_token_ids: tuple[TokenId, ...] | None = Field(
         default=None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS
     )

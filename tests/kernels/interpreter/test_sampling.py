@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pagemill.engine.execution.sampling.filters import filter_logits
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels import dispatch, reference
 from pagemill.kernels.noise import gumbel_noise, noise_keys
 from pagemill.kernels.types.sampling_rows import SamplingRows
+from tests.engine.execution.sampling.extreme_cases import CASES, Case, check
 
 _ROWS = [
     {"temperature": 1.0},
@@ -100,3 +103,12 @@ def test_a_row_of_nan_gives_some_token_and_leaves_others_alone() -> None:
     assert 0 <= int(out[1]) < 100
     expected = _sorted_draw(logits[[0, 2]], params[:2], SamplingRows(*(field[[0, 2]] for field in rows)))
     assert out[[0, 2]].tolist() == expected.tolist()
+
+
+# numpy's word on infinity less infinity; a device says nothing.
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning")
+@settings(max_examples=60)
+@given(st.lists(CASES, min_size=1, max_size=4))
+def test_extreme_values_give_allowed_tokens_or_are_told(cases: list[Case]) -> None:
+    with dispatch.override("triton"):
+        check(cases, draws_on_device=True)

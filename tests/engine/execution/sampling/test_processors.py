@@ -159,18 +159,25 @@ def test_a_grammar_s_mask_holds_whatever_else_is_asked() -> None:
 
     assert kept({5, 17, 39}) == {5, 17, 39}
     assert kept({5, 17, 39}, allowed_token_ids=(17, 20)) == {17}
-    assert kept({5, 17}, allowed_token_ids=(18, 20)) == {5, 17}, "nothing in common: the grammar holds"
+    assert kept({5, 17}, allowed_token_ids=(18, 20)) == set(), "nothing in common"
     assert kept({3, 5}, min_tokens=4, max_tokens=9) == {5}
-    assert kept({3}, min_tokens=4, max_tokens=9) == {3}, "only EOS is left"
+    assert kept({3}, min_tokens=4, max_tokens=9) == {3}, "the structure is at its end"
+    assert kept({3, 5}, min_tokens=4, max_tokens=9, bad_words=((5,),)) == set()
     assert kept({5, 6}, bad_words=((5,),)) == {6}
-    assert kept({5}, bad_words=((5,),)) == {5}
+    assert kept({5}, bad_words=((5,),)) == set()
 
 
-def test_bars_that_would_leave_nothing_give_way() -> None:
+def test_no_bar_gives_way_to_another() -> None:
+    every = set(range(VOCAB_SIZE))
     work = make_work(SamplingParams(allowed_token_ids=(4, 5)), [], bad_words=((4,), (5,)))
-    assert barred(work, []) == set(range(VOCAB_SIZE)) - {4, 5}
+    assert barred(work, []) == every
     stops = tuple(range(VOCAB_SIZE))
-    assert barred(make_work(SamplingParams(min_tokens=1, stop_token_ids=stops), []), []) == set()
+    assert barred(make_work(SamplingParams(min_tokens=1, stop_token_ids=stops), []), []) == every
+
+
+def test_a_bias_of_whole_numbers_is_added() -> None:
+    row = apply(torch.zeros(1, VOCAB_SIZE), [make_work(SamplingParams(logit_bias={5: 100}), [])], [[]])[0]
+    assert row[5] == 100.0
 
 
 def test_a_row_s_constraints_are_those_of_the_sequence_that_holds_it() -> None:

@@ -19,7 +19,7 @@ from pagemill.engine.plan import StepHandle, StepPlan
 from pagemill.engine.sampling_params import MAX_SEED, SamplingParams
 from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus
 from pagemill.engine.scheduling.scheduler import Scheduler
-from pagemill.engine.structured_output.grammars import Grammars
+from pagemill.engine.structured_output.grammars import MASK_WAIT_S, Grammars
 from pagemill.engine.text.best_of import BestOf
 from pagemill.engine.text.input_processor import InputLimits, InputProcessor
 from pagemill.engine.text.output_processor import OutputProcessor
@@ -166,10 +166,13 @@ class Engine:
         """
         if self._lost is not None:
             raise self._lost
-        compiled = self._take_compiled() if self._grammars else []
+        outputs = self._take_compiled() if self._grammars else []
+        if self._scheduler.has_unread:
+            self._grammars.wait_for_masks()
+            outputs += self._output_processor.process(self._scheduler.read_on())
         started = time.perf_counter()
         try:
-            return compiled + self._step(started)
+            return outputs + self._step(started)
         finally:
             self._recorder.busy_seconds += time.perf_counter() - started
 
@@ -188,6 +191,8 @@ class Engine:
             if len(self._in_flight) <= self.limits.depth:
                 return []
         if not self._in_flight:
+            if self._scheduler.has_unread:
+                self._grammars.pump(MASK_WAIT_S)
             return []
         step = self._in_flight.popleft()
         try:
@@ -195,7 +200,10 @@ class Engine:
         except Exception as error:
             return self._recover(step.plan, error)
         waited = time.perf_counter()
-        outputs = self._output_processor.process(self._scheduler.update(step.plan, result))
+        updates = self._scheduler.update(step.plan, result)
+        if self._scheduler.has_unread:
+            self._grammars.pump(0.0)  # their masks are worked out while the texts are
+        outputs = self._output_processor.process(updates)
         self._recorder.collected(step.plan, result, time.perf_counter() - waited)
         return outputs
 
@@ -255,11 +263,7 @@ class Engine:
             self._parts.ranks.close()
 
     def load_grammar_vocabulary(self) -> None:
-        """Prepare regex, JSON and grammar outputs, which the first such request would do otherwise.
-
-        It takes up to a second or two in which no other thread of the process runs: a worker does it before it
-        holds any lease.
-        """
+        """Start what prepares regex, JSON and grammar outputs, which the first such request would do otherwise."""
         self._grammars.load_vocabulary()
 
     def watch_blocks(self, seconds: float) -> None:

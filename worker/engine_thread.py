@@ -184,7 +184,7 @@ class EngineThread:
         from pagemill.engine.engine import Engine
 
         self._engine = Engine.from_config(self._config)
-        self._engine.load_grammar_vocabulary()  # holds every thread up: now, while there are no leases
+        self._engine.load_grammar_vocabulary()  # in a process beside this one, and done before the first job
         self._publish(self._engine, force=True)
         self.state = EngineState.IDLE
         self._loaded.set()

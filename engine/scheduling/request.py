@@ -28,8 +28,17 @@ class Grammar(Protocol):
         """The same as a bit per token id, lowest bit first, where a list would be long. None = any."""
         ...
 
+    def prepare(self, token_id: int) -> None:
+        """Begin to work out what follows a sampled token: `advance` takes it once the grammar is ready."""
+        ...
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether what was prepared is there."""
+        ...
+
     def advance(self, token_id: int) -> list[int]:
-        """Take a sampled token; returns tokens that are forced to follow it (jump-forward)."""
+        """Take the token that was prepared; returns tokens that are forced to follow it (jump-forward)."""
         ...
 
     @property
@@ -90,7 +99,8 @@ class Sequence:
     num_computed_tokens: int = 0
     """Tokens whose KV is in the cache (or swapped out), or being written by a step already planned."""
     num_pending_tokens: int = 0
-    """Samples planned in steps that have not retired: tokens that exist on the device only."""
+    """Samples planned in steps that have not retired, or whose token waits for the grammar: the host goes on
+    without them."""
     grammar: Grammar | None = None
     last_step_id: int = -1
     """The newest step whose plan names this sequence's blocks."""

@@ -22,7 +22,7 @@ from pagemill.engine.outputs import (
     LabelValues,
     SchedulerStats,
 )
-from pagemill.engine.plan import StepPlan, StepResult
+from pagemill.engine.plan import StepPlan, StepResult, TokenLogprobs
 from pagemill.engine.scheduling.admissibility import check_fits
 from pagemill.engine.scheduling.beam_search import BeamSearch, restart_beams
 from pagemill.engine.scheduling.kv.manager import KVCacheManager
@@ -60,6 +60,9 @@ class Scheduler:
         self._suspects: set[Request] = set()
         """Were in a step that raised, and have not yet got past that point in a step of their own."""
         self._in_flight: deque[InFlightStep] = deque()
+        self._unread: dict[Sequence, tuple[list[int], list[TokenLogprobs] | None]] = {}
+        """What was sampled for sequences whose grammar does not know yet what follows it: to the scheduler it is as
+        if their step had not retired."""
         self._insertions = count()
         self._next_step_id = 0
         self._steps_failed = 0
@@ -114,7 +117,7 @@ class Scheduler:
             self._schedule_suspects(step)
         else:
             self._schedule_running(step, self._batch.sequences)
-            while self._waiting and self._admit(step, self._waiting.first):
+            while (first := self._next_waiting()) is not None and self._admit(step, first):
                 pass
         if step.is_empty:
             return None
@@ -152,6 +155,12 @@ class Scheduler:
             if sequence.status is SequenceStatus.FINISHED:
                 self._discarded_tokens += len(result.token_ids[number])
                 continue
+            sampled = result.token_ids[number], result.logprobs.get(number)
+            if sequence.grammar is not None and number not in result.invalid:
+                sequence.grammar.prepare(sampled[0][0])
+                if not sequence.grammar.is_ready:
+                    self._unread[sequence] = sampled
+                    continue
             sequence.num_pending_tokens -= 1
             if number in result.invalid:
                 updates += self._fail_invalid(sequence.request)
@@ -160,11 +169,33 @@ class Scheduler:
             elif number in result.without_choice:
                 updates += self._fail_without_choice(sequence.request)
             else:
-                self._append(sequence, number, result, updates)
+                self._append(sequence, *sampled, updates)
         for request, candidates in beams.items():
             updates += self._advance_beams(request, candidates)
         self._clear_suspects(step)
         return updates
+
+    def read_on(self) -> list[SequenceUpdate]:
+        """Append what was sampled for sequences whose grammars have become ready, unless they have ended."""
+        updates: list[SequenceUpdate] = []
+        for sequence, sampled in list(self._unread.items()):
+            if sequence.is_finished:
+                del self._unread[sequence]
+                self._discarded_tokens += len(sampled[0])
+            elif sequence.grammar is None or sequence.grammar.is_ready:
+                del self._unread[sequence]
+                sequence.num_pending_tokens -= 1
+                self._append(sequence, *sampled, updates)
+        return updates
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether sequences wait for their grammars."""
+        return bool(self._unread)
+
+    def is_unread(self, sequence: Sequence) -> bool:
+        """Whether this one does, and sits steps out meanwhile."""
+        return sequence in self._unread
 
     def recover(self, plan: StepPlan) -> None:
         """The step of this plan raised: it never happened. Its requests wait again, as suspects.
@@ -280,6 +311,10 @@ class Scheduler:
         for victim in self._batch.schedule(step, candidates):
             self._waiting.enqueue(victim.request)
 
+    def _next_waiting(self) -> Sequence | None:
+        """The first that waits, but for those that were preempted and wait for their grammars as well."""
+        return next((sequence for sequence in self._waiting if not self.is_unread(sequence)), None)
+
     def _admit(self, step: StepBuilder, sequence: Sequence) -> bool:
         """Move a waiting sequence into the batch. False: not now."""
         if not step.budget or step.is_short:
@@ -303,11 +338,13 @@ class Scheduler:
         self._schedule_running(step, [s for s in self._batch.sequences if s.request not in self._suspects])
 
     def _append(
-        self, sequence: Sequence, number: int, result: StepResult, updates: list[SequenceUpdate]
+        self,
+        sequence: Sequence,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        updates: list[SequenceUpdate],
     ) -> None:
-        update = append_sampled(
-            sequence, result.token_ids[number], result.logprobs.get(number), self._eos_token_ids
-        )
+        update = append_sampled(sequence, token_ids, logprobs, self._eos_token_ids)
         self.kv_cache.register_full_blocks(sequence)
         failure = None if sequence.grammar is None else sequence.grammar.failure
         if sequence.finish_reason is not None:

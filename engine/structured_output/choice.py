@@ -7,82 +7,141 @@ nor on an end-of-sequence token. A label that is a prefix of another needs EOS t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+import sys
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from pagemill.engine.errors import InvalidRequest
+from pagemill.engine.byte_cache import ByteCache, text_bytes
+from pagemill.engine.errors import InvalidRequest, SchemaTooComplex
 from pagemill.engine.text.tokenizer import Tokenizer
 
+MAX_LABEL_TOKENS = 1024
+"""Of one label. A label is forced as a whole once it is chosen: one that is longer is a text, and no label."""
+MAX_CHOICE_TOKENS = 65_536
+"""Of all labels together: 1,024 labels of 64 tokens. Half a second to tokenise, 256 KiB to keep."""
+_CACHE_BYTES = 16 << 20
 
-@dataclass(slots=True)
-class TrieNode:
-    children: dict[int, TrieNode] = field(default_factory=dict)
-    is_label: bool = False
 
+class ChoiceTrie:
+    """Labels as sorted token sequences, one after another: a node is a range of labels and how much they share."""
 
-def build_choice_trie(labels: Sequence[Sequence[int]], eos_token_id: int | None) -> TrieNode:
-    """The trie of the labels' token ids.
+    def __init__(self, labels: Iterable[Sequence[int]], eos_token_id: int | None) -> None:
+        """
+        Args:
+            labels: token ids, none empty, in any order.
+            eos_token_id: what ends a label that is a prefix of another.
 
-    Raises:
-        InvalidRequest: a label is a prefix of another, and there is no EOS to tell them apart.
-    """
-    root = TrieNode()
-    for token_ids in labels:
-        node = root
-        for token_id in token_ids:
-            node = node.children.setdefault(token_id, TrieNode())
-        node.is_label = True
-    pending = [root]
-    while pending:
-        node = pending.pop()
-        pending.extend(node.children.values())
-        if node.is_label and node.children:
-            if eos_token_id is None:
+        Raises:
+            InvalidRequest: a label is a prefix of another, and there is no EOS to tell them apart.
+        """
+        self._tokens = array("I")
+        self._starts = array("I", [0])
+        self._eos_token_id = eos_token_id
+        previous: Sequence[int] = ()
+        for label in sorted(array("I", label) for label in labels):
+            if label == previous:
+                continue
+            if eos_token_id is None and previous and label[: len(previous)] == previous:
                 raise InvalidRequest("a choice label is a prefix of another, and the model has no EOS token")
-            node.children[eos_token_id] = TrieNode(is_label=True)
-    return root
+            self._tokens.extend(label)
+            self._starts.append(len(self._tokens))
+            previous = label
+        self.num_labels = len(self._starts) - 1
+        self.root = self.children(0, self.num_labels, 0)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(sys.getsizeof, (self, self._tokens, self._starts, self.root))) + 256 * len(self.root)
+
+    def children(self, low: int, high: int, depth: int) -> dict[int, tuple[int, int]]:
+        """Token -> the labels low..high-1 that go on with it, of labels whose first `depth` tokens are the same.
+
+        EOS leads to no label: the one that it ends is over. Nothing follows a label that is alone at its end.
+        """
+        tokens, starts = self._tokens, self._starts
+        has_ended = starts[low] + depth == starts[low + 1]  # the shortest comes first
+        begin = low + 1 if has_ended else low
+        found: dict[int, tuple[int, int]] = {}
+        while begin < high:
+            token_id = tokens[starts[begin] + depth]
+            end = bisect_right(
+                range(high), token_id, begin, high, key=lambda label: tokens[starts[label] + depth]
+            )
+            found[token_id] = (begin, end)
+            begin = end
+        if has_ended and found:
+            assert self._eos_token_id is not None
+            found[self._eos_token_id] = (low, low)
+        return found
+
+    def shared(self, low: int, high: int, depth: int) -> list[int]:
+        """What all labels low..high-1 go on with, as far as they are the same."""
+        first, last = (
+            self._tokens[self._starts[label] + depth : self._starts[label + 1]].tolist()
+            for label in (low, high - 1)
+        )
+        if high - low == 1:
+            return first
+        ends = (i for i, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
+        return first[: next(ends, min(len(first), len(last)))]
 
 
 class ChoiceGrammar:
     """One sequence's place in a choice trie (a `Grammar`)."""
 
-    def __init__(self, root: TrieNode) -> None:
-        self._node = root
+    def __init__(self, trie: ChoiceTrie) -> None:
+        self._trie = trie
+        self._depth = 0
+        self._children = trie.root
 
     def allowed_token_ids(self) -> list[int]:
-        return list(self._node.children)
+        return list(self._children)
 
     def token_mask(self) -> None:
         return None
 
+    def prepare(self, token_id: int) -> None:
+        """There is nothing to work out."""
+
+    @property
+    def is_ready(self) -> bool:
+        return True
+
     def advance(self, token_id: int) -> list[int]:
         """Take a sampled (or replayed) token; returns the tokens that must follow it."""
-        self._node = self._node.children[token_id]
-        return self._follow_only_path()
+        forced: list[int] = []
+        while True:
+            low, high = self._children[token_id]
+            self._depth += 1
+            if low == high:  # EOS
+                self._children = {}
+                return forced
+            shared = self._trie.shared(low, high, self._depth)
+            forced += shared
+            self._depth += len(shared)
+            self._children = self._trie.children(low, high, self._depth)
+            if len(self._children) != 1:
+                return forced
+            (token_id,) = self._children  # a label goes on with EOS where another ends
+            forced.append(token_id)
 
     def replay(self, token_ids: Sequence[int]) -> None:
         """Go where an earlier run had got. Raises `InvalidRequest` when these tokens are no way through the trie."""
-        remaining = list(token_ids)
-        while remaining:
-            token_id = remaining.pop(0)
-            if token_id not in self._node.children:
+        position = 0
+        while position < len(token_ids):
+            token_id = token_ids[position]
+            if token_id not in self._children:
                 raise InvalidRequest("the checkpoint's tokens are not what structured_outputs allows")
             forced = self.advance(token_id)
-            if remaining[: len(forced)] != forced:
+            position += 1 + len(forced)
+            if list(token_ids[position - len(forced) : position]) != forced:
                 raise InvalidRequest("the checkpoint's tokens end within what structured_outputs forces")
-            del remaining[: len(forced)]
-
-    def _follow_only_path(self) -> list[int]:
-        forced = []
-        while len(self._node.children) == 1:
-            token_id, self._node = next(iter(self._node.children.items()))
-            forced.append(token_id)
-        return forced
 
     @property
     def is_complete(self) -> bool:
-        return not self._node.children
+        return not self._children
 
     @property
     def failure(self) -> None:
@@ -93,10 +152,10 @@ class ChoiceGrammar:
 class CompiledChoice:
     """A trie, shared and read-only, as the beginning of any number of outputs."""
 
-    root: TrieNode
+    trie: ChoiceTrie
 
     def start(self) -> ChoiceGrammar:
-        return ChoiceGrammar(self.root)
+        return ChoiceGrammar(self.trie)
 
 
 class ChoiceCompiler:
@@ -105,27 +164,45 @@ class ChoiceCompiler:
     def __init__(self, tokenizer: Tokenizer, eos_token_id: int | None) -> None:
         self._tokenizer = tokenizer
         self._eos_token_id = eos_token_id
-        self._trie = lru_cache(maxsize=256)(self._build)
+        self._tries: ByteCache[tuple[tuple[str, ...], int | None], ChoiceTrie] = ByteCache(
+            _CACHE_BYTES, lambda key, trie: text_bytes(key[0]) + trie.num_bytes
+        )
 
     def compile(self, labels: tuple[str, ...], prompt_token_ids: Sequence[int]) -> CompiledChoice:
-        """Raises `InvalidRequest`: see `build_choice_trie`."""
-        return CompiledChoice(self._trie(labels, prompt_token_ids[-1] if prompt_token_ids else None))
+        """Raises `InvalidRequest`: see `ChoiceTrie`; `SchemaTooComplex` where the labels have too many tokens."""
+        key = labels, prompt_token_ids[-1] if prompt_token_ids else None
+        trie = self._tries.get(key)
+        if trie is None:
+            trie = ChoiceTrie(self._encode_all(*key), self._eos_token_id)
+            self._tries.put(key, trie)
+        return CompiledChoice(trie)
 
-    def _build(self, labels: tuple[str, ...], last_token_id: int | None) -> TrieNode:
-        return build_choice_trie([self._encode(label, last_token_id) for label in labels], self._eos_token_id)
+    def _encode_all(self, labels: tuple[str, ...], last_token_id: int | None) -> Iterator[Sequence[int]]:
+        anchor = ""
+        if last_token_id is not None:
+            anchor = self._tokenizer.decode([last_token_id], skip_special_tokens=False)
+        num_tokens = 0
+        for label in labels:
+            token_ids = self._encode(label, anchor, last_token_id)
+            num_tokens += len(token_ids)
+            if len(token_ids) > MAX_LABEL_TOKENS or num_tokens > MAX_CHOICE_TOKENS:
+                raise SchemaTooComplex(
+                    f"structured_outputs.choice: a label has more than {MAX_LABEL_TOKENS} tokens, or all labels "
+                    f"together have more than {MAX_CHOICE_TOKENS}"
+                )
+            yield token_ids
 
-    def _encode(self, label: str, last_token_id: int | None) -> list[int]:
-        """The label's canonical tokens after the prompt's last token.
+    def _encode(self, label: str, anchor: str, last_token_id: int | None) -> list[int]:
+        """The label's canonical tokens after the prompt's last token, which is `anchor` as text.
 
         A tokenizer may write a text's first word differently at the start than after something, so the label is
         encoded behind the last prompt token, wherever that token survives the concatenation unchanged.
         """
-        alone = self._tokenizer.encode(label, add_special_tokens=False)
+        token_ids = self._tokenizer.encode(anchor + label, add_special_tokens=False)
         if last_token_id is not None:
-            anchor = self._tokenizer.decode([last_token_id], skip_special_tokens=False)
-            anchored = self._tokenizer.encode(anchor + label, add_special_tokens=False)
-            if anchored[:1] == [last_token_id] and len(anchored) > 1:
-                alone = anchored[1:]
-        if not alone:
+            if token_ids[:1] == [last_token_id] and len(token_ids) > 1:
+                return token_ids[1:]
+            token_ids = self._tokenizer.encode(label, add_special_tokens=False)
+        if not token_ids:
             raise InvalidRequest("a choice label has no tokens")
-        return alone
+        return token_ids

@@ -1,81 +1,130 @@
-"""Compiles schemas beside the step loop, each text once."""
+"""The schemas that the engine knows, and their processes: each text is compiled once, and all of them take so much."""
 
 from __future__ import annotations
 
-import threading
+import select
 import time
-from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import OrderedDict, deque
 
-import llguidance
-
-from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.outputs import Histogram
-from pagemill.engine.structured_output.matcher import CompiledSchema, compile_schema
-from pagemill.engine.structured_output.probe import SchemaProbe
-from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
+from pagemill.engine.structured_output.nursery import Nursery
+from pagemill.engine.structured_output.schema_process import SchemaProcess, must_retry
 
-_MAX_CACHED = 256
-_NUM_THREADS = 2
+MAX_BYTES = 512 << 20
+"""Of all schemas and their processes: idle ones are dropped beyond it, and none is compiled while it is in use."""
+MOST_BYTES = 1 << 30
+"""Beyond it, the largest one ends together with the requests that use it."""
+MAX_SCHEMAS = 1024
+QUICK_S = 0.005
+"""Who took longer for its last token is not waited for while others can run."""
+_NUM_COMPILING = 2
 """So that one schema that runs into its time limit does not keep all others waiting."""
 
 
 class SchemaCompiler:
-    """Texts to compiled schemas. `compile` and `load_vocabulary` are for the engine's thread."""
+    """Texts to `SchemaProcess`es. For one thread, the engine's; it blocks no longer than it is told to."""
 
-    def __init__(self, vocabulary: GrammarVocabulary, seconds: Histogram) -> None:
+    def __init__(self, nursery: Nursery, seconds: Histogram) -> None:
         """`seconds` hears how long each compilation took."""
-        self._vocabulary = vocabulary
-        self._tokenizer: llguidance.LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[str, str], Future[CompiledSchema]] = OrderedDict()
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="pagemill-schemas")
-        self._own = threading.local()
-        self._lock = threading.Lock()
+        self._nursery = nursery
+        self._known: OrderedDict[tuple[str, str], SchemaProcess] = OrderedDict()
+        self._queue: deque[tuple[str, str]] = deque()
+        self._compiling: list[SchemaProcess] = []
+        self._busy: set[SchemaProcess] = set()
         self.seconds = seconds
         self.hits = 0
         self.misses = 0
 
-    def load_vocabulary(self) -> None:
-        """Prepare the token masks. Nothing else in the process runs meanwhile, up to a second or two."""
-        self._load()
+    @property
+    def num_bytes(self) -> int:
+        """What they take here and, as last heard, in their processes."""
+        return sum(schema.num_bytes for schema in self._known.values())
 
-    def compile(self, kind: str, text: str) -> Future[CompiledSchema]:
-        """The schema, now or later; or the InvalidRequest that it ends in, which is remembered as well."""
+    def load_vocabulary(self) -> None:
+        """Have the tokens' bytes read, in the process that will need them. Returns at once."""
+        self._nursery.start()
+
+    def compile(self, kind: str, text: str) -> SchemaProcess:
+        """The schema as far as it is, or with the error that it ended in, which is remembered as well.
+
+        It is compiled when `pump` finds that it is used.
+        """
         key = (kind, text)
-        known = self._compiled.get(key)
-        if known is not None and not _must_retry(known):
+        known = self._known.get(key)
+        if known is not None and not must_retry(known):
             self.hits += 1
-            self._compiled.move_to_end(key)
+            self._known.move_to_end(key)
             return known
         self.misses += 1
-        future = self._threads.submit(self._compile, kind, text)
-        self._compiled[key] = future
-        if len(self._compiled) > _MAX_CACHED:
-            self._compiled.popitem(last=False)
-        return future
+        schema = self._known[key] = SchemaProcess(self._nursery, kind, text, self._busy)
+        self._queue.append(key)
+        return schema
 
-    def _compile(self, kind: str, text: str) -> CompiledSchema:
-        started = time.perf_counter()
-        try:
-            if not hasattr(self._own, "probe"):
-                self._own.probe = SchemaProbe(self._vocabulary)
-            self._own.probe.check(kind, text)
-            return compile_schema(self._load(), kind, text)
-        finally:
-            with self._lock:
-                self.seconds.observe(time.perf_counter() - started)
+    def pump(self, timeout_s: float) -> None:
+        """Take what the processes have answered; waits at most so long for the first answer."""
+        if self._queue:
+            self._start_queued()
+        if not self._busy:
+            return
+        poll = select.poll()
+        for schema in list(self._busy):
+            if schema.socket is None:
+                self._busy.discard(schema)
+            else:
+                poll.register(schema.socket, select.POLLIN | (select.POLLOUT if schema.has_to_send else 0))
+        poll.poll(timeout_s * 1000)
+        changed = [schema for schema in list(self._busy) if schema.pump()]
+        if changed:
+            self._make_room()
+        for schema in [one for one in self._compiling if one.is_done]:
+            self._compiling.remove(schema)
+            self.seconds.observe(schema.compile_seconds)
+        if self._queue:
+            self._start_queued()
 
-    def _load(self) -> llguidance.LLTokenizer:
-        with self._lock:
-            if self._tokenizer is None:
-                self._tokenizer = self._vocabulary.build()
-            return self._tokenizer
+    def wait_for_quick(self, timeout_s: float) -> None:
+        """Wait for every answer of an output whose last one came quickly, at most so long."""
+        deadline = time.perf_counter() + timeout_s
+        while any(
+            grammar.last_seconds < QUICK_S
+            for schema in self._busy
+            if schema.is_done
+            for grammar in schema.pending.values()
+        ):
+            left = deadline - time.perf_counter()
+            if left <= 0:
+                return
+            self.pump(left)
 
+    def _start_queued(self) -> None:
+        self._make_room()
+        while self._queue and len(self._compiling) < _NUM_COMPILING:
+            is_full = self.num_bytes > MAX_BYTES and any(
+                one.socket is not None for one in self._known.values()
+            )
+            if is_full:
+                return
+            key = self._queue.popleft()
+            schema = self._known.get(key)
+            if schema is None or schema.is_done or schema in self._compiling:
+                continue
+            if not schema.is_used:  # nobody waits for it any more
+                del self._known[key]
+                continue
+            schema.open()
+            self._compiling.append(schema)
 
-def _must_retry(future: Future[CompiledSchema]) -> bool:
-    """It failed for a reason that is not the schema's."""
-    return (
-        future.done()
-        and future.exception() is not None
-        and not isinstance(future.exception(), InvalidRequest)
-    )
+    def _make_room(self) -> None:
+        """Drop what was not used for longest; end what takes too much."""
+        taken = self.num_bytes
+        for key in list(self._known):
+            if taken <= MAX_BYTES and len(self._known) <= MAX_SCHEMAS:
+                return
+            schema = self._known[key]
+            if not schema.is_used and schema not in self._compiling:
+                taken -= schema.num_bytes
+                schema.close()
+                del self._known[key]
+        if taken > MOST_BYTES:
+            largest = max(self._known.values(), key=lambda schema: schema.num_bytes)
+            largest.refuse_all("takes too much memory beside the others that are in use")

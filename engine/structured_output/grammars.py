@@ -2,43 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceType
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from pagemill.engine.errors import EngineError, InvalidRequest, UnsupportedFeature
+from pagemill.engine.errors import EngineError, UnsupportedFeature
 from pagemill.engine.outputs import Histogram, HistogramSnapshot, LabelValues
 from pagemill.engine.sampling_params import StructuredShape
-from pagemill.engine.scheduling.request import Grammar, Request
+from pagemill.engine.scheduling.request import Request
 from pagemill.engine.structured_output.choice import ChoiceCompiler, CompiledChoice
+from pagemill.engine.structured_output.served_grammar import MaskBudget
 from pagemill.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from pagemill.engine.structured_output.compiler import SchemaCompiler
-    from pagemill.engine.structured_output.matcher import CompiledSchema
+    from pagemill.engine.structured_output.schema_process import SchemaProcess
 
 _COMPILE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _FEW_CHARACTERS = 2048
 """Labels up to this size are tokenised at once, in about a millisecond."""
 
 
-class ReplayableGrammar(Grammar, Protocol):
-    def replay(self, token_ids: SequenceType[int]) -> None:
-        """Go where an earlier run had got. Raises `InvalidRequest` when these tokens are not allowed."""
+MASK_WAIT_S = 0.05
+"""The longest that a step waits for masks. Whose mask is not there by then sits the step out."""
+
+
+class _Waiting(Protocol):
+    """A request that is in none of the scheduler's queues yet."""
+
+    @property
+    def request(self) -> Request: ...
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def finish(self) -> None:
+        """Give its sequences their grammars. Raises `EngineError`."""
         ...
 
 
-class Compiled(Protocol):
-    """What `structured_outputs` came to: the beginning of any number of outputs."""
+@dataclass(frozen=True, slots=True)
+class _WaitingForLabels:
+    request: Request
+    compiled: Future[CompiledChoice]
 
-    def start(self) -> ReplayableGrammar: ...
+    @property
+    def is_over(self) -> bool:
+        return self.compiled.done()
+
+    def finish(self) -> None:
+        _start_choice(self.compiled.result(), self.request)
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _WaitingForSchema:
+    """For the schema, and for the process to have followed what earlier runs have generated."""
+
     request: Request
-    compiled: Future[CompiledSchema] | Future[CompiledChoice]
+    schema: SchemaProcess
+
+    @property
+    def is_over(self) -> bool:
+        grammars = [sequence.grammar for sequence in self.request.live_sequences]
+        return self.schema.is_done and all(grammar is None or grammar.is_ready for grammar in grammars)
+
+    def finish(self) -> None:
+        self.schema.check()
+        for sequence in self.request.live_sequences:
+            if sequence.grammar is not None and sequence.grammar.failure is not None:
+                raise sequence.grammar.failure
 
 
 class Grammars:
@@ -59,11 +91,12 @@ class Grammars:
         self._choices = ChoiceCompiler(tokenizer, eos_token_ids[0] if eos_token_ids else None)
         # Not at the top: an engine without a tokenizer, as benchmarks have it, does without llguidance.
         from pagemill.engine.structured_output.compiler import SchemaCompiler
+        from pagemill.engine.structured_output.nursery import Nursery
         from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
 
         vocabulary = GrammarVocabulary.of(tokenizer, vocab_size, eos_token_ids)
         if vocabulary is not None:
-            self._schemas = SchemaCompiler(vocabulary, self._compile_seconds)
+            self._schemas = SchemaCompiler(Nursery(vocabulary), self._compile_seconds)
 
     def load_vocabulary(self) -> None:
         """See `SchemaCompiler.load_vocabulary`."""
@@ -97,27 +130,43 @@ class Grammars:
         shape = request.params.structured_outputs
         if shape is None:
             return True
-        if shape.choice is not None and sum(map(len, shape.choice)) <= _FEW_CHARACTERS:
-            _start(request, self._compile_choice(shape.choice, request))
-            return True
-        compiled = self._compile(shape, request)
-        if not compiled.done() or _failed_otherwise(compiled):
-            self._waiting[request.request_id] = _Waiting(request, compiled)
+        if shape.choice is not None:
+            if sum(map(len, shape.choice)) <= _FEW_CHARACTERS:
+                _start_choice(self._compile_choice(shape.choice, request), request)
+                return True
+            labels = self._threads.submit(self._compile_choice, shape.choice, request)
+            self._waiting[request.request_id] = _WaitingForLabels(request, labels)
             return False
-        _start(request, compiled.result())
-        return True
+        waiting = _WaitingForSchema(request, self._start_schema(shape, request))
+        if waiting.is_over:
+            waiting.finish()
+            return True
+        self._waiting[request.request_id] = waiting
+        return False
 
     def compiled(self, timeout_s: float) -> list[tuple[Request, EngineError | None]]:
-        """The requests whose schema is there, each with what it fails of; waits at most `timeout_s` for the first."""
+        """The requests whose grammars are there, each with what it fails of; waits at most so long for the first."""
         if not self._waiting:
             return []
-        if timeout_s > 0:
-            pending: list[Future[Any]] = [one.compiled for one in self._waiting.values()]
-            wait(pending, timeout_s, FIRST_COMPLETED)
-        ready = [one for one in self._waiting.values() if one.compiled.done()]
-        for one in ready:
+        labels = [one.compiled for one in self._waiting.values() if isinstance(one, _WaitingForLabels)]
+        if timeout_s > 0 and labels:
+            wait(labels, timeout_s, FIRST_COMPLETED)
+            timeout_s = 0.0
+        self.pump(timeout_s)
+        over = [one for one in self._waiting.values() if one.is_over]
+        for one in over:
             del self._waiting[one.request.request_id]
-        return [(one.request, _start_or_error(one)) for one in ready]
+        return [(one.request, _finish_or_error(one)) for one in over]
+
+    def pump(self, timeout_s: float) -> None:
+        """Take the masks that are there; waits at most `timeout_s` for the first."""
+        if self._schemas is not None:
+            self._schemas.pump(timeout_s)
+
+    def wait_for_masks(self) -> None:
+        """Wait for the masks that come quickly, `MASK_WAIT_S` at most."""
+        if self._schemas is not None:
+            self._schemas.wait_for_quick(MASK_WAIT_S)
 
     def withdraw(self, request_id: str) -> Request | None:
         """Forget a request that waits; None if none does by this name."""
@@ -129,41 +178,37 @@ class Grammars:
             raise UnsupportedFeature("structured_outputs need a tokenizer, and this model has none")
         return self._choices.compile(labels, request.prompt_token_ids)
 
-    def _compile(
-        self, shape: StructuredShape, request: Request
-    ) -> Future[CompiledSchema] | Future[CompiledChoice]:
-        if shape.choice is not None:
-            return self._threads.submit(self._compile_choice, shape.choice, request)
+    def _start_schema(self, shape: StructuredShape, request: Request) -> SchemaProcess:
+        """Give the sequences their grammars, which can't be used yet."""
         if self._schemas is None:
             raise UnsupportedFeature(
                 "structured_outputs other than choice need a tokenizer that says which bytes its tokens stand "
                 "for, and an EOS token"
             )
-        for kind in ("regex", "json", "grammar"):
-            text = getattr(shape, kind)
-            if text is not None:
-                return self._schemas.compile(kind, text)
-        raise AssertionError("StructuredOutputs checks that one of its fields is set")
+        kind, text = next(
+            (kind, text)
+            for kind in ("regex", "json", "grammar")
+            if (text := getattr(shape, kind)) is not None
+        )
+        schema, budget = self._schemas.compile(kind, text), MaskBudget()
+        for sequence in request.live_sequences:
+            sequence.grammar = grammar = schema.grammar(budget)
+            grammar.replay(sequence.output_token_ids)
+        return schema
 
 
-def _failed_otherwise(compiled: Future[CompiledSchema] | Future[CompiledChoice]) -> bool:
-    """Not the schema is wrong, but something here: an end of that request, and no refusal."""
-    error = compiled.exception()
-    return error is not None and not isinstance(error, InvalidRequest)
-
-
-def _start(request: Request, compiled: Compiled) -> None:
+def _start_choice(compiled: CompiledChoice, request: Request) -> None:
     for sequence in request.live_sequences:
         grammar = compiled.start()
         grammar.replay(sequence.output_token_ids)
         sequence.grammar = grammar
 
 
-def _start_or_error(waiting: _Waiting) -> EngineError | None:
+def _finish_or_error(waiting: _Waiting) -> EngineError | None:
     try:
-        _start(waiting.request, waiting.compiled.result())
-    except InvalidRequest as error:
+        waiting.finish()
+    except EngineError as error:
         return error
-    except Exception as error:  # the process that tries schemas out can't run here: nobody else is harmed
-        return EngineError(f"the schema could not be compiled: {type(error).__name__}: {error}")
+    except Exception as error:  # the tokenizer is somebody else's code
+        return EngineError(f"the labels could not be tokenised: {type(error).__name__}: {error}")
     return None

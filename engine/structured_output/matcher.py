@@ -1,8 +1,9 @@
 """`regex`, `json` and `grammar`: a matcher of llguidance's as a `Grammar`.
 
 llguidance walks a lexer and an Earley parser along the output and computes, when asked, which tokens keep it
-matching. No automaton is built ahead of time, so most schemas cost milliseconds to begin with, and the limits
-below bound what a step can cost.
+matching. No automaton is built ahead of time, so most schemas cost milliseconds to begin with. The limits below bound
+most of what a token can cost, but not all: one row of the parser may take minutes of native code that holds the
+interpreter's lock. So all of this runs in the schema's own process (`server.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _JSON_FORMAT: JsonCompileOptions = {
 _LIMITS = llguidance.LLParserLimits(
     max_lexer_states=50_000,  # 1 to 2 kB each
     max_grammar_size=200_000,
+    step_max_items=20_000,  # a union of 300 objects takes 3,000
     verbose_errors=False,
 )
 _MAX_MESSAGE = 400
@@ -96,7 +98,7 @@ def _message(kind: str, reason: str) -> str:
 
 
 class MatcherGrammar:
-    """One sequence's place in a schema."""
+    """One sequence's place in a schema, in the schema's process."""
 
     def __init__(self, schema: CompiledSchema) -> None:
         self._kind = schema.kind
@@ -104,9 +106,6 @@ class MatcherGrammar:
         self._mask = schema.mask
         self._forces_tokens = schema.forces_tokens
         self._failure: SchemaTooComplex | None = None
-
-    def allowed_token_ids(self) -> None:
-        return None
 
     def token_mask(self) -> bytes:
         return self._mask

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
+from pagemill.engine.byte_cache import ByteCache, text_bytes
 from pagemill.engine.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.text.tokenizer import Message, Tokenizer
 
-_MAX_CACHED_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 32_768
+"""Of all bad words of a request: each is compared with every row's last tokens in every step."""
+_BAD_WORDS_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,9 @@ class InputProcessor:
     def __init__(self, tokenizer: Tokenizer | None, limits: InputLimits) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
-        self._bad_word_ids = lru_cache(maxsize=_MAX_CACHED_BAD_WORDS)(self._encode_bad_words)
+        self._bad_word_ids: ByteCache[tuple[str, ...], tuple[tuple[int, ...], ...]] = ByteCache(
+            _BAD_WORDS_BYTES, lambda words, ids: text_bytes(words) + sum(100 + 40 * len(one) for one in ids)
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -69,19 +73,30 @@ class InputProcessor:
 
         Raises:
             UnsupportedFeature: there is no tokenizer.
+            InvalidRequest: they have more than `MAX_BAD_WORD_TOKENS` tokens.
         """
-        return self._bad_word_ids(words) if words else ()
+        if not words:
+            return ()
+        token_ids = self._bad_word_ids.get(words)
+        if token_ids is None:
+            token_ids = self._encode_bad_words(words)
+            self._bad_word_ids.put(words, token_ids)
+        return token_ids
 
     def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         if self._tokenizer is None:
             raise UnsupportedFeature("bad_words need a tokenizer, and this model has none")
         sequences: dict[tuple[int, ...], None] = {}
+        num_tokens = 0
         for word in words:
             bare = word.lstrip() or word
             for text in (bare, f" {bare}"):
                 token_ids = tuple(self._encode(text))
                 if token_ids:
                     sequences[token_ids] = None
+                num_tokens += len(token_ids)
+            if num_tokens > MAX_BAD_WORD_TOKENS:
+                raise InvalidRequest(f"bad_words have more than {MAX_BAD_WORD_TOKENS} tokens")
         return tuple(sequences)
 
     def _encode(self, text: str) -> list[int]:

@@ -74,10 +74,22 @@ def schedule(harness: Harness) -> StepPlan:
 
 
 class ScriptGrammar:
-    """A made-up grammar: three tokens may follow each state, some force up to two more, then it is complete."""
+    """A made-up grammar: three tokens may follow each state, some force up to two more, then it is complete.
 
-    def __init__(self, script: int, length: int, vocab_size: int) -> None:
+    `delay`: it is asked so often, for each token, until it is ready.
+    """
+
+    def __init__(self, script: int, length: int, vocab_size: int, delay: int = 0) -> None:
         self._state, self._left, self._vocab_size = script, length, vocab_size
+        self._delay, self._asked = delay, 0
+
+    def prepare(self, token_id: int) -> None:
+        self._asked = self._state % (self._delay + 1)
+
+    @property
+    def is_ready(self) -> bool:
+        self._asked -= 1
+        return self._asked < 0
 
     def allowed_token_ids(self) -> list[int]:
         return sorted({hash((self._state, branch)) % self._vocab_size for branch in range(3)})
@@ -134,6 +146,11 @@ class Harness:
         return updates
 
     def step(self) -> list[SequenceUpdate]:
+        read = self.scheduler.read_on()
+        self.check()
+        return read + self._step()
+
+    def _step(self) -> list[SequenceUpdate]:
         plan = self.schedule()
         if plan is not None and plan.step_id in self.bad_launches:
             self.recover(plan)
@@ -142,7 +159,8 @@ class Harness:
             self._in_flight.append(self.model.launch(plan))
             if len(self._in_flight) <= self.config.depth:
                 return []
-        assert self._in_flight or not self.scheduler.has_unfinished(), "stuck: nothing runs and nothing can"
+        is_stuck = not self._in_flight and self.scheduler.has_unfinished() and not self.scheduler.has_unread
+        assert not is_stuck, "nothing runs and nothing can"
         return self.retire() if self._in_flight else []
 
     def schedule(self) -> StepPlan | None:
@@ -229,12 +247,13 @@ class Harness:
         entered = [s for s in waiting if s.status is SequenceStatus.RUNNING]
         if entered:
             requests, last = {s.request for s in entered}, max(map(scheduling_key, entered))
-            behind = [s for s in waiting if s.request not in requests]
+            behind = [s for s in waiting if s.request not in requests and not s.num_pending_tokens]
             assert all(scheduling_key(s) > last for s in behind), "admitted out of order"
         if self.config.depth == 0:
             running = [s for r in self.requests.values() for s in r.sequences if s.row is not None]
-            oldest = min(running, key=scheduling_key)
-            assert oldest.row in {work.row for work in plan.work}, "the oldest sequence was passed over"
+            running = [s for s in running if not self.scheduler.is_unread(s)]
+            rows = {work.row for work in plan.work}
+            assert not running or min(running, key=scheduling_key).row in rows, "the oldest was passed over"
 
     def _check_searches(self, plan: StepPlan) -> None:
         """The beams of a search are in a step all together or not at all."""

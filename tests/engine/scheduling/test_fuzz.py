@@ -102,8 +102,10 @@ def make_job(
     max_tokens = rng.randint(1, 14)
     script = rng.randint(0, 5) if rng.random() < 0.25 else None
 
+    delay = rng.choice([0, 0, 2, 9])
+
     def grammar(index: int) -> ScriptGrammar:
-        return ScriptGrammar(hash((script, index)), 4, oracle.vocab_size)
+        return ScriptGrammar(hash((script, index)), 4, oracle.vocab_size, delay)
 
     request = make_request(
         request_id,

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import tracemalloc
+from typing import Any
 
-from pagemill.engine.errors import InvalidRequest
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagemill.engine.errors import InvalidRequest, SchemaTooComplex
 from pagemill.engine.llm import LLM
 from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
-from pagemill.engine.structured_output.choice import ChoiceCompiler, ChoiceGrammar, build_choice_trie
+from pagemill.engine.structured_output.choice import (
+    MAX_CHOICE_TOKENS,
+    MAX_LABEL_TOKENS,
+    ChoiceCompiler,
+    ChoiceGrammar,
+    ChoiceTrie,
+)
 from pagemill.engine.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 
 EOS = 9
 
 
 def grammar(*labels: list[int], eos: int | None = EOS) -> ChoiceGrammar:
-    return ChoiceGrammar(build_choice_trie(labels, eos))
+    return ChoiceGrammar(ChoiceTrie(labels, eos))
 
 
 def test_only_the_labels_first_tokens_may_come_first() -> None:
@@ -54,6 +66,87 @@ def test_a_label_that_begins_another_is_ended_by_eos() -> None:
 
 def test_two_labels_with_the_same_tokens_are_one() -> None:
     assert grammar([1, 2], [1, 2]).advance(1) == [2]
+
+
+def dictionaries(labels: list[list[int]]) -> dict[int, Any]:
+    """The same trie, a dictionary a node."""
+    root: dict[int, Any] = {}
+    for label in labels:
+        node = root
+        for token in label:
+            node = node.setdefault(token, {})
+        node[-1] = {}
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        pending += [child for token, child in node.items() if token >= 0]
+        if node.pop(-1, None) is not None and node:
+            node[EOS] = {}
+    return root
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3) | st.just(EOS), min_size=1, max_size=6), min_size=1, max_size=12),
+    st.data(),
+)
+def test_every_way_through_is_that_of_a_trie_of_dictionaries(
+    labels: list[list[int]], data: st.DataObject
+) -> None:
+    choice, node = grammar(*labels), dictionaries(labels)
+    taken: list[int] = []
+    while node:
+        assert set(choice.allowed_token_ids()) == set(node)
+        assert len(choice.allowed_token_ids()) == len(node)
+        assert not choice.is_complete
+        token = data.draw(st.sampled_from(sorted(node)))
+        forced = choice.advance(token)
+        taken += [token, *forced]
+        node = node[token]
+        for expected in forced:
+            assert list(node) == [expected]
+            node = node[expected]
+        assert len(node) != 1
+        replayed = grammar(*labels)
+        replayed.replay(taken)
+        assert replayed.allowed_token_ids() == choice.allowed_token_ids()
+    assert choice.is_complete
+
+
+def test_long_labels_cost_four_bytes_a_token() -> None:
+    labels = [[first, *range(1000, 1999)] for first in range(60)]
+    tracemalloc.start()
+    trie = ChoiceTrie(labels, EOS)
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept <= trie.num_bytes <= 6 * 60_000
+    assert peak <= 20 * 60_000
+    choice = ChoiceGrammar(trie)
+    assert choice.advance(7) == labels[7][1:]
+    assert choice.is_complete
+
+
+def test_labels_of_too_many_tokens_are_refused() -> None:
+    compiler = ChoiceCompiler(ByteTokenizer(), EOS)
+    compiler.compile(("a" * MAX_LABEL_TOKENS, "b"), [])
+    with pytest.raises(SchemaTooComplex, match=f"more than {MAX_LABEL_TOKENS} tokens"):
+        compiler.compile(("a" * (MAX_LABEL_TOKENS + 1), "b"), [])
+    many = tuple(f"{number:0512}" for number in range(MAX_CHOICE_TOKENS // 512))
+    compiler.compile(many, [])
+    with pytest.raises(SchemaTooComplex, match=f"more than {MAX_CHOICE_TOKENS}"):
+        compiler.compile((*many, "x"), [])
+
+
+def test_what_is_kept_of_many_labels_is_bounded() -> None:
+    compiler = ChoiceCompiler(ByteTokenizer(), EOS)
+    tracemalloc.start()
+    for number in range(100):
+        text = json.dumps(number) * 15
+        compiler.compile(tuple(f"{text}{label:0960}" for label in range(60)), [number])
+        kept, _ = tracemalloc.get_traced_memory()
+        assert kept < compiler._tries.max_bytes * 1.1
+    tracemalloc.stop()
+    assert compiler._tries.num_bytes <= compiler._tries.max_bytes
+    assert len(compiler._tries) < 100, "some of them were dropped"
 
 
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2]])

@@ -13,8 +13,9 @@ from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.llm import LLM, GenerationOutput
-from pagemill.engine.outputs import RequestOutput
+from pagemill.engine.outputs import RequestOutput, SampleState
 from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
+from pagemill.engine.structured_output import grammars
 from pagemill.engine.text.tokenizer import ByteTokenizer
 from tests.engine.test_resume import Sample, check_every_cut, run
 
@@ -211,10 +212,14 @@ def test_it_continues_from_every_cut(llm: LLM, prompt: str, options: dict[str, A
 
 def test_a_checkpoint_that_is_not_of_this_schema_is_refused(llm: LLM) -> None:
     engine = llm.engine
-    shape = shaped(regex="abc")
-    run(engine, "abc", params(structured_outputs=shape), [Sample()])
-    with pytest.raises(InvalidRequest, match="not what structured_outputs allows"):
-        run(engine, "abc", params(structured_outputs=shape), [Sample("x", [ord("x")])])
+    sampling = params(structured_outputs=shaped(regex="abc"))
+    tokens, resolved = engine.input_processor.process(prompt="abc", params=sampling)
+    run(engine, "abc", sampling, [Sample()])
+    engine.add_request("r", tokens, resolved, resume=[SampleState(0, [ord("x")])])
+    (end,) = [output for _ in iter(engine.has_unfinished, False) for output in engine.step()]
+    assert end.error_code == "invalid_job"
+    assert end.error is not None
+    assert "not what structured_outputs allows" in end.error
 
 
 def test_a_schema_is_compiled_once_for_all_requests(llm: LLM) -> None:
@@ -292,6 +297,45 @@ def test_a_real_model_writes_what_the_schemas_say(smollm2: LLM) -> None:
         "truncated": 16 - complete,
         "invalid": 0,
     }
+
+
+def test_whose_mask_is_not_there_sits_steps_out_and_writes_the_same(
+    smollm2: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hostile request of many samples costs the others no more than a bounded time per step, and no token."""
+    engine = smollm2.engine
+    story = params(max_tokens=12, ignore_eos=True)
+    pointed = params(temperature=1.0, seed=5, structured_outputs=shaped(json=json.dumps(POINT)))
+    alone = [generate(smollm2, ["Tell me:"], one)[0].outputs[0].token_ids for one in (story, pointed)]
+    monkeypatch.setattr(grammars, "MASK_WAIT_S", 0.0)
+    hostile = params(
+        n=12,
+        temperature=1.0,
+        seed=2,
+        max_tokens=250,
+        structured_outputs=shaped(grammar="start: s\ns: s s | /[a-z ]/"),
+    )
+    steps = engine.stats().steps
+    for name, prompt, one in (
+        ("hostile", "x", hostile),
+        ("story", "Tell me:", story),
+        ("point", "Tell me:", pointed),
+    ):
+        engine.add_request(name, *engine.input_processor.process(prompt=prompt, params=one))
+    written: dict[str, list[int]] = {"hostile": [], "story": [], "point": []}
+    ended: dict[str, tuple[str | None, int]] = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            for delta in output.deltas:
+                written[output.request_id] += delta.token_ids
+            if output.finished:
+                ended[output.request_id] = output.error_code, engine.stats().steps - steps
+        engine.check_integrity()
+    assert [written["story"], written["point"]] == alone
+    assert ended["story"][0] is ended["point"][0] is None
+    assert ended["story"][1] <= 12 + 2, "the others cost it no step"
+    assert ended["hostile"][0] == "schema_too_complex"
+    assert written["hostile"], "what it had written is kept"
 
 
 def test_forced_tokens_cost_no_step_and_change_no_text(smollm2: LLM) -> None:

@@ -1,27 +1,17 @@
-"""`regex`, `json` and `grammar`: matchers, and the process that tries them out, over an alphabet of bytes."""
+"""`regex`, `json` and `grammar`: matchers over an alphabet of bytes."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import random
 import re
-import signal
 
 import pytest
 
 from pagemill.engine.errors import (
-    EngineError,
     InvalidRequest,
-    SchemaInvalid,
-    SchemaTooComplex,
-    UnsupportedFeature,
 )
-from pagemill.engine.outputs import Histogram
-from pagemill.engine.structured_output.compiler import SchemaCompiler
 from pagemill.engine.structured_output.matcher import CompiledSchema, MatcherGrammar, compile_schema
-from pagemill.engine.structured_output.probe import SchemaProbe
 from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
 from pagemill.engine.text.tokenizer import ByteTokenizer
 
@@ -35,8 +25,6 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-SLOW = json.dumps({"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(3000)}})
-"""Takes seconds to compile: each of its optional properties may follow each other."""
 
 
 def schema(kind: str, text: str) -> CompiledSchema:
@@ -146,104 +134,3 @@ def test_a_token_that_is_not_allowed_is_a_failure_and_no_exception() -> None:
     assert grammar.advance(ord("z")) == []
     assert grammar.failure is not None
     assert not grammar.is_complete
-
-
-INVALID = [
-    ("regex", "("), ("regex", "[a-"), ("regex", "a{3,2}"), ("json", '{"type": "nonsense"}'), ("json", "{"),
-    ("json", '{"type":"integer","minimum":5,"maximum":3}'), ("json", "false"), ("grammar", "start: missing"),
-    ("grammar", "no grammar at all"), ("grammar", ""), ("json", '{"$ref": "#/$defs/none"}'),
-    ("json", '{"$defs":{"a":{"$ref":"#/$defs/a"}},"$ref":"#/$defs/a"}'), ("json", '{"type":"string","pattern":"("}'),
-]  # fmt: skip
-UNSUPPORTED = [
-    ("json", '{"type":"array","uniqueItems":true}'), ("json", '{"not":{"type":"string"}}'),
-    ("json", '{"type":"string","format":"made-up"}'), ("regex", "(?=a)a"), ("regex", r"\ba"),
-]  # fmt: skip
-TOO_COMPLEX = [
-    ("regex", "(a?){3000}a{3000}"),
-    ("json", json.dumps({"allOf": [{"oneOf": [{"required": [f"{i}{j}"]} for j in range(5)]} for i in range(8)]})),
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def probe() -> SchemaProbe:
-    assert VOCABULARY is not None
-    return SchemaProbe(VOCABULARY)
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "error"),
-    [(*case, SchemaInvalid) for case in INVALID]
-    + [(*case, UnsupportedFeature) for case in UNSUPPORTED]
-    + [(*case, SchemaTooComplex) for case in TOO_COMPLEX],
-    ids=lambda value: value.__name__ if isinstance(value, type) else value[:40],
-)
-def test_what_can_t_be_used_is_refused_for_what_it_is(
-    probe: SchemaProbe, kind: str, text: str, error: type[InvalidRequest]
-) -> None:
-    with pytest.raises(error, match=rf"structured_outputs\.{kind}: ") as refusal:
-        probe.check(kind, text)
-    assert "\n" not in str(refusal.value)
-    probe.check("regex", "a+")
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["(" * 30_000 + "a" + ")" * 30_000, "a" * 60_000, "(a?){5000}a{5000}", "(.*a){30}.{300}"],
-    ids=range(4),
-)
-def test_nothing_brings_the_caller_down(probe: SchemaProbe, text: str) -> None:
-    for kind in ("regex", "grammar"):
-        with contextlib.suppress(InvalidRequest):
-            probe.check(kind, text if kind == "regex" else f"start: {text}")
-    probe.check("regex", "a+")
-
-
-def test_a_schema_that_takes_too_long_is_ended() -> None:
-    assert VOCABULARY is not None
-    impatient = SchemaProbe(VOCABULARY, time_limit_s=0.2)
-    impatient.check("regex", "a+")
-    with pytest.raises(SchemaTooComplex, match=r"takes more than 0\.2 s"):
-        impatient.check("json", SLOW)
-    impatient.check("regex", "b+")
-
-
-def test_a_schema_that_takes_too_much_memory_is_ended() -> None:
-    assert VOCABULARY is not None
-    small = SchemaProbe(VOCABULARY, time_limit_s=60.0, memory_limit_mib=8)
-    small.check("regex", "a+")
-    with pytest.raises(SchemaTooComplex, match="or 8 MiB"):
-        small.check("regex", "|".join(f"{i:x}" * 8 for i in range(10_000)))
-    small.check("regex", "b+")
-
-
-def test_a_probe_that_was_killed_is_started_again(probe: SchemaProbe) -> None:
-    probe.check("regex", "a")
-    assert probe._process is not None
-    os.kill(probe._process.pid, signal.SIGKILL)
-    probe._process.wait()
-    probe.check("regex", "a")
-
-
-def test_each_text_is_compiled_once_and_so_is_each_mistake() -> None:
-    assert VOCABULARY is not None
-    compiler = SchemaCompiler(VOCABULARY, Histogram((1.0,)))
-    first = compiler.compile("regex", "a+")
-    assert (
-        first.result().start().token_mask() == compiler.compile("regex", "a+").result().start().token_mask()
-    )
-    assert compiler.compile("grammar", "start: /a+/").result() is not first.result()
-    for _ in range(2):
-        with pytest.raises(SchemaInvalid):
-            compiler.compile("regex", "(").result()
-    assert (compiler.hits, compiler.misses) == (2, 3)
-    assert sum(compiler.seconds.snapshot().counts) == 3
-
-
-def test_a_failure_that_is_not_the_schema_s_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert VOCABULARY is not None
-    compiler = SchemaCompiler(VOCABULARY, Histogram((1.0,)))
-    with monkeypatch.context() as broken:
-        broken.setattr("sys.executable", "/bin/false")
-        with pytest.raises(EngineError, match="does not start"):
-            compiler.compile("regex", "a+").result()
-    assert compiler.compile("regex", "a+").result().kind == "regex"

@@ -110,6 +110,22 @@ def test_one_bad_schema_fails_its_own_job_alone(model_client: QueueClient) -> No
         assert (failure.value.code, failure.value.retryable) == (code, False)
 
 
+def test_a_hostile_grammar_ends_alone_and_changes_nothing_for_others(model_client: QueueClient) -> None:
+    """Twenty-eight characters, of which each further token costs more: a quarter of a second, and rising."""
+    other = chat("Tell me a story.", temperature=0.0, max_tokens=24)
+    shaped = chat("Name a city as JSON.", temperature=0.0, structured_outputs={"json": CITY})
+    alone = results(model_client, other, shaped)
+    hostile = chat("x", n=16, seed=1, max_tokens=190)
+    hostile["structured_outputs"] = {"grammar": "start: s\ns: s s | /[a-z ]/"}
+    (job_id,) = model_client.submit(hostile)
+    beside = results(model_client, other, shaped)
+    assert [one.outputs for one in beside] == [one.outputs for one in alone]
+    (outcome,) = model_client.wait([job_id], patience_s=180)
+    with pytest.raises(JobFailed, match="make it less ambiguous") as failure:
+        outcome.value()
+    assert (failure.value.code, failure.value.retryable) == ("schema_too_complex", False)
+
+
 def test_prompt_logprobs_and_bad_words_reach_the_result(model_client: QueueClient) -> None:
     prompt = {"model": "smollm2", "prompt": "The capital of France is", "temperature": 0.0, "max_tokens": 6}
     plain, other = results(

@@ -1,0 +1,73 @@
+"""The process that has the vocabulary and forks those of the schemas: see `server.py`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+
+from pagemill.engine.structured_output.server import MEMORY_LIMIT_MIB, TIME_LIMIT_S
+from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
+
+
+class Nursery:
+    """Starts its process when it is first needed, and another one after it ended."""
+
+    def __init__(
+        self,
+        vocabulary: GrammarVocabulary,
+        *,
+        time_limit_s: float = TIME_LIMIT_S,
+        memory_limit_mib: int = MEMORY_LIMIT_MIB,
+    ) -> None:
+        self.time_limit_s = time_limit_s
+        self.memory_limit_mib = memory_limit_mib
+        self.process: subprocess.Popen[bytes] | None = None
+        self._vocabulary = vocabulary
+        self._control: socket.socket | None = None
+
+    def start(self) -> None:
+        """Returns at once: what is asked of the process meanwhile, it does once it has read the vocabulary."""
+        if self.process is not None and self.process.poll() is None:
+            return
+        root = str(Path(sys.modules["pagemill"].__path__[0]).parent)
+        self._control, theirs = socket.socketpair()
+        with theirs, tempfile.TemporaryFile("w+", encoding="utf-8") as vocabulary:
+            vocabulary.write(self._vocabulary.dump())
+            vocabulary.seek(0)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pagemill.engine.structured_output.server"]
+                + [str(number) for number in (theirs.fileno(), self.time_limit_s, self.memory_limit_mib)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])},
+                stdin=vocabulary,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C is for the parent; the children end when their sockets do
+            )
+        weakref.finalize(self, _end, self.process, self._control)
+
+    def fork(self) -> socket.socket:
+        """A socket, without blocking, to a new process. If none comes of it, the socket ends without a word."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            for _ in range(2):
+                self.start()
+                assert self._control is not None
+                try:
+                    socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+                    break
+                except OSError:  # it has ended, or is about to
+                    self.process = None
+        return ours
+
+
+def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    control.close()
+    process.kill()
+    process.wait()

@@ -1,0 +1,132 @@
+"""One sequence's place in a schema, as the scheduler has it: what may follow is worked out in the schema's process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pagemill.engine.errors import (
+    EngineError,
+    InvalidRequest,
+    SchemaInvalid,
+    SchemaTooComplex,
+    UnsupportedFeature,
+)
+
+REQUEST_LIMIT_S = 2.0
+TOKEN_SHARE_S = 0.002
+"""CPU seconds that a request's masks may take: so many, and so many more for each token. Ordinary schemas take 0.02 to
+0.2 ms a token over a vocabulary of 50,000."""
+_ERRORS: dict[str, type[InvalidRequest]] = {
+    error.code: error for error in (InvalidRequest, SchemaInvalid, SchemaTooComplex, UnsupportedFeature)
+}
+_NUMBERS = itertools.count()
+
+
+def error_of(code: str, message: str) -> InvalidRequest:
+    """What a schema's process has refused."""
+    return _ERRORS[code](message)
+
+
+@dataclass(slots=True)
+class MaskBudget:
+    """CPU time for one request's masks, over all its samples."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+
+    @property
+    def is_spent(self) -> bool:
+        return self.seconds > REQUEST_LIMIT_S + TOKEN_SHARE_S * self.num_tokens
+
+
+class Schema(Protocol):
+    """The process, as its grammars know it."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def mask(self) -> bytes:
+        """Of the first token."""
+        ...
+
+    def ask(self, grammar: ServedGrammar) -> None:
+        """Have a place worked out; `answer` or `fail` will be called once."""
+        ...
+
+
+class ServedGrammar:
+    """A `Grammar` that is not ready at once."""
+
+    def __init__(self, schema: Schema, budget: MaskBudget) -> None:
+        self.number = next(_NUMBERS)
+        self.token_ids: list[int] = []
+        """What led to this place, forced tokens included."""
+        self.next_token_id: int | None = None
+        """What was sampled here, while it is not known what follows it."""
+        self.is_ready = True
+        self.is_complete = False
+        self.failure: EngineError | None = None
+        self.last_seconds = 0.0
+        """CPU time of the latest answer."""
+        self._schema = schema
+        self._budget = budget
+        self._mask = b""
+        self._forced: list[int] = []
+
+    def allowed_token_ids(self) -> None:
+        return None
+
+    def token_mask(self) -> bytes:
+        return self._mask or self._schema.mask
+
+    def prepare(self, token_id: int) -> None:
+        self.next_token_id = token_id
+        self._ask()
+
+    def advance(self, token_id: int) -> list[int]:
+        assert self.is_ready
+        return self._forced
+
+    def replay(self, token_ids: Sequence[int]) -> None:
+        """Go where an earlier run had got. Once it is ready, `failure` says whether that can be."""
+        if token_ids:
+            self.token_ids = list(token_ids)
+            self._ask()
+
+    def answer(self, answer: dict[str, Any], mask: bytes) -> None:
+        forced: list[int] = answer["forced"]
+        if self.next_token_id is not None:
+            self.token_ids += [self.next_token_id, *forced]
+        self.last_seconds = answer["seconds"]
+        self._budget.seconds += self.last_seconds
+        self._budget.num_tokens += 1 + len(forced)
+        self._settle(forced)
+        self._mask = mask
+        self.is_complete = answer.get("complete", False)
+        if "error" in answer:
+            self.fail(error_of(*answer["error"]))
+        elif self._budget.is_spent and not self.is_complete:
+            self.refuse(
+                f"its masks took {self._budget.seconds:.1f} s for {self._budget.num_tokens} tokens; "
+                "make it less ambiguous, or its repetitions shorter"
+            )
+
+    def refuse(self, reason: str) -> None:
+        """It takes too much."""
+        self.fail(SchemaTooComplex(f"structured_outputs.{self._schema.kind}: {reason}"))
+
+    def fail(self, error: EngineError) -> None:
+        self._settle(self._forced if self.is_ready else [])
+        self.is_complete = False
+        self.failure = error
+
+    def _ask(self) -> None:
+        self.is_ready = False
+        self._schema.ask(self)
+
+    def _settle(self, forced: list[int]) -> None:
+        self._forced, self.next_token_id, self.is_ready = forced, None, True

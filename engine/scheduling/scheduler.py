@@ -156,7 +156,8 @@ class Scheduler:
                 self._discarded_tokens += len(result.token_ids[number])
                 continue
             sampled = result.token_ids[number], result.logprobs.get(number)
-            if sequence.grammar is not None and number not in result.invalid:
+            is_sound = number not in result.invalid and number not in result.without_choice
+            if sequence.grammar is not None and is_sound:
                 sequence.grammar.prepare(sampled[0][0])
                 if not sequence.grammar.is_ready:
                     self._unread[sequence] = sampled

@@ -21,7 +21,7 @@ from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.errors import ApiError, JsonResponse, as_api_error, not_found
 from pagemill.producer.gateway.files import FileEndpoints
 from pagemill.producer.gateway.gateway import Gateway
-from pagemill.producer.gateway.limits import STATUS_CLIENT_GONE, ClientGone, RequestLimits
+from pagemill.producer.gateway.guard.limits import STATUS_CLIENT_GONE, ClientGone, RequestLimits
 from pagemill.producer.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from pagemill.producer.openai.formats import CHAT_URL, COMPLETIONS_URL
 from pagemill.producer.wire.calls import registry

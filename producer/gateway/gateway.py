@@ -17,7 +17,7 @@ from pagemill.producer.client.aio_handles import AsyncJobHandle
 from pagemill.producer.gateway.api_keys import ApiKey, ApiKeys
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.errors import ApiError, retry_later
-from pagemill.producer.gateway.limits import ClientGone
+from pagemill.producer.gateway.guard.limits import ClientGone
 from pagemill.producer.gateway.metrics import GatewayMetrics
 from pagemill.producer.gateway.served_models import ServedModels
 from pagemill.producer.wire.calls import rates

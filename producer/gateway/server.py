@@ -11,8 +11,8 @@ import uvicorn
 
 from pagemill.producer.gateway.app import build_app
 from pagemill.producer.gateway.config import GatewayConfig
-from pagemill.producer.gateway.connection import ConnectionLimits
-from pagemill.producer.gateway.limits import MAX_HEAD_BYTES
+from pagemill.producer.gateway.guard.connection import ConnectionLimits
+from pagemill.producer.gateway.guard.limits import MAX_HEAD_BYTES
 from pagemill.producer.gateway.metrics import GatewayMetrics
 
 BACKLOG = 2048

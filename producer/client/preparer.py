@@ -70,10 +70,11 @@ class Preparer:
         *,
         traceparent: str | None = None,
         relay: str | None = None,
+        waiter: str | None = None,
     ) -> Submission:
         """One job, from a Job or a mapping with `fields` on top; `traceparent` replaces its own.
 
-        `relay`: who is told of its end through an outbox.
+        `relay`: who is told of its end through an outbox. `waiter`: who waits for it, and may end it by leaving.
 
         Raises InvalidJob.
         """
@@ -82,9 +83,8 @@ class Preparer:
             built = built.model_copy(update={"traceparent": traceparent})
         if built.key is not None:
             raise InvalidJob("key names an item of a batch; use submit_many, or metadata")
-        return self._signed(
-            transitions.prepare(built, job_id, seed=seed_of(job_id), relay=relay), built.tenant
-        )
+        item = transitions.prepare(built, job_id, seed=seed_of(job_id), relay=relay, waiter=waiter)
+        return self._signed(item, built.tenant)
 
     def replay(self, payload: bytes, dead_id: str) -> Submission:
         """A dead job once more, from its payload: a new job that may start at once. Raises InvalidJob."""

@@ -8,11 +8,11 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagemill.producer.client.aio_handles import AsyncJobHandle
 from pagemill.producer.gateway.errors import JsonResponse
 from pagemill.producer.gateway.gateway import Gateway, while_connected
 from pagemill.producer.gateway.request_parsing import Ask, read_ask
 from pagemill.producer.gateway.streaming import GRACE_S, CompletionStream, EventStream
+from pagemill.producer.gateway.waiter import Waiter
 from pagemill.producer.openai.formats import choice, completion, total_usage
 from pagemill.producer.wire.schema.errors import QueueFull
 from pagemill.producer.wire.schema.outputs import Result
@@ -24,34 +24,25 @@ async def answer(gateway: Gateway, request: Request, url: str) -> Response:
     caller = await gateway.admit(request)
     ask = await read_ask(request, url, caller, gateway.config.timeout_s)
     await gateway.models.check(ask.model, caller)
-    handles = await _submit(gateway, ask)
-    if ask.stream:
-        return await _streamed(gateway, request, ask, handles, started)
-    return await _whole(gateway, request, ask, handles)
-
-
-async def _submit(gateway: Gateway, ask: Ask) -> list[AsyncJobHandle]:
-    handles: list[AsyncJobHandle] = []
+    waiter = Waiter(gateway)
     try:
-        for job in ask.jobs:
-            handles.append(await gateway.producer.submit(job))
+        await waiter.submit(ask.jobs)
     except QueueFull:
         gateway.metrics.refused["queue_full"] += 1
-        gateway.cancel_later(handles)
         raise
-    except BaseException:
-        gateway.cancel_later(handles)
-        raise
-    return handles
+    if ask.stream:
+        return await _streamed(gateway, request, ask, waiter, started)
+    return await _whole(gateway, request, ask, waiter)
 
 
-async def _whole(gateway: Gateway, request: Request, ask: Ask, handles: list[AsyncJobHandle]) -> Response:
+async def _whole(gateway: Gateway, request: Request, ask: Ask, waiter: Waiter) -> Response:
+    handles = waiter.handles
     try:
         results: list[Result] = await while_connected(
             request, _all(*(handle.result(ask.timeout_s + GRACE_S) for handle in handles))
         )
     except BaseException:
-        gateway.cancel_later(handles)
+        waiter.leave(handles)
         raise
     usage = total_usage(result.usage for result in results)
     gateway.metrics.tokens["prompt"] += usage.prompt_tokens
@@ -77,17 +68,15 @@ async def _all(*waits: object) -> list[Result]:
             task.cancel()
 
 
-async def _streamed(
-    gateway: Gateway, request: Request, ask: Ask, handles: list[AsyncJobHandle], started: float
-) -> Response:
+async def _streamed(gateway: Gateway, request: Request, ask: Ask, waiter: Waiter, started: float) -> Response:
     """The answer begins with the first news: what goes wrong before has a status of its own."""
-    stream = CompletionStream(ask, handles)
+    stream = CompletionStream(ask, waiter.handles)
     chunks = stream.chunks()
     try:
         first = await while_connected(request, anext(chunks))
     except BaseException:
         await chunks.aclose()
-        gateway.cancel_later(stream.unfinished())
+        waiter.leave(stream.unfinished())
         raise
     gateway.metrics.first_token(time.monotonic() - started)
 
@@ -96,7 +85,7 @@ async def _streamed(
         gateway.metrics.stream_errors += stream.has_failed
         gateway.metrics.tokens["prompt"] += stream.usage().prompt_tokens
         gateway.metrics.tokens["completion"] += stream.usage().completion_tokens
-        gateway.cancel_later(stream.unfinished())
+        waiter.leave(stream.unfinished())
 
     gateway.metrics.streams += 1
     return EventStream(first, chunks, gateway.config.ping_s, closed)

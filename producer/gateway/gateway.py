@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import Awaitable, Coroutine, Iterable
+from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -13,7 +12,6 @@ from starlette.requests import Request
 
 from pagemill.producer.client import flows
 from pagemill.producer.client.aio import AsyncProducer
-from pagemill.producer.client.aio_handles import AsyncJobHandle
 from pagemill.producer.gateway.api_keys import ApiKey, ApiKeys
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.errors import ApiError, retry_later
@@ -21,10 +19,7 @@ from pagemill.producer.gateway.guard.limits import ClientGone
 from pagemill.producer.gateway.metrics import GatewayMetrics
 from pagemill.producer.gateway.served_models import ServedModels
 from pagemill.producer.wire.calls import rates
-from pagemill.producer.wire.schema.errors import PagemillError
 from pagemill.producer.wire.server.scripts import Call
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -69,11 +64,6 @@ class Gateway:
         """One call that no handle makes."""
         return await self.producer._run(flows.call(call))
 
-    def cancel_later(self, handles: Iterable[AsyncJobHandle]) -> None:
-        """End jobs that nobody waits for any more, whatever becomes of the request meanwhile."""
-        for handle in handles:
-            self.in_background(self._cancel(handle))
-
     def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         """See it through, at the end too."""
         task = asyncio.create_task(work)
@@ -95,13 +85,6 @@ class Gateway:
                 while self._in_background:
                     await asyncio.wait(self._in_background)
                 await self.producer.close()
-
-    async def _cancel(self, handle: AsyncJobHandle) -> None:
-        try:
-            if await handle.cancel():
-                self.metrics.cancelled_jobs += 1
-        except PagemillError as error:
-            logger.warning("job %s could not be cancelled, it ends by its deadline: %s", handle.id, error)
 
     def _check_host(self, request: Request) -> None:
         """Without keys, a page in a browser must not reach us under a name of its own."""

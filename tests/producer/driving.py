@@ -9,6 +9,7 @@ import redis
 
 from pagemill.producer.wire.calls import reads, transitions
 from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.calls.waiters import HangUpReply, hang_up
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Delta, ErrorInfo, JobStatus, Output, Progress, Result, Usage
@@ -50,10 +51,12 @@ class Queue:
     def run(self, call: Call[T]) -> T:
         return self.transport.run(call)
 
-    def submit(self, *job_ids: str, batch_id: str | None = None, **fields: Any) -> list[str]:
+    def submit(
+        self, *job_ids: str, batch_id: str | None = None, waiter: str | None = None, **fields: Any
+    ) -> list[str]:
         """Submit one job per id with the same fields; returns the statuses."""
         job = Job.parse({"prompt": "hello", "model": "m"} | fields)
-        items = [transitions.prepare(job, job_id) for job_id in job_ids]
+        items = [transitions.prepare(job, job_id, waiter=waiter) for job_id in job_ids]
         return [reply.status for reply in self.run(transitions.submit(self.name, items, batch_id=batch_id))]
 
     def pull(
@@ -93,6 +96,9 @@ class Queue:
 
     def cancel(self, job_id: str) -> str:
         return self.run(transitions.cancel(self.name, [job_id]))[0]
+
+    def hang_up(self, waiter: str, *job_ids: str) -> list[HangUpReply]:
+        return self.run(hang_up(self.name, waiter, job_ids))
 
     def status(self, job_id: str) -> JobStatus:
         found = self.run(reads.statuses(self.name, [job_id]))[0]

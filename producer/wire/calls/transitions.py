@@ -141,10 +141,12 @@ def prepare(
     digest: str | None = None,
     replay_of: str | None = None,
     relay: str | None = None,
+    waiter: str | None = None,
 ) -> Submission:
     """A job as `submit` takes it; `key`, `seed` and `digest` stand in where the job has none of its own.
 
-    `replay_of` names the dead job that it runs again, `relay` who is told of its end through an outbox.
+    `replay_of` names the dead job that it runs again, `relay` who is told of its end through an outbox, `waiter`
+    (letters and digits, at most 32) who waits for it and may end it by leaving (waiters.py).
     Raises InvalidJob when the job is too large.
     """
     # Spelled out, because it is a fifth of a submit's cost otherwise; ids and lanes need no escaping.
@@ -164,6 +166,8 @@ def prepare(
         options["replay_of"] = replay_of
     if relay is not None:
         options["relay"] = relay
+    if waiter is not None:
+        options["waiters"] = waiter
     if options:
         header += "," + json.dumps(options)[1:-1]
     return Submission(job_id, f"{{{header}}}".encode(), job.to_payload(key=key, seed=seed))

@@ -9,7 +9,7 @@
 --   end goes into), affinity (a hash of the prompt's prefix: equal ones are pulled together), twin `<tenant>:<digest>`
 --   (equal ones in flight run once), key (the name inside the batch), idem `<tenant>:<idempotency key>`, digest (of
 --   the work), metadata (JSON text), replay_of (a dead job's id), invalid (an error as JSON text: the row is no job,
---   and is recorded in its batch as failed).
+--   and is recorded in its batch as failed), waiters (letters and digits: who waits for it, see hang_up).
 -- Returns one word per job, separated by spaces: created | exists (this id was submitted before) | full (not stored)
 --   | too_large (the payload; not stored) | same:<id> | conflict:<id> (the idempotency key belongs to that id, with an
 --   equal or another digest; same also: replay_of was replayed as that id) | gone (replay_of is no dead job).
@@ -18,7 +18,7 @@
 -- Strings by their longest, numbers by their largest; no number is below 0, and NaN fails every comparison.
 local LONGEST = {
   id = 64, lane = 256, affinity = 32, twin = 128, key = 1024, idem = 1100, digest = 64, replay_of = 64,
-  webhook = 2048, relay = 32, metadata = 16384, invalid = 16384
+  webhook = 2048, relay = 32, metadata = 16384, invalid = 16384, waiters = 32
 }
 local LARGEST = {
   cost = 1e15, delay = 1e12, ttl = 1e12, run_at = 1e15, deadline = 1e15, max_attempts = 100, n = 128, width = 128,
@@ -26,6 +26,7 @@ local LARGEST = {
 }
 local MAX_PAYLOAD = 1049600
 local MAX_FOLLOWERS = 256
+local MAX_WAITERS = 1024 -- bytes of their names, of one job
 local lanes, tenants = {}, {}
 
 -- A key of a tenant's own: nobody reaches another's jobs by it.
@@ -59,6 +60,7 @@ local function is_sound(job)
   return is_own(job.idem, tenant) and is_own(job.twin, tenant) and (ARGV[1] ~= '' or not job.invalid)
     and (not job.affinity or string.match(job.affinity, '^%w+$'))
     and (not job.relay or string.match(job.relay, '^%l+$'))
+    and (not job.waiters or string.match(job.waiters, '^%w+$'))
 end
 
 local jobs, names = {}, {}
@@ -106,13 +108,36 @@ local function set(name, value)
   end
 end
 
+-- A job that may still succeed, by `state`, `ending` and `deadline`: nobody asked for its end, and its time is not up,
+-- whether or not its worker has heard of it.
+local function goes_on(found)
+  return ACTIVE[found[1]] and not found[2] and tonumber(found[3] or math.huge) > NOW
+end
+
+-- One more waits for a job whose waiters are counted. Where one does who cannot be, or too many do, nobody's leaving
+-- ends it any more. The removal comes first: a server at maxmemory lets the rest through.
+local function join_waiters(id, waiter)
+  local key = P .. 'job:' .. id
+  local there = redis.call('HGET', key, 'waiters')
+  if there and not string.find(' ' .. there .. ' ', ' ' .. (waiter or '-') .. ' ', 1, true) then
+    redis.call('HDEL', key, 'waiters')
+    if waiter and #there + #waiter < MAX_WAITERS then
+      redis.call('HSET', key, 'waiters', there .. ' ' .. waiter)
+    end
+  end
+end
+
 -- Who has the idempotency key already.
 local function holder(job)
   local other = redis.call('GET', P .. 'idem:' .. job.idem)
-  local found = other and redis.call('HMGET', P .. 'job:' .. other, 'state', 'digest')
-  if found and (ACTIVE[found[1]] or found[1] == 'succeeded') then
-    return (found[2] == job.digest and 'same:' or 'conflict:') .. other
+  local found = other and redis.call('HMGET', P .. 'job:' .. other, 'state', 'ending', 'deadline', 'digest')
+  if not found or not (goes_on(found) or found[1] == 'succeeded') then
+    return nil
+  elseif found[4] ~= job.digest then
+    return 'conflict:' .. other
   end
+  join_waiters(other, job.waiters)
+  return 'same:' .. other
 end
 
 -- A dead job is replayed once; again only if the replay was cancelled, expired or failed.
@@ -121,8 +146,8 @@ local function earlier_replay(job)
   if found[1] ~= 'dead' then
     return 'gone'
   end
-  local state = found[2] and redis.call('HGET', P .. 'job:' .. found[2], 'state')
-  if state and (ACTIVE[state] or state == 'succeeded' or state == 'dead') then
+  local replay = found[2] and redis.call('HMGET', P .. 'job:' .. found[2], 'state', 'ending', 'deadline')
+  if replay and (goes_on(replay) or replay[1] == 'succeeded' or replay[1] == 'dead') then
     return 'same:' .. found[2]
   end
 end
@@ -159,8 +184,8 @@ end
 local function leader_of(job)
   local twin = P .. 'twin:' .. job.twin
   local leader = redis.call('GET', twin)
-  local found = leader and redis.call('HMGET', P .. 'job:' .. leader, 'state', 'lane')
-  if found and (found[1] == 'running' or (ACTIVE[found[1]] and class(found[2]) <= class(job.lane)))
+  local found = leader and redis.call('HMGET', P .. 'job:' .. leader, 'state', 'ending', 'deadline', 'lane')
+  if found and goes_on(found) and (found[1] == 'running' or class(found[4]) <= class(job.lane))
     and redis.call('ZCARD', P .. 'followers:' .. leader) < MAX_FOLLOWERS then
     return leader
   end
@@ -179,7 +204,7 @@ end
 
 local OPTIONAL = {
   'max_attempts', 'n', 'width', 'stream', 'webhook', 'relay', 'affinity', 'twin', 'leader', 'key', 'idem', 'digest',
-  'replay_of'
+  'replay_of', 'waiters'
 }
 
 local function store(job, name)

@@ -49,6 +49,7 @@ class QueueMachine(RuleBasedStateMachine):
         batch=st.booleans(),
         attempts=st.integers(1, 3),
         key=st.sampled_from([None, None, "k"]),
+        waiter=st.sampled_from([None, "w1", "w2"]),
         dedupe=st.booleans(),
         prefix=st.sampled_from(["", "a" * 300, "b" * 300]),
     )
@@ -60,6 +61,7 @@ class QueueMachine(RuleBasedStateMachine):
         batch: bool,
         attempts: int,
         key: str | None,
+        waiter: str | None,
         dedupe: bool,
         prefix: str,
     ) -> None:
@@ -68,7 +70,7 @@ class QueueMachine(RuleBasedStateMachine):
         fields |= {"temperature": 0.0, "dedupe": dedupe, "prompt": f"{prefix}hello"}
         if key is not None and not batch:
             fields["idempotency_key"] = key
-        (status,) = self.queue.submit(job_id, batch_id="b" if batch else None, **fields)
+        (status,) = self.queue.submit(job_id, batch_id="b" if batch else None, waiter=waiter, **fields)
         if status == "created":
             self.jobs.append(job_id)
             self.affinities[job_id] = prompt_affinity(fields["prompt"])
@@ -166,6 +168,11 @@ class QueueMachine(RuleBasedStateMachine):
     def cancel(self, index: int) -> None:
         if self.jobs:
             self.queue.cancel(self.jobs[index % len(self.jobs)])
+
+    @rule(index=st.integers(0, 50), waiter=st.sampled_from(["w1", "w2"]))
+    def hang_up(self, index: int, waiter: str) -> None:
+        if self.jobs:
+            self.queue.hang_up(waiter, self.jobs[index % len(self.jobs)])
 
     @rule(index=st.integers(0, 50), kind=st.sampled_from(["leases", "delayed", "deadlines"]))
     def pass_time(self, index: int, kind: str) -> None:

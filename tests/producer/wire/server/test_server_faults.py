@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from pagemill import Producer, QueueFull, RedisUnavailable
 from pagemill.producer.wire.calls import reads, transitions
 from tests.conftest import RedisServer
-from tests.producer.driving import Queue, delta, open_queue
+from tests.producer.driving import Queue, delta
 from tests.producer.scripted_worker import scripted_worker
-
-
-@pytest.fixture
-def own_queue(own_valkey: RedisServer) -> Iterator[Queue]:
-    queue = open_queue(own_valkey.url, "q")
-    yield queue
-    queue.transport.close()
 
 
 def test_what_was_acknowledged_survives_kill_9(own_valkey: RedisServer, own_queue: Queue) -> None:

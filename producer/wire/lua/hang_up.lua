@@ -1,0 +1,41 @@
+-- Somebody does not wait any more: end the jobs that nobody else waits for.
+-- KEYS[1] prefix
+-- ARGV[1] who it is, as its submits said  [2] and on: ids
+-- Returns one of cancelled | requested | done | missing (as cancel does) | kept (others wait, or may) per id
+-- @include cancelling
+
+-- Nobody's leaving ends it, or somebody's did.
+local function as_it_is(state, ending)
+  if not state then
+    return 'missing'
+  elseif not ACTIVE[state] then
+    return 'done'
+  end
+  return ending and 'requested' or 'kept'
+end
+
+local function leave(id)
+  local key = P .. 'job:' .. id
+  local state, waiters, ending = unpack(redis.call('HMGET', key, 'state', 'waiters', 'ending'))
+  if not waiters then
+    return as_it_is(state, ending)
+  end
+  local others = {}
+  for waiter in string.gmatch(waiters, '%w+') do
+    if waiter ~= ARGV[1] then
+      others[#others + 1] = waiter
+    end
+  end
+  redis.call('HDEL', key, 'waiters')
+  if #others == 0 then
+    return cancel(id)
+  end
+  redis.call('HSET', key, 'waiters', table.concat(others, ' '))
+  return 'kept'
+end
+
+local replies = {}
+for i = 2, #ARGV do
+  replies[i - 1] = leave(ARGV[i])
+end
+return replies

@@ -58,7 +58,7 @@ def gateway(
     _need_extra()
     from pagemill.producer.gateway.api_keys import KeyFileError
     from pagemill.producer.gateway.config import GatewayConfig
-    from pagemill.producer.gateway.gateway import LOOPBACK
+    from pagemill.producer.gateway.guard.origin import LOOPBACK
     from pagemill.producer.gateway.server import bind, build_server
 
     if keys is None and not no_keys and host not in LOOPBACK:

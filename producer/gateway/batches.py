@@ -16,7 +16,7 @@ from pagemill.producer.gateway.errors import ApiError, JsonResponse, not_found
 from pagemill.producer.gateway.files import FILE_ID, LONGEST_TTL_S, read_ttl
 from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.gateway.pagination import page_body, read_paging
-from pagemill.producer.gateway.request_parsing import read_object
+from pagemill.producer.gateway.request_parsing import check_json, read_object
 from pagemill.producer.openai.formats import URLS
 from pagemill.producer.wire.calls import api_batches
 from pagemill.producer.wire.calls.api_batches import ApiBatch
@@ -103,6 +103,7 @@ class BatchEndpoints:
 
     async def cancel(self, request: Request) -> Response:
         caller = await self._gateway.admit(request)
+        check_json(request, may_be_unsaid=True)
         batch_id = _id_of(request)
         call = api_batches.cancel(self._gateway.config.queue, caller.tenant, batch_id)
         batch = await self._gateway.run(call)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
@@ -14,8 +13,9 @@ from pagemill.producer.client import flows
 from pagemill.producer.client.aio import AsyncProducer
 from pagemill.producer.gateway.api_keys import ApiKey, ApiKeys
 from pagemill.producer.gateway.config import GatewayConfig
-from pagemill.producer.gateway.errors import ApiError, retry_later
+from pagemill.producer.gateway.errors import retry_later
 from pagemill.producer.gateway.guard.limits import ClientGone
+from pagemill.producer.gateway.guard.origin import LOOPBACK, check_host, check_origin
 from pagemill.producer.gateway.metrics import GatewayMetrics
 from pagemill.producer.gateway.served_models import ServedModels
 from pagemill.producer.wire.calls import rates
@@ -23,7 +23,6 @@ from pagemill.producer.wire.server.scripts import Call
 
 T = TypeVar("T")
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CLOSE_S = 10.0
 """How long the end may take once open requests have had their time: their last words, and those of batches."""
 
@@ -57,7 +56,9 @@ class Gateway:
     def identify(self, request: Request) -> ApiKey:
         """As `admit`, without counting."""
         if self.keys.is_open:
-            self._check_host(request)
+            if self.config.host in LOOPBACK:
+                check_host(request.headers)
+            check_origin(request.method, request.headers)
         return self.keys.identify(request.headers.get("authorization"))
 
     async def run(self, call: Call[T]) -> T:
@@ -85,17 +86,6 @@ class Gateway:
                 while self._in_background:
                     await asyncio.wait(self._in_background)
                 await self.producer.close()
-
-    def _check_host(self, request: Request) -> None:
-        """Without keys, a page in a browser must not reach us under a name of its own."""
-        if self.config.host not in LOOPBACK:
-            return
-        try:
-            name = urlsplit(f"//{request.headers.get('host', '')}").hostname
-        except ValueError:
-            name = None
-        if name not in LOOPBACK:
-            raise ApiError(403, "without API keys the gateway answers to localhost only", "host_not_allowed")
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:

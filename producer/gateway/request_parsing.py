@@ -57,10 +57,7 @@ async def read_ask(request: Request, url: str, caller: ApiKey, longest_s: float)
 
 async def read_object(request: Request) -> dict[str, Any]:
     """The body, a JSON object. Raises ApiError."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        # A browser asks nobody before it posts any other kind from a foreign page.
-        raise ApiError(415, "the content type must be application/json", "unsupported_media_type")
+    check_json(request)
     try:
         found = json.loads(await request.body(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -71,6 +68,13 @@ async def read_object(request: Request) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ApiError(400, "the body must be a JSON object", "invalid_json")
     return found
+
+
+def check_json(request: Request, *, may_be_unsaid: bool = False) -> None:
+    """A browser asks nobody before it posts any other kind from a foreign page. Raises ApiError."""
+    said = request.headers.get("content-type", "")
+    if said.partition(";")[0].strip().lower() != "application/json" and (said or not may_be_unsaid):
+        raise ApiError(415, "the content type must be application/json", "unsupported_media_type")
 
 
 def _refuse_constant(name: str) -> None:

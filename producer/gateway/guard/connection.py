@@ -87,10 +87,20 @@ class GuardedConnection(H11Protocol):
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
         ]
+        is_in_body = not self._is_waiting()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            for event in (h11.Response(status_code=400, headers=headers), h11.Data(body), h11.EndOfMessage()):
+            shown = b"" if is_in_body and self.scope["method"] == "HEAD" else body
+            for event in (
+                h11.Response(status_code=400, headers=headers),
+                h11.Data(shown),
+                h11.EndOfMessage(),
+            ):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+        if is_in_body:
+            # Its request has had this for an answer, and may be about to begin another.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     def abort(self) -> None:
         """End the connection without sending what is still to be sent."""

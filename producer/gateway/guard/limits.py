@@ -105,10 +105,12 @@ class LimitedRequest:
         self._send = send
         self._started = time.monotonic()
         headers = Headers(scope=scope)
-        self._head_bytes = len(scope["path"]) + sum(len(name) + len(value) for name, value in headers.raw)
+        self._head_bytes = len(scope["path"]) + sum(4 + len(name) + len(value) for name, value in headers.raw)
         length = headers.get("content-length", "")
         self._length = int(length) if length.isdecimal() else 0
         self._is_complete = not (self._length or "transfer-encoding" in headers)
+        # Somebody on the way may have gone by the other one, and taken what follows for something else.
+        self._is_ambiguous = "transfer-encoding" in headers and "content-length" in headers
         self._is_upload = scope["method"] == "POST" and scope["path"].rstrip("/") == "/v1/files"
         config = limits.config
         self._limit = config.max_file_bytes + FORM_BYTES if self._is_upload else config.max_body_bytes
@@ -117,26 +119,41 @@ class LimitedRequest:
         self._request_id = f"req_{secrets.token_hex(12)}"
 
     def check_head(self) -> None:
-        """Refuse at once a head that is too long, or that says so of its body."""
+        """Refuse at once a head that is too long, that says so of its body, or that says two things of it."""
         if self._head_bytes > MAX_HEAD_BYTES:
             raise ApiError(431, f"the request's head has more than {MAX_HEAD_BYTES} bytes", "head_too_large")
+        if self._is_ambiguous:
+            raise ApiError(400, "content-length and transfer-encoding in one request", "invalid_http")
         if self._length > self._limit:
             raise self._too_large()
 
     async def receive(self) -> Message:
-        """The application's `receive`. Raises ApiError: 408, 413, or 503 when all bodies are too much."""
-        if self._is_complete:
-            return await self._receive()
+        """The application's `receive`. Raises ClientGone inside a body, and ApiError: 408, 413, or 503 when all
+        bodies are too much.
+        """
+        message = await (self._receive_in_time() if self._wants_body() else self._receive())
+        if self._wants_body():
+            if message["type"] == "http.disconnect":
+                self.is_gone = True
+                raise ClientGone
+            self._count(len(message.get("body", b"")))
+        if message["type"] == "http.request":
+            self._is_complete = not message.get("more_body", False)
+        return message
+
+    def _wants_body(self) -> bool:
+        """Not once the answer has begun: who still asks listens for a hang-up."""
+        return not (self._is_complete or self.has_begun)
+
+    async def _receive_in_time(self) -> Message:
         allowed = self._config.body_timeout_s + self._received / self._config.min_body_rate
         try:
             async with asyncio.timeout(self._started + allowed - time.monotonic()):
-                message = await self._receive()
+                return await self._receive()
         except TimeoutError:
-            raise ApiError(408, "the request's body comes too slowly", "body_timeout") from None
-        if message["type"] == "http.request":
-            self._count(len(message.get("body", b"")))
-            self._is_complete = not message.get("more_body", False)
-        return message
+            if self._wants_body():
+                raise ApiError(408, "the request's body comes too slowly", "body_timeout") from None
+        return await self._receive()
 
     async def send(self, message: Message) -> None:
         """The application's `send`. Raises ClientGone when the client takes nothing."""

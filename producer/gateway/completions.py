@@ -22,8 +22,9 @@ async def answer(gateway: Gateway, request: Request, url: str) -> Response:
     """One request for completions. Raises ApiError, ClientGone and the queue's errors."""
     started = time.monotonic()
     caller = await gateway.admit(request)
-    ask = await read_ask(request, url, caller, gateway.config.timeout_s)
+    ask = await read_ask(request, url, caller, gateway.config)
     await gateway.models.check(ask.model, caller)
+    await gateway.admit_prompts(caller, len(ask.jobs))
     waiter = Waiter(gateway)
     try:
         await waiter.submit(ask.jobs)

@@ -25,6 +25,8 @@ class GatewayConfig:
     timeout_s: float = 600.0
     """A request's deadline; a client may ask for an earlier one."""
     max_body_bytes: int = 2 * MIB
+    max_stored_bytes: int = 4 * MIB
+    """In Redis, for one request with several prompts: each is stored with all of the request's settings."""
     max_in_flight: int = 2_000
     """Requests under way, beyond which a new one is answered 503."""
     max_connections: int = 20_000

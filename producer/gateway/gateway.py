@@ -13,12 +13,13 @@ from pagemill.producer.client import flows
 from pagemill.producer.client.aio import AsyncProducer
 from pagemill.producer.gateway.api_keys import ApiKey, ApiKeys
 from pagemill.producer.gateway.config import GatewayConfig
-from pagemill.producer.gateway.errors import retry_later
+from pagemill.producer.gateway.errors import ApiError, retry_later
 from pagemill.producer.gateway.guard.limits import ClientGone
 from pagemill.producer.gateway.guard.origin import LOOPBACK, check_host, check_origin
 from pagemill.producer.gateway.metrics import GatewayMetrics
 from pagemill.producer.gateway.served_models import ServedModels
 from pagemill.producer.wire.calls import rates
+from pagemill.producer.wire.calls.rates import Rate
 from pagemill.producer.wire.server.scripts import Call
 
 T = TypeVar("T")
@@ -42,16 +43,31 @@ class Gateway:
         """Whose request it is. Raises ApiError: 401, 403, or 429 beyond the key's rate."""
         caller = self.identify(request)
         if (bucket := caller.bucket()) is not None:
-            reply = await self.run(rates.take(self.config.queue, caller.name, bucket))
-            if not reply.allowed:
-                self.metrics.refused["rate"] += 1
-                error = retry_later(429, "the API key's rate is used up", "rate_limit_exceeded", reply.wait_s)
-                error.headers = dict(error.headers) | {
-                    "x-ratelimit-limit-requests": str(bucket.burst),
-                    "x-ratelimit-remaining-requests": str(reply.remaining),
-                }
-                raise error
+            await self._take(caller.name, bucket)
         return caller
+
+    async def admit_prompts(self, caller: ApiKey, prompts: int) -> None:
+        """Count an admitted request as one for each of its prompts. Raises ApiError: 429, or 400 for too many ever."""
+        bucket = caller.bucket()
+        if bucket is None or prompts == 1:
+            return
+        if prompts > bucket.burst:
+            message = (
+                f"{prompts} prompts count as so many requests, and the API key has {bucket.burst} at most"
+            )
+            raise ApiError(400, message, "too_many_prompts", "prompt")
+        await self._take(caller.name, bucket, prompts, returned=1)
+
+    async def _take(self, name: str, bucket: Rate, count: int = 1, returned: int = 0) -> None:
+        reply = await self.run(rates.take(self.config.queue, name, bucket, count, returned=returned))
+        if not reply.allowed:
+            self.metrics.refused["rate"] += 1
+            error = retry_later(429, "the API key's rate is used up", "rate_limit_exceeded", reply.wait_s)
+            error.headers = dict(error.headers) | {
+                "x-ratelimit-limit-requests": str(bucket.burst),
+                "x-ratelimit-remaining-requests": str(reply.remaining),
+            }
+            raise error
 
     def identify(self, request: Request) -> ApiKey:
         """As `admit`, without counting."""

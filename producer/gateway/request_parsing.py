@@ -11,6 +11,7 @@ from typing import Any
 from starlette.requests import Request
 
 from pagemill.producer.gateway.api_keys import ApiKey
+from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.errors import ApiError
 from pagemill.producer.openai.formats import parse_job, read_jobs
 from pagemill.producer.wire.schema.errors import InvalidJob
@@ -39,19 +40,26 @@ class Ask:
         return self.jobs[0].n
 
 
-async def read_ask(request: Request, url: str, caller: ApiKey, longest_s: float) -> Ask:
+async def read_ask(request: Request, url: str, caller: ApiKey, config: GatewayConfig) -> Ask:
     """Raises ApiError and InvalidJob."""
     body = await read_object(request)
     is_stream = _flag(body.pop("stream", None), "stream")
     include_usage = _read_stream_options(body.pop("stream_options", None), is_stream)
-    timeout_s = _read_timeout(request, longest_s)
+    timeout_s = _read_timeout(request, config.timeout_s)
     own = {"tenant": caller.tenant, "priority": caller.priority, "stream": is_stream, "ttl": timeout_s}
     name = _read_idempotency_key(request)
-    jobs = []
-    for position, fields in enumerate(read_jobs(url, body)):
+    jobs: list[Job] = []
+    size, rows = 0, read_jobs(url, body)
+    for position, fields in enumerate(rows):
         if name is not None:
             own["idempotency_key"] = f"{name}/{position}" if position else name
         jobs.append(parse_job(fields | own))
+        size += len(jobs[-1].to_payload()) if len(rows) > 1 else 0  # one job has a limit of its own
+        if size > config.max_stored_bytes:
+            # What the prompts share is stored with each of them: a small body may be much to store.
+            most = f"at most {config.max_stored_bytes} bytes are stored"
+            message = f"{len(rows)} prompts, each with the request's settings, are too many: {most}"
+            raise ApiError(413, message, "request_too_large", "prompt")
     return Ask(url, tuple(jobs), is_stream, include_usage, timeout_s)
 
 

@@ -22,12 +22,16 @@ class RateReply:
     allowed: bool
     remaining: int
     wait_s: float
-    """Until there is one again."""
+    """Until there are so many again."""
 
 
-def take(queue: str, name: str, rate: Rate) -> Call[RateReply]:
-    """Take one from the bucket `name`."""
-    return Call("rate_take", (keys.prefix(queue),), (name, rate.per_second, rate.burst), _reply)
+def take(queue: str, name: str, rate: Rate, count: int = 1, *, returned: int = 0) -> Call[RateReply]:
+    """Take `count` from the bucket `name`, or nothing; `returned`: what an earlier take took, and is put back first.
+
+    A count above the burst is never allowed.
+    """
+    args = (name, rate.per_second, rate.burst, count, returned)
+    return Call("rate_take", (keys.prefix(queue),), args, _reply)
 
 
 def _reply(reply: list[Any]) -> RateReply:

@@ -239,7 +239,7 @@ class BatchRun:
             for kind in ("output", "error")
         )
         with output, errors:
-            summary = await self._answer(requests, BatchAnswers(output, errors))
+            summary = await self._answer(requests, output, errors)
             output_id, error_id = await output.store(ttl_s), await errors.store(ttl_s)
         await self._end(
             self._last_status(summary, await self._save()),
@@ -253,8 +253,20 @@ class BatchRun:
         with contextlib.suppress(PagemillError):
             await self._batch.ack(f"s{summary.total}")
 
-    async def _answer(self, requests: BatchRequests, answers: BatchAnswers) -> BatchSummary:
+    async def _room(self) -> int:
+        """Bytes that the output may have: what was computed may take as much again as the tenant's quota of files."""
+        files = await self._gateway.run(stored_files.find_all(self._queue, self._tenant))
+        others = sum(file.size for file in files if file.id != _file_id(self._id, "output"))
+        return max(0, 2 * self._gateway.config.max_tenant_bytes - others)
+
+    async def _answer(
+        self, requests: BatchRequests, output: StoredLines, errors: StoredLines
+    ) -> BatchSummary:
         """Go through the file and the ends side by side; both are in the same order, or nearly."""
+        answers, room = BatchAnswers(output, errors), await self._room()
+        full = Failure(
+            "output_too_large", "the tenant's files leave no room for it: delete some, and send it again"
+        )
         ends = _Ends(self._batch)
         unknown = Failure("cancelled", "the batch was cancelled before this request was submitted")
         chunks = _chunks(self._allowed(requests))
@@ -266,7 +278,7 @@ class BatchRun:
                 else:
                     item = await ends.of(key)
                     end = unknown if item is None else _end(item, int(self._about["created_at"]))
-                answers.add(request, f"{self._id[6:]}{key}"[-24:], end)
+                answers.add(request, f"{self._id[6:]}{key}"[-24:], full if output.size > room else end)
         return answers.summary
 
     def _last_status(self, summary: BatchSummary, now: str) -> str:

@@ -25,7 +25,8 @@ class StoredLines:
         self._file_id = file_id
         self._filename = filename
         self._spool = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115  # closed by __exit__
-        self._size = 0
+        self.size = 0
+        """Bytes so far."""
 
     def __enter__(self) -> Self:
         return self
@@ -36,23 +37,23 @@ class StoredLines:
         self._spool.close()
 
     def write(self, line: dict[str, Any], /) -> None:
-        self._size += self._spool.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        self.size += self._spool.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     async def store(self, ttl_s: float) -> str | None:
         """The file's id; None when there are no lines. Raises QueueFull when the server has no room."""
-        if not self._size:
+        if not self.size:
             return None
         queue, run = self._gateway.config.queue, self._gateway.run
         file = StoredFile(
             id=self._file_id,
             expires_at=0.0,
-            size=self._size,
-            chunks=stored_files.num_chunks(self._size),
+            size=self.size,
+            chunks=stored_files.num_chunks(self.size),
             filename=self._filename,
             purpose="batch_output",
             created_at=int(time.time()),
         )
-        # What was computed is delivered, whatever the tenant's files come to.
+        # How much a batch may write was decided when it was begun: see BatchRun.
         await run(stored_files.begin(queue, self._tenant, file, max_files=1 << 31, max_bytes=1 << 50))
         self._spool.seek(0)
         for number in range(file.chunks):

@@ -218,6 +218,24 @@ def test_tenants_do_not_meet(valkey_url: str, queue_name: str, tmp_path: Path) -
         assert {row["response"]["body"]["error"]["code"] for row in errors} == {"unknown_model"}
 
 
+def test_an_output_that_finds_no_room_ends_in_the_error_file(valkey_url: str, queue_name: str) -> None:
+    """Results of a few bytes of settings may be large: what a batch writes counts against its tenant's files."""
+    with (
+        scripted_worker(valkey_url, queue_name),
+        gateway(valkey_url, queue_name, max_tenant_bytes=8_000) as served,
+        connect(served) as client,
+    ):
+        ended = end_of(client, start(client, lines(40)).id)
+        answered, refused = rows_of(client, ended.output_file_id), rows_of(client, ended.error_file_id)
+        assert len(answered) + len(refused) == 40
+        assert answered
+        assert refused
+        assert {row["response"]["body"]["error"]["code"] for row in refused} == {"output_too_large"}
+        assert client.files.retrieve(ended.output_file_id or "").bytes < 16_000
+        assert ended.request_counts is not None
+        assert (ended.request_counts.completed, ended.request_counts.failed) == (len(answered), len(refused))
+
+
 def test_files_have_their_limits(valkey_url: str, queue_name: str) -> None:
     with (
         gateway(

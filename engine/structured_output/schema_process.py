@@ -101,6 +101,9 @@ class SchemaProcess:
         self._outgoing.clear()
 
     def ask(self, grammar: ServedGrammar) -> None:
+        if self.error is not None:
+            grammar.fail(type(self.error)(*self.error.args))
+            return
         self.pending[grammar.number] = grammar
         if not self.is_done:
             return  # it will be sent when there is somebody to answer

@@ -7,6 +7,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -331,6 +333,38 @@ def test_a_process_forgets_outputs_that_are_over_and_ends_when_it_is_dropped() -
         time.sleep(0.01)
 
 
+ORPHANS = """
+import sys, time
+from tests.engine.structured_output.test_processes import make, start, take
+compiler = make()
+grammars = [start(compiler, "regex", f"[ab]{{{number},}}") for number in range(3)]
+print(compiler._nursery.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children are counted there")
+def test_nothing_is_left_of_an_engine_that_was_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        nursery = int(engine.stdout.readline())
+        children = Path(f"/proc/{nursery}/task/{nursery}/children").read_text().split()
+        assert len(children) == 3
+        engine.kill()
+    deadline = time.monotonic() + 60
+    while any(is_running(pid) for pid in (nursery, *map(int, children))):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"  # a zombie is its new parent's to bury
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[SchemaCompiler]:
     monkeypatch.setattr(compiler_module, "MAX_BYTES", 40 << 20)
@@ -368,6 +402,10 @@ def test_a_mistake_that_is_remembered_keeps_nobody_who_made_it(small: SchemaComp
             start(small, "regex", "(")
     (schema,) = small._known.values()
     assert not schema.is_used
+    resumed = schema.grammar(MaskBudget())
+    resumed.replay([ord("x")])
+    assert isinstance(resumed.failure, SchemaInvalid)
+    assert schema.socket is None, "nothing is compiled again for it"
 
 
 def test_nothing_is_compiled_while_what_is_used_takes_all(small: SchemaCompiler) -> None:

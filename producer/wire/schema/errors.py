@@ -5,6 +5,8 @@ PagemillError
 ├── QueueFull              the queue's limit or the server's memory is reached
 ├── IdempotencyConflict    the idempotency key belongs to a job with another payload
 ├── RedisUnavailable       no server, or the call's outcome is unknown: retry with the same id
+├── InvalidAddress         the server's address makes no sense (also a ValueError)
+├── RedisRefused           the server answers what no server of ours would: nothing has happened
 ├── AccessDenied           the server's user may not do this: nothing has happened
 ├── ResultTimeout          the wait ended, the job goes on (also a TimeoutError)
 ├── JobNotFound            no such job, or its record has been removed
@@ -115,6 +117,17 @@ class RedisUnavailable(PagemillError):
 
 class AccessDenied(PagemillError):
     """The user that the server knows us as may not do this. docs/security.md lists the rights that are needed."""
+
+
+class InvalidAddress(PagemillError, ValueError):
+    """The server's address makes no sense: its form, or the database that it names. It is never quoted."""
+
+
+class RedisRefused(PagemillError):
+    """The server refuses a call that it should take: keys that somebody else wrote, an unsupported version, a bug.
+
+    Nothing has happened, and trying again will not help.
+    """
 
 
 class ResultTimeout(PagemillError, TimeoutError):

@@ -11,19 +11,22 @@ The query takes the driver's options (`ssl_ca_certs`, `ssl_certfile`, `ssl_keyfi
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from typing import Annotated, Any
+from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 
 import redis
 import redis.asyncio
+from pydantic import AfterValidator
 from redis import connection, exceptions
 from redis.asyncio import connection as async_connection
 
 from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.errors import InvalidAddress
 from pagemill.producer.wire.server.locators import Address, ClusterLocator, Locator, SentinelLocator
 
 CONNECTION_OPTIONS: dict[str, Any] = {
@@ -36,6 +39,8 @@ CONNECTION_OPTIONS: dict[str, Any] = {
 
 _SCHEME = re.compile(r"(rediss?)\+(sentinel|cluster)")
 _DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
+_LONGEST_S = 86_400.0
+_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 _SENTINEL_OPTIONS = {"sentinel_username": "username", "sentinel_password": "password"}
 
 
@@ -51,23 +56,23 @@ class ServerAddress:
 
     @classmethod
     def parse(cls, url: str) -> ServerAddress:
-        """Raises ValueError, which never quotes the URL: it may hold a password."""
+        """Raises InvalidAddress, which never quotes the URL: it may hold a password."""
         scheme, separator, rest = url.partition("://")
         match = _SCHEME.fullmatch(scheme)
         if match is None or not separator:
             _check(url)
             return cls(url, "server")
         base, kind = match.groups()
-        parts = urlsplit(f"{base}://{rest}")
+        parts = _split(f"{base}://{rest}")
         credentials, at, hosts = parts.netloc.rpartition("@")
         nodes = tuple(_node(host, _DEFAULT_PORTS[kind]) for host in hosts.split(",") if host)
         if not nodes:
-            raise ValueError(f"a {scheme} URL names at least one host")
+            raise InvalidAddress(f"a {scheme} URL names at least one host")
         service, _, database = parts.path.strip("/").partition("/")
         if kind == "sentinel" and not service:
-            raise ValueError(f"a {scheme} URL ends in the service's name: {scheme}://host:26379/mymaster")
+            raise InvalidAddress(f"a {scheme} URL ends in the service's name: {scheme}://host:26379/mymaster")
         if kind == "cluster" and (service or "0") != "0":
-            raise ValueError("a Cluster has one database, 0")
+            raise InvalidAddress("a Cluster has one database, 0")
         options = dict(parse_qsl(parts.query))
         asked = tuple(
             (_SENTINEL_OPTIONS[n], options.pop(n)) for n in tuple(options) if n in _SENTINEL_OPTIONS
@@ -93,11 +98,20 @@ class ServerAddress:
         return SentinelLocator(self.nodes, self.service, options | dict(self.sentinel_options))
 
 
+def _address(url: str) -> str:
+    ServerAddress.parse(url)
+    return url
+
+
+RedisAddress = Annotated[str, AfterValidator(_address)]
+"""A setting that names a server."""
+
+
 def open_client(url: str, queue: str, **options: Any) -> redis.Redis:
     """A client (decode_responses off) for `queue`'s server, wherever that is at the moment.
 
-    `options` go on top of the URL's and of `CONNECTION_OPTIONS`. Connects when first used. Raises ValueError
-    for a URL that makes no sense.
+    `options` go on top of the URL's and of `CONNECTION_OPTIONS`. Connects when first used. Raises
+    InvalidAddress for a URL that makes no sense.
     """
     address = ServerAddress.parse(url)
     parsed = connection.parse_url(address.url)
@@ -111,7 +125,7 @@ def open_client(url: str, queue: str, **options: Any) -> redis.Redis:
 def open_masters(url: str) -> list[redis.Redis]:
     """A client for every server that may hold queues: each master of a Cluster, else the one server there is.
 
-    A Cluster is asked at once: raises redis' ConnectionError when no node answers. ValueError as `open_client`.
+    A Cluster is asked at once: raises redis' ConnectionError when no node answers. InvalidAddress as `open_client`.
     """
     address = ServerAddress.parse(url)
     locator = address.locator("default")
@@ -235,20 +249,46 @@ class _AsyncLocatedTLS(_AsyncLocating, async_connection.SSLConnection):  # type:
 
 
 def _check(url: str) -> None:
+    """Raise InvalidAddress for what the driver would take for something else, or refuse once it connects."""
+    parts = _split(url)
     try:
-        connection.parse_url(url)
+        options = connection.parse_url(url)
+        connection.ConnectionPool(**options).make_connection()  # connects nowhere
+    except TypeError as error:
+        unknown = re.search(r"argument '(\w+)'", str(error))
+        raise InvalidAddress(f"no option {unknown[1] if unknown else error} in a URL of this kind") from None
+    except (ValueError, redis.RedisError) as error:
+        raise InvalidAddress(str(error)) from None
+    if parts.scheme != "unix" and not re.fullmatch(r"/?|/\d{1,9}/?", parts.path):
+        raise InvalidAddress("after the host comes / and the number of a database, or nothing")
+    if not 0 <= int(options.get("db", 0)) < 10**9:
+        raise InvalidAddress("the number of a database is 0 or more")
+    for name, value in options.items():
+        if isinstance(value, float) and not 0.0 < value <= _LONGEST_S:
+            raise InvalidAddress(f"{name} is a number of seconds, up to {_LONGEST_S:.0f}")
+    for name in _FILES:
+        if name in options and not os.path.exists(options[name]):
+            raise InvalidAddress(f"{name} names no file")
+
+
+def _split(url: str) -> SplitResult:
+    """Raises InvalidAddress for what is wrong with hosts and ports."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port if "," not in parts.netloc else None
     except ValueError as error:
         # Of a password that is not percent-encoded, the rest is taken for the port, and quoted.
-        message = "the port is no number; in a password, percent-encode @ : / # ?"
-        raise ValueError(message if "Port" in str(error) else str(error)) from None
+        message = "the port is no number from 1 to 65535; in a password, percent-encode @ : / # ?"
+        raise InvalidAddress(message if "Port" in str(error) else "its host makes no sense") from None
+    if port == 0:
+        raise InvalidAddress("the port is no number from 1 to 65535")
+    if re.search(r"[\s\x00-\x1f]", parts.hostname or ""):
+        raise InvalidAddress("a host's name has no spaces")
+    return parts
 
 
 def _node(text: str, default_port: int) -> Address:
-    parts = urlsplit(f"//{text}")
-    try:
-        port = parts.port
-    except ValueError:
-        raise ValueError("the port of a host is no number") from None
+    parts = _split(f"//{text}")
     if not parts.hostname:
-        raise ValueError("a host is missing its name")
-    return parts.hostname, port or default_port
+        raise InvalidAddress("a host is missing its name")
+    return parts.hostname, parts.port or default_port

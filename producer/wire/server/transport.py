@@ -15,15 +15,45 @@ import redis
 import redis.asyncio
 from redis import exceptions
 
-from pagemill.producer.wire.schema.errors import AccessDenied, QueueFull, RedisUnavailable
+from pagemill.producer.wire.schema.errors import (
+    AccessDenied,
+    InvalidAddress,
+    PagemillError,
+    QueueFull,
+    RedisRefused,
+    RedisUnavailable,
+)
 from pagemill.producer.wire.server import durability, scripts
 from pagemill.producer.wire.server.scripts import Call
 
 T = TypeVar("T")
 
 _PIPELINE_CALLS = 500
-_NO_PERMISSION = ("NOPERM", "ACL failure in script", "The user executing the script can't")
+_SCRIPT_TRIES = 5
+"""How often a call is sent to a server that forgets its scripts meanwhile: one that restarts, or is flushed."""
+_NO_PERMISSION = ("NOPERM", "ACL failure in script", "The user executing the script can't", "DENIED ")
 """How servers say it; inside scripts each in its own way."""
+_NO_SUCH_DATABASE = ("DB index", "Invalid Database", "SELECT is not allowed")
+_NOT_NOW = (
+    "READONLY",
+    "LOADING",
+    "MASTERDOWN",
+    "CLUSTERDOWN",
+    "MISCONF",
+    "BUSY",
+    "TRYAGAIN",
+    "NOREPLICAS",
+    "MOVED",
+    "ASK ",
+)
+_NOT_NOW_ERRORS = (
+    exceptions.NoScriptError,
+    exceptions.ReadOnlyError,
+    exceptions.ClusterError,
+    exceptions.AskError,
+    exceptions.TryAgainError,
+)
+"""Where the driver has a class, it takes the word away."""
 
 
 @contextlib.contextmanager
@@ -31,32 +61,46 @@ def wrap_errors() -> Iterator[None]:
     """Turn the driver library's errors into ours."""
     try:
         yield
-    except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
-        raise RedisUnavailable(f"Redis does not answer: {str(error).rstrip('.')}") from error
-    except exceptions.ResponseError as error:
-        raise _response_error(error) from error
+    except (exceptions.RedisError, OSError) as error:
+        raise _translated(error) from error
 
 
-def _response_error(error: Exception) -> Exception:
-    message = str(error)
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Around the driver alone: whatever a foreign reply makes it raise, it was one that no Redis server gives."""
+    try:
+        with wrap_errors():
+            yield
+    except PagemillError:
+        raise
+    except Exception as error:
+        raise _foreign(error) from error
+
+
+def _foreign(error: Exception) -> RedisUnavailable:
+    return RedisUnavailable(f"what answers is no Redis server: {type(error).__name__}, {str(error)[:160]!a}")
+
+
+def _translated(error: Exception) -> PagemillError:
+    message = str(error).rstrip(".")
     # Redis 6.2 wraps a script's error in a sentence of its own, so the word is looked for anywhere.
     if isinstance(error, exceptions.OutOfMemoryError) or "OOM command not allowed" in message:
         return QueueFull("the Redis server has reached its maxmemory")
+    if any(word in message for word in _NO_SUCH_DATABASE):
+        return InvalidAddress(
+            f"the server has no such database, correct the number in its address: {message}"
+        )
     if isinstance(error, exceptions.NoPermissionError) or any(word in message for word in _NO_PERMISSION):
         return AccessDenied(f"Redis refuses this user (docs/security.md lists what it needs): {message}")
-    unavailable = (
-        "READONLY",
-        "LOADING",
-        "MASTERDOWN",
-        "CLUSTERDOWN",
-        "MISCONF",
-        "BUSY",
-        "TRYAGAIN",
-        "NOREPLICAS",
-    )
-    if isinstance(error, exceptions.ReadOnlyError) or any(word in message[:160] for word in unavailable):
-        return RedisUnavailable(f"Redis refuses writes now: {message}")
-    return error
+    if isinstance(error, exceptions.AuthenticationError):
+        return RedisUnavailable(f"Redis refuses the user or the password: {message}")
+    if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
+        return RedisUnavailable(f"Redis does not answer: {message}")
+    if isinstance(error, exceptions.InvalidResponse):
+        return _foreign(error)
+    if isinstance(error, _NOT_NOW_ERRORS) or any(word in message[:160] for word in _NOT_NOW):
+        return RedisUnavailable(f"Redis refuses calls now: {message}")
+    return RedisRefused(f"Redis refuses a call that it should take: {message}")
 
 
 class SyncTransport:
@@ -66,14 +110,20 @@ class SyncTransport:
         self.client = client
 
     def run(self, call: Call[T]) -> T:
-        """Run one call. Raises RedisUnavailable, QueueFull (out of memory), or redis' ResponseError."""
-        with wrap_errors():
-            try:
-                reply = self.client.evalsha(*_evalsha(call))
-            except exceptions.NoScriptError:
-                self._teach()
-                reply = self.client.evalsha(*_evalsha(call))
+        """Run one call. Raises RedisUnavailable, AccessDenied, QueueFull (out of memory), InvalidAddress (no such
+        database) or RedisRefused."""
+        with _reading():
+            reply = self._run(call)
         return call.parse(reply)
+
+    def _run(self, call: Call[Any]) -> Any:
+        for _ in range(_SCRIPT_TRIES):
+            try:
+                return self.client.evalsha(*_evalsha(call))
+            except exceptions.NoScriptError as error:
+                unknown = error
+                self._teach()
+        raise unknown
 
     def begin(self, call: Call[T]) -> Pending[T]:
         """Send a call and return at once, so that the caller can work while the server does."""
@@ -82,15 +132,17 @@ class SyncTransport:
     def run_many(self, calls: Sequence[Call[T]]) -> list[T]:
         """Run calls in one round trip, each atomic, together not. Raises the first error, after all ran."""
         replies: list[Any] = []
-        with wrap_errors():
+        with _reading():
             for start in range(0, len(calls), _PIPELINE_CALLS):
                 replies += self._pipeline(calls[start : start + _PIPELINE_CALLS])
         return [call.parse(reply) for call, reply in zip(calls, replies, strict=True)]
 
     def _pipeline(self, calls: Sequence[Call[T]]) -> list[Any]:
         replies = self._send(calls)
-        unknown = [i for i, reply in enumerate(replies) if isinstance(reply, exceptions.NoScriptError)]
-        if unknown:
+        for _ in range(_SCRIPT_TRIES - 1):
+            unknown = [i for i, reply in enumerate(replies) if isinstance(reply, exceptions.NoScriptError)]
+            if not unknown:
+                break
             self._teach()
             for i, reply in zip(unknown, self._send([calls[i] for i in unknown]), strict=True):
                 replies[i] = reply
@@ -109,8 +161,10 @@ class SyncTransport:
 
     def _teach(self) -> None:
         # All at once: with one known and another not, a pipeline's calls would be reordered.
-        for name in scripts.names():
-            self.client.script_load(scripts.source(name))
+        with self.client.pipeline(transaction=False) as pipeline:
+            for name in scripts.names():
+                pipeline.script_load(scripts.source(name))
+            pipeline.execute()
 
     def close(self) -> None:
         self.client.close()
@@ -124,7 +178,7 @@ class Pending(Generic[T]):
         self._call = call
         self._pool = transport.client.connection_pool
         self._connection: Any = None
-        with contextlib.suppress(exceptions.ConnectionError, exceptions.TimeoutError, OSError):
+        with contextlib.suppress(Exception):  # `finish` sends it again, and says what is wrong
             self._connection = self._pool.get_connection()
             self._connection.send_command("EVALSHA", *_evalsha(call))
 
@@ -135,13 +189,13 @@ class Pending(Generic[T]):
             return self._transport.run(self._call)
         try:
             reply = connection.read_response()
-        except (exceptions.ConnectionError, exceptions.TimeoutError, OSError):
-            connection.disconnect()
-            return self._transport.run(self._call)
         except exceptions.NoScriptError:
             return self._transport.run(self._call)
         except exceptions.ResponseError as error:
-            raise _response_error(error) from error
+            raise _translated(error) from error
+        except Exception:
+            connection.disconnect()
+            return self._transport.run(self._call)
         finally:
             self._pool.release(connection)
         return self._call.parse(reply)
@@ -162,26 +216,33 @@ class AsyncTransport:
 
     async def run(self, call: Call[T]) -> T:
         """As SyncTransport.run."""
-        with wrap_errors():
-            try:
-                reply = await self.client.evalsha(*_evalsha(call))
-            except exceptions.NoScriptError:
-                await self._teach()
-                reply = await self.client.evalsha(*_evalsha(call))
+        with _reading():
+            reply = await self._run(call)
         return call.parse(reply)
+
+    async def _run(self, call: Call[Any]) -> Any:
+        for _ in range(_SCRIPT_TRIES):
+            try:
+                return await self.client.evalsha(*_evalsha(call))
+            except exceptions.NoScriptError as error:
+                unknown = error
+                await self._teach()
+        raise unknown
 
     async def run_many(self, calls: Sequence[Call[T]]) -> list[T]:
         """As SyncTransport.run_many."""
         replies: list[Any] = []
-        with wrap_errors():
+        with _reading():
             for start in range(0, len(calls), _PIPELINE_CALLS):
                 replies += await self._pipeline(calls[start : start + _PIPELINE_CALLS])
         return [call.parse(reply) for call, reply in zip(calls, replies, strict=True)]
 
     async def _pipeline(self, calls: Sequence[Call[T]]) -> list[Any]:
         replies = await self._send(calls)
-        unknown = [i for i, reply in enumerate(replies) if isinstance(reply, exceptions.NoScriptError)]
-        if unknown:
+        for _ in range(_SCRIPT_TRIES - 1):
+            unknown = [i for i, reply in enumerate(replies) if isinstance(reply, exceptions.NoScriptError)]
+            if not unknown:
+                break
             await self._teach()
             for i, reply in zip(unknown, await self._send([calls[i] for i in unknown]), strict=True):
                 replies[i] = reply
@@ -199,8 +260,10 @@ class AsyncTransport:
             await durability.sync_async(self.client, queue)
 
     async def _teach(self) -> None:
-        for name in scripts.names():
-            await self.client.script_load(scripts.source(name))
+        async with self.client.pipeline(transaction=False) as pipeline:
+            for name in scripts.names():
+                pipeline.script_load(scripts.source(name))
+            await pipeline.execute()
 
     async def close(self) -> None:
         await self.client.aclose()

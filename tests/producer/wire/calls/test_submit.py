@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import redis
 
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.schema.errors import RedisRefused
 from pagemill.producer.wire.schema.job import Job
 from tests.producer.driving import Queue
 
@@ -77,7 +77,7 @@ def test_a_limit_of_the_queue_wins_over_the_producers(queue: Queue) -> None:
 )
 def test_a_bad_header_stores_nothing_of_the_call(queue: Queue, header: bytes) -> None:
     good = transitions.prepare(Job.parse({"prompt": "p", "model": "m"}), "good")
-    with pytest.raises(redis.ResponseError, match="bad header"):
+    with pytest.raises(RedisRefused, match="bad header"):
         queue.run(transitions.submit(queue.name, [good, Submission("a", header, b"{}")]))
     assert queue.names() == set()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import quote_plus
+
 import pytest
 
 from pagemill.producer.wire.server.clients import ServerAddress, has_password, redacted
@@ -9,16 +11,16 @@ from pagemill.producer.wire.server.discovery import find_redis, with_credentials
 
 
 def test_a_plain_address_is_the_drivers() -> None:
-    for url in ("redis://h:1/2", "rediss://u:p@h:1/2?ssl_ca_certs=/ca", "unix:///tmp/s?db=1"):
+    for url in ("redis://h:1/2", f"rediss://u:p@h:1/2?ssl_ca_certs={__file__}", "unix:///tmp/s?db=1"):
         address = ServerAddress.parse(url)
         assert (address.url, address.nodes, address.locator("q")) == (url, (), None)
 
 
 def test_a_sentinel_address() -> None:
     address = ServerAddress.parse(
-        "rediss+sentinel://u:p%40ss@a,b:26380,[::1]:3/main/4?sentinel_password=s&ssl_ca_certs=/ca"
+        f"rediss+sentinel://u:p%40ss@a,b:26380,[::1]:3/main/4?sentinel_password=s&ssl_ca_certs={__file__}"
     )
-    assert address.url == "rediss://u:p%40ss@a:26379/4?ssl_ca_certs=%2Fca"
+    assert address.url == f"rediss://u:p%40ss@a:26379/4?ssl_ca_certs={quote_plus(__file__)}"
     assert address.nodes == (("a", 26379), ("b", 26380), ("::1", 3))
     assert (address.kind, address.service) == ("sentinel", "main")
     assert dict(address.sentinel_options) == {"password": "s"}

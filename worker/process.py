@@ -16,8 +16,8 @@ import time
 from types import FrameType
 
 from pagemill.engine.errors import ConfigError, EngineError
-from pagemill.engine.models.directory import check_model
 from pagemill.monitoring.logging import configure_logging
+from pagemill.producer.wire.process.stop_signals import stop_signals
 from pagemill.producer.wire.schema.errors import PagemillError, RedisUnavailable
 from pagemill.producer.wire.server import discovery
 from pagemill.worker.config import WorkerConfig
@@ -40,7 +40,7 @@ SWITCH_S = 0.0001
 
 
 class ShutdownSignals:
-    """SIGTERM and SIGINT, counted: the first asks for a drain, the second to hurry."""
+    """SIGTERM, SIGINT and SIGHUP, counted: the first asks for a drain, the second to hurry."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()
@@ -48,7 +48,7 @@ class ShutdownSignals:
         self.first_at = 0.0
 
     def install(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -60,7 +60,7 @@ class ShutdownSignals:
 
 
 def run_worker(config: WorkerConfig) -> int:
-    """Run a worker until SIGTERM or SIGINT. Returns the exit code: 0 drained, 1 failed, 2 usage, 3 Redis.
+    """Run a worker until SIGTERM, SIGINT or SIGHUP. Returns the exit code: 0 drained, 1 failed, 2 usage, 3 Redis.
 
     On the main thread, once per process. Nothing is raised that a user could cause.
     """
@@ -68,7 +68,6 @@ def run_worker(config: WorkerConfig) -> int:
     signals = ShutdownSignals()
     signals.install()
     try:
-        check_model(config.engine.model)
         if config.redis_url is not None:
             return _serve(config, discovery.with_credentials(config.redis_url), None, signals)
         with EmbeddedServer.open(config.state_dir or discovery.state_dir()) as server:

@@ -26,6 +26,7 @@ from pagemill.monitoring.metrics.scrape import WorkerIdentity
 from pagemill.monitoring.queue_figures import QueueFigures
 from pagemill.monitoring.tracing import Tracing
 from pagemill.producer.wire.calls.registry import WorkerInfo
+from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.engine_thread import EngineState, EngineThread
 from pagemill.worker.job_queue import Connectivity, JobQueue, ServerClock, warn_about_server
@@ -43,6 +44,7 @@ from pagemill.worker.webhooks.policy import WebhookPolicy
 from pagemill.worker.webhooks.sender import WebhookSender
 
 logger = logging.getLogger(__name__)
+logging.getLogger(LiveFeed.__module__).addFilter(RepeatedErrors())  # monitoring knows nothing of the producer
 
 WRITE_OUT_S = 5.0
 """After the hand-back, how long the last writes may take; leases lapse for what could not be written."""
@@ -369,7 +371,10 @@ class Worker:
         if self._is_serving:
             engine = self.engine.engine
             details |= {"model": self.model, "tier": engine.tier, "fingerprint": engine.fingerprint}
-        return Health(state == "ready" and self.connectivity.is_up, details)
+        refusal = self.admission.refusal
+        if refusal is not None:
+            details["refusal"] = refusal
+        return Health(state == "ready" and self.connectivity.is_up and refusal is None, details)
 
     def _render_metrics(self) -> bytes:
         self.counters.state = self._public_state()
@@ -384,7 +389,7 @@ class Worker:
                 return "starting"
             case "draining":
                 return "draining"
-            case "ready" if self.connectivity.is_up:
+            case "ready" if self.connectivity.is_up and self.admission.refusal is None:
                 return "paused" if self.admission.blocked == "paused" else "ready"
         return "degraded"
 

@@ -17,11 +17,13 @@ from pagemill.producer.celery.native import RELAY, told_message
 from pagemill.producer.celery.task import desk, plain_error, plain_result
 from pagemill.producer.wire.calls import outbox
 from pagemill.producer.wire.calls.outbox import Notice
+from pagemill.producer.wire.process.repeated_errors import IN_LOOP, RepeatedErrors
 from pagemill.producer.wire.schema.errors import JobError, RedisUnavailable
 from pagemill.producer.wire.server.clients import open_client
 from pagemill.producer.wire.server.transport import SyncTransport
 
 logger = logging.getLogger(__name__)
+logger.addFilter(RepeatedErrors())
 
 AT_ONCE = 50
 CLAIM_MS = 60_000
@@ -49,7 +51,7 @@ class Relay:
                 if self.relay() < AT_ONCE:
                     self._stop.wait(LOOK_S)
             except RedisUnavailable as error:
-                logger.warning("no server: %s", error)
+                logger.warning("no server: %s", error, extra=IN_LOOP)
                 self._stop.wait(AWAY_S)
         self._client.close()
 

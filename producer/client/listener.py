@@ -11,11 +11,13 @@ import redis
 
 from pagemill.producer.client.waiting_room import LEASE_PATIENCE_MS, POLL_CHUNK, WaitingRoom, topic_of
 from pagemill.producer.wire.calls import reads, transitions
+from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import PagemillError, RedisUnavailable
 from pagemill.producer.wire.server.transport import SyncTransport, wrap_errors
 
 logger = logging.getLogger(__name__)
+logger.addFilter(RepeatedErrors())
 
 IDLE_EXIT_S = 5.0
 """A listener nobody has waited on for so long ends; the next wait starts another."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import signal
 import socket
+import threading
 from collections.abc import Generator
 
 import uvicorn
@@ -14,6 +16,7 @@ from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.guard.connection import ConnectionLimits
 from pagemill.producer.gateway.guard.limits import MAX_HEAD_BYTES
 from pagemill.producer.gateway.metrics import GatewayMetrics
+from pagemill.producer.wire.process.stop_signals import stop_signals
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 30
@@ -49,13 +52,24 @@ def build_server(config: GatewayConfig) -> uvicorn.Server:
 
 
 class _Server(uvicorn.Server):
-    """Ends like a worker: a drain that SIGTERM asked for is a success, and not the signal's doing."""
+    """Ends like a worker: a drain that a signal asked for is a success, and not the signal's doing."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         with super().capture_signals():
-            yield
-            self._captured_signals.clear()
+            # uvicorn takes SIGTERM and SIGINT itself, and leaves SIGHUP to end the process.
+            more = set(stop_signals()) - {signal.SIGTERM, signal.SIGINT}
+            before = {number: signal.signal(number, self.handle_exit) for number in more if _is_main_thread()}
+            try:
+                yield
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+                self._captured_signals.clear()
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def bind(config: GatewayConfig) -> socket.socket:

@@ -19,6 +19,7 @@ from pagemill.engine.outputs import SampleState
 from pagemill.monitoring.counters import BlockReason, WorkerCounters
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.process.repeated_errors import IN_LOOP, RepeatedErrors
 from pagemill.producer.wire.schema.errors import InvalidJob, QueueFull, RedisUnavailable
 from pagemill.producer.wire.schema.outputs import ErrorInfo, Progress
 from pagemill.worker.engine_thread import AddRequest, EngineState, EngineThread
@@ -32,6 +33,7 @@ from pagemill.worker.jobs.reporter import ProgressReporter
 from pagemill.worker.jobs.running_job import PRIORITIES, RunningJob, sample_states
 
 logger = logging.getLogger(__name__)
+logger.addFilter(RepeatedErrors())
 
 DOORBELL_S = 0.5
 """The longest sleep of an idle worker; then it looks, and sweeps, anyway."""
@@ -128,6 +130,8 @@ class Admission:
         self._forecast = OutputForecast()
         self.blocked: BlockReason | None = "loading"
         """What keeps this worker from pulling; None while it may."""
+        self.refusal: str | None = None
+        """Why the last pull failed, where it was not for want of a server: a worker that can't pull is not ready."""
 
     def start(self, models: list[str]) -> None:
         self._models = models
@@ -158,13 +162,15 @@ class Admission:
             try:
                 self._pull_once()
                 self._backoff.reset()
+                self.refusal = None
             except RedisUnavailable:
                 self._wait_for_redis()
             except QueueFull as error:  # out of memory: only ends can be written, and those make room
-                logger.warning("no jobs can be pulled: %s; trying again", error)
+                logger.warning("no jobs can be pulled: %s; trying again", error, extra=IN_LOOP)
                 self._blocked_for("redis", DOORBELL_S)
-            except Exception:
+            except Exception as error:
                 logger.exception("pulling jobs failed; trying again")
+                self.refusal = str(error)
                 self._blocked_for("redis", self._backoff.next())
         self.blocked = "draining"
 

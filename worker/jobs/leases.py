@@ -16,11 +16,13 @@ from redis.client import PubSub
 
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.calls.registry import WorkerInfo, heartbeat, leave
+from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.worker.job_queue import Backoff, JobQueue, ServerClock
 from pagemill.worker.jobs.job_table import JobTable
 
 logger = logging.getLogger(__name__)
+logger.addFilter(RepeatedErrors())
 
 CANCEL_POLL_S = 0.2
 """The longest wait for a pushed cancel, and so for a stop."""

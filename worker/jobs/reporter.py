@@ -15,6 +15,7 @@ from queue import Empty, SimpleQueue
 
 from pagemill.engine.outputs import RequestOutput
 from pagemill.monitoring.counters import WorkerCounters
+from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
 from pagemill.producer.wire.schema.errors import FINAL_CODES, RETRYABLE_CODES, RedisUnavailable
 from pagemill.producer.wire.schema.outputs import ErrorInfo
 from pagemill.producer.wire.schema.signing import Keys
@@ -36,6 +37,7 @@ from pagemill.worker.jobs.journal import Journal
 from pagemill.worker.jobs.running_job import MAX_RESULT_BYTES, Ending, RunningJob
 
 logger = logging.getLogger(__name__)
+logger.addFilter(RepeatedErrors())
 
 TICK_S = 0.2
 """How often deadlines are looked at when nothing else happens."""

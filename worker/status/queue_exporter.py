@@ -18,6 +18,8 @@ from types import FrameType
 
 from pagemill.monitoring.metrics.queue_exposition import QueueExposition, QueueReadings
 from pagemill.monitoring.queue_figures import QueueFigures
+from pagemill.producer.wire.process.repeated_errors import IN_LOOP, RepeatedErrors
+from pagemill.producer.wire.process.stop_signals import stop_signals
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import AccessDenied, RedisUnavailable
 from pagemill.producer.wire.server.clients import open_masters
@@ -27,6 +29,7 @@ from pagemill.worker.status.queue_reader import QueueReader
 from pagemill.worker.status.server import Health, Probes, StatusServer
 
 logger = logging.getLogger(__name__)
+logger.addFilter(RepeatedErrors())
 
 DISCOVER_EVERY_S = 60.0
 SCAN_COUNT = 1000
@@ -85,7 +88,7 @@ class QueueSet:
                 figures.append(reader.read())
             is_up = True
         except RedisUnavailable as error:
-            logger.warning("%s; nothing is exported until it answers", error)
+            logger.warning("%s; nothing is exported until it answers", error, extra=IN_LOOP)
             self._errors += 1
             figures, is_up = [], False
         return QueueReadings(figures, is_up, self._errors, _version())
@@ -156,13 +159,13 @@ class QueueExporter:
 
 
 def run_exporter(queues: QueueSet, host: str, port: int) -> None:
-    """Export until SIGTERM or SIGINT. Raises as `QueueExporter` does."""
+    """Export until SIGTERM, SIGINT or SIGHUP. Raises as `QueueExporter` does."""
     stop = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         signal.signal(number, handle)
     exporter = QueueExporter(queues, host, port)
     logger.info("queue metrics at %s/metrics", exporter.url)

@@ -8,16 +8,19 @@ import ssl
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.calls import outbox
 from pagemill.producer.wire.calls.outbox import Notice
+from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.worker.job_queue import Backoff, JobQueue
 from pagemill.worker.webhooks.delivery import TIMEOUT_S, DeliveryFailed, body_of, deliver
 from pagemill.worker.webhooks.policy import Refused, Unresolved, WebhookPolicy
 
 logger = logging.getLogger(__name__)
+logger.addFilter(RepeatedErrors())
 
 LOOK_S = 0.5
 AT_ONCE = 8
@@ -36,7 +39,7 @@ class WebhookSender:
         secrets: Sequence[bytes],
         counters: WorkerCounters,
         *,
-        ca_file: str | None = None,
+        ca_file: Path | None = None,
         first_retry_s: float = FIRST_RETRY_S,
     ) -> None:
         """`secrets`: the signing keys, the current one first. `ca_file`: whom to trust instead of the system."""

@@ -133,8 +133,8 @@ def test_a_relay_that_is_killed_leaves_nothing_undone(shop: Any, server: RedisSe
         ]
         eventually(lambda: not queue.redis.zcard("pagemill:{native}:outbox:celery"), "an empty outbox")
     finally:
-        second.terminate()
-        second.wait(timeout=PATIENCE_S)
+        second.send_signal(signal.SIGHUP)
+        assert second.wait(timeout=PATIENCE_S) == 0
 
 
 @pytest.mark.filterwarnings("ignore:Call to deprecated:DeprecationWarning")  # of Celery's backend

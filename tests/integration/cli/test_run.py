@@ -192,7 +192,7 @@ def test_detached_and_collected_another_day(
     assert len(outputs(tmp_path / "out.jsonl")) == 40
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_interrupted_and_started_again(
     pagemill: Callable[..., Finished],
     valkey_url: str,
@@ -213,8 +213,8 @@ def test_interrupted_and_started_again(
         time.sleep(0.3)
         first.send_signal(ending)
         _, said = first.communicate(timeout=PATIENCE_S)
-        assert first.returncode == (130 if ending == signal.SIGINT else -signal.SIGKILL), said
-        if ending == signal.SIGINT:
+        assert first.returncode == (130 if ending != signal.SIGKILL else -signal.SIGKILL), said
+        if ending != signal.SIGKILL:
             assert "(--cancel ends them)\nrun the same command again to go on;" in said
         waiting.pause(False)
         waiting.redis.close()

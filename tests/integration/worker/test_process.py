@@ -80,14 +80,6 @@ def test_an_unreachable_redis_is_exit_3_with_a_message(spawn: Spawn) -> None:
     assert "Traceback" not in process.log()
 
 
-@pytest.mark.parametrize("model", ["/no/such/model", "echo:fast"])
-def test_a_model_that_is_not_there_is_exit_2_with_a_message(spawn: Spawn, model: str) -> None:
-    process = spawn(model=model)
-    assert process.wait() == 2
-    assert model.partition(":")[0] in process.log()
-    assert "Traceback" not in process.log()
-
-
 def test_a_taken_port_is_exit_2_with_a_message(spawn: Spawn) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -142,9 +134,10 @@ def test_a_killed_embedded_server_comes_back_with_its_jobs(
     assert process.wait() == 0
 
 
-def test_the_first_sigterm_lets_running_jobs_finish(spawn: Spawn, client: QueueClient) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_lets_running_jobs_finish(spawn: Spawn, client: QueueClient, number: int) -> None:
     process = start_running(spawn, client, jobs=2, job=BRIEF, drain_grace_s=120.0)
-    process.signal(signal.SIGTERM)
+    process.signal(number)
     assert process.wait() == 0
     assert client.stats().counts["succeeded"] == 2
     assert client.workers() == []

@@ -94,7 +94,8 @@ def test_a_stream_whose_job_ends_before_what_was_sent(by_hand: Queue, before_it:
     assert not listener.is_done
 
 
-def test_sigterm_lets_open_requests_end(valkey_url: str, queue_name: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_open_requests_end(number: int, valkey_url: str, queue_name: str) -> None:
     config = worker_config(valkey_url, queue_name, model="echo:2", max_num_seqs=64)
     with (
         running_worker(config),
@@ -107,7 +108,7 @@ def test_sigterm_lets_open_requests_end(valkey_url: str, queue_name: str) -> Non
             idle = streams.enter_context(served.connect())
             eventually(lambda: all(listener.text for listener in listeners), "the streams' begin")
             eventually(lambda: "requests_in_flight 5\n" in served.metrics(), "the request beside them")
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
             assert idle.recv(1) == b""
         assert [listener.text for listener in listeners] == [LONG["prompt"]] * 3
         assert all(listener.is_done for listener in listeners)

@@ -1,0 +1,82 @@
+"""Keeps a loop that meets the same error again and again from flooding the log."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+import traceback
+from collections import OrderedDict
+from dataclasses import dataclass
+
+EVERY_S = 60.0
+MAX_KINDS = 64
+"""Kinds of errors that are remembered; beyond, the one seen longest ago is forgotten."""
+
+Kind = tuple[str, str, str, str]
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
+
+
+@dataclass(slots=True)
+class _Seen:
+    told_at: float
+    """Monotonic seconds."""
+    count: int = 0
+    """Since then, untold."""
+
+
+class RepeatedErrors(logging.Filter):
+    """For a loop's logger: an error is logged once with its traceback, then at most once a minute with a count.
+
+    Concerns records with a traceback, and those logged with `extra=IN_LOOP`. Records are the same if message and
+    error are, its place included, whatever numbers they have in them. Thread-safe.
+    """
+
+    def __init__(self, every_s: float = EVERY_S) -> None:
+        super().__init__()
+        self._every_s = every_s
+        self._lock = threading.Lock()
+        self._seen: OrderedDict[Kind, _Seen] = OrderedDict()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is logged; of one that was counted, the message says how often."""
+        is_in_loop = record.__dict__.pop("in_loop", False)  # for us: no line shows it
+        if not (record.exc_info or is_in_loop):
+            return True
+        now = time.monotonic()
+        with self._lock:
+            kind = _kind(record)
+            seen = self._seen.get(kind)
+            if seen is None:
+                self._seen[kind] = _Seen(now)
+                if len(self._seen) > MAX_KINDS:
+                    self._seen.popitem(last=False)
+                return True
+            self._seen.move_to_end(kind)
+            seen.count += 1
+            if now - seen.told_at < self._every_s:
+                return False
+            self._tell_count(record, seen.count, now - seen.told_at)
+            seen.told_at, seen.count = now, 0
+        return True
+
+    def _tell_count(self, record: logging.LogRecord, count: int, seconds: float) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        what = record.getMessage() + (f": {error}" if error is not None else "")
+        record.msg, record.args = "%s (%d times more in %.0f s)", (what, count, seconds)
+        record.exc_info, record.exc_text = None, None
+
+
+IN_LOOP = {"in_loop": True}
+"""`extra` of a record without a traceback that a loop may repeat."""
+
+
+def _kind(record: logging.LogRecord) -> Kind:
+    error = record.exc_info[1] if record.exc_info else None
+    message = _NUMBER.sub("#", record.getMessage())
+    if error is None:
+        return message, "", "", ""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return message, type(error).__name__, place, _NUMBER.sub("#", str(error))

@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import os
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pagemill.engine.errors import ConfigError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
-KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8", "fp8")
+from pagemill.engine.errors import ConfigError, complaint
+
+MAX_KV_BLOCKS = 2**24
+"""The scheduler keeps an object for each, and kernels find them by 32-bit numbers."""
+_Blocks = Annotated[int, Field(ge=2, le=MAX_KV_BLOCKS)]  # one is reserved
+_Bytes = Annotated[int, Field(ge=1, le=2**46)]
+_Sequences = Annotated[int, Field(ge=1, le=2**16)]
+_Tokens = Annotated[int, Field(ge=1, le=2**24)]
+_Path = BeforeValidator(lambda model: os.fspath(model) if isinstance(model, os.PathLike) else model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What the user asks for; None and "auto" are resolved when the model is loaded, into other objects."""
 
-    model: str
+    model: Annotated[str, _Path, Field(min_length=1, max_length=4096)]
     """A Hugging Face directory, `smollm2` (the packaged model) or `echo` (no model at all)."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights from the directory's config.json, for benchmarks."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """auto: float32 on CPU, the checkpoint's on CUDA."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds the requests that bring none."""
-    block_size: int = 16
+    block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Tokens per KV block. Any number will do; a power of two saves the GPU's kernels divisions."""
-    num_kv_blocks: int | None = None
+    num_kv_blocks: _Blocks | None = None
     """KV blocks in the pool; None: from kv_cache_memory_bytes or the device's free memory."""
-    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_bytes: _Bytes | None = None
     """Bytes for the KV cache; None on CPU: a quarter of the available RAM, at most 4 GiB."""
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
     """Share of the device's memory for weights, activations and KV cache together."""
-    max_model_len: int | None = None
+    max_model_len: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """Longest prompt + output in tokens; None: the model's context length."""
-    max_num_seqs: int | None = None
+    max_num_seqs: _Sequences | None = None
     """Sequences in one step; None: 64 on CPU, 256 on CUDA."""
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: _Tokens | None = None
     """Token budget of a step; None: 512 on CPU, 8192 on CUDA."""
-    long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold: Annotated[int, Field(ge=0, le=2**24)] = 0
     """Most prompt tokens of one request in a step; 0: the budget alone limits."""
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
@@ -56,49 +66,38 @@ class EngineConfig:
     head; fp8 on CUDA needs compute capability 8.9."""
     quantization: Literal["int8"] | None = None
     """int8: weights per output channel, activations per token, exact products of integers."""
-    swap_space_gib: float = 0.0
+    swap_space_gib: Annotated[float, Field(ge=0.0, le=1024.0)] = 0.0
     """Host memory for the KV blocks of preempted sequences; 0: they are always computed again."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes that share each layer's work, one per GPU; on CPU they share its cores. Memory settings are per
     process, but for swap_space_gib, which is for all together."""
     skip_tokenizer_init: bool = False
     """Serve token ids only."""
-    num_threads: int | None = None
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads for the model; None: torch's default."""
 
     def __post_init__(self) -> None:
-        def need(condition: bool, message: str) -> None:
-            if not condition:
-                raise ConfigError(message)
-
-        need(bool(self.model), "model must name a directory, smollm2 or echo")
-        need(self.block_size >= 1, f"block_size must be at least 1, got {self.block_size}")
-        for name in ("num_kv_blocks", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs",
-                     "max_num_batched_tokens", "num_threads"):  # fmt: skip
-            value = getattr(self, name)
-            need(value is None or value >= 1, f"{name} must be at least 1, got {value}")
-        need(
-            self.num_kv_blocks is None or self.num_kv_blocks >= 2,
-            "num_kv_blocks must be at least 2 (one is reserved)",
-        )
-        need(self.long_prefill_token_threshold >= 0, "long_prefill_token_threshold must not be negative")
-        need(0.0 < self.gpu_memory_utilization <= 1.0, "gpu_memory_utilization must be in (0, 1]")
-        for name, known in (("kv_cache_dtype", KV_CACHE_DTYPES), ("quantization", (None, "int8"))):
-            value = getattr(self, name)
-            need(value in known, f"{name} must be one of {known}, got {value!r}")
-        need(
-            0.0 <= self.swap_space_gib < float("inf"),
-            f"swap_space_gib must not be negative, got {self.swap_space_gib}",
-        )
+        """Holds every option to its annotation. Raises ConfigError, which names the option."""
+        for option in fields(self):
+            try:
+                value = _validators()[option.name].validate_python(getattr(self, option.name))
+            except ValidationError as error:
+                raise ConfigError(f"{option.name}: {complaint(error)}", setting=option.name) from None
+            object.__setattr__(self, option.name, value)
         size = self.tensor_parallel_size
-        need(size >= 1, f"tensor_parallel_size must be at least 1, got {size}")
         # int8 scales its activations by a token's largest number, of which each rank sees some; bitwise tiers
         # promise an order of sums that ranks don't keep.
         for name in ("quantization", "batch_invariant"):
             value = getattr(self, name)
-            need(
-                size == 1 or not value, f"{name}={value!r} with tensor_parallel_size={size} is not supported"
-            )
+            if size > 1 and value:
+                message = f"{name}={value!r} with tensor_parallel_size={size} is not supported"
+                raise ConfigError(message, setting=name)
+
+
+@cache
+def _validators() -> dict[str, TypeAdapter[Any]]:
+    hints = get_type_hints(EngineConfig, include_extras=True)
+    return {option.name: TypeAdapter(hints[option.name]) for option in fields(EngineConfig)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,11 @@ EngineError
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 
 class EngineError(Exception):
     code = "engine_error"
@@ -46,7 +51,13 @@ class SchemaTooComplex(InvalidRequest):
 
 
 class ConfigError(EngineError, ValueError):
+    """`setting` names the option that is to blame, where it is one."""
+
     code = "config_error"
+
+    def __init__(self, message: str, setting: str | None = None) -> None:
+        super().__init__(message)
+        self.setting = setting
 
 
 class ModelLoadError(ConfigError):
@@ -70,3 +81,13 @@ class StepError(EngineError):
     def __init__(self, message: str, request_ids: list[str]) -> None:
         super().__init__(message)
         self.request_ids = request_ids
+
+
+def complaint(error: ValidationError, *, is_secret: bool = False) -> str:
+    """What is wrong with a setting and what is allowed, as part of a line; a secret is not quoted."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    message = str(first["msg"]).removeprefix("Value error, ").replace("Input should", "it should")
+    given = repr(first["input"])
+    if is_secret or len(given) > 100:
+        return message
+    return f"{given} won't do: {message}"

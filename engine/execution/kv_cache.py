@@ -8,7 +8,7 @@ import mmap
 import psutil
 import torch
 
-from pagemill.engine.config import EngineConfig
+from pagemill.engine.config import MAX_KV_BLOCKS, EngineConfig
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.execution.host_cache import HostCache
 from pagemill.engine.models.kv_cache_shape import KVCacheShape
@@ -100,12 +100,15 @@ def num_blocks_for(config: EngineConfig, shape: KVCacheShape, device: torch.devi
     """Blocks in the pool, the null block included.
 
     Raises:
-        ConfigError: the memory given or found holds fewer than two blocks.
+        ConfigError: the memory given or found holds fewer than two blocks, or the blocks asked for are more than it.
     """
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
     budget = config.kv_cache_memory_bytes or _free_bytes(config, device)
-    num_blocks = budget // shape.block_bytes
+    num_blocks = config.num_kv_blocks or min(MAX_KV_BLOCKS, budget // shape.block_bytes)
+    if num_blocks * shape.block_bytes > (total := _total_bytes(device)):
+        raise ConfigError(
+            f"{num_blocks} KV blocks of {shape.block_bytes} bytes are more than the {total / GIB:.1f} GiB "
+            "of memory there are: lower num_kv_blocks or kv_cache_memory_bytes"
+        )
     if num_blocks < 2:
         raise ConfigError(
             f"{budget} bytes hold {num_blocks} KV blocks of {shape.block_bytes} bytes; at least 2 are needed: "
@@ -130,6 +133,12 @@ def num_host_blocks_for(config: EngineConfig, shape: KVCacheShape) -> int:
             f"swap_space_gib {config.swap_space_gib:g} holds no KV block of {block_bytes} bytes"
         )
     return num_bytes // block_bytes
+
+
+def _total_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return int(psutil.virtual_memory().total)
 
 
 def _free_bytes(config: EngineConfig, device: torch.device) -> int:

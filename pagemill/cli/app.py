@@ -15,28 +15,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
 
 from pagemill.cli import options, views
-from pagemill.cli.local_worker import LOADING_PATIENCE_S
+from pagemill.cli.checked import MAX_TEMPERATURE, YEAR_S, Priority, between, checked
+from pagemill.cli.local_worker import LOADING_PATIENCE_S, served_name
 from pagemill.producer.client.handles import JobHandle
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import (
     AccessDenied,
+    InvalidAddress,
     InvalidJob,
     JobError,
     JobNotFound,
     PagemillError,
     QueueFull,
+    RedisRefused,
     RedisUnavailable,
     ResultTimeout,
 )
-from pagemill.producer.wire.server.clients import ServerAddress, has_password, open_client, redacted
+from pagemill.producer.wire.server.clients import ServerAddress, has_password, open_client
 from pagemill.producer.wire.server.discovery import PASSWORD_VARIABLE, URL_VARIABLE, find_redis
 from pagemill.producer.wire.server.scripts import Call
 from pagemill.producer.wire.server.transport import SyncTransport
@@ -50,8 +53,15 @@ EXIT_INTERRUPTED = 130
 T = TypeVar("T")
 
 
+UsageError: Any = typer.BadParameter.__base__  # typer has click's own, or in later versions one of its own
+
+
 class ReportingGroup(TyperGroup):
     """Turns our errors into a line on stderr and an exit code, for every command below it."""
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with reported_errors():
+            return super().make_context(*args, **options)
 
     def invoke(self, ctx: Any) -> Any:
         with reported_errors():
@@ -65,15 +75,35 @@ def reported_errors() -> Iterator[None]:
     except PagemillError as error:
         say(describe(error))
         raise typer.Exit(exit_code(error)) from error
+    except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            raise  # it shows the help
+        say(_usage(error))
+        raise typer.Exit(EXIT_USAGE) from None
+
+
+def _usage(error: Any) -> str:
+    """A usage error as a line: the option, its variable, and what is wrong."""
+    message = str(error.message or error.format_message()).replace("Input should", "it should").rstrip(".")
+    if (parameter := getattr(error, "param", None)) is not None:
+        name = (
+            parameter.opts[0]
+            if parameter.opts[0].startswith("-")
+            else (parameter.metavar or parameter.name.upper())
+        )
+        variable = f" ({parameter.envvar})" if parameter.envvar else ""
+        message = f"{name}{variable}: {message if error.message else 'it is missing'}"
+    path = error.ctx.command_path if error.ctx is not None else "pagemill"
+    return " ".join(f"{message}; see {path} --help".split())
 
 
 def exit_code(error: PagemillError) -> int:
     match error:
-        case RedisUnavailable() | AccessDenied():
+        case RedisUnavailable() | AccessDenied() | RedisRefused():
             return EXIT_REDIS
         case QueueFull():
             return EXIT_QUEUE_FULL
-        case InvalidJob():
+        case InvalidJob() | InvalidAddress():
             return EXIT_USAGE
     return EXIT_NOT_SUCCEEDED
 
@@ -86,6 +116,8 @@ def describe(error: PagemillError) -> str:
                 f"{error}\nIs the server running, and is the address right (--redis-url, {URL_VARIABLE})? "
                 "A worker can bring its own: pagemill worker --model smollm2"
             )
+        case InvalidAddress():
+            return f"--redis-url ({URL_VARIABLE}): {error}"
         case QueueFull():
             return f"{error}; wait for it to drain (pagemill queue stats) and submit again"
         case ResultTimeout():
@@ -139,7 +171,7 @@ def check_url(context: typer.Context, parameter: typer.CallbackParam, url: str |
     try:
         ServerAddress.parse(url)
     except ValueError as error:
-        raise typer.BadParameter(f"{redacted(url)!r} is no Redis URL: {error}") from error
+        raise typer.BadParameter(f"it is no Redis URL: {error}") from None
     source = context.get_parameter_source(parameter.name or "")
     if has_password(url) and source is not None and source.name == "COMMANDLINE":
         say(
@@ -158,11 +190,21 @@ RedisUrl = Annotated[
         help="Default: the local worker's embedded server.",
     ),
 ]
-Queue = Annotated[str, typer.Option("--queue", envvar="PAGEMILL_QUEUE", help="The queue's name.")]
+Queue = Annotated[
+    str,
+    typer.Option(
+        "--queue", envvar="PAGEMILL_QUEUE", callback=checked(keys.QueueName), help="The queue's name."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-JobId = Annotated[str, typer.Argument(metavar="ID", help="What `pagemill submit` printed.")]
+JobId = Annotated[
+    str, typer.Argument(metavar="ID", callback=checked(keys.Id), help="What `pagemill submit` printed.")
+]
 Timeout = Annotated[
-    float | None, typer.Option("--timeout", min=0.0, help="Seconds to wait. Default: as long as it takes.")
+    float | None,
+    typer.Option(
+        "--timeout", callback=between(0.0, YEAR_S), help="Seconds to wait. Default: as long as it takes."
+    ),
 ]
 
 
@@ -172,7 +214,12 @@ def submit(
         str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from standard input.")
     ],
     model: Annotated[
-        str | None, typer.Option("--model", help="A served name. Default: what the live workers serve.")
+        str | None,
+        typer.Option(
+            "--model",
+            callback=checked(keys.ModelName),
+            help="A served name. Default: what the live workers serve.",
+        ),
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a user's message, through the chat template.")
@@ -181,14 +228,20 @@ def submit(
     max_tokens: options.MaxTokens = None,
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", min=0.0, help="0: the likeliest token each time. Default: 1."),
+        typer.Option(
+            "--temperature",
+            callback=between(0.0, MAX_TEMPERATURE),
+            help="0: the likeliest token each time. Default: 1.",
+        ),
     ] = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
     choice: Annotated[
         list[str] | None, typer.Option("--choice", help="The output is one of these; may be repeated.")
     ] = None,
-    priority: Annotated[str | None, typer.Option("--priority", help="high, normal or low.")] = None,
+    priority: Annotated[
+        str | None, typer.Option("--priority", callback=checked(Priority), help="high, normal or low.")
+    ] = None,
     field: options.Field = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the end and print the text.")] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is generated.")] = False,
@@ -297,7 +350,10 @@ def default_model(url: str | None, queue: str) -> str:
     """PAGEMILL_MODEL's served name, else the one model that the live workers serve."""
     named = os.environ.get("PAGEMILL_MODEL")
     if named:
-        return Path(named).name
+        try:
+            return str(checked(keys.ModelName)(served_name(named)))
+        except typer.BadParameter as error:
+            raise typer.BadParameter(f"PAGEMILL_MODEL: {error.message}") from None
     give_up = time.monotonic() + LOADING_PATIENCE_S
     has_told = False
     while True:

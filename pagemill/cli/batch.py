@@ -13,7 +13,9 @@ import typer
 
 from pagemill.cli import options, run
 from pagemill.cli.app import AsJson, Queue, RedisUrl, app, default_model, say
+from pagemill.cli.checked import YEAR_S, between
 from pagemill.cli.local_worker import served_name
+from pagemill.cli.worker import check_options
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.bar import RunBar
 from pagemill.producer.openai.batch_file import BatchFile
@@ -35,7 +37,12 @@ def batch_run(
     ] = None,
     model: options.ServedModel = None,
     within: Annotated[
-        float | None, typer.Option("--within", min=0.0, help="Hours; what has not ended by then is expired.")
+        float | None,
+        typer.Option(
+            "--within",
+            callback=between(0.0, YEAR_S / 3600),
+            help="Hours; what has not ended by then is expired.",
+        ),
     ] = None,
     cancel: options.CancelRun = False,
     worker_option: options.WorkerOption = None,
@@ -45,6 +52,7 @@ def batch_run(
     as_json: AsJson = False,
 ) -> None:
     """Run a batch file; run the same command again after any interruption."""
+    check_options(worker_option)
     target = out or source.with_name(f"{source.stem}.output.jsonl")
     with run.reported(target), contextlib.ExitStack() as stack:
         batch = BatchFile(source, target, served_name(model) if model else None)

@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,11 @@ import typer
 
 from pagemill.cli import options
 from pagemill.cli.app import Queue, RedisUrl, app, say
+from pagemill.cli.checked import AppName, CeleryQueue, ModelOrPath, Transport, checked
 from pagemill.cli.local_worker import LocalWorker, has_server, served_name, serving_workers
+from pagemill.cli.worker import check_options
+from pagemill.producer.wire.process.stop_signals import stop_signals
+from pagemill.producer.wire.schema.keys import QueueName
 from pagemill.producer.wire.server.discovery import find_redis
 
 if TYPE_CHECKING:
@@ -31,40 +36,78 @@ def celery_worker(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Option("--model", envvar="PAGEMILL_MODEL", help="A Hugging Face directory, smollm2 or echo."),
+        typer.Option(
+            "--model",
+            envvar="PAGEMILL_MODEL",
+            callback=checked(ModelOrPath),
+            help="A Hugging Face directory, smollm2 or echo.",
+        ),
     ],
     celery_app: Annotated[
         str | None,
-        typer.Option("--celery-app", metavar="MODULE:APP", help="Yours, for its other tasks; else ours."),
+        typer.Option(
+            "--celery-app",
+            metavar="MODULE:APP",
+            callback=checked(AppName),
+            help="Yours, for its other tasks; else ours.",
+        ),
     ] = None,
-    broker: Annotated[str | None, typer.Option("--celery-broker", help="Default: the Redis URL.")] = None,
-    backend: Annotated[str | None, typer.Option("--celery-backend", help="Default: the Redis URL.")] = None,
-    celery_queue: Annotated[str, typer.Option("--queue", help="The Celery queue to consume.")] = "pagemill",
+    broker: Annotated[
+        str | None,
+        typer.Option("--celery-broker", callback=checked(Transport), help="Default: the Redis URL."),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option("--celery-backend", callback=checked(Transport), help="Default: the Redis URL."),
+    ] = None,
+    celery_queue: Annotated[
+        str, typer.Option("--queue", callback=checked(CeleryQueue), help="The Celery queue to consume.")
+    ] = "pagemill",
     native_queue: Annotated[
-        str, typer.Option("--native-queue", help="Where generations wait; more workers may serve it.")
+        str,
+        typer.Option(
+            "--native-queue",
+            callback=checked(QueueName),
+            help="Where generations wait; more workers may serve it.",
+        ),
     ] = NATIVE_QUEUE,
     concurrency: Annotated[
-        int, typer.Option("--concurrency", min=1, help="Generations under way at most.")
+        int, typer.Option("--concurrency", min=1, max=10**5, help="Generations under way at most.")
     ] = 256,
-    threads: Annotated[int, typer.Option("--threads", min=1, help="For tasks that generate nothing.")] = 4,
+    threads: Annotated[
+        int, typer.Option("--threads", min=1, max=1024, help="For tasks that generate nothing.")
+    ] = 4,
     worker_option: options.WorkerOption = None,
     redis_url: RedisUrl = None,
 ) -> None:
     """Serve `pagemill.generate` to any Celery app. Arguments after -- go to Celery's worker."""
     application = _loaded(celery_app)
+    import click  # Celery's
+
+    _check_transports(application, broker, backend)
+    check_options(worker_option)
     with contextlib.ExitStack() as stack:
         url = _serving(stack, redis_url, native_queue, model, worker_option or [])
         _configure(application, url, broker, backend, native_queue, served_name(model), threads, celery_queue)
         arguments = ["worker", "-P", "custom", "-Q", celery_queue, "-c", str(concurrency), *context.args]
         if "--loglevel" not in context.args and "-l" not in context.args:
             arguments += ["--loglevel", "INFO"]
-        application.worker_main(arguments)
+        try:
+            application.worker_main(arguments)
+        except click.UsageError as error:
+            raise typer.BadParameter(f"Celery refuses its arguments: {error.format_message()}") from None
 
 
 @app.command("celery-relay")
 def celery_relay(
     celery_app: Annotated[
-        str, typer.Option("--celery-app", metavar="MODULE:APP", help="The app whose tasks they are.")
+        str,
+        typer.Option(
+            "--celery-app",
+            metavar="MODULE:APP",
+            callback=checked(AppName),
+            help="The app whose tasks they are.",
+        ),
     ],
     redis_url: RedisUrl = None,
     queue: Queue = "default",
@@ -77,7 +120,7 @@ def celery_relay(
     from pagemill.producer.celery.relay import Relay
 
     relay = Relay(application, find_redis(redis_url), queue)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         signal.signal(number, lambda *_: relay.stop())
     say(f"relaying queue {queue} for {celery_app}")
     relay.run()
@@ -91,7 +134,7 @@ def _loaded(name: str | None) -> Celery:
         say(
             f"{error.name} is missing: pip install 'pagemill[celery]'"
             if error.name == "celery"
-            else str(error)
+            else f"--celery-app {name}: {error}"
         )
     except (ImportError, AttributeError, ValueError) as error:
         say(f"--celery-app {name}: {error}")
@@ -106,6 +149,8 @@ def _load(name: str | None) -> Celery:
     module, _, attribute = name.partition(":")
     sys.path.insert(0, os.getcwd())
     found = getattr(import_module(module), attribute or "app")
+    if not callable(getattr(found, "worker_main", None)):
+        raise ValueError(f"{attribute or 'app'} is no Celery app")
     return found
 
 
@@ -144,6 +189,27 @@ def _configure(
     )
     application.steps["consumer"].update({VisibilityRefresher, PrefetchAdapter})
     register(application)
+
+
+def _check_transports(application: Celery, broker: str | None, backend: str | None) -> None:
+    """A usage error for a broker or a backend that Celery has none of; it would say so in a traceback."""
+    from celery.app.backends import by_url
+    from kombu import Connection
+
+    checks: list[tuple[str, str | None, Callable[[str], Any]]] = [
+        ("--celery-broker", broker, lambda url: Connection(url).transport_cls),
+        ("--celery-backend", backend, lambda url: by_url(url, application.loader)),
+    ]
+    for option, url, load in checks:
+        if url is None:
+            continue
+        try:
+            load(url)
+        except Exception as error:  # whatever the libraries that it asks for raise
+            scheme = url.partition(":")[0]
+            raise typer.BadParameter(
+                f"{option}: Celery can't use {scheme!r} here: {type(error).__name__}"
+            ) from error
 
 
 def _name_custom_pool() -> None:

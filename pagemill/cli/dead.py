@@ -11,10 +11,13 @@ import typer
 
 from pagemill.cli import views
 from pagemill.cli.app import EXIT_NOT_SUCCEEDED, AsJson, JobId, Queue, RedisUrl, app, say
+from pagemill.cli.checked import checked
 from pagemill.producer.client.dead_letter_flow import Replay, submitted_fields
 from pagemill.producer.client.preparer import check_id
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.wire.calls.dead_letters import DeadLetter, OpenedLetter
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.errors import ErrorCode
 
 dead_app = typer.Typer(
     no_args_is_help=True,
@@ -25,16 +28,23 @@ app.add_typer(dead_app, name="dead")
 
 Error = Annotated[
     str | None,
-    typer.Option("--error", metavar="CODE", help="Only letters of this error code, or of this cause."),
+    typer.Option(
+        "--error",
+        metavar="CODE",
+        callback=checked(ErrorCode),
+        help="Only letters of this error code, or of this cause.",
+    ),
 ]
-JobIds = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Dead jobs.")]
+JobIds = Annotated[
+    list[str] | None, typer.Argument(metavar="ID", callback=checked(keys.Id), help="Dead jobs.")
+]
 All = Annotated[bool, typer.Option("--all", help="Every dead letter of the queue.")]
 
 
 @dead_app.command("list")
 def dead_list(
     error: Error = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Letters at most.")] = 100,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=10**6, help="Letters at most.")] = 100,
     redis_url: RedisUrl = None,
     queue: Queue = "default",
     as_json: AsJson = False,

@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 from pagemill.cli.app import EXIT_USAGE, RedisUrl, app, say
+from pagemill.cli.checked import LogFormat, between, checked
 from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.host_names import HostName
 from pagemill.producer.wire.server.clients import redacted
 from pagemill.producer.wire.server.discovery import find_redis
 
@@ -19,25 +21,33 @@ DISCOVER_EVERY_S = 60.0
 def exporter(
     queue: Annotated[
         list[str] | None,
-        typer.Option("--queue", help="A queue to export; may be repeated. Default: every queue there is."),
+        typer.Option(
+            "--queue",
+            callback=checked(keys.QueueName),
+            help="A queue to export; may be repeated. Default: every queue there is.",
+        ),
     ] = None,
     redis_url: RedisUrl = None,
     http_host: Annotated[
-        str, typer.Option("--http-host", help="0.0.0.0 to be scraped from elsewhere.")
+        str,
+        typer.Option("--http-host", callback=checked(HostName), help="0.0.0.0 to be scraped from elsewhere."),
     ] = "127.0.0.1",
     http_port: Annotated[
         int, typer.Option("--http-port", min=0, max=65535, help="0: any that is free.")
     ] = DEFAULT_EXPORTER_PORT,
     discover_every: Annotated[
-        float, typer.Option("--discover-every", min=1.0, help="Seconds between two looks for new queues.")
+        float,
+        typer.Option(
+            "--discover-every",
+            callback=between(1.0, 86_400.0),
+            help="Seconds between two looks for new queues.",
+        ),
     ] = DISCOVER_EVERY_S,
-    log_format: Annotated[str, typer.Option(help="console or json.")] = "console",
+    log_format: Annotated[
+        str, typer.Option(callback=checked(LogFormat), help="console or json.")
+    ] = "console",
 ) -> None:
     """Export queue gauges to Prometheus, without a worker. Runs until SIGTERM; metrics are at /metrics."""
-    if log_format not in ("console", "json"):
-        raise typer.BadParameter("--log-format is console or json")
-    for name in queue or []:
-        keys.prefix(name)
     url = find_redis(redis_url)
     try:
         from pagemill.monitoring.logging import configure_logging
@@ -50,5 +60,4 @@ def exporter(
     try:
         run_exporter(QueueSet(url, queue or (), discover_every), http_host, http_port)
     except OSError as error:
-        say(str(error))
-        raise typer.Exit(EXIT_USAGE) from error
+        raise typer.BadParameter(f"--http-host {http_host}, --http-port {http_port}: {error}") from error

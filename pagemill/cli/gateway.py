@@ -11,18 +11,29 @@ from typing import Annotated
 import typer
 
 from pagemill.cli.app import EXIT_REDIS, EXIT_USAGE, AsJson, Queue, RedisUrl, app, say
+from pagemill.cli.checked import Priority, between, checked
+from pagemill.producer.wire.schema.host_names import HostName
+from pagemill.producer.wire.schema.keys import ModelName, TenantName
 from pagemill.producer.wire.server.clients import redacted
 from pagemill.producer.wire.server.discovery import find_redis
 
 DEFAULT_PORT = 8000
 
 
+Host = Annotated[
+    str,
+    typer.Option(
+        "--host",
+        envvar="PAGEMILL_GATEWAY_HOST",
+        callback=checked(HostName),
+        help="0.0.0.0 to be reached from elsewhere.",
+    ),
+]
+
+
 @app.command()
 def gateway(
-    host: Annotated[
-        str,
-        typer.Option("--host", envvar="PAGEMILL_GATEWAY_HOST", help="0.0.0.0 to be reached from elsewhere."),
-    ] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Annotated[
         int,
         typer.Option(
@@ -40,16 +51,20 @@ def gateway(
     ] = False,
     models: Annotated[
         list[str] | None,
-        typer.Option("--model", help="Taken though no worker serves it yet; may be repeated."),
+        typer.Option(
+            "--model",
+            callback=checked(ModelName),
+            help="Taken though no worker serves it yet; may be repeated.",
+        ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0.1, max=86_400.0, help="Seconds a request may take.")
+        float, typer.Option("--timeout", callback=between(0.1, 86_400.0), help="Seconds a request may take.")
     ] = 600.0,
     max_connections: Annotated[
-        int, typer.Option("--max-connections", min=1, help="Beyond, the idlest is closed.")
+        int, typer.Option("--max-connections", min=1, max=10**6, help="Beyond, the idlest is closed.")
     ] = 20_000,
     max_in_flight: Annotated[
-        int, typer.Option("--max-in-flight", min=1, help="Requests under way; beyond, 503.")
+        int, typer.Option("--max-in-flight", min=1, max=10**6, help="Requests under way; beyond, 503.")
     ] = 2_000,
     redis_url: RedisUrl = None,
     queue: Queue = "default",
@@ -75,11 +90,12 @@ def gateway(
         server = build_server(config)
         listener = bind(config)
     except KeyFileError as error:
-        say(str(error))
-        raise typer.Exit(EXIT_USAGE) from error
+        raise typer.BadParameter(f"--keys (PAGEMILL_GATEWAY_KEYS): {error}") from error
     except OSError as error:
-        say(f"{host}:{port} cannot be listened on: {error.strerror or error}; choose another --port")
-        raise typer.Exit(EXIT_USAGE) from error
+        raise typer.BadParameter(
+            f"{host}:{port} cannot be listened on: {error.strerror or error}; "
+            "choose another --host or --port (PAGEMILL_GATEWAY_HOST, PAGEMILL_GATEWAY_PORT)"
+        ) from error
     with listener:
         shown = f"[{host}]" if ":" in host else host
         say(f"http://{shown}:{listener.getsockname()[1]}/v1 in front of queue {queue} at {redacted(url)}")
@@ -91,14 +107,29 @@ def gateway(
 @app.command("gateway-key")
 def gateway_key(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="What the key is called in the file and in its rate.")
+        str,
+        typer.Argument(
+            metavar="NAME",
+            callback=checked(TenantName),
+            help="What the key is called in the file and in its rate.",
+        ),
     ],
-    tenant: Annotated[str | None, typer.Option("--tenant", help="Whose jobs. Default: the name.")] = None,
-    priority: Annotated[str, typer.Option("--priority", help="high, normal or low.")] = "normal",
-    rate: Annotated[float | None, typer.Option("--rate", min=0.0, help="Requests per second.")] = None,
-    burst: Annotated[int | None, typer.Option("--burst", min=1, help="How many at once.")] = None,
+    tenant: Annotated[
+        str | None,
+        typer.Option("--tenant", callback=checked(TenantName), help="Whose jobs. Default: the name."),
+    ] = None,
+    priority: Annotated[
+        str, typer.Option("--priority", callback=checked(Priority), help="high, normal or low.")
+    ] = "normal",
+    rate: Annotated[
+        float | None, typer.Option("--rate", callback=between(1e-6, 1e6), help="Requests per second.")
+    ] = None,
+    burst: Annotated[int | None, typer.Option("--burst", min=1, max=10**6, help="How many at once.")] = None,
     model: Annotated[
-        list[str] | None, typer.Option("--model", help="One it may use; may be repeated. Default: all.")
+        list[str] | None,
+        typer.Option(
+            "--model", callback=checked(ModelName), help="One it may use; may be repeated. Default: all."
+        ),
     ] = None,
     keys: Annotated[
         Path | None, typer.Option("--keys", dir_okay=False, help="Add it to this file, made if need be.")
@@ -107,8 +138,6 @@ def gateway_key(
 ) -> None:
     """Make an API key for the gateway. The key is shown once, the file gets its hash."""
     _need_extra()
-    from pydantic import ValidationError
-
     from pagemill.producer.gateway.api_keys import ApiKey, KeyFileError, add_key, new_key
 
     key, digest = new_key()
@@ -119,9 +148,8 @@ def gateway_key(
         )  # fmt: skip
         if keys is not None:
             add_key(keys, made)
-    except (ValidationError, KeyFileError) as error:
-        say(str(error))
-        raise typer.Exit(EXIT_USAGE) from error
+    except KeyFileError as error:
+        raise typer.BadParameter(f"--keys: {error}") from error
     entry = made.model_dump(exclude_defaults=True)
     if as_json:
         typer.echo(json.dumps({"key": key, "entry": entry}))

@@ -7,16 +7,27 @@ from typing import Annotated
 
 import typer
 
+from pagemill.cli.checked import MAX_TEMPERATURE, Encoding, ModelOrPath, Text, between, checked
+from pagemill.producer.dataset.rows import Format
+
 Texts = list[str] | None
+MAX_ROWS = 10**12
 
 ServedModel = Annotated[
     str | None,
-    typer.Option("--model", help="A served name; or smollm2 or a directory, served here if no worker does."),
+    typer.Option(
+        "--model",
+        callback=checked(ModelOrPath),
+        help="A served name; or smollm2 or a directory, served here if no worker does.",
+    ),
 ]
 MaxTokens = Annotated[
-    int | None, typer.Option("--max-tokens", min=1, help="Tokens of output at most, per sample.")
+    int | None,
+    typer.Option("--max-tokens", min=1, max=2**31 - 1, help="Tokens of output at most, per sample."),
 ]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="The same seed, the same samples.")]
+Seed = Annotated[
+    int | None, typer.Option("--seed", min=0, max=2**63 - 1, help="The same seed, the same samples.")
+]
 Stop = Annotated[Texts, typer.Option("--stop", help="Stop string; may be repeated.")]
 Field = Annotated[
     Texts, typer.Option("--field", metavar="NAME=JSON", help="Any other field of a job; may be repeated.")
@@ -51,18 +62,32 @@ JsonSchema = Annotated[
 ]
 Regex = Annotated[str | None, typer.Option("--regex", help="The output matches this.")]
 RunTemperature = Annotated[
-    float, typer.Option("--temperature", min=0.0, help="0: equal prompts run once and share the output.")
+    float,
+    typer.Option(
+        "--temperature",
+        callback=between(0.0, MAX_TEMPERATURE),
+        help="0: equal prompts run once and share the output.",
+    ),
 ]
 Gold = Annotated[
-    str | None, typer.Option("--gold", help="A column to compare with: accuracy, and a confusion table.")
+    str | None,
+    typer.Option(
+        "--gold", callback=checked(Text), help="A column to compare with: accuracy, and a confusion table."
+    ),
 ]
-OutputColumn = Annotated[str, typer.Option("--output-column", help="What the new column is called.")]
-Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Only the first rows, for a trial.")]
+OutputColumn = Annotated[
+    str, typer.Option("--output-column", callback=checked(Text), help="What the new column is called.")
+]
+Limit = Annotated[
+    int | None, typer.Option("--limit", min=1, max=MAX_ROWS, help="Only the first rows, for a trial.")
+]
 MaxErrors = Annotated[
-    int | None, typer.Option("--max-errors", min=0, help="Stop when more rows than this have failed.")
+    int | None,
+    typer.Option("--max-errors", min=0, max=MAX_ROWS, help="Stop when more rows than this have failed."),
 ]
 PricePerHour = Annotated[
-    float | None, typer.Option("--price-per-hour", min=0.0, help="Of the machine, for the cost.")
+    float | None,
+    typer.Option("--price-per-hour", callback=between(0.0, 1e9), help="Of the machine, for the cost."),
 ]
 Estimate = Annotated[
     bool, typer.Option("--estimate", help="Do 100 rows (they stay done), say what all will take.")
@@ -73,6 +98,8 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Don't take OUT for
 ReportFile = Annotated[
     Path | None, typer.Option("--report", help="Where the HTML report goes. Default: OUT.report.html.")
 ]
-FormatName = Annotated[str | None, typer.Option("--format", help="jsonl, csv, tsv, parquet or arrow.")]
-Encoding = Annotated[str, typer.Option("--encoding", help="Of text files.")]
-Window = Annotated[int, typer.Option("--window", min=1, help="Jobs in flight at most.")]
+FormatName = Annotated[
+    str | None, typer.Option("--format", callback=checked(Format), help="jsonl, csv, tsv, parquet or arrow.")
+]
+EncodingName = Annotated[str, typer.Option("--encoding", callback=checked(Encoding), help="Of text files.")]
+Window = Annotated[int, typer.Option("--window", min=1, max=10**6, help="Jobs in flight at most.")]

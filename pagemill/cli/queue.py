@@ -10,6 +10,7 @@ import typer
 
 from pagemill.cli import views
 from pagemill.cli.app import AsJson, Queue, RedisUrl, ask, queue_app, say
+from pagemill.cli.checked import between
 from pagemill.producer.wire.calls import limits
 from pagemill.producer.wire.calls.limits import QueueLimits
 
@@ -17,16 +18,23 @@ from pagemill.producer.wire.calls.limits import QueueLimits
 @queue_app.command("limit")
 def queue_limit(
     jobs: Annotated[
-        int | None, typer.Option("--jobs", min=0, help="Jobs that may wait; 0: no own limit.")
+        int | None, typer.Option("--jobs", min=0, max=10**12, help="Jobs that may wait; 0: no own limit.")
     ] = None,
     payload_bytes: Annotated[
-        int | None, typer.Option("--payload-bytes", min=0, help="Bytes of one job; 0: no own limit.")
+        int | None,
+        typer.Option("--payload-bytes", min=0, max=10**12, help="Bytes of one job; 0: no own limit."),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option("--rate", min=0.0, help="Jobs that may start per second; 0: as they come.")
+        float | None,
+        typer.Option(
+            "--rate",
+            callback=between(0.0, limits.MAX_LIMIT),
+            help="Jobs that may start per second; 0: as they come.",
+        ),
     ] = None,
     burst: Annotated[
-        int | None, typer.Option("--burst", min=1, help="Of these, how many at once after a pause.")
+        int | None,
+        typer.Option("--burst", min=1, max=10**12, help="Of these, how many at once after a pause."),
     ] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Take every limit away first.")] = False,
     redis_url: RedisUrl = None,

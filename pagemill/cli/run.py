@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import typer
 from rich.console import Console
@@ -40,6 +42,7 @@ from pagemill.cli.local_worker import (
     served_name,
     serving_workers,
 )
+from pagemill.cli.worker import check_options
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset import report
 from pagemill.producer.dataset.bar import RunBar
@@ -51,6 +54,7 @@ from pagemill.producer.dataset.tokens import TokenCounter
 from pagemill.producer.dataset.work import WINDOW, TooManyErrors
 from pagemill.producer.dataset.writers import OUTPUT
 from pagemill.producer.wire.calls.registry import WorkerInfo
+from pagemill.producer.wire.process.stop_signals import stop_signals
 from pagemill.producer.wire.schema.errors import PagemillError
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.server.discovery import find_redis
@@ -95,7 +99,7 @@ def run(
     overwrite: options.Overwrite = False,
     report_file: options.ReportFile = None,
     kind: options.FormatName = None,
-    encoding: options.Encoding = "utf-8",
+    encoding: options.EncodingName = "utf-8",
     window: options.Window = WINDOW,
     worker_option: options.WorkerOption = None,
     quiet: options.Quiet = False,
@@ -104,12 +108,13 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Send every row of a dataset through the model. After any interruption, run the same command again."""
+    check_options(worker_option)
     fields = _job_fields(choices, json_schema, regex, max_tokens, temperature, seed, stop, field)
     text = _template_text(template, template_file)
     page = report_file or out.with_name(out.name + ".report.html")
     with reported(out):
         dataset = DatasetRun(
-            source=open_source(source, _format(kind), encoding),
+            source=open_source(source, cast("Format | None", kind), encoding),
             out=out,
             recipe=Recipe(served_name(model) if model else "-", text, system, not no_chat, fields),
             limit=TRIAL_ROWS if estimate and limit is None else limit,
@@ -197,11 +202,16 @@ def _read(path: Path, option: str) -> str:
         raise typer.BadParameter(f"{option}: {error}") from None
 
 
-def _format(kind: str | None) -> Format | None:
-    match kind:
-        case None | "jsonl" | "csv" | "tsv" | "parquet" | "arrow":
-            return kind
-    raise typer.BadParameter(f"--format is jsonl, csv, tsv, parquet or arrow, not {kind}")
+@contextlib.contextmanager
+def _stopped_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a run with its journal written and its worker drained, too."""
+    others = [number for number in stop_signals() if number != signal.SIGINT]
+    before = {number: signal.signal(number, signal.default_int_handler) for number in others}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -209,7 +219,8 @@ def reported(out: Path) -> Any:
     """Every way to stop early: what happened, that nothing is lost, and what to type."""
     again = "run the same command again to go on; nothing that was done is lost"
     try:
-        yield
+        with _stopped_as_by_ctrl_c():
+            yield
     except (DiskFailed, WorkerFailed) as error:
         say(str(error))
         raise typer.Exit(EXIT_INCOMPLETE) from None

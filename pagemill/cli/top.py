@@ -13,8 +13,10 @@ from rich.console import Console
 from rich.live import Live
 
 from pagemill.cli.app import EXIT_REDIS, AsJson, Queue, RedisUrl, app, say
+from pagemill.cli.checked import HttpUrl, between, checked
 from pagemill.monitoring.live.top import screen
 from pagemill.monitoring.queue_figures import QueueFigures
+from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.producer.wire.server.discovery import find_redis
 from pagemill.worker.status.top_source import TopSource
@@ -26,10 +28,17 @@ ONCE_ROWS = 50
 @app.command()
 def top(
     url: Annotated[
-        str | None, typer.Option("--url", help="A worker's address, for instance http://127.0.0.1:9790.")
+        str | None,
+        typer.Option(
+            "--url", callback=checked(HttpUrl), help="A worker's address, for instance http://127.0.0.1:9790."
+        ),
     ] = None,
-    worker: Annotated[str | None, typer.Option("--worker", help="Show this worker of the queue.")] = None,
-    every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between two looks.")] = 1.0,
+    worker: Annotated[
+        str | None, typer.Option("--worker", callback=checked(keys.Id), help="Show this worker of the queue.")
+    ] = None,
+    every: Annotated[
+        float, typer.Option("--every", callback=between(0.2, 86_400.0), help="Seconds between two looks.")
+    ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
     redis_url: RedisUrl = None,
     queue: Queue = "default",

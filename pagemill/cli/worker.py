@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated, Any, NoReturn
 
 import typer
-from pydantic import ValidationError
 
 from pagemill.cli.app import EXIT_USAGE, app, check_url, say
 from pagemill.engine.errors import ConfigError
 from pagemill.worker.config import ENV_PREFIX, SECRETS, WorkerConfig
+
+Given = str | None
+"""As it was typed: WorkerConfig knows what it has to be."""
+
+
+def _number(help: str) -> Any:
+    return typer.Option(metavar="INTEGER", help=help)
 
 
 @app.command()
@@ -22,27 +28,40 @@ def worker(
     ] = None,
     redis_url: Annotated[
         str | None,
-        typer.Option(callback=check_url, help="Default: PAGEMILL_REDIS_URL, else an embedded Valkey server."),
+        typer.Option(
+            envvar="PAGEMILL_REDIS_URL", callback=check_url, help="Default: an embedded Valkey server."
+        ),
     ] = None,
     queue: Annotated[str | None, typer.Option(help="The queue to serve. Default: default.")] = None,
     state_dir: Annotated[
-        Path | None, typer.Option(help="The embedded server's data. Default: ~/.local/state/pagemill.")
+        str | None,
+        typer.Option(
+            metavar="DIRECTORY", help="The embedded server's data. Default: ~/.local/state/pagemill."
+        ),
     ] = None,
     http_host: Annotated[str | None, typer.Option(help="For metrics and health. Default: 127.0.0.1.")] = None,
-    http_port: Annotated[int | None, typer.Option(help="Default: 9790, or the next free port.")] = None,
-    drain_grace: Annotated[
-        float | None, typer.Option(help="Seconds running jobs may go on after SIGTERM. Default: 10.")
+    http_port: Annotated[Given, _number("Default: 9790, or the next free port.")] = None,
+    drain_grace_s: Annotated[
+        str | None,
+        typer.Option(
+            "--drain-grace",
+            metavar="FLOAT",
+            help="Seconds running jobs may go on after SIGTERM. Default: 10.",
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output, in tokens.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in one step.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Token budget of a step.")] = None,
-    num_kv_blocks: Annotated[int | None, typer.Option(help="KV blocks in the pool.")] = None,
-    kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="Bytes for the KV cache.")] = None,
-    num_threads: Annotated[int | None, typer.Option(help="CPU threads for the model.")] = None,
+    max_model_len: Annotated[Given, _number("Longest prompt + output, in tokens.")] = None,
+    max_num_seqs: Annotated[Given, _number("Sequences in one step.")] = None,
+    max_num_batched_tokens: Annotated[Given, _number("Token budget of a step.")] = None,
+    num_kv_blocks: Annotated[Given, _number("KV blocks in the pool.")] = None,
+    kv_cache_memory_bytes: Annotated[Given, _number("Bytes for the KV cache.")] = None,
+    num_threads: Annotated[Given, _number("CPU threads for the model.")] = None,
     tensor_parallel_size: Annotated[
-        int | None, typer.Option(help="Processes, and GPUs, that share each layer's work. Default: 1.")
+        str | None,
+        typer.Option(
+            metavar="INTEGER", help="Processes, and GPUs, that share each layer's work. Default: 1."
+        ),
     ] = None,
     vllm_metric_names: Annotated[
         bool | None, typer.Option("--vllm-metric-names", help="Also export vLLM's names of metrics, vllm:*.")
@@ -65,21 +84,34 @@ def worker(
 ) -> None:
     """Serve jobs until SIGTERM or Ctrl-C. Every setting is also read from PAGEMILL_<NAME>."""
     named = {name: value for name, value in context.params.items() if name != "option"}
-    named["drain_grace_s"] = named.pop("drain_grace")
-    flags: dict[str, Any] = _pairs(option or []) | named
-    if not flags["model"]:
-        _refuse("no model; for the packaged one: pagemill worker --model smollm2")
-    raise typer.Exit(_run(_load(flags)))
+    flags = {name: option.opts[0] for option in context.command.params if (name := option.name) in named}
+    given = {name: value for name, value in named.items() if value is not None}
+    raise typer.Exit(_run(load(_pairs(option or []) | given, flags)))
 
 
-def _load(flags: dict[str, Any]) -> WorkerConfig:
+def check_options(options: list[str] | None) -> None:
+    """A usage error for a --worker-option that makes no sense, before anything is started for it."""
+    if options:
+        load({"model": "echo"} | _pairs(options, "--worker-option"), {}, "--worker-option")
+
+
+def load(
+    settings: Mapping[str, Any], flags: Mapping[str, str], other_flags: str = "--option"
+) -> WorkerConfig:
+    """A worker's settings, or a usage error that names the flag, if there is one, and the variable."""
     try:
-        return WorkerConfig.load(**flags)
-    except ValidationError as error:
-        reasons = (f"{_setting(item['loc'])}: {item['msg']}" for item in error.errors(include_url=False))
-        _refuse("; ".join(reasons))
+        return WorkerConfig.load(**settings)
     except ConfigError as error:
-        _refuse(str(error))
+        if (setting := error.setting) is None:
+            raise typer.BadParameter(str(error)) from None
+        message = str(error).removeprefix(f"{setting}: ")
+        if setting == "model" and not settings.get("model"):
+            message += "; for the packaged one: pagemill worker --model smollm2"
+        variable = f"{ENV_PREFIX}{setting.upper()}"
+        flag = flags.get(setting, f"{other_flags} {setting}")
+        raise typer.BadParameter(
+            f"{variable if setting in SECRETS else f'{flag} ({variable})'}: {message}"
+        ) from None
 
 
 def _run(config: WorkerConfig) -> int:
@@ -97,20 +129,16 @@ def _refuse(message: str) -> NoReturn:
     raise typer.Exit(EXIT_USAGE)
 
 
-def _pairs(options: list[str]) -> dict[str, Any]:
+def _pairs(options: list[str], flag: str = "--option") -> dict[str, Any]:
     pairs = {}
     for text in options:
         name, separator, value = text.partition("=")
-        if not separator:
-            raise typer.BadParameter(f"--option takes NAME=VALUE, not {text!r}")
         name = name.replace("-", "_").lower()
+        if not separator or not name.isidentifier():
+            raise typer.BadParameter(f"{flag} takes NAME=VALUE, not {text!r}")
         if name in SECRETS:
             raise typer.BadParameter(
                 f"{name} is a secret, and a command line is none: set {ENV_PREFIX}{name.upper()} instead"
             )
         pairs[name] = value
     return pairs
-
-
-def _setting(location: tuple[int | str, ...]) -> str:
-    return ".".join(str(part) for part in location)

@@ -11,6 +11,8 @@ from pagemill.producer.client.preparer import Preparer
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.signing import Keys
+from pagemill.producer.wire.server.clients import ServerAddress
+from pagemill.producer.wire.server.discovery import URL_VARIABLE, with_credentials
 from pagemill.producer.wire.server.durability import Durability
 
 HMAC_KEYS_VARIABLE = "PAGEMILL_HMAC_KEYS"
@@ -24,7 +26,7 @@ class ProducerBase:
     Without `url`, PAGEMILL_REDIS_URL says where Redis is, else the embedded server of a local worker is used.
     With `hmac_key` (without it: the first of PAGEMILL_HMAC_KEYS, if that is set) every job is signed. With
     `durability="fsync"` a submit returns once it is in the server's append-only file on disk. Raises InvalidJob
-    for options that make no sense.
+    for options that make no sense, InvalidAddress for an address.
     """
 
     def __init__(
@@ -38,9 +40,11 @@ class ProducerBase:
     ) -> None:
         keys.prefix(queue)
         if not keys.TENANT_PATTERN.fullmatch(tenant):
-            raise InvalidJob("a tenant is 1 to 64 of the characters A-Z a-z 0-9 . _ @ -")
+            raise InvalidJob(keys.TENANT_RULE)
         if durability not in get_args(Durability):
             raise InvalidJob(f"durability is one of {', '.join(get_args(Durability))}")
+        if given := url or os.environ.get(URL_VARIABLE):
+            ServerAddress.parse(with_credentials(given))
         self.queue = queue
         self.tenant = tenant
         self._url = url

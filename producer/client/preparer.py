@@ -41,7 +41,7 @@ def item_id(batch_id: str, key: str) -> str:
 
 def check_id(name: str) -> str:
     if not keys.ID_PATTERN.fullmatch(name):
-        raise InvalidJob("an id is 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+        raise InvalidJob(keys.ID_RULE)
     return name
 
 

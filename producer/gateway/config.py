@@ -2,57 +2,70 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from pagemill.producer.wire.schema.host_names import HostName
+from pagemill.producer.wire.schema.keys import ModelName, QueueName
+from pagemill.producer.wire.server.clients import RedisAddress
 
 MIB = 1 << 20
 DAY_S = 86_400.0
+_Seconds = Annotated[float, Field(ge=0.05, le=DAY_S)]
+_Count = Annotated[int, Field(ge=1, le=10**6)]
+_Bytes = Annotated[int, Field(ge=1, le=2**40)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config={"extra": "forbid", "hide_input_in_errors": True})
 class GatewayConfig:
-    """Limits are per gateway unless they say otherwise; sizes in bytes, times in seconds."""
+    """Limits are per gateway unless they say otherwise; sizes in bytes, times in seconds.
 
-    redis_url: str | None = None
-    queue: str = "default"
-    host: str = "127.0.0.1"
-    port: int = 8000
+    Raises pydantic's ValidationError for what makes no sense.
+    """
+
+    redis_url: RedisAddress | None = None
+    queue: QueueName = "default"
+    host: HostName = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
     keys_path: Path | None = None
     """Without a file everybody is the tenant `default`."""
-    models: tuple[str, ...] = ()
+    models: tuple[ModelName, ...] = ()
     """Names that are taken though no worker serves them yet, for workers that are started on demand."""
 
-    timeout_s: float = 600.0
+    timeout_s: _Seconds = 600.0
     """A request's deadline; a client may ask for an earlier one."""
-    max_body_bytes: int = 2 * MIB
-    max_stored_bytes: int = 4 * MIB
+    max_body_bytes: _Bytes = 2 * MIB
+    max_stored_bytes: _Bytes = 4 * MIB
     """In Redis, for one request with several prompts: each is stored with all of the request's settings."""
-    max_in_flight: int = 2_000
+    max_in_flight: _Count = 2_000
     """Requests under way, beyond which a new one is answered 503."""
-    max_connections: int = 20_000
+    max_connections: _Count = 20_000
     """Beyond them the connection that has waited longest for a request is closed."""
-    head_timeout_s: float = 10.0
+    head_timeout_s: _Seconds = 10.0
     """For a request's head, and for the first byte of a new connection."""
-    body_timeout_s: float = 30.0
+    body_timeout_s: _Seconds = 30.0
     """For a body that comes slower than `min_body_rate`."""
-    min_body_rate: int = 32 << 10
-    send_timeout_s: float = 60.0
+    min_body_rate: _Bytes = 32 << 10
+    send_timeout_s: _Seconds = 60.0
     """For a client that takes nothing of its answer."""
-    ping_s: float = 15.0
+    ping_s: _Seconds = 15.0
     """A stream that has nothing to say sends a comment so often."""
-    drain_s: int = 20
+    drain_s: Annotated[int, Field(ge=0, le=86_400)] = 20
     """How long open requests may go on after SIGTERM."""
 
-    max_file_bytes: int = 100 * MIB
-    max_tenant_files: int = 1_000
+    max_file_bytes: _Bytes = 100 * MIB
+    max_tenant_files: _Count = 1_000
     """Of one tenant, on all gateways together, as the next two."""
-    max_tenant_bytes: int = 1024 * MIB
-    max_tenant_batches: int = 50
+    max_tenant_bytes: _Bytes = 1024 * MIB
+    max_tenant_batches: _Count = 50
     """Open ones."""
-    max_uploads: int = 4
-    max_batch_requests: int = 50_000
-    file_ttl_s: float = 7 * DAY_S
-    max_running_batches: int = 4
-    batch_poll_s: float = 1.0
+    max_uploads: _Count = 4
+    max_batch_requests: _Count = 50_000
+    file_ttl_s: Annotated[float, Field(ge=1.0, le=366 * DAY_S)] = 7 * DAY_S
+    max_running_batches: _Count = 4
+    batch_poll_s: _Seconds = 1.0
     """How often open batches without a gateway are looked for."""
-    batch_lease_s: float = 10.0
+    batch_lease_s: Annotated[float, Field(ge=0.05, le=600.0)] = 10.0

@@ -63,7 +63,7 @@ def set_weights(queue: str, wanted: Mapping[str, int]) -> Call[dict[str, int]]:
     """Set the weights of some tenants; 1 is everybody's. Raises InvalidJob for one that makes no sense."""
     for tenant, weight in wanted.items():
         if not keys.TENANT_PATTERN.fullmatch(tenant):
-            raise InvalidJob("a tenant is 1 to 64 of the characters A-Z a-z 0-9 . _ @ -")
+            raise InvalidJob(keys.TENANT_RULE)
         if not 1 <= weight <= MAX_WEIGHT:
             raise InvalidJob(f"a weight is a whole number from 1 to {MAX_WEIGHT}")
     args = tuple(part for pair in wanted.items() for part in pair)

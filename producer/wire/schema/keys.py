@@ -8,6 +8,9 @@ and append the names below; docs/protocol.md describes what each holds.
 from __future__ import annotations
 
 import re
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from pagemill.producer.wire.schema.errors import InvalidJob
 
@@ -15,6 +18,28 @@ QUEUE_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 TENANT_PATTERN = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 MODEL_PATTERN = re.compile(r"[A-Za-z0-9._@:/+-]{1,128}")
 ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+QUEUE_RULE = "a queue name is 1 to 64 of the characters A-Z a-z 0-9 . _ -"
+TENANT_RULE = "a tenant is 1 to 64 of the characters A-Z a-z 0-9 . _ @ -"
+MODEL_RULE = "a served model's name is 1 to 128 of the characters A-Z a-z 0-9 . _ @ : / + -"
+ID_RULE = "an id is 1 to 64 of the characters A-Z a-z 0-9 . _ -"
+
+
+def _named(pattern: re.Pattern[str], rule: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if not pattern.fullmatch(text):
+            raise ValueError(rule)
+        return text
+
+    return AfterValidator(check)
+
+
+# For settings and options.
+QueueName = Annotated[str, _named(QUEUE_PATTERN, QUEUE_RULE)]
+TenantName = Annotated[str, _named(TENANT_PATTERN, TENANT_RULE)]
+ModelName = Annotated[str, _named(MODEL_PATTERN, MODEL_RULE)]
+Id = Annotated[str, _named(ID_PATTERN, ID_RULE)]
 
 PRIORITY_CLASSES = {"high": "0", "normal": "1", "low": "2"}
 SUSPECT_CLASS = "s"
@@ -24,7 +49,7 @@ SUSPECT_CLASS = "s"
 def prefix(queue: str) -> str:
     """What every key and channel of a queue starts with; also the one KEYS entry of every script."""
     if not QUEUE_PATTERN.fullmatch(queue):
-        raise InvalidJob("a queue name is 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+        raise InvalidJob(QUEUE_RULE)
     return f"pagemill:{{{queue}}}:"
 
 

@@ -150,9 +150,10 @@ def test_output_survives_a_reader_that_goes_away(pagemill: Pagemill, state_dir: 
         (["--model", "echo", "--max-num-seqs", "many"], "--max-num-seqs"),
         (["--model", "echo", "--option", "block_size=0"], "block_size"),
         (["--model", "echo", "--option", "colour=red"], "colour"),
-        (["--model", "echo", "--http-port", "99999999"], "http_port"),
+        (["--model", "echo", "--http-port", "99999999"], "--http-port"),
         (["--model", "echo", "--redis-url", "nowhere"], "no Redis URL"),
         (["--model", "/no/such/model"], "/no/such/model"),
+        (["--model", "echo:fast"], "echo:fast"),
     ],
 )
 def test_a_worker_that_cannot_be_is_refused_with_its_reason(

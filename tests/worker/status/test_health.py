@@ -34,10 +34,11 @@ sys.exit(run_worker(WorkerConfig.load(redis_url=url, queue=queue, model="echo", 
 
 _NO_SUCH_MODEL = """
 import sys
-from pagemill.worker.config import WorkerConfig
-from pagemill.worker.process import run_worker
-code = run_worker(WorkerConfig.load(model="/no/such/model", state_dir=sys.argv[1]))
-print(code, "torch" in sys.modules)
+from pagemill.__main__ import app
+try:
+    app(["worker", "--model", "/no/such/model", "--state-dir", sys.argv[1]])
+except SystemExit as ended:
+    print(ended.code, "torch" in sys.modules)
 """
 
 

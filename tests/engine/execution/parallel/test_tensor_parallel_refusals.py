@@ -59,7 +59,7 @@ def test_plans_that_ask_for_more_than_rows_and_columns(style: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tensor_parallel_size": 0}, "must be at least 1"),
+        ({"tensor_parallel_size": 0}, "greater than or equal to 1"),
         (
             {"tensor_parallel_size": 2, "quantization": "int8"},
             "quantization='int8' with tensor_parallel_size=2",

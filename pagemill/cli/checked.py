@@ -1,0 +1,81 @@
+"""Options held to pydantic types: what a worker, a gateway or a job would refuse later is refused here."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import typer
+from pydantic import AfterValidator, Field, StringConstraints, TypeAdapter, ValidationError
+
+from pagemill.cli.local_worker import served_name
+from pagemill.engine.errors import complaint
+from pagemill.producer.wire.schema.keys import ModelName
+
+YEAR_S = 366 * 86_400.0
+MAX_TEMPERATURE = 1e6
+
+Priority = Literal["high", "normal", "low"]
+LogFormat = Literal["console", "json"]
+Transport = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9+._-]*://\S*$", max_length=4096)]
+CeleryQueue = Annotated[str, StringConstraints(pattern=r"^\S+$", max_length=255)]
+AppName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*(:[A-Za-z_][A-Za-z0-9_]*)?$")]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=255, pattern=r"^[^\x00-\x1f\x7f]+$")]
+
+
+def _check_model(model: str) -> str:
+    _model_name.validate_python(served_name(model))
+    return model
+
+
+def _check_encoding(name: str) -> str:
+    try:
+        codecs.lookup(name)
+    except (LookupError, ValueError):
+        raise ValueError("it should be an encoding that Python knows, such as utf-8") from None
+    return name
+
+
+def _check_http_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise ValueError("it should be an address such as http://127.0.0.1:9790")
+    return url
+
+
+_model_name: TypeAdapter[str] = TypeAdapter(ModelName)
+ModelOrPath = Annotated[str, AfterValidator(_check_model)]
+Encoding = Annotated[str, AfterValidator(_check_encoding)]
+HttpUrl = Annotated[str, AfterValidator(_check_http_url)]
+
+
+def checked(kind: Any) -> Callable[[Any], Any]:
+    """An option's callback that holds its value, or each of its values, to a pydantic type."""
+
+    @cache
+    def adapter() -> TypeAdapter[Any]:
+        return TypeAdapter(kind)
+
+    def check_value(value: Any) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, list | tuple):
+            return [check_value(item) for item in value]
+        try:
+            return adapter().validate_python(value)
+        except ValidationError as error:
+            raise typer.BadParameter(complaint(error)) from None
+
+    return check_value
+
+
+def between(low: float, high: float) -> Callable[[Any], Any]:
+    """An option's callback that holds a number to a range; NaN is in none."""
+    return checked(Annotated[float, Field(ge=low, le=high)])

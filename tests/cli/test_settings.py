@@ -1,0 +1,268 @@
+"""Every option of every command, and every setting: what makes no sense ends with code 2 and a line that names it.
+
+The lists are made from the parser and the classes of settings, so a new one without validation fails here.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from pagemill import LLM, AsyncProducer, ConfigError, Producer
+from pagemill.__main__ import app
+from pagemill.cli import worker as worker_command
+from pagemill.engine.config import EngineConfig
+from pagemill.producer.gateway.config import GatewayConfig
+from pagemill.producer.wire.schema.errors import InvalidAddress, InvalidJob
+from pagemill.worker.config import SECRETS, WorkerConfig
+from tests.cli.test_help import COMMANDS
+
+CONTENT = {
+    # What a model is asked, or a name inside a file: the job or the dataset run says what is wrong with it.
+    "prompt", "system", "stop", "choice", "field", "template", "choices", "json_schema", "regex",
+    # Paths that a command makes, or says are not there once it opens them.
+    "source", "out", "template_file", "report_file", "keys",
+    # TENANT=WEIGHT, and names of settings: tried by themselves below.
+    "pairs", "option", "worker_option",
+}  # fmt: skip
+WITH_SPACES = {"gold", "output_column"}
+SECRET_VARIABLES = {f"PAGEMILL_{name.upper()}" for name in SECRETS}
+FILLED = {
+    "PROMPT": "hello", "ID": "an-id", "IN": "rows.jsonl", "REQUESTS": "pyproject.toml", "NAME": "shop",
+    "--out": "out.jsonl", "--model": "echo", "--celery-app": "shop:app",
+}  # fmt: skip
+BAD_NUMBERS = ("nan", "inf", "-1", "1e300", "1" + "0" * 40, "abc", "")
+BAD_WORDS = ("", "a\nb", "x" * 300, "a b")
+BAD_URLS = (
+    "http://host",
+    "redis://host/abc",
+    "redis://host/-1",
+    "redis://host:0",
+    "redis://host:99999",
+    " ",
+)
+
+
+HINTS = {
+    **get_type_hints(WorkerConfig, include_extras=True),
+    **get_type_hints(EngineConfig, include_extras=True),
+}
+SETTINGS = [*(option.name for option in fields(EngineConfig)), *WorkerConfig.model_fields]
+SETTINGS.remove("engine")
+SPECIAL = {
+    "model": ("/no/such/model", "echo:nan", "echo:-1", "echo:x", "/tmp"),
+    "redis_url": BAD_URLS,
+    "state_dir": ("/dev/null/state", "/proc/version/x"),
+    "webhook_ca_file": ("/no/such/file", "/tmp"),
+    "live_page_hosts": ("a b", "a,b c", "http://x", "*"),
+    "webhook_hosts": ("a b", "a,b c", "http://x", "*", "a.example"),  # the last: without secrets
+    "hmac_keys": ("short", ",".join("x" * 16 for _ in range(3))),
+    "webhook_secrets": ("whsec_!",),
+    "renew_s": (*BAD_NUMBERS, "5.9"),
+    "lease_s": (*BAD_NUMBERS, "3.9"),  # twice renew_s is 4
+}
+
+
+def bad_values(name: str) -> tuple[str, ...]:
+    """Values that a setting must refuse; a kind of setting that is not known here is a failure."""
+    if name in SPECIAL:
+        return tuple(bad for bad in SPECIAL[name] if bad)
+    kinds = leaves(HINTS[name])
+    if kinds <= {int, float}:
+        return tuple(bad for bad in BAD_NUMBERS if bad)
+    if kinds <= {bool}:
+        return ("maybe", "2", "nan")
+    if kinds == {str} and refuses(HINTS[name], "a b"):
+        return tuple(bad for bad in BAD_WORDS if bad)
+    if kinds == {Literal}:
+        return ("foo", "Auto ", "0")
+    raise AssertionError(
+        f"{name}: nothing says what is allowed; annotate it, or add what it refuses to SPECIAL"
+    )
+
+
+def leaves(kind: Any) -> set[Any]:
+    """What a type is made of, without None."""
+    origin = get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        return set().union(*map(leaves, get_args(kind))) - {types.NoneType}
+    if origin is typing.Annotated:
+        return leaves(get_args(kind)[0])
+    return {Literal if origin is Literal else kind}
+
+
+def refuses(kind: Any, bad: Any) -> bool:
+    try:
+        TypeAdapter(kind).validate_python(bad)
+    except ValidationError:
+        return True
+    return False
+
+
+def is_number(kind: Any) -> bool:
+    return any(plain in (int, float) for plain in (kind, *get_args(kind)))
+
+
+def options() -> list[Any]:
+    """(command's words, parameter, bad value) for every parameter but flags."""
+    cases = []
+    for path, command in COMMANDS.values():
+        if hasattr(command, "commands"):
+            continue
+        for parameter in command.params:
+            kind = parameter.type_descriptor.annotation
+            if bool in (kind, *get_args(kind)) or parameter.name in CONTENT or parameter.is_eager:
+                continue
+            bad = BAD_WORDS[:-1] if parameter.name in WITH_SPACES else BAD_WORDS
+            if is_number(kind):
+                bad = BAD_NUMBERS
+            elif parameter.name == "redis_url":
+                bad = BAD_URLS
+            elif path == ("worker",):
+                bad = bad_values(parameter.name)
+            label = f"{'-'.join(path)} {parameter.opts[0]}"
+            cases += [
+                pytest.param(path, command, parameter, value, id=f"{label} {value[:12]!a}") for value in bad
+            ]
+    return cases
+
+
+Told = Callable[..., str]
+PROGRAM = get_command(app)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Told:
+    """Runs a command that must refuse to start; returns the one line that it says."""
+
+    def run(config: WorkerConfig) -> int:
+        raise AssertionError(f"a worker would have started with {config}")
+
+    def refused(*words: str, **variables: str) -> str:
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            with pytest.raises(SystemExit) as ended:
+                PROGRAM.main(list(words), prog_name="pagemill")
+        said = capsys.readouterr()
+        assert ended.value.code == 2, said
+        assert said.out == ""
+        (line,) = said.err.splitlines()
+        return line
+
+    monkeypatch.setattr(worker_command, "_run", run)
+    return refused
+
+
+@pytest.mark.parametrize(("path", "command", "parameter", "bad"), options())
+def test_every_option_refuses_what_makes_no_sense(
+    path: tuple[str, ...], command: Any, parameter: Any, bad: str, told: Told
+) -> None:
+    words = list(path)
+    for other in command.params:
+        name = other.opts[0] if other.opts[0].startswith("-") else other.metavar
+        if name in FILLED and (other.required or other.name == "model") and other is not parameter:
+            words += [name, FILLED[name]] if name.startswith("-") else [FILLED[name]]
+    if parameter.opts[0].startswith("-"):
+        line = told(*words, f"{parameter.opts[0]}={bad}")
+        assert parameter.opts[0] in line
+    else:
+        line = told(*words, "--", bad)
+        assert line.startswith(str(parameter.metavar or parameter.name.upper()))
+    for variable in filter(None, [parameter.envvar]):
+        assert variable in line
+        # An empty variable is one that is not set.
+        if bad and variable != "PAGEMILL_MODEL":
+            assert variable in told(*words, **{variable: bad})
+
+
+@pytest.mark.parametrize(("name", "bad"), [(name, bad) for name in SETTINGS for bad in bad_values(name)])
+def test_every_setting_of_a_worker_refuses_what_makes_no_sense(name: str, bad: str, told: Told) -> None:
+    variable = f"PAGEMILL_{name.upper()}"
+    blamed = {
+        ("lease_s", "3.9"): "PAGEMILL_RENEW_S",
+        ("webhook_hosts", "a.example"): "PAGEMILL_WEBHOOK_SECRETS",
+    }
+    expected = blamed.get((name, bad), variable)
+    model = [] if name == "model" else ["--model", "echo"]
+    assert expected in told("worker", *model, **{variable: bad})
+    if name not in SECRETS:
+        line = told("worker", *model, "--option", f"{name}={bad}")
+        assert expected in line
+    if name not in ("model", *SECRETS) and expected not in SECRET_VARIABLES:
+        assert "--worker-option" in told(
+            "run", "a.jsonl", "--out", "b.jsonl", "--worker-option", f"{name}={bad}"
+        )
+
+
+def test_options_that_are_no_settings_are_refused(told: Told) -> None:
+    for option in ("no_such=1", "no-equals", "=1", "a b=1"):
+        told("worker", "--model", "echo", "--option", option)
+    for pair in ("acme", "=3", "acme=0", "acme=1001", "acme=x", "a b=3"):
+        told("queue", "weights", pair, PAGEMILL_REDIS_URL="redis://127.0.0.1:1")
+
+
+def test_a_setting_given_as_an_option_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was: the flag that was not given had overruled it."""
+    started: list[WorkerConfig] = []
+    monkeypatch.setattr(worker_command, "_run", lambda config: started.append(config) or 0)
+    words = ["worker", "--model", "echo", "--option", "drain_grace_s=1", "--option", "max_num_seqs=7"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert (started[0].drain_grace_s, started[0].engine.max_num_seqs) == (1.0, 7)
+
+
+def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SETTINGS:
+        monkeypatch.setenv(f"PAGEMILL_{name.upper()}", "")
+    assert WorkerConfig.load(model="echo") == WorkerConfig.load(model="echo", queue="default")
+
+
+@pytest.mark.parametrize("option", [option.name for option in fields(EngineConfig)])
+def test_an_engine_refuses_what_makes_no_sense(option: str) -> None:
+    for bad in (*bad_values(option), float("nan"), [], object()):
+        with pytest.raises(ConfigError, match=option if option != "model" else None):
+            LLM(**{"model": "echo", option: bad})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", [option.name for option in fields(GatewayConfig)])
+def test_a_gateway_refuses_what_makes_no_sense(option: str) -> None:
+    for bad in (float("nan"), -1, 10**40, "a b", [["a b"]]):
+        with pytest.raises(ValidationError):
+            GatewayConfig(**{option: bad if option != "keys_path" else object()})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [Producer, AsyncProducer])
+def test_a_producer_refuses_what_makes_no_sense(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    for url in BAD_URLS:
+        with pytest.raises(InvalidAddress):
+            kind(url)
+    bad: list[dict[str, Any]] = [
+        {"queue": "a b"},
+        {"tenant": ""},
+        {"hmac_key": "short"},
+        {"durability": "maybe"},
+    ]
+    for options in bad:
+        with pytest.raises(InvalidJob):
+            kind("redis://127.0.0.1:1", **options)
+    monkeypatch.setenv("PAGEMILL_REDIS_URL", "http://host")
+    with pytest.raises(InvalidAddress):
+        kind()
+
+
+def test_a_secret_is_not_repeated(told: Told) -> None:
+    assert "hunter2" not in told("worker", "--model", "echo", PAGEMILL_HMAC_KEYS="hunter2")
+    for url in ("http://:hunter2@host", "redis://:hunter2@host/x", "redis://:hunter2/x@host:1/0"):
+        assert "hunter2" not in told("worker", "--model", "echo", "--redis-url", url)
+        assert "hunter2" not in told("workers", PAGEMILL_REDIS_URL=url)
+        with pytest.raises(InvalidAddress) as refused:
+            Producer(url)
+        assert "hunter2" not in str(refused.value)

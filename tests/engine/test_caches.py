@@ -22,6 +22,7 @@ from pagemill.engine.structured_output.schema_process import SchemaProcess
 
 MIB = 1 << 20
 BOUNDED_BY_CONSTRUCTION = {
+    "engine/config.py": "one answer",
     "engine/execution/sampling/narrow_head.py": "8 selections of 256 channels at most",
     "engine/layers/linear.py": "one answer",
     "kernels/cpu/matmul/int8.py": "one answer",

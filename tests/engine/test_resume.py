@@ -40,7 +40,7 @@ def run(
     given: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
     tokens, resolved = engine.input_processor.process(**given, params=params)
     resume = [
-        SampleState(index, list(sample.token_ids), sample.logprobs, sample.finish_reason)
+        SampleState(index, list(sample.token_ids), sample.finish_reason)
         for index, sample in enumerate(samples)
     ]
     engine.add_request("r", tokens, resolved, resume=resume)

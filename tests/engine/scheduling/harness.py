@@ -147,6 +147,7 @@ class Harness:
 
     def step(self) -> list[SequenceUpdate]:
         read = self.scheduler.read_on()
+        self._note_logprobs(read)
         self.check()
         return read + self._step()
 
@@ -162,6 +163,13 @@ class Harness:
         is_stuck = not self._in_flight and self.scheduler.has_unfinished() and not self.scheduler.has_unread
         assert not is_stuck, "nothing runs and nothing can"
         return self.retire() if self._in_flight else []
+
+    def _note_logprobs(self, updates: list[SequenceUpdate]) -> None:
+        for update in updates:
+            if update.sequence.request.beam_search is not None:  # its sequences are made anew at the end
+                self.logprobs[update.sequence] = list(update.new_logprobs or ())
+            else:
+                self.logprobs.setdefault(update.sequence, []).extend(update.new_logprobs or ())
 
     def schedule(self) -> StepPlan | None:
         live = [s for request in self.requests.values() for s in request.live_sequences]
@@ -183,8 +191,7 @@ class Harness:
             self.recover(step.plan)
             return []
         updates = self.scheduler.update(step.plan, result)
-        for update in updates:
-            self.logprobs.setdefault(update.sequence, []).extend(update.new_logprobs or ())
+        self._note_logprobs(updates)
         self.check()
         for update in updates:
             if update.error_code is not None:

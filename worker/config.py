@@ -30,7 +30,7 @@ from pagemill.producer.wire.schema.signing import Keys
 from pagemill.producer.wire.server.clients import RedisAddress
 from pagemill.producer.wire.server.durability import Durability
 from pagemill.worker.webhooks.delivery import secret_bytes
-from pagemill.worker.webhooks.policy import WebhookPolicy
+from pagemill.worker.webhooks.policy import AllowedHost, WebhookPolicy
 
 ENV_PREFIX = "PAGEMILL_"
 DEFAULT_HTTP_PORT = 9790
@@ -42,6 +42,7 @@ _NO_QUOTE = SECRETS | {"redis_url"}
 """Never part of a message: an address may hold a password."""
 DAY_S = 86_400.0
 _model_name = TypeAdapter(ModelName)
+_host_patterns = TypeAdapter(HostPatterns)
 
 
 def _not_empty(given: Any) -> Any:
@@ -57,6 +58,14 @@ def _can_be_made(path: Path) -> Path:
     return path
 
 
+def _check_webhook_hosts(text: str) -> str:
+    for host in map(AllowedHost.parse, _listed(text)):
+        if ":" not in host.name:  # no IPv6 address
+            _host_patterns.validate_python(host.name)
+    return text
+
+
+WebhookHosts = Annotated[str, AfterValidator(_check_webhook_hosts)]
 Directory = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_can_be_made)]
 """One that is there, or can be made."""
 
@@ -110,8 +119,9 @@ class WorkerConfig(BaseSettings):
     """fsync: an end counts as written, and leaves memory, once it is in the server's file on disk."""
     hmac_keys: SecretStr = SecretStr("")
     """One key, or two with a comma while they are being changed. Then only jobs signed with one of them run."""
-    webhook_hosts: HostPatterns = ""
-    """Hosts that webhooks may go to, with commas; `*.example.com` is every name below it. Empty: none."""
+    webhook_hosts: WebhookHosts = ""
+    """Hosts that webhooks may go to, with commas; `*.example.com` is every name below it. Port 443, or the one that
+    follows the name (`example.com:8443`). Empty: none."""
     webhook_secrets: SecretStr = Field(default=SecretStr(""), validate_default=True)
     """What webhooks are signed with; two with a comma while they are being changed."""
     webhook_allow_private: bool = False

@@ -98,7 +98,8 @@ def config(client: QueueClient, receiver: Receiver, monkeypatch: pytest.MonkeyPa
     """A worker that may call the receiver, which is on a private address."""
     with monkeypatch.context() as patch:
         patch.setenv("PAGEMILL_WEBHOOK_SECRETS", f"{SECRET},older-secret")
-        allowed = {"webhook_hosts": "localhost", "webhook_allow_private": True, "webhook_retry_s": 0.1}
+        hosts = f"localhost:{receiver.server.server_address[1]}"
+        allowed = {"webhook_hosts": hosts, "webhook_allow_private": True, "webhook_retry_s": 0.1}
         ca_file = str(receiver.certificates.ca_file)
         return worker_config(client.url, client.queue, **(allowed | {"webhook_ca_file": ca_file} | settings))
 
@@ -204,6 +205,7 @@ def test_a_delivery_whose_worker_died_is_made_by_another(
     [
         ({"webhook_hosts": ""}, "https://hooks.example.com/", "switched off"),
         ({}, "https://hooks.example.com/", "webhook_hosts"),
+        ({}, "https://localhost/", "port"),
     ],
 )
 def test_a_job_with_a_webhook_that_may_not_be_called_is_refused(

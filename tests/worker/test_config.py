@@ -79,3 +79,8 @@ def test_settings_do_not_show_their_secrets(monkeypatch: pytest.MonkeyPatch) -> 
 def test_leases_that_could_not_be_kept_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         WorkerConfig.load(model="echo", **settings)
+
+
+def test_a_webhook_host_that_is_none_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="webhook_hosts"):
+        WorkerConfig.load(model="echo", webhook_hosts="a.example, b.example:https")

@@ -13,14 +13,17 @@ import http.client
 import json
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from pagemill.producer.wire.calls.outbox import Notice
 from pagemill.worker.webhooks.policy import Target
 
 TIMEOUT_S = 10.0
+"""For a connection to come about, and once more for all that is said over it."""
 SECRET_PREFIX = "whsec_"
 
 
@@ -68,12 +71,18 @@ def headers_of(job_id: str, body: bytes, secrets: Sequence[bytes], now: float) -
 
 
 def deliver(target: Target, job_id: str, body: bytes, secrets: Sequence[bytes], tls: ssl.SSLContext) -> None:
-    """POST the event once. Raises DeliveryFailed unless the answer is 2xx; a redirect is none."""
+    """POST the event once. Raises DeliveryFailed unless the answer is 2xx; a redirect is none.
+
+    Of the answer only the head is read, of which http.client takes 100 lines of 64 KiB, and all of it within
+    `TIMEOUT_S`: a receiver that goes on to send a byte now and then is cut off.
+    """
     connection = _PinnedConnection(target, tls)
     try:
         connection.request("POST", target.path, body, headers_of(job_id, body, secrets, time.time()))
         status = connection.getresponse().status
     except (OSError, http.client.HTTPException, ValueError) as error:
+        if connection.was_cut:
+            raise DeliveryFailed(f"no answer within {TIMEOUT_S:g} s") from error
         raise DeliveryFailed(f"{type(error).__name__}: {error}") from error
     finally:
         connection.close()
@@ -82,17 +91,35 @@ def deliver(target: Target, job_id: str, body: bytes, secrets: Sequence[bytes], 
 
 
 class _PinnedConnection(http.client.HTTPSConnection):
-    """Connects to the address that was checked: the name is not looked up a second time."""
+    """Connects to the address that was checked: the name is not looked up a second time. Cut `TIMEOUT_S` later."""
 
     def __init__(self, target: Target, tls: ssl.SSLContext) -> None:
         super().__init__(target.host, target.port, timeout=TIMEOUT_S, context=tls)
         self._address = target.address
         self._tls = tls
+        self._line: socket.socket | None = None
+        self._timer = threading.Timer(TIMEOUT_S, self._cut)
+        self.was_cut = False
 
     def connect(self) -> None:
         raw = socket.create_connection((self._address, self.port), self.timeout)
         try:
+            self._line = raw.dup()  # TLS takes the socket's own descriptor away
+            self._timer.daemon = True
+            self._timer.start()
             self.sock = self._tls.wrap_socket(raw, server_hostname=self.host)
         except BaseException:
             raw.close()
             raise
+
+    def close(self) -> None:
+        self._timer.cancel()
+        super().close()
+        if self._line is not None:
+            self._line.close()
+
+    def _cut(self) -> None:
+        assert self._line is not None, "the timer starts with the connection"
+        self.was_cut = True
+        with suppress(OSError):  # it has ended meanwhile
+            self._line.shutdown(socket.SHUT_RDWR)

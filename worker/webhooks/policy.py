@@ -1,13 +1,13 @@
-"""Where webhooks may go: allowed hosts, https, public addresses. What is connected to is what was checked."""
+"""Where webhooks may go: allowed hosts and ports, public addresses. What is connected to is what was checked."""
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagemill.producer.wire.schema.webhook_url import WebhookUrl
+from pagemill.producer.wire.schema.webhook_url import HTTPS_PORT, WebhookUrl
+from pagemill.worker.webhooks.addresses import is_public
 
 
 class Refused(Exception):
@@ -29,29 +29,58 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
+class AllowedHost:
+    """A name, or with `*.` before it every name below it, and the one port of it that may be called."""
+
+    name: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> AllowedHost:
+        """`name`, `name:port` or `[address]:port`. Raises ValueError."""
+        name, colon, port = text.lower().rpartition(":")
+        if not colon or (
+            ":" in name.strip("[]") and not name.endswith("]")
+        ):  # no port; an address has colons itself
+            name, port = text.lower(), str(HTTPS_PORT)
+        name = name.removeprefix("[").removesuffix("]")
+        if not name or "/" in name or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+            raise ValueError(f"{text!r} is no host, and no host with a port")
+        return cls(name, int(port))
+
+    def admits(self, url: WebhookUrl) -> bool:
+        return url.port == self.port and _matches(url.host, self.name)
+
+
+@dataclass(frozen=True, slots=True)
 class WebhookPolicy:
-    """`hosts`: names that may be called, `*.example.com` meaning every name below it; none: webhooks are off.
+    """`hosts`: what may be called, as `AllowedHost.parse` reads it; none: webhooks are off.
 
     `allow_private`: also loopback and private networks, for receivers inside one's own.
+    Raises ValueError for a host that is none.
     """
 
     hosts: Sequence[str] = ()
     allow_private: bool = False
+
+    def __post_init__(self) -> None:
+        for host in self.hosts:
+            AllowedHost.parse(host)
 
     @property
     def is_on(self) -> bool:
         return bool(self.hosts)
 
     def check(self, url: str) -> WebhookUrl:
-        """The URL, if its form and its host are allowed. Raises Refused, which does not quote it."""
+        """The URL, if its form, its host and its port are allowed. Raises Refused, which does not quote it."""
         if not self.is_on:
             raise Refused("webhooks are switched off on this worker (webhook_hosts)")
         try:
             parsed = WebhookUrl.parse(url)
         except ValueError as error:
             raise Refused(str(error)) from None
-        if not any(_matches(parsed.host, pattern.lower()) for pattern in self.hosts):
-            raise Refused("the webhook's host is not among webhook_hosts")
+        if not any(AllowedHost.parse(host).admits(parsed) for host in self.hosts):
+            raise Refused("the webhook's host, or its port, is not among webhook_hosts")
         return parsed
 
     def resolve(self, url: str) -> Target:
@@ -65,18 +94,6 @@ class WebhookPolicy:
         if not self.allow_private and not all(is_public(address) for address in addresses):
             raise Refused("the webhook's host has a private address")
         return Target(parsed.host, parsed.port, parsed.path, addresses[0])
-
-
-def is_public(address: str) -> bool:
-    """Whether the address is on the open internet: not loopback, private, link-local, reserved or multicast."""
-    ip = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        inner = ip.ipv4_mapped or ip.sixtofour
-        if inner is not None and not is_public(str(inner)):
-            return False
-        if ip in ipaddress.ip_network("64:ff9b::/96"):  # NAT64: the last four bytes are the IPv4 address
-            return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
-    return ip.is_global and not ip.is_multicast
 
 
 def _matches(host: str, pattern: str) -> bool:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 MAX_URL = 2048
+HTTPS_PORT = 443
+_NAME = re.compile(
+    r"(?=.{1,253}$)[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?)*"
+)
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 
 
 @dataclass(frozen=True, slots=True)
 class WebhookUrl:
     host: str
-    """Lower case."""
+    """A name or an address, in lower case."""
     port: int
     path: str
     """With the query."""
@@ -29,6 +36,22 @@ class WebhookUrl:
             host, port = parts.hostname, parts.port
         except ValueError:
             raise wrong from None
-        if parts.scheme != "https" or not host or "@" in parts.netloc or "#" in url or port == 0:
+        if (
+            parts.scheme != "https"
+            or not host
+            or not _is_host(host)
+            or "@" in parts.netloc
+            or "#" in url
+            or port == 0
+        ):
             raise wrong
-        return cls(host, port or 443, (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
+        return cls(host, port or HTTPS_PORT, (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
+
+
+def _is_host(text: str) -> bool:
+    """A name as DNS has them (a foreign one in its xn-- form), without the final dot, or an address in full."""
+    try:
+        return "%" not in text and bool(ip_address(text))
+    except ValueError:
+        # What ends in a number is an address to the resolver, in one of its older ways to write one.
+        return _NAME.fullmatch(text) is not None and _NUMBER.fullmatch(text.rpartition(".")[2]) is None

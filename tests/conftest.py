@@ -94,7 +94,11 @@ class RedisServer:
         with redis.Redis(port=port, socket_timeout=5, retry=None) as client:
             while self.process is not None and self.process.poll() is None and time.monotonic() < give_up:
                 try:
-                    return bool(client.info("server")["process_id"] == self.process.pid)
+                    info = client.info()
+                    if info["process_id"] != self.process.pid:
+                        return False
+                    if not info["loading"]:
+                        return True
                 except (redis.ConnectionError, redis.TimeoutError):
                     time.sleep(0.01)
         return False

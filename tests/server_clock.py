@@ -1,4 +1,4 @@
-"""A Valkey whose clock the test sets, by libfaketime."""
+"""A server whose clock the test sets, by libfaketime."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import redis
 
 from tests.conftest import RedisServer, server_binary
 
@@ -24,28 +25,40 @@ class ClockedServer:
     def url(self) -> str:
         return self.server.url
 
+    def start(self) -> None:
+        """Also again, after a kill: at the time that was set last."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LD_PRELOAD", str(LIBRARY))
+            patch.setenv("FAKETIME_TIMESTAMP_FILE", str(self.file))
+            patch.setenv("FAKETIME_NO_CACHE", "1")
+            patch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
+            self.server.start()
+
     def set(self, offset_s: int) -> None:
         """Seconds ahead of the machine's own clock; libfaketime looks at the file at every call."""
-        self.file.write_text(f"{offset_s:+d}")
-        time.sleep(0.15)
+        coming = self.file.with_suffix(".new")
+        coming.write_text(f"{offset_s:+d}")
+        coming.replace(self.file)
+        give_up = time.monotonic() + 60
+        with redis.Redis.from_url(self.url, socket_timeout=30, retry=None) as client:
+            while abs(client.time()[0] - time.time() - offset_s) > 2:
+                assert time.monotonic() < give_up, "the server does not see its new time"
+                time.sleep(0.005)
 
 
 @contextmanager
-def clocked_server(directory: Path) -> Iterator[ClockedServer]:
+def clocked_server(
+    directory: Path, binary: str = "valkey-server", options: tuple[str, ...] = ()
+) -> Iterator[ClockedServer]:
     """Skips the test where there is no libfaketime."""
     if not LIBRARY.exists():
         pytest.skip("no libfaketime on this machine: apt-get install faketime")
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / "clock"
     file.write_text("+0")
-    server = RedisServer(server_binary("valkey-server"), directory / "valkey")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LD_PRELOAD", str(LIBRARY))
-        patch.setenv("FAKETIME_TIMESTAMP_FILE", str(file))
-        patch.setenv("FAKETIME_NO_CACHE", "1")
-        patch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
-        server.start()
+    clocked = ClockedServer(RedisServer(server_binary(binary), directory / binary, options), file)
+    clocked.start()
     try:
-        yield ClockedServer(server, file)
+        yield clocked
     finally:
-        server.kill()
+        clocked.server.kill()

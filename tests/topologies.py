@@ -7,7 +7,7 @@ import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,23 @@ class Certificates:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._leaf.configure_cert(context)
         return context
+
+
+@contextmanager
+def tls_server(directory: Path, certificates: Certificates) -> Iterator[str]:
+    """A Redis 7 that speaks TLS at the port of the URL, which says whom to trust."""
+    port = _free_port()
+    options = (
+        "--tls-port", str(port), "--tls-cert-file", str(certificates.cert_file),
+        "--tls-key-file", str(certificates.key_file), "--tls-ca-cert-file", str(certificates.ca_file),
+        "--tls-auth-clients", "no",
+    )  # fmt: skip
+    server = RedisServer(redis7_binary(), directory / "tls", options)
+    server.start()
+    try:
+        yield f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificates.ca_file}"
+    finally:
+        server.stop()
 
 
 @dataclass
@@ -241,3 +258,25 @@ def _raw(client: redis.Redis, *command: str) -> bytes:
         return bytes(connection.read_response())
     finally:
         client.connection_pool.release(connection)
+
+
+KINDS = ("one server", "TLS", "Sentinel", "Cluster")
+
+
+@contextmanager
+def any_server(kind: str, directory: Path) -> Iterator[str]:
+    """The URL of a new one of `KINDS`."""
+    directory.mkdir(parents=True)
+    with ExitStack() as stack:
+        match kind:
+            case "TLS":
+                yield stack.enter_context(tls_server(directory, Certificates(directory / "certificates")))
+            case "Sentinel":
+                yield stack.enter_context(sentinel_setup(directory)).url
+            case "Cluster":
+                yield stack.enter_context(cluster_setup(directory)).url
+            case _:
+                one = RedisServer(server_binary("valkey-server"), directory / "valkey")
+                one.start()
+                stack.callback(one.stop)
+                yield one.url

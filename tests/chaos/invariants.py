@@ -52,14 +52,16 @@ def _check_sums(client: QueueClient, states: Counter[str | None], total: int) ->
     assert (stats.leases, stats.waiting) == (0, {})
 
 
+def leftovers(client: QueueClient) -> list[str]:
+    """Keys of the living, without the queue's prefix."""
+    prefix = keys.prefix(client.queue)
+    names = [name.decode().removeprefix(prefix) for name in client.redis.scan_iter(f"{prefix}*", 1000)]
+    return [name for name in names if not STAYS.fullmatch(name)]
+
+
 def _check_leftovers(client: QueueClient, outcomes: Sequence[Outcome]) -> None:
     prefix = keys.prefix(client.queue)
-
-    def leftovers() -> list[str]:
-        names = [name.decode().removeprefix(prefix) for name in client.redis.scan_iter(f"{prefix}*", 1000)]
-        return [name for name in names if not STAYS.fullmatch(name)]
-
-    eventually(lambda: not leftovers(), f"keys to go away: {leftovers()[:10]}")
+    eventually(lambda: not leftovers(client), f"keys to go away: {leftovers(client)[:10]}")
     for outcome in outcomes:
         if outcome.state == "succeeded":
             gone = client.redis.exists(f"{prefix}in:{outcome.job_id}", f"{prefix}ckpt:{outcome.job_id}")

@@ -23,6 +23,7 @@ from tests.topologies import (
     cluster_setup,
     redis7_binary,
     sentinel_setup,
+    tls_server,
     until,
 )
 from tests.worker.harness import get, running_worker, worker_config
@@ -71,23 +72,13 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 def test_tls(tmp_path: Path, queue_name: str, certificates: Certificates) -> None:
-    port = _free_port()
-    options = (
-        "--tls-port", str(port), "--tls-cert-file", str(certificates.cert_file),
-        "--tls-key-file", str(certificates.key_file), "--tls-ca-cert-file", str(certificates.ca_file),
-        "--tls-auth-clients", "no",
-    )  # fmt: skip
-    server = RedisServer(redis7_binary(), tmp_path / "tls", options)
-    server.start()
-    try:
-        check_that_jobs_run(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificates.ca_file}", queue_name)
+    with tls_server(tmp_path, certificates) as url:
+        check_that_jobs_run(url, queue_name)
         with (
-            Producer(f"rediss://127.0.0.1:{port}/0", queue=queue_name) as distrustful,
+            Producer(url.partition("?")[0], queue=queue_name) as distrustful,
             pytest.raises(RedisUnavailable, match="certificate"),
         ):
             distrustful.submit(prompt="p", model="echo")
-    finally:
-        server.stop()
 
 
 # Users

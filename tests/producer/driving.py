@@ -13,7 +13,7 @@ from pagemill.producer.wire.calls.waiters import HangUpReply, hang_up
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Delta, ErrorInfo, JobStatus, Output, Progress, Result, Usage
-from pagemill.producer.wire.server.clients import CONNECTION_OPTIONS
+from pagemill.producer.wire.server.clients import open_client
 from pagemill.producer.wire.server.scripts import Call
 from pagemill.producer.wire.server.transport import SyncTransport
 
@@ -131,4 +131,4 @@ class Queue:
 
 
 def open_queue(url: str, name: str) -> Queue:
-    return Queue(name, url, SyncTransport(redis.Redis.from_url(url, **CONNECTION_OPTIONS)))
+    return Queue(name, url, SyncTransport(open_client(url, name)))

@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import redis
-
 from pagemill.producer.wire.calls import batches, reads, transitions
 from pagemill.producer.wire.calls.reads import Outcome
 from pagemill.producer.wire.calls.registry import QueueStats, WorkerInfo, set_paused, stats, workers
@@ -27,6 +25,7 @@ from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.producer.wire.schema.job import ENVELOPE_VERSION, Job
 from pagemill.producer.wire.schema.outputs import BatchCounts, JobStatus
+from pagemill.producer.wire.server.clients import open_client
 from pagemill.producer.wire.server.scripts import Call
 from pagemill.producer.wire.server.transport import SyncTransport
 from pagemill.worker.config import WorkerConfig
@@ -58,7 +57,7 @@ class QueueClient:
     def __init__(self, url: str, queue: str) -> None:
         self.url = url
         self.queue = queue
-        self.redis = redis.Redis.from_url(url, socket_timeout=30, retry=None)
+        self.redis = open_client(url, queue, socket_timeout=30, retry=None)
         self._transport = SyncTransport(self.redis)
 
     def run(self, call: Call[Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -97,8 +98,10 @@ server.run(sockets=[listener])
 
 
 @contextmanager
-def gateway_process(url: str, queue: str, **settings: Any) -> Iterator[tuple[Served, subprocess.Popen[str]]]:
-    """A gateway in a process, to be killed."""
+def gateway_process(
+    url: str, queue: str, *, log: Path | None = None, **settings: Any
+) -> Iterator[tuple[Served, subprocess.Popen[str]]]:
+    """A gateway in a process, to be killed. What it says goes to `log`."""
     config = {
         "redis_url": url,
         "queue": queue,
@@ -106,9 +109,13 @@ def gateway_process(url: str, queue: str, **settings: Any) -> Iterator[tuple[Ser
         "batch_poll_s": 0.1,
         "batch_lease_s": 2.0,
     } | settings
-    process = subprocess.Popen(
-        [sys.executable, "-c", _RUN, json.dumps(config)], stdout=subprocess.PIPE, text=True
-    )
+    with (log or Path(os.devnull)).open("ab") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _RUN, json.dumps(config)],
+            stdout=subprocess.PIPE,
+            stderr=errors if log else None,
+            text=True,
+        )
     try:
         assert process.stdout is not None
         port = int(process.stdout.readline())

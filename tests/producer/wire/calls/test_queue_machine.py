@@ -17,6 +17,7 @@ from pagemill.producer.wire.schema.affinity import prompt_affinity
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import ACTIVE_STATES, END_STATES
 from tests.producer.driving import Queue, delta, open_queue
+from tests.producer.queue_sets import check_sets
 
 WORKERS = ("w1", "w2")
 TERMINAL = set(END_STATES)
@@ -214,38 +215,10 @@ class QueueMachine(RuleBasedStateMachine):
             assert sum(by_state.values()) == batch.total == len(self.in_batch)
 
     def _check_sets(self, states: dict[str, str]) -> None:
-        client, prefix = self.queue.client, self.queue.prefix
-
-        def members(name: str) -> list[str]:
-            return [member.decode() for member in client.zrange(f"{prefix}{name}", 0, -1)]
-
-        def having(*wanted: str) -> list[str]:
-            return sorted(job_id for job_id, state in states.items() if state in wanted)
-
-        names = self.queue.names()
-        waiting = [name for name in names if name.startswith("wait:")]
-        following = [job_id for name in names if name.startswith("followers:") for job_id in members(name)]
-        entries = [entry.partition(" ") for name in waiting for entry in members(name)]
-        in_lanes = [job_id for job_id, _, _ in entries]
-        for job_id, _, affinity in entries:
-            assert affinity == (self.affinities.get(job_id) or ""), "it is lost on the way back to the lane"
-        assert sorted(in_lanes + following) == having("queued")
-        assert int(client.hget(f"{prefix}meta", "followers") or 0) == len(following)
-        assert {m.decode() for m in client.smembers(f"{prefix}lanes")} == {n[5:] for n in waiting}
-        for name in waiting:
-            version, letter, tenant, model = name[5:].split(":")
-            assert tenant in members(f"turns:{version}:{letter}:{model}"), "pull would not find it"
-        leaders = {client.get(f"{prefix}{name}").decode() for name in names if name.startswith("twin:")}
-        assert leaders <= set(having(*ACTIVE_STATES)) - set(following)
-        assert {name.split(":")[1] for name in names if name.startswith("followers:")} <= set(
-            having(*ACTIVE_STATES)
-        )
-        assert sorted(members("leases")) == having("running")
-        assert sorted(members("delayed")) == having("delayed")
-        assert sorted(members("dead")) == sorted(set(having("dead")) - self.forgotten)
-        assert set(members("deadlines")) <= set(having(*ACTIVE_STATES))
-        suspects = client.hgetall(f"{prefix}suspects").values()
-        assert {job_id.decode() for job_id in suspects} <= set(having("running"))
+        check_sets(self.queue, states, self.affinities)
+        letters = {job_id for job_id, state in states.items() if state == "dead"} - self.forgotten
+        found = self.queue.client.zrange(f"{self.queue.prefix}dead", 0, -1)
+        assert {member.decode() for member in found} == letters
 
     def teardown(self) -> None:
         """Everything can be brought to an end, and then nothing is held."""

@@ -1,0 +1,43 @@
+"""What every set of a queue must hold, given the states of its jobs. For machines that do anything to a queue."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pagemill.producer.wire.schema.outputs import ACTIVE_STATES
+from tests.producer.driving import Queue
+
+
+def check_sets(queue: Queue, states: Mapping[str, str], affinities: Mapping[str, str | None]) -> None:
+    """Each job is where its state keeps it, and nowhere else. `states` has all that are active."""
+    client, prefix = queue.client, queue.prefix
+
+    def members(name: str) -> list[str]:
+        return [member.decode() for member in client.zrange(f"{prefix}{name}", 0, -1)]
+
+    def having(*wanted: str) -> list[str]:
+        return sorted(job_id for job_id, state in states.items() if state in wanted)
+
+    active = set(having(*ACTIVE_STATES))
+    names = queue.names()
+    waiting = [name for name in names if name.startswith("wait:")]
+    followed = [name for name in names if name.startswith("followers:")]
+    following = [job_id for name in followed for job_id in members(name)]
+    entries = [entry.partition(" ") for name in waiting for entry in members(name)]
+    for job_id, _, affinity in entries:
+        assert affinity == (affinities.get(job_id) or ""), "it is lost on the way back to the lane"
+    assert sorted([job_id for job_id, _, _ in entries] + following) == having("queued")
+    assert int(client.hget(f"{prefix}meta", "followers") or 0) == len(following)
+    assert {member.decode() for member in client.smembers(f"{prefix}lanes")} == {name[5:] for name in waiting}
+    for name in waiting:
+        version, letter, tenant, model = name[5:].split(":", 3)
+        assert tenant in members(f"turns:{version}:{letter}:{model}"), "pull would not find it"
+    twins = [name for name in names if name.startswith("twin:")]
+    leaders = {client.get(f"{prefix}{name}").decode() for name in twins}
+    assert leaders <= active - set(following)
+    assert {name.split(":")[1] for name in followed} <= active | set(members("settling"))
+    assert sorted(members("leases")) == having("running")
+    assert sorted(members("delayed")) == having("delayed")
+    assert set(members("deadlines")) <= active
+    suspects = client.hgetall(f"{prefix}suspects").values()
+    assert {job_id.decode() for job_id in suspects} <= set(having("running"))

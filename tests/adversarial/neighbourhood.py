@@ -1,0 +1,163 @@
+"""A worker process with two tenants: one means well, and knows what it has when it is alone."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.errors import FINAL_CODES
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.outputs import Output
+from pagemill.producer.wire.schema.signing import Keys
+from tests.adversarial.hostile_jobs import HostileJob
+from tests.worker.harness import QueueClient, WorkerProcess, process_settings
+
+KEY = "k" * 32
+SIGNER = Keys([KEY])
+PATIENCE_S = 60.0
+"""For the hostile jobs of one kind to end, on a model that costs nothing; a real one has ten times as long."""
+SLOWER = 20
+"""The good tenant's jobs may take so many times what they take alone, and `GRACE_S` (a busy machine)."""
+GRACE_S = 5.0
+MAX_GROWTH_MB = 700
+"""Of the worker's memory beside what it has with good jobs alone."""
+TYPED = FINAL_CODES | {"deadline_exceeded", "attempts_exhausted"}
+UNTYPED_CAUSES = {"engine_error", "worker_lost", "out_of_memory"}
+"""Nobody's own error: something went wrong inside."""
+
+
+@dataclass
+class Neighbourhood:
+    """A worker process, its queue, and what the good tenant has when it is alone."""
+
+    client: QueueClient
+    model: str
+    process: WorkerProcess
+    texts: list[list[Output]]
+    alone_s: float
+    memory_mb: float
+
+    def good_jobs(self) -> list[str]:
+        ids = []
+        for i in range(12):
+            fields = {
+                "prompt": f"The capital of country {i} is",
+                "max_tokens": 24,
+                "seed": i,
+                "tenant": "good",
+            }
+            fields |= {"temperature": 0.0} if i % 3 == 0 else {"top_p": 0.9, "logprobs": 3 if i % 2 else None}
+            item = self._item(json.loads(Job.parse(fields | {"model": self.model}).to_payload()), {}, "good")
+            ids += self._submit([item])
+        return ids
+
+    def hostile_jobs(self, jobs: list[HostileJob]) -> list[str]:
+        return self._submit([self._hostile(job) for job in jobs])
+
+    def _submit(self, items: list[Submission]) -> list[str]:
+        for item in items:
+            (reply,) = self.client.run(transitions.submit(self.client.queue, [item]))
+            assert reply.status in ("created", "too_large")
+        return [item.job_id for item in items]
+
+    def _hostile(self, job: HostileJob) -> Submission:
+        if job.raw is None:
+            fields = {name: value for name, value in job.fields.items() if value is not None}
+            return self._item(
+                {"v": 1, "model": self.model, "tenant": "evil"} | fields, job.header, "evil", job
+            )
+        return self._item(job.raw.replace(b"MODEL", self.model.encode()), job.header, "evil", job)
+
+    def _item(
+        self, envelope: object, header: dict[str, object], tenant: str, job: HostileJob | None = None
+    ) -> Submission:
+        payload = envelope if isinstance(envelope, bytes) else json.dumps(envelope).encode()
+        job_id = uuid.uuid4().hex
+        if (job is None or job.is_signed) and payload:
+            payload = SIGNER.sign_payload(payload, queue=self.client.queue, job_id=job_id, tenant=tenant)
+        lane = keys.lane(1, "normal", tenant, self.model)
+        return Submission(
+            job_id, json.dumps({"id": job_id, "lane": lane, "cost": 40} | header).encode(), payload
+        )
+
+    def what_is_wrong(self, job: HostileJob, job_id: str) -> str:
+        """With how it ended; empty: nothing. Results that may be anything are not read: they may be large."""
+        found = self.client.redis.hget(f"{keys.prefix(self.client.queue)}job:{job_id}", "state")
+        state = (found or b"never stored").decode()
+        if state == "never stored":
+            return ""
+        if state == "succeeded":
+            return "" if job.is_right is None or job.is_right(self.client.outcome(job_id).result) else "wrong"
+        if state not in ("failed", "expired", "dead"):
+            return state
+        error = self.client.outcome(job_id).error
+        if error is None:
+            return f"{state} without a reason"
+        is_typed = error.code in TYPED and error.cause not in UNTYPED_CAUSES
+        return "" if is_typed else f"{error.code} {error.cause}: {error.message[:200]}"
+
+    def run_good_jobs(self) -> tuple[list[list[Output]], float]:
+        """What they came to, and the seconds until the last had ended."""
+        began = time.monotonic()
+        outcomes = self.client.wait(self.good_jobs(), 10 * PATIENCE_S)
+        took = time.monotonic() - began
+        for outcome in outcomes:
+            assert outcome.state == "succeeded", outcome.error
+            assert outcome.result is not None
+        return [list(outcome.result.outputs) for outcome in outcomes if outcome.result], took
+
+
+@contextmanager
+def neighbourhood(url: str, model: str, directory: Path, **settings: object) -> Iterator[Neighbourhood]:
+    queue = f"q-{uuid.uuid4().hex[:12]}"
+    config = process_settings(url, queue, model=model, lease_s=6.0, max_num_seqs=64, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAGEMILL_HMAC_KEYS", KEY)
+        process = WorkerProcess(config, directory / f"{queue}.log")
+    client = QueueClient(url, queue)
+    try:
+        served = model.partition(":")[0]
+        one = Neighbourhood(client, served, process, [], 0.0, 0.0)
+        one.texts, _ = one.run_good_jobs()
+        again, one.alone_s = one.run_good_jobs()
+        assert again == one.texts
+        one.memory_mb = memory_mb(process)
+        yield one
+    finally:
+        process.kill()
+        client.redis.close()
+
+
+def memory_mb(process: WorkerProcess) -> float:
+    return float(psutil.Process(process.process.pid).memory_info().rss >> 20)
+
+
+@contextmanager
+def watched(process: WorkerProcess) -> Iterator[list[float]]:
+    """The worker's memory, twenty times a second."""
+    found: list[float] = []
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.05) and process.process.poll() is None:
+            found.append(memory_mb(process))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        thread.join()

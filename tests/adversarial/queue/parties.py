@@ -252,7 +252,7 @@ class Parties:
         for _ in range(min(len(self.held), self.rng.choice([1, 1, 8, 30]))):
             index = self.rng.randrange(len(self.held))
             job_id, token = self.held[index]
-            match self.rng.choices(("commit", "retry", "release", "die"), (70, 10, 8, 8))[0]:
+            match self.rng.choices(("commit", "retry", "release", "wait"), (60, 10, 8, 22))[0]:
                 case "commit":
                     self.commit(self.ledger.jobs[job_id], token)
                 case "retry":
@@ -260,6 +260,8 @@ class Parties:
                     self.retry(self.ledger.jobs[job_id], token)
                 case "release":
                     self.release(self.ledger.jobs[job_id], token)
+                case "wait":
+                    continue
             if self.rng.random() < 0.95:
                 self.held[index] = self.held[-1]
                 self.held.pop()

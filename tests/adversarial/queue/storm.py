@@ -43,7 +43,7 @@ class Storm(Readers):
             (10 * room, self.submit), (0.3 * room, self.submit_equal), (18, self.pull), (30, self.finish),
             (6, self.checkpoint), (3, self.renew), (3, self.cancel), (3, self.sweep), (4, self.read_job),
             (5, self.read_feed), (1.5, self.acknowledge), (0.1, self.cancel_batch), (1.5, self.letters),
-            (5, self.tell), (1, self.switch), (1, self.look), (2, self.jump),
+            (5, self.tell), (1, self.switch), (1, self.look), (4, self.jump),
         ]  # fmt: skip
         weights, names = zip(*actions, strict=True)
         self.rng.choices(names, weights)[0]()

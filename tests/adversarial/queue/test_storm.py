@@ -44,7 +44,7 @@ def run_storm(
 
 @pytest.mark.parametrize("binary", ["valkey-server", "redis-server"])
 @pytest.mark.parametrize(
-    ("seed", "jobs"), [(1, 700), *(pytest.param(seed, 15_000, marks=LONG) for seed in (2, 3))]
+    ("seed", "jobs"), [(1, 800), *(pytest.param(seed, 15_000, marks=LONG) for seed in (2, 3))]
 )
 def test_while_its_clock_jumps(binary: str, seed: int, jobs: int, tmp_path: Path, queue_name: str) -> None:
     with clocked_server(tmp_path, binary) as clock, opened(clock.url, queue_name) as queue:

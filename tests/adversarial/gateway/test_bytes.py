@@ -122,7 +122,7 @@ async def storm(port: int, said: list[Conversation]) -> tuple[Counter[int], list
 @pytest.mark.parametrize(
     ("seed", "conversations"),
     [
-        (1, 300),
+        (1, 200),
         *(pytest.param(seed, 5_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]) for seed in (2, 3)),
     ],
 )

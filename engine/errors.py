@@ -16,6 +16,7 @@ EngineError
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -91,3 +92,11 @@ def complaint(error: ValidationError, *, is_secret: bool = False) -> str:
     if is_secret or len(given) > 100:
         return message
     return f"{given} won't do: {message}"
+
+
+_EXHAUSTED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+def is_exhausted(error: OSError) -> bool:
+    """Whether the machine is to blame, its disk or memory, and no name or right that somebody gave."""
+    return error.errno in _EXHAUSTED

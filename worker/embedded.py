@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -39,6 +40,7 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 ORPHAN_S = 1.0
 """A server that still answers so long after its owner's end was left behind."""
+PROBE_BYTES = 1 << 16
 MAX_SOCKET_PATH = 100
 """Bytes a unix socket's path may have (Linux: 108, macOS: 104)."""
 
@@ -85,10 +87,12 @@ class EmbeddedServer:
     def open(cls, state_dir: Path) -> EmbeddedServer:
         """Attach to the server of `state_dir`, adopt it if it is an orphan, or start one.
 
-        Raises `EmbeddedServerError`.
+        Raises `EmbeddedServerError`, or OSError when the directory can't be written, or its disk is full.
         """
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         state_dir.chmod(0o700)
+        with tempfile.TemporaryFile(dir=state_dir) as probe:
+            probe.write(bytes(PROBE_BYTES))
         with _locked(state_dir / START_LOCK):
             owner_lock = _try_lock(state_dir / OWNER_LOCK)
             record = _running(state_dir)
@@ -216,7 +220,9 @@ def _start(state_dir: Path) -> ServerRecord:
             _children[process.pid] = process
             _write_record(state_dir, record, port)
             return record
-    raise EmbeddedServerError(f"the embedded Valkey did not start; the end of {log_path}:\n{_tail(log_path)}")
+    raise EmbeddedServerError(
+        f"the embedded Valkey did not start; its log {log_path} ends with: {_last_line(log_path)}"
+    )
 
 
 def _spawn(command: list[str], log_path: Path) -> subprocess.Popen[bytes]:
@@ -321,11 +327,11 @@ def _socket_path(state_dir: Path) -> str | None:
     return str(path) if len(os.fsencode(path)) <= MAX_SOCKET_PATH else None
 
 
-def _tail(path: Path, lines: int = 15) -> str:
+def _last_line(path: Path) -> str:
     try:
-        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
-    except OSError:
-        return "(no log)"
+        return next(line for line in reversed(path.read_text(errors="replace").splitlines()) if line.strip())
+    except (OSError, StopIteration):
+        return "nothing"
 
 
 def _wait_for_owner_to_go(state_dir: Path) -> IO[str]:

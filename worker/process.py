@@ -15,10 +15,10 @@ import threading
 import time
 from types import FrameType
 
-from pagemill.engine.errors import ConfigError, EngineError
+from pagemill.engine.errors import ConfigError, EngineError, is_exhausted
 from pagemill.monitoring.logging import configure_logging
 from pagemill.producer.wire.process.stop_signals import stop_signals
-from pagemill.producer.wire.schema.errors import PagemillError, RedisUnavailable
+from pagemill.producer.wire.schema.errors import PagemillError, RedisRefused, RedisUnavailable
 from pagemill.producer.wire.server import discovery
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.embedded import EmbeddedServer, EmbeddedServerError
@@ -70,17 +70,36 @@ def run_worker(config: WorkerConfig) -> int:
     try:
         if config.redis_url is not None:
             return _serve(config, discovery.with_credentials(config.redis_url), None, signals)
-        with EmbeddedServer.open(config.state_dir or discovery.state_dir()) as server:
+        with _embedded_server(config) as server:
             return _serve(config, server.url, server, signals)
-    except (EmbeddedServerError, RedisUnavailable) as error:
+    except (ConfigError, EmbeddedServerError, EngineError, OSError, PagemillError) as error:
         logger.error("%s", error)
-        return EXIT_REDIS
-    except (ConfigError, OSError, PagemillError) as error:
-        logger.error("%s", error)
-        return EXIT_USAGE
-    except EngineError as error:  # a process that the model is spread over died while it loaded
-        logger.error("%s", error)
-        return EXIT_FAILED
+        return _exit_code(error)
+
+
+def _exit_code(error: Exception) -> int:
+    match error:
+        case EmbeddedServerError() | RedisUnavailable() | RedisRefused():
+            return EXIT_REDIS
+        case OSError() if is_exhausted(error):
+            return EXIT_FAILED
+        case ConfigError() | OSError() | PagemillError():
+            return EXIT_USAGE
+    return EXIT_FAILED  # of the engine: a process that the model is spread over died, or nothing can be kept
+
+
+def _embedded_server(config: WorkerConfig) -> EmbeddedServer:
+    """Raises EmbeddedServerError, ConfigError for a directory that was asked for, EngineError for one that was not."""
+    directory = config.state_dir or discovery.state_dir()
+    try:
+        return EmbeddedServer.open(directory)
+    except OSError as error:
+        message = (
+            f"the state directory {directory} can't be used: {error.strerror or error}; name another with "
+            f"--state-dir ({discovery.STATE_DIR_VARIABLE}), or a server with --redis-url ({discovery.URL_VARIABLE})"
+        )
+        is_theirs = config.state_dir is not None and not is_exhausted(error)
+        raise (ConfigError if is_theirs else EngineError)(message) from error
 
 
 def _serve(

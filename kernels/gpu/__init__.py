@@ -1,1 +1,13 @@
 """The face for CUDA tensors, in Triton."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pagemill.kernels import cache_directory
+
+# Triton asks for its directory at the first compile, and fails where it can't be written.
+_home = Path(os.environ.get("TRITON_HOME") or Path.home())
+_asked = Path(os.environ.get("TRITON_CACHE_DIR") or _home / ".triton" / "cache")
+os.environ["TRITON_CACHE_DIR"] = str(cache_directory.usable(_asked, "TRITON_CACHE_DIR"))

@@ -7,8 +7,10 @@ a step of a small model makes hundreds. As with Triton, the caller answers for s
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -24,14 +26,17 @@ from numba import types
 from numba.core import cgutils, codegen
 from numba.extending import intrinsic
 
+from pagemill.kernels import cache_directory
 from pagemill.kernels.cpu.jit import file_lock
+
+logger = logging.getLogger(__name__)
 
 
 def _cache_directory() -> str:
     """Where machine code is kept: under NUMBA_CACHE_DIR, beside the package, or in the user's cache.
 
     numba looks for changes in a kernel's own file only, while kernels inline one another across files: so the
-    directory is named after the sources of all of them. Where it cannot be written, kernels are not kept.
+    directory is named after the sources of all of them. One that cannot be written is replaced by a private one.
     """
     package = Path(__file__).parents[2]
     if numba.config.CACHE_DIR:
@@ -40,7 +45,7 @@ def _cache_directory() -> str:
         base = package / "__pycache__"
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagemill"
-    return str(base / f"kernels-{_source_digest(package)}")
+    return str(cache_directory.usable(base, "NUMBA_CACHE_DIR") / f"kernels-{_source_digest(package)}")
 
 
 def _source_digest(package: Path) -> str:
@@ -101,10 +106,19 @@ def _save_one_at_a_time(kernel: Any) -> None:
     save = index.save
 
     def save_alone(key: Any, data: Any) -> None:
-        with file_lock.hold(Path(numba.config.CACHE_DIR) / "index.lock", _LONGEST_SAVE_S):
-            save(key, data)
+        try:
+            with file_lock.hold(Path(numba.config.CACHE_DIR) / "index.lock", _LONGEST_SAVE_S):
+                save(key, data)
+        except OSError as error:  # the disk is full: the kernel is there, only not for the next process
+            _say_it_is_not_kept(str(error))
 
     index.save = save_alone
+
+
+@functools.cache
+def _say_it_is_not_kept(reason: str) -> None:
+    """Once."""
+    logger.warning("compiled kernels are not kept, so the next start compiles them again: %s", reason)
 
 
 _externals: list[Any] = []  # their machine code lives as long as they do

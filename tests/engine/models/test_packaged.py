@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.errors import EngineError, ModelLoadError
 from pagemill.engine.models import packaged
 from pagemill.engine.models.packaged import packaged_model_directory
 
@@ -146,3 +147,26 @@ def test_a_conversion_writes_what_the_cache_holds(tmp_path: Path, monkeypatch: p
         assert set(old.keys()) == set(new.keys())
         for name in new.keys():  # noqa: SIM118 - not a dict
             assert old.get_tensor(name).equal(new.get_tensor(name)), name
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+def test_what_cannot_be_kept_says_where_it_could_be(
+    code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A directory that was asked for is a wrong setting, any other and a full disk are the machine's failure."""
+
+    def convert(gguf_file: Path, target: Path) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(packaged, "find_gguf", lambda: Path(__file__))
+    monkeypatch.setattr(packaged, "_convert", convert)
+    is_full = code in (errno.ENOSPC, errno.EDQUOT)
+    monkeypatch.setenv("PAGEMILL_CACHE_DIR", str(tmp_path))
+    with pytest.raises(EngineError, match="give PAGEMILL_CACHE_DIR a directory") as refused:
+        packaged.packaged_model_directory()
+    assert isinstance(refused.value, ModelLoadError) == (not is_full)
+    monkeypatch.delenv("PAGEMILL_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(EngineError, match=os.strerror(code)) as failed:
+        packaged.packaged_model_directory()
+    assert not isinstance(failed.value, ModelLoadError)

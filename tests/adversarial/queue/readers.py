@@ -196,7 +196,7 @@ class Readers(Parties):
 
     def look(self) -> None:
         """At the whole: every total is the sum of its parts."""
-        stats = self.send(registry.stats(self.queue.name))
+        stats = registry.stats(self.send, self.queue.name)
         assert stats.counts.get("running", 0) == stats.leases
         assert stats.counts.get("queued", 0) == sum(stats.waiting.values()) + stats.followers
         assert sum(stats.counts.values()) == len(self.ledger.jobs), "a job was lost, or counted twice"

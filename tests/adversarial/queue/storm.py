@@ -101,7 +101,7 @@ class Storm(Readers):
             assert not kept, f"the ends of {kept[:10]} are not in the feed of {batch}"
 
     def _check_totals(self) -> None:
-        stats = self.send(registry.stats(self.queue.name))
+        stats = registry.stats(self.send, self.queue.name)
         assert {state: number for state, number in stats.counts.items() if number} == self.ledger.counts()
         assert (stats.leases, stats.waiting, stats.followers) == (0, {}, 0)
         for batch, ids in self.ledger.batches.items():

@@ -1,9 +1,18 @@
-# A worker, or with EXTRAS=exporter just the light commands. CPU by default; for a GPU:
-#   docker build --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 .
-FROM python:3.12-slim AS build
-ARG EXTRAS=worker
+# A worker on CPUs, or with LOCK=light the light commands (gateway, exporter). For a GPU, first write the lock file on a
+# machine whose index has NVIDIA's libraries (make lock GPU=yes), then
+#   docker build --build-arg LOCK=worker-gpu --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 .
+# A release pins the base by its digest: --build-arg BASE=python:3.11-slim-bookworm@sha256:...
+ARG BASE=python:3.11-slim-bookworm
+
+FROM ${BASE} AS build
+ARG LOCK=worker
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src
+COPY deploy/requirements deploy/requirements
+# Nothing is resolved here: each file that is installed is one of the lock's, by its hash.
+RUN python -m venv /opt/pagemill \
+ && /opt/pagemill/bin/pip install --no-cache-dir --require-hashes --no-deps --only-binary :all: \
+      --extra-index-url "${TORCH_INDEX}" -r deploy/requirements/${LOCK}.txt
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY producer producer
 COPY engine engine
@@ -12,22 +21,26 @@ COPY worker worker
 COPY monitoring monitoring
 # Last: it leads to the folders above by symbolic links.
 COPY pagemill pagemill
-RUN python -m venv /opt/pagemill \
- && /opt/pagemill/bin/pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" ".[${EXTRAS}]"
+RUN /opt/pagemill/bin/pip install --no-cache-dir --no-deps --no-index --no-build-isolation .
 
-FROM python:3.12-slim
+FROM ${BASE}
 # Triton compiles a small launcher the first time a kernel runs on a GPU.
 RUN apt-get update \
  && apt-get install -y --no-install-recommends gcc libc6-dev \
  && rm -rf /var/lib/apt/lists/*
-RUN useradd --create-home --uid 10001 pagemill \
+RUN useradd --no-create-home --uid 10001 pagemill \
  && install -d -o pagemill /models /var/cache/pagemill
 COPY --from=build /opt/pagemill /opt/pagemill
+# What is written goes below these two: run with a read-only root, a volume on /var/cache/pagemill and a tmpfs on /tmp.
 ENV PATH=/opt/pagemill/bin:$PATH \
     PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/var/cache/pagemill \
     PAGEMILL_CACHE_DIR=/var/cache/pagemill \
+    NUMBA_CACHE_DIR=/var/cache/pagemill/numba \
+    TRITON_CACHE_DIR=/var/cache/pagemill/triton \
     PAGEMILL_HTTP_HOST=0.0.0.0
-USER pagemill
+USER 10001:10001
 EXPOSE 9790
 # SIGTERM drains: running jobs go on for a while, the rest is handed back. Give it 30 s.
 STOPSIGNAL SIGTERM

@@ -19,7 +19,7 @@ TESTS = $(PYTEST) -m "$(or $(MARKS),not slow)" \
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check check-all bench format clean
+.PHONY: help setup demo test check check-all bench format lock sbom clean
 
 help:
 	@echo "make demo       label real rows with a real model through a real queue"
@@ -29,6 +29,8 @@ help:
 	@echo "make check-all  the same, with the slow sweeps"
 	@echo "make bench      every benchmark table and plot, on an idle machine (hours)"
 	@echo "make format     rewrite the sources as the formatter wants them"
+	@echo "make lock       the hashes of what the images install (GPU=yes: of a GPU worker)"
+	@echo "make sbom       what the images consist of, as CycloneDX JSON in build/sbom"
 	@echo "make clean      remove caches and build products, not $(VENV)"
 
 setup: $(STAMP)
@@ -84,6 +86,17 @@ bench: $(STAMP)
 format: $(STAMP)
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
+
+lock: $(STAMP)
+	@$(BIN)/python deploy/lock.py $(if $(GPU),--gpu)
+
+sbom: $(STAMP)
+	@mkdir -p build/sbom
+	@for lock in deploy/requirements/*.txt; do \
+	  $(BIN)/python -W ignore -m cyclonedx_py requirements $$lock --pyproject pyproject.toml --mc-type application \
+	    --output-reproducible --validate --of JSON -o build/sbom/$$(basename $$lock .txt).cdx.json || exit 1; \
+	done
+	@echo "==> build/sbom"
 
 clean:
 	@echo "==> removing caches and build products"

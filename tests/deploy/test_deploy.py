@@ -17,6 +17,7 @@ from pagemill.cli.gateway import DEFAULT_PORT
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.gateway import CLOSE_S
 from tests.conftest import ROOT
+from tests.deploy.locking import IMAGES
 from tests.monitoring.prometheus_server import promtool
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -43,13 +44,15 @@ def test_the_image_holds_every_package() -> None:
     assert DOCKERFILE.rindex("COPY pagemill") > DOCKERFILE.rindex("COPY monitoring")
 
 
-def test_the_extras_that_are_installed_exist() -> None:
-    named = set(re.findall(r"ARG EXTRAS=(\w+)", DOCKERFILE))
-    for service in COMPOSE["services"].values():
-        build = service.get("build")
-        if isinstance(build, dict):
-            named.add(build["args"]["EXTRAS"])
-    assert named <= PROJECT["project"]["optional-dependencies"].keys()
+def test_the_locks_that_are_installed_exist_and_hold_the_extras() -> None:
+    images = {"worker": re.findall(r"ARG LOCK=(\w+)", DOCKERFILE)[0]}
+    for name, service in COMPOSE["services"].items():
+        if isinstance(build := service.get("build"), dict):
+            images[name] = build["args"]["LOCK"]
+    assert images.keys() == {"worker", "gateway", "exporter"}
+    for extra, image in images.items():
+        assert extra in IMAGES[image]
+        assert extra in PROJECT["project"]["optional-dependencies"]
 
 
 @pytest.mark.parametrize("name", ["worker", "gateway", "exporter"])

@@ -24,6 +24,7 @@ from pagemill.worker.config import WorkerConfig
 from pagemill.worker.process import CLOSE_S
 from pagemill.worker.status.queue_exporter import QueueExporter, QueueSet
 from tests.conftest import ROOT, _free_port, server_binary
+from tests.deploy.locking import IMAGES
 from tests.monitoring.prometheus_server import SERIES, promtool
 from tests.producer.gateway.serving import gateway
 from tests.worker.harness import eventually, get, running_worker, worker_config
@@ -317,10 +318,9 @@ def test_selectors_ports_secrets_and_volumes_meet(overlay: str | None) -> None:
 
 
 def test_the_dockerfile_builds_what_the_images_are_said_to_hold() -> None:
-    note = re.search(r"EXTRAS=([\w,]+)", (KUBERNETES / "base" / "kustomization.yaml").read_text())
+    note = re.search(r"LOCK=(\w+)", (KUBERNETES / "base" / "kustomization.yaml").read_text())
     assert note is not None
-    extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
-    assert set(note[1].split(",")) == {"gateway", "exporter"} <= extras
+    assert set(IMAGES[note[1]]) == {"gateway", "exporter"}
 
 
 def test_a_gpu_worker_asks_for_one() -> None:

@@ -111,7 +111,7 @@ def test_kernels_compile_on_a_full_disk(tmp_path: Path) -> None:
 def test_a_disk_that_fills_up_costs_only_the_cache(tmp_path: Path) -> None:
     """Not full when the process starts."""
     fills_up = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n@compiler.jit"
-    script = tmp_path / "script.py"  # numba keeps nothing of what is not in a file
+    script = tmp_path / "script"  # numba keeps nothing of what is not in a file
     script.write_text(_KERNEL.replace("@compiler.jit", fills_up))
     ran = subprocess.run(
         [sys.executable, script], env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},

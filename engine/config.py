@@ -5,49 +5,65 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Annotated, Any, Literal, get_type_hints
-
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pagemill.engine.errors import ConfigError, complaint
 
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler, TypeAdapter
+    from pydantic_core import CoreSchema
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers that an option takes, both ends included. Pydantic holds it to them, where there is one."""
+
+    low: float
+    high: float
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: Any = handler(source)
+        number = int if source is int else float
+        return {**schema, "ge": number(self.low), "le": number(self.high)}
+
+
 MAX_KV_BLOCKS = 2**24
 """The scheduler keeps an object for each, and kernels find them by 32-bit numbers."""
-_Blocks = Annotated[int, Field(ge=2, le=MAX_KV_BLOCKS)]  # one is reserved
-_Bytes = Annotated[int, Field(ge=1, le=2**46)]
-_Sequences = Annotated[int, Field(ge=1, le=2**16)]
-_Tokens = Annotated[int, Field(ge=1, le=2**24)]
-_Path = BeforeValidator(lambda model: os.fspath(model) if isinstance(model, os.PathLike) else model)
+_Blocks = Annotated[int, Range(2, MAX_KV_BLOCKS)]  # one is reserved
+_Bytes = Annotated[int, Range(1, 2**46)]
+_Sequences = Annotated[int, Range(1, 2**16)]
+_Tokens = Annotated[int, Range(1, 2**24)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What the user asks for; None and "auto" are resolved when the model is loaded, into other objects."""
 
-    model: Annotated[str, _Path, Field(min_length=1, max_length=4096)]
+    model: str
     """A Hugging Face directory, `smollm2` (the packaged model) or `echo` (no model at all)."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights from the directory's config.json, for benchmarks."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """auto: float32 on CPU, the checkpoint's on CUDA."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Seeds the requests that bring none."""
-    block_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    block_size: Annotated[int, Range(1, 1024)] = 16
     """Tokens per KV block. Any number will do; a power of two saves the GPU's kernels divisions."""
     num_kv_blocks: _Blocks | None = None
     """KV blocks in the pool; None: from kv_cache_memory_bytes or the device's free memory."""
     kv_cache_memory_bytes: _Bytes | None = None
     """Bytes for the KV cache; None on CPU: a quarter of the available RAM, at most 4 GiB."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    gpu_memory_utilization: Annotated[float, Range(1e-3, 1.0)] = 0.9
     """Share of the device's memory for weights, activations and KV cache together."""
-    max_model_len: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_model_len: Annotated[int, Range(1, 2**31 - 1)] | None = None
     """Longest prompt + output in tokens; None: the model's context length."""
     max_num_seqs: _Sequences | None = None
     """Sequences in one step; None: 64 on CPU, 256 on CUDA."""
     max_num_batched_tokens: _Tokens | None = None
     """Token budget of a step; None: 512 on CPU, 8192 on CUDA."""
-    long_prefill_token_threshold: Annotated[int, Field(ge=0, le=2**24)] = 0
+    long_prefill_token_threshold: Annotated[int, Range(0, 2**24)] = 0
     """Most prompt tokens of one request in a step; 0: the budget alone limits."""
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
@@ -66,24 +82,26 @@ class EngineConfig:
     head; fp8 on CUDA needs compute capability 8.9."""
     quantization: Literal["int8"] | None = None
     """int8: weights per output channel, activations per token, exact products of integers."""
-    swap_space_gib: Annotated[float, Field(ge=0.0, le=1024.0)] = 0.0
+    swap_space_gib: Annotated[float, Range(0.0, 1024.0)] = 0.0
     """Host memory for the KV blocks of preempted sequences; 0: they are always computed again."""
-    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
+    tensor_parallel_size: Annotated[int, Range(1, 64)] = 1
     """Processes that share each layer's work, one per GPU; on CPU they share its cores. Memory settings are per
     process, but for swap_space_gib, which is for all together."""
     skip_tokenizer_init: bool = False
     """Serve token ids only."""
-    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    num_threads: Annotated[int, Range(1, 1024)] | None = None
     """CPU threads for the model; None: torch's default."""
 
     def __post_init__(self) -> None:
         """Holds every option to its annotation. Raises ConfigError, which names the option."""
-        for option in fields(self):
-            try:
-                value = _validators()[option.name].validate_python(getattr(self, option.name))
-            except ValidationError as error:
-                raise ConfigError(f"{option.name}: {complaint(error)}", setting=option.name) from None
-            object.__setattr__(self, option.name, value)
+        try:
+            object.__setattr__(self, "model", os.fspath(self.model))
+        except TypeError:
+            raise ConfigError("model: it should be a name or a path", setting="model") from None
+        if not 0 < len(self.model) <= 4096:
+            raise ConfigError("model: it should have 1 to 4096 characters", setting="model")
+        if find_spec("pydantic") is not None:  # a machine that only tries kernels out may lack it
+            _hold_to_annotations(self)
         size = self.tensor_parallel_size
         # int8 scales its activations by a token's largest number, of which each rank sees some; bitwise tiers
         # promise an order of sums that ranks don't keep.
@@ -94,8 +112,21 @@ class EngineConfig:
                 raise ConfigError(message, setting=name)
 
 
+def _hold_to_annotations(config: EngineConfig) -> None:
+    from pydantic import ValidationError
+
+    for name, validator in _validators().items():
+        try:
+            value = validator.validate_python(getattr(config, name))
+        except ValidationError as error:
+            raise ConfigError(f"{name}: {complaint(error)}", setting=name) from None
+        object.__setattr__(config, name, value)
+
+
 @cache
 def _validators() -> dict[str, TypeAdapter[Any]]:
+    from pydantic import TypeAdapter
+
     hints = get_type_hints(EngineConfig, include_extras=True)
     return {option.name: TypeAdapter(hints[option.name]) for option in fields(EngineConfig)}
 

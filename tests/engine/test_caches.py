@@ -26,6 +26,7 @@ BOUNDED_BY_CONSTRUCTION = {
     "engine/execution/sampling/narrow_head.py": "8 selections of 256 channels at most",
     "engine/layers/linear.py": "one answer",
     "kernels/cpu/matmul/int8.py": "one answer",
+    "kernels/cpu/jit/compiler.py": "one directory",
     "kernels/dispatch.py": "an entry per kind of kernels, and per type of device",
     "kernels/gpu/tuning.py": "an entry per device, and per shape of the models that are loaded",
 }

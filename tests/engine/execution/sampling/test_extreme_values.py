@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from pagemill.engine.execution.sampling.sampler import Sampler
 from pagemill.engine.llm import LLM
 from pagemill.engine.plan import NewRow, Sample, TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
-from pagemill.worker.jobs.running_job import wire_logprobs
+from pagemill.worker.jobs.logprob_columns import prompt_logprobs_json
 from tests.engine.execution.sampling.extreme_cases import CASES, Case, check
 from tests.engine.scheduling.harness import Harness, make_config, make_request, result, schedule
 from tests.engine.tiny_model import EOS, VOCAB_SIZE, save_tiny_llama
@@ -29,6 +30,13 @@ PROMPT = [10, 11, 12, 10, 11]
 
 
 @settings(max_examples=200)
+def assert_finite(entries: Iterable[TokenLogprobs | None]) -> None:
+    """JSON has no other numbers."""
+    for entry in filter(None, entries):
+        assert entry.logprob is None or math.isfinite(entry.logprob)
+        assert all(math.isfinite(value) for _, value in entry.top)
+
+
 @given(st.lists(CASES, min_size=1, max_size=4))
 def test_samples_are_allowed_or_told_to_be_none(cases: list[Case]) -> None:
     check(cases)
@@ -91,12 +99,8 @@ def test_a_request_is_refused_or_fails_or_gets_what_it_allows(llm: LLM, fields: 
     allowed = set(fields.get("allowed_token_ids", range(VOCAB_SIZE)))
     for output in generated.outputs:
         assert set(output.token_ids) <= allowed
-        entries = [entry for entry in output.logprobs or () if entry is not None]
-        json.dumps([wire_logprobs(entry).model_dump() for entry in entries], allow_nan=False)
-    json.dumps(
-        [wire_logprobs(entry).model_dump() for entry in generated.prompt_logprobs or () if entry is not None],
-        allow_nan=False,
-    )
+        assert_finite(output.logprobs or ())
+    assert_finite(generated.prompt_logprobs or ())
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -157,8 +161,8 @@ def test_a_beam_search_that_finds_nothing_fails(llm: LLM) -> None:
 def test_a_log_probability_is_finite_in_json() -> None:
     logprobs = torch.tensor([[0.0, -math.inf, -math.inf]])
     (entry,) = TopLogprobs.of(logprobs, torch.tensor([1]), [3]).to_host()
-    text = wire_logprobs(entry).model_dump_json()
-    assert json.loads(text)["chosen"]["logprob"] == torch.finfo(torch.float32).min
+    (row,) = json.loads(prompt_logprobs_json([entry]))
+    assert row["chosen"]["logprob"] == torch.finfo(torch.float32).min
 
 
 def test_a_prompt_s_log_probability_that_is_no_number_fails_its_request_alone() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import redis
 
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.schema.errors import RedisRefused
 from tests.producer.driving import Queue
 
 KEYED = {"idempotency_key": "k", "ttl": 600.0}
@@ -80,7 +80,7 @@ def test_more_waiters_than_are_counted_keep_a_job(queue: Queue) -> None:
 @pytest.mark.parametrize("name", [b'"a b"', b'"a-b"', b'""', b"1", b'"%b"' % (b"a" * 33)])
 def test_a_bad_name_stores_nothing(queue: Queue, name: bytes) -> None:
     header = b'{"id":"a","lane":"1:1:t:m","cost":1,"waiters":%b}' % name
-    with pytest.raises(redis.ResponseError, match="bad header"):
+    with pytest.raises(RedisRefused, match="bad header"):
         queue.run(transitions.submit(queue.name, [Submission("a", header, b"{}")]))
     assert queue.names() == set()
 

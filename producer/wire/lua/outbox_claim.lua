@@ -1,10 +1,10 @@
 -- Take deliveries that are due: webhooks to call, or ends for a relay. What is not settled comes again when its
--- claim lapses. Ends with the delivery that brings it over 4 MiB.
+-- claim lapses. Ends with the delivery that brings it over 1 MiB.
 -- KEYS[1] prefix
 -- ARGV[1] how many at most  [2] claim in ms  [3] the relay's name, or '' for webhooks
 -- Returns {URL or the relay's name, tries so far with this one, lane, finished_at, end record} each
 -- @include records
-local MAX_BYTES = 4194304
+local MAX_BYTES = 1048576
 local box, field = P .. 'outbox', 'webhook'
 if ARGV[3] ~= '' then
   box, field = box .. ':' .. ARGV[3], 'relay'

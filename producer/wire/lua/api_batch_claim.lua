@@ -2,13 +2,9 @@
 -- KEYS[1] prefix
 -- ARGV[1] ms of the lease
 -- Returns {id, token, {name, value...}}, or nothing
--- @include common
--- No lease is longer: a clock that was set back left those.
+-- @include clock
 local MAX_LEASE = 600000
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'ableases', int(NOW + MAX_LEASE + 1), '+inf', 'LIMIT', 0, 16)) do
-  redis.call('ZREM', P .. 'ableases', id)
-  redis.call('ZADD', P .. 'ableases', int(NOW + 10000), id)
-end
+bring_near(P .. 'ableases', MAX_LEASE, SOON, 16)
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'ableases', '-inf', int(NOW), 'LIMIT', 0, 16)) do
   local key = P .. 'abatch:' .. id
   if redis.call('EXISTS', key) == 1 then

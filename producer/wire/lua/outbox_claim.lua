@@ -4,17 +4,15 @@
 -- ARGV[1] how many at most  [2] claim in ms  [3] the relay's name, or '' for webhooks
 -- Returns {URL or the relay's name, tries so far with this one, lane, finished_at, end record} each
 -- @include records
+-- @include clock
 local MAX_BYTES = 1048576
 local box, field = P .. 'outbox', 'webhook'
 if ARGV[3] ~= '' then
   box, field = box .. ':' .. ARGV[3], 'relay'
 end
--- No try is put off for longer: a clock that was set back left those, and they would wait until it had caught up.
+-- No try is put off for longer.
 local MAX_PAUSE = 7200000
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', box, int(NOW + MAX_PAUSE + 1), '+inf', 'LIMIT', 0, 64)) do
-  redis.call('ZREM', box, id)
-  redis.call('ZADD', box, int(NOW), id)
-end
+bring_near(box, MAX_PAUSE, 0, 64)
 local notices, bytes = {}, 0
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', box, '-inf', int(NOW), 'LIMIT', 0, ARGV[1])) do
   if bytes > MAX_BYTES then

@@ -1,4 +1,5 @@
 -- @include states
+-- @include clock
 -- What time does to jobs. Any party may run it, so nothing waits for a worker that is gone.
 
 -- A lost lease of a job that had entered a step without getting further is a crash; any other counts nothing.
@@ -23,16 +24,9 @@ local function reclaim(id, job)
   return 'reclaimed'
 end
 
--- No lease is longer: a clock that was set back left them, and they would hold their jobs until it had caught up.
--- A worker that lives renews within seconds what is left of them here.
+-- No lease, and no pause before a retry, is longer. A worker that lives renews within seconds what is left of its leases.
 local MAX_LEASE = 600000
-local function cut_leases(limit)
-  local far = redis.call('ZRANGEBYSCORE', P .. 'leases', int(NOW + MAX_LEASE + 1), '+inf', 'LIMIT', 0, limit)
-  for _, id in ipairs(far) do
-    redis.call('ZREM', P .. 'leases', id)
-    redis.call('ZADD', P .. 'leases', int(NOW + 10000), id)
-  end
-end
+local MAX_RETRY_PAUSE = 600000
 
 local function sweep_leases(limit, patience, done)
   local lapsed = redis.call('ZRANGEBYSCORE', P .. 'leases', '-inf', int(NOW - patience), 'LIMIT', 0, limit)
@@ -58,16 +52,10 @@ local function sweep_leases(limit, patience, done)
   end
 end
 
--- No pause before a retry is longer: the clock was set back since.
-local MAX_RETRY_PAUSE = 600000
-local function cut_retries(limit)
-  local far = redis.call('ZRANGEBYSCORE', P .. 'retrying', int(NOW + MAX_RETRY_PAUSE + 1), '+inf', 'LIMIT', 0, limit)
-  for _, id in ipairs(far) do
-    local due = int(NOW + 10000)
-    redis.call('ZREM', P .. 'retrying', id)
-    redis.call('ZADD', P .. 'retrying', due, id)
-    redis.call('ZADD', P .. 'delayed', due, id)
-    redis.call('HSET', P .. 'job:' .. id, 'due_at', due)
+local function bring_retries_near(limit)
+  for _, id in ipairs(bring_near(P .. 'retrying', MAX_RETRY_PAUSE, SOON, limit)) do
+    redis.call('ZADD', P .. 'delayed', int(NOW + SOON), id)
+    redis.call('HSET', P .. 'job:' .. id, 'due_at', int(NOW + SOON))
   end
 end
 
@@ -149,9 +137,9 @@ local function sweep(limit, patience)
   local done = {reclaimed = 0, dead = 0, cancelled = 0, expired = 0, promoted = 0, buried = {}}
   sweep_settling()
   sweep_leases(limit, patience, done)
-  cut_leases(limit)
+  bring_near(P .. 'leases', MAX_LEASE, SOON, limit)
   sweep_deadlines(limit, done)
-  cut_retries(limit)
+  bring_retries_near(limit)
   sweep_delayed(limit, done)
   sweep_batches(limit)
   sweep_workers(limit)

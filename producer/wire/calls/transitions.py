@@ -321,7 +321,7 @@ def release(queue: str, job_id: str, token: int) -> Call[ReleaseReply]:
 
 def cancel(queue: str, job_ids: Sequence[str]) -> Call[list[CancelReply]]:
     """End waiting jobs, and ask for the end of running ones (`requested`)."""
-    return Call("cancel", (keys.prefix(queue),), tuple(job_ids), _words)
+    return Call("cancel", (keys.prefix(queue),), tuple(job_ids), words)
 
 
 def sweep(queue: str, limit: int = SWEEP_LIMIT, patience_ms: int = 0) -> Call[SweepReply]:
@@ -341,7 +341,8 @@ def _word(reply: bytes) -> Any:
     return reply.decode()
 
 
-def _words(reply: list[bytes]) -> Any:
+def words(reply: list[bytes]) -> Any:
+    """A reply of words, one for each id that was asked about."""
     return [word.decode() for word in reply]
 
 
@@ -395,7 +396,7 @@ def _pulled_job(
 
 def _renew_reply(reply: list[list[bytes]]) -> RenewReply:
     lost, cancelled = reply
-    return RenewReply(_words(lost), _words(cancelled))
+    return RenewReply(words(lost), words(cancelled))
 
 
 def _pack_progress(progress: Progress) -> str:

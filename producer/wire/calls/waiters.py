@@ -7,8 +7,9 @@ wait for ever, so then, and beyond some 70 waiters, the job is not ended by anyb
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
+from pagemill.producer.wire.calls.transitions import words
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.server.scripts import Call
 
@@ -17,8 +18,4 @@ HangUpReply = Literal["cancelled", "requested", "done", "missing", "kept"]
 
 def hang_up(queue: str, waiter: str, job_ids: Sequence[str]) -> Call[list[HangUpReply]]:
     """Wait no longer for some jobs. One that nobody else waits for ends as by `cancel`; any other is `kept`."""
-    return Call("hang_up", (keys.prefix(queue),), (waiter, *job_ids), _replies)
-
-
-def _replies(reply: list[Any]) -> Any:
-    return [word.decode() for word in reply]
+    return Call("hang_up", (keys.prefix(queue),), (waiter, *job_ids), words)

@@ -69,11 +69,7 @@ def lock(image: str, extras: tuple[str, ...], *, is_gpu: bool) -> None:
     if is_gpu:  # torch brings the Triton that it was built with
         constraints = re.sub(r"^triton==.*$", "", constraints, flags=re.MULTILINE)
     found = resolved(asked, constraints)
-    lines = [
-        f"{name}=={version} \
-    --hash=sha256:{digest}"
-        for name, version, digest in found
-    ]
+    lines = [f"{name}=={version} \\\n    --hash=sha256:{digest}" for name, version, digest in found]
     header = (
         f"# Written by `make lock` for Python {PYTHON} on Linux, x86-64. Change constraints.txt instead.\n"
     )

@@ -102,17 +102,19 @@ def num_blocks_for(config: EngineConfig, shape: KVCacheShape, device: torch.devi
     Raises:
         ConfigError: the memory given or found holds fewer than two blocks, or the blocks asked for are more than it.
     """
-    budget = config.kv_cache_memory_bytes or _free_bytes(config, device)
-    num_blocks = config.num_kv_blocks or min(MAX_KV_BLOCKS, budget // shape.block_bytes)
+    num_blocks = config.num_kv_blocks
+    if num_blocks is None:
+        budget = config.kv_cache_memory_bytes or _free_bytes(config, device)
+        num_blocks = min(MAX_KV_BLOCKS, budget // shape.block_bytes)
+        if num_blocks < 2:
+            raise ConfigError(
+                f"{budget} bytes hold {num_blocks} KV blocks of {shape.block_bytes} bytes; at least 2 are needed: "
+                "raise kv_cache_memory_bytes or lower block_size"
+            )
     if num_blocks * shape.block_bytes > (total := _total_bytes(device)):
         raise ConfigError(
             f"{num_blocks} KV blocks of {shape.block_bytes} bytes are more than the {total / GIB:.1f} GiB "
             "of memory there are: lower num_kv_blocks or kv_cache_memory_bytes"
-        )
-    if num_blocks < 2:
-        raise ConfigError(
-            f"{budget} bytes hold {num_blocks} KV blocks of {shape.block_bytes} bytes; at least 2 are needed: "
-            "raise kv_cache_memory_bytes or lower block_size"
         )
     return num_blocks
 

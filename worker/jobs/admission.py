@@ -24,7 +24,7 @@ from pagemill.producer.wire.schema.errors import InvalidJob, QueueFull, RedisUna
 from pagemill.producer.wire.schema.outputs import ErrorInfo, Progress
 from pagemill.worker.engine_thread import AddRequest, EngineState, EngineThread
 from pagemill.worker.job_queue import Backoff, JobQueue, ServerClock
-from pagemill.worker.jobs.final_write import failed, succeeded
+from pagemill.worker.jobs.final_write import failed
 from pagemill.worker.jobs.intake import Intake
 from pagemill.worker.jobs.job_table import JobTable
 from pagemill.worker.jobs.journal import Journal
@@ -263,9 +263,7 @@ class Admission:
 
     def _succeed(self, job: RunningJob) -> None:
         """Everything was checkpointed; only the commit is missing."""
-        engine = self._engine.engine
-        body = job.result_json(None, tier=engine.tier, fingerprint=engine.fingerprint, now=self._clock.now())
-        self._reporter.end(succeeded(self._queue.queue, job, body))
+        self._reporter.end(self._reporter.result_write(job, None))
 
     def _fail(self, pulled: PulledJob, code: str, message: str) -> None:
         self._counters.job_failures.inc(code)

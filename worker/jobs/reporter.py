@@ -273,7 +273,7 @@ class ProgressReporter:
         if output is not None and output.error_code is not None:
             write = self._refused(job, output.error_code, output.error or output.error_code)
         elif job.is_complete:
-            write = self._succeeded(job, output)
+            write = self.result_write(job, output)
         elif job.ending is not None and job.ending.kind == "released":
             write = released(self._queue.queue, job)
         elif job.ending is not None and job.ending.kind == "lapsed":
@@ -288,7 +288,8 @@ class ProgressReporter:
         self._ended[job.request_id] = write
         self._on_finished(job if job.is_complete else None)
 
-    def _succeeded(self, job: RunningJob, output: RequestOutput | None) -> FinalWrite:
+    def result_write(self, job: RunningJob, output: RequestOutput | None) -> FinalWrite:
+        """The end of a complete job: its result, or the refusal of one that is too large. On any thread."""
         assert self._engine is not None, "outputs come from an engine"
         engine = self._engine.engine
         body = job.result_json(

@@ -6,6 +6,8 @@ import re
 import time
 from collections import Counter
 
+import pytest
+
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.reads import Outcome
 from tests.chaos import invariants
@@ -81,21 +83,14 @@ def test_a_crash_is_counted_for_jobs_of_the_last_step_only(
     check_nothing_counted(client, ids)
 
 
-def test_a_healthy_worker_beside_it_takes_all(client: QueueClient, spawn: Spawn, nursery: Nursery) -> None:
-    nursery.kill_devices(4)
-    ids = submit(client, TEXTS)
-    ended = keep_running(spawn, client, ids, workers=2)
-    assert len(ended) == 4
-    check_nothing_counted(client, ids)
-
-
-def test_a_lone_worker_that_is_started_again_loses_nothing(
-    client: QueueClient, spawn: Spawn, nursery: Nursery
+@pytest.mark.parametrize(("deaths", "workers"), [(4, 2), (2, 1)], ids=["one of two", "a lone one"])
+def test_workers_that_are_started_again_lose_nothing(
+    deaths: int, workers: int, client: QueueClient, spawn: Spawn, nursery: Nursery
 ) -> None:
-    nursery.kill_devices(2)
+    nursery.kill_devices(deaths)
     ids = submit(client, TEXTS)
-    ended = keep_running(spawn, client, ids, workers=1)
-    assert len(ended) == 2
+    ended = keep_running(spawn, client, ids, workers=workers)
+    assert len(ended) == deaths
     check_nothing_counted(client, ids)
 
 

@@ -34,7 +34,7 @@ from pagemill.worker.worker import Worker
 PATIENCE_S = 120.0
 """How long anything may take before a test calls it missing; generous, since the machine may be busy."""
 
-_RUN_WORKER = """
+RUN_WORKER = """
 import json, sys
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.process import run_worker
@@ -157,7 +157,7 @@ class WorkerProcess:
         self.log_path = log_path
         with log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _RUN_WORKER, json.dumps(config)],
+                [sys.executable, "-c", RUN_WORKER, json.dumps(config)],
                 stderr=log,
                 stdout=log,
                 start_new_session=True,

@@ -1,0 +1,106 @@
+"""This version and the released one before it, on one queue: each drains and takes over what the other left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from pagemill.producer.wire.calls.reads import Outcome
+from tests.conftest import ROOT
+from tests.golden.cases import JOBS
+from tests.golden.released import Release
+from tests.worker.harness import QueueClient, eventually, process_settings
+
+# Those that the echo model can run now, or refuses by itself.
+RUNNABLE = [
+    {"model": "echo", **{name: value for name, value in fields.items() if name not in {"run_at", "model"}}}
+    for fields in JOBS.values()
+    if "idempotency_key" not in fields and "key" not in fields
+]
+VERSIONS = ("released", "this")
+
+
+@pytest.fixture(scope="module")
+def releases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Release]:
+    directory = tmp_path_factory.mktemp("released")
+    return {"released": Release.unpacked(directory), "this": Release(ROOT, directory)}
+
+
+@pytest.fixture
+def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
+    client = QueueClient(valkey_url, queue_name)
+    yield client
+    client.redis.close()
+
+
+@contextmanager
+def worker_of(release: Release, client: QueueClient, **settings: Any) -> Iterator[None]:
+    process = release.worker(process_settings(client.url, client.queue, **settings))
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def drain(client: QueueClient, filled_by: Release, drained_by: Release) -> list[tuple[str, list[str]]]:
+    """The end of each job: its state, and its texts or its error's code."""
+    ids = filled_by.submit(client.url, client.queue, RUNNABLE)
+    with worker_of(drained_by, client, model="echo"):
+        outcomes = client.wait(ids)
+        eventually(lambda: client.counts("batch").done, "the batch's end")
+    counts = client.counts("batch")
+    assert (counts.total, counts.succeeded) == (
+        3 * len(RUNNABLE),
+        3 * sum(outcome.state == "succeeded" for outcome in outcomes),
+    )
+    return [_end(outcome) for outcome in outcomes]
+
+
+def _end(outcome: Outcome) -> tuple[str, list[str]]:
+    assert outcome.state is not None
+    if outcome.result is not None:
+        return outcome.state, [output.text for output in outcome.result.outputs]
+    assert outcome.error is not None
+    return outcome.state, [outcome.error.code]
+
+
+@pytest.fixture(scope="module")
+def before(releases: dict[str, Release], valkey_url: str) -> list[tuple[str, list[str]]]:
+    """What the released version alone makes of the jobs."""
+    client = QueueClient(valkey_url, "before")
+    try:
+        return drain(client, releases["released"], releases["released"])
+    finally:
+        client.redis.close()
+
+
+@pytest.mark.parametrize(("filled_by", "drained_by"), [VERSIONS, VERSIONS[::-1]])
+def test_a_queue_is_drained(
+    filled_by: str,
+    drained_by: str,
+    releases: dict[str, Release],
+    client: QueueClient,
+    before: list[tuple[str, list[str]]],
+) -> None:
+    assert drain(client, releases[filled_by], releases[drained_by]) == before
+    assert sum(state == "succeeded" for state, _ in before) > len(RUNNABLE) // 2
+
+
+@pytest.mark.parametrize(("first", "second"), [VERSIONS, VERSIONS[::-1]])
+def test_a_job_is_taken_over(
+    first: str, second: str, releases: dict[str, Release], client: QueueClient
+) -> None:
+    (job_id,) = client.submit({"prompt": "0123456789" * 30, "max_tokens": 300})
+    with worker_of(releases[first], client, model="echo:10"):
+        eventually(lambda: client.generated(job_id) >= 20, "a checkpoint")
+    assert not client.status(job_id).done
+    with worker_of(releases[second], client, model="echo"):
+        (outcome,) = client.wait([job_id])
+    result = outcome.value()
+    assert result is not None
+    assert result.text == "0123456789" * 30
+    assert result.resumed_tokens >= 20

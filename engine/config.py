@@ -8,24 +8,11 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
+from pagemill.bounds import Range
 from pagemill.engine.errors import ConfigError, complaint
 
 if TYPE_CHECKING:
-    from pydantic import GetCoreSchemaHandler, TypeAdapter
-    from pydantic_core import CoreSchema
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """The numbers that an option takes, both ends included. Pydantic holds it to them, where there is one."""
-
-    low: float
-    high: float
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema: Any = handler(source)
-        number = int if source is int else float
-        return {**schema, "ge": number(self.low), "le": number(self.high)}
+    from pydantic import TypeAdapter
 
 
 MAX_KV_BLOCKS = 2**24

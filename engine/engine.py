@@ -16,7 +16,7 @@ from pagemill.engine.errors import DeviceLost, EngineError, InvalidRequest
 from pagemill.engine.outputs import Capacity, EngineStats, KVCacheStats, RequestOutput, SampleState
 from pagemill.engine.parts import EngineParts, Tier
 from pagemill.engine.plan import StepHandle, StepPlan
-from pagemill.engine.sampling_params import MAX_SEED, SamplingParams
+from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus
 from pagemill.engine.scheduling.scheduler import Scheduler
 from pagemill.engine.structured_output.grammars import MASK_WAIT_S, Grammars
@@ -24,6 +24,7 @@ from pagemill.engine.text.best_of import BestOf
 from pagemill.engine.text.input_processor import InputLimits, InputProcessor
 from pagemill.engine.text.output_processor import OutputProcessor
 from pagemill.engine.text.tokenizer import Tokenizer
+from pagemill.sampling_fields import MAX_SEED
 
 logger = logging.getLogger(__name__)
 

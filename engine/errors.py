@@ -30,6 +30,12 @@ class EngineError(Exception):
 class InvalidRequest(EngineError, ValueError):
     code = "invalid_job"
 
+    @classmethod
+    def of(cls, code: str, message: str) -> InvalidRequest:
+        """The error that stands for a code."""
+        kinds: list[type[InvalidRequest]] = [cls, *cls.__subclasses__()]
+        return next(kind for kind in kinds if kind.code == code)(message)
+
 
 class PromptTooLong(InvalidRequest):
     code = "prompt_too_long"

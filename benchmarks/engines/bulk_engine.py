@@ -10,7 +10,8 @@ def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
     import transformers
 
     from pagemill.engine.llm import LLM
-    from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
+    from pagemill.engine.sampling_params import SamplingParams
+    from pagemill.structured_outputs import StructuredOutputs
 
     options = dict(request.options)
     choices: list[str] = options.pop("choices")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from pagemill.engine.outputs import FinishReason
 from pagemill.engine.plan import TokenLogprobs
-from pagemill.engine.sampling_params import EarlyStopping
 from pagemill.engine.scheduling.request import Candidates, Continuation, Request, Sequence, SequenceUpdate
+from pagemill.sampling_fields import EarlyStopping
 
 
 @dataclass(frozen=True, slots=True)

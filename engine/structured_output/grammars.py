@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from pagemill.engine.errors import EngineError, UnsupportedFeature
 from pagemill.engine.outputs import Histogram, HistogramSnapshot, LabelValues
-from pagemill.engine.sampling_params import StructuredShape
 from pagemill.engine.scheduling.request import Request
 from pagemill.engine.structured_output.choice import ChoiceCompiler, CompiledChoice
 from pagemill.engine.structured_output.served_grammar import MaskBudget
 from pagemill.engine.text.tokenizer import Tokenizer
+from pagemill.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from pagemill.engine.structured_output.compiler import SchemaCompiler
@@ -178,7 +178,7 @@ class Grammars:
             raise UnsupportedFeature("structured_outputs need a tokenizer, and this model has none")
         return self._choices.compile(labels, request.prompt_token_ids)
 
-    def _start_schema(self, shape: StructuredShape, request: Request) -> SchemaProcess:
+    def _start_schema(self, shape: StructuredOutputs, request: Request) -> SchemaProcess:
         """Give the sequences their grammars, which can't be used yet."""
         if self._schemas is None:
             raise UnsupportedFeature(

@@ -13,7 +13,7 @@ from typing import Any
 from pagemill.engine.errors import EngineError, InvalidRequest, SchemaTooComplex
 from pagemill.engine.structured_output.frames import FrameReader, frame
 from pagemill.engine.structured_output.nursery import Nursery
-from pagemill.engine.structured_output.served_grammar import MaskBudget, ServedGrammar, error_of
+from pagemill.engine.structured_output.served_grammar import MaskBudget, ServedGrammar
 from pagemill.engine.structured_output.server import GROWTH_LIMIT_MIB, TOKEN_LIMIT_S
 
 _CHUNK = 1 << 16
@@ -158,7 +158,7 @@ class SchemaProcess:
         if "id" in answer:
             self.pending.pop(answer["id"]).answer(answer, mask)
         elif "error" in answer:
-            self._end_compiling(error_of(*answer["error"]))
+            self._end_compiling(InvalidRequest.of(*answer["error"]))
         elif mask:
             self.mask = mask
             self._end_compiling(None)

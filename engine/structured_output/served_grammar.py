@@ -7,27 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pagemill.engine.errors import (
-    EngineError,
-    InvalidRequest,
-    SchemaInvalid,
-    SchemaTooComplex,
-    UnsupportedFeature,
-)
+from pagemill.engine.errors import EngineError, InvalidRequest, SchemaTooComplex
 
 REQUEST_LIMIT_S = 2.0
 TOKEN_SHARE_S = 0.002
 """CPU seconds that a request's masks may take: so many, and so many more for each token. Ordinary schemas take 0.02 to
 0.2 ms a token over a vocabulary of 50,000."""
-_ERRORS: dict[str, type[InvalidRequest]] = {
-    error.code: error for error in (InvalidRequest, SchemaInvalid, SchemaTooComplex, UnsupportedFeature)
-}
 _NUMBERS = itertools.count()
-
-
-def error_of(code: str, message: str) -> InvalidRequest:
-    """What a schema's process has refused."""
-    return _ERRORS[code](message)
 
 
 @dataclass(slots=True)
@@ -108,7 +94,7 @@ class ServedGrammar:
         self._mask = mask
         self.is_complete = answer.get("complete", False)
         if "error" in answer:
-            self.fail(error_of(*answer["error"]))
+            self.fail(InvalidRequest.of(*answer["error"]))
         elif self._budget.is_spent and not self.is_complete:
             self.refuse(
                 f"its masks took {self._budget.seconds:.1f} s for {self._budget.num_tokens} tokens; "

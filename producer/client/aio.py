@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
@@ -15,6 +15,7 @@ from pagemill.producer.client.aio_handles import AsyncBatchHandle, AsyncDeadLett
 from pagemill.producer.client.aio_listener import AsyncListener
 from pagemill.producer.client.base import AsyncDriver
 from pagemill.producer.client.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wait
+from pagemill.producer.client.job_fields import JobFields
 from pagemill.producer.client.preparer import JobLike, OnInvalid
 from pagemill.producer.client.submit_flow import OnFull
 from pagemill.producer.client.tracing import publishing
@@ -47,7 +48,7 @@ class AsyncProducer(AsyncDriver):
         *,
         job_id: str | None = None,
         on_full: OnFull = "raise",
-        **fields: Any,
+        **fields: Unpack[JobFields],
     ) -> AsyncJobHandle:
         """As Producer.submit."""
         chosen = preparer.new_job_id() if job_id is None else preparer.check_id(job_id)

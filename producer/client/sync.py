@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
@@ -16,6 +16,7 @@ from pagemill.producer.client import flows, preparer, submit_flow
 from pagemill.producer.client.base import Driver
 from pagemill.producer.client.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wait
 from pagemill.producer.client.handles import BatchHandle, DeadLetters, JobHandle
+from pagemill.producer.client.job_fields import JobFields
 from pagemill.producer.client.listener import Listener
 from pagemill.producer.client.preparer import JobLike, OnInvalid
 from pagemill.producer.client.submit_flow import OnFull
@@ -52,7 +53,7 @@ class Producer(Driver):
         *,
         job_id: str | None = None,
         on_full: OnFull = "raise",
-        **fields: Any,
+        **fields: Unpack[JobFields],
     ) -> JobHandle:
         """Submit one job: a Job, a mapping, or its fields as keywords.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
+from pagemill.producer.client.job_fields import RowFields
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.recipe import Recipe
 from pagemill.producer.dataset.rows import MemorySource, Source, open_source
@@ -36,7 +37,7 @@ class Pipeline:
         regex: str | None = None,
         chat: bool = True,
         temperature: float = 0.0,
-        **fields: Any,
+        **fields: Unpack[RowFields],
     ) -> None:
         shape = {"choice": choices and list(choices), "json": json_schema, "regex": regex}
         given = {name: value for name, value in shape.items() if value is not None}

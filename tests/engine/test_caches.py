@@ -16,9 +16,10 @@ from pagemill.engine.byte_cache import ByteCache
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.llm import LLM
-from pagemill.engine.sampling_params import MAX_SCHEMA, SamplingParams, StructuredOutputs
+from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.structured_output import compiler
 from pagemill.engine.structured_output.schema_process import SchemaProcess
+from pagemill.structured_outputs import MAX_SCHEMA, StructuredOutputs
 
 MIB = 1 << 20
 BOUNDED_BY_CONSTRUCTION = {

@@ -16,7 +16,8 @@ from pagemill.engine.llm import LLM
 from pagemill.engine.models.echo import EchoRunner, EchoStep
 from pagemill.engine.outputs import RequestOutput
 from pagemill.engine.plan import StepPlan, StepResult
-from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.structured_outputs import StructuredOutputs
 
 
 @pytest.fixture(params=[False, True], ids=["depth 0", "depth 1"])

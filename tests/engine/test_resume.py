@@ -13,7 +13,8 @@ from pagemill.engine.engine import Engine
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.outputs import SampleState
 from pagemill.engine.plan import TokenLogprobs
-from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.structured_outputs import StructuredOutputs
 from tests.engine.models.families.native_cases import write_llama
 
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 33, 60]

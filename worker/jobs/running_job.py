@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from pagemill.engine.outputs import RequestOutput, SampleState
 from pagemill.engine.sampling_params import SamplingParams
+from pagemill.json_values import parse_output
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
-from pagemill.producer.wire.schema.json_values import parse_output
 from pagemill.producer.wire.schema.outputs import (
     Checkpoint,
     CheckpointSample,

@@ -18,8 +18,8 @@ from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.checkpoints import merge_checkpoint
 from pagemill.producer.wire.schema.job import ENVELOPE_VERSION, Job
 from pagemill.producer.wire.schema.outputs import Checkpoint, Delta, EndState, ErrorInfo, Progress
-from pagemill.producer.wire.schema.sampling import MAX_TOKEN_ID
 from pagemill.producer.wire.server.scripts import Call
+from pagemill.sampling_fields import MAX_TOKEN_ID
 
 DEFAULT_QUEUE_LIMIT = 1_000_000
 """Jobs that may be queued or delayed, unless the queue's own limit is set."""

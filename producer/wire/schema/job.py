@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, Strict, StringConstraints, ValidationError, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
+from pagemill.bounds import Exact, InvalidParameter, Length, Range
+from pagemill.json_values import check_json
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.affinity import chat_affinity, prompt_affinity, token_affinity
-from pagemill.producer.wire.schema.errors import FINAL_CODES, InvalidJob
-from pagemill.producer.wire.schema.json_values import check_json
+from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.outputs import (
     ACTIVE_STATES,
     END_STATES,
@@ -41,22 +43,23 @@ from pagemill.producer.wire.schema.outputs import (
     Usage,
     WireModel,
 )
-from pagemill.producer.wire.schema.sampling import (
-    DEFAULT_PROMPT_MAX_TOKENS,
-    SAMPLING_FIELDS,
-    Int,
-    SamplingFields,
-    StructuredOutputs,
-    TokenId,
-)
 from pagemill.producer.wire.schema.signing import split_payload
 from pagemill.producer.wire.schema.webhook_url import WebhookUrl
+from pagemill.sampling_fields import (
+    DEFAULT_PROMPT_MAX_TOKENS,
+    MAX_LOGIT_BIAS,
+    MAX_TOKEN_ID,
+    SAMPLING_FIELDS,
+    Bias,
+    SamplingFields,
+    TokenId,
+)
+from pagemill.structured_outputs import StructuredOutputs
 
 __all__ = [
     "ENVELOPE_VERSION",
     "Job",
     "Message",
-    "SamplingFields",
     "StructuredOutputs",
     "SAMPLING_FIELDS",
     "DEFAULT_PROMPT_MAX_TOKENS",
@@ -99,9 +102,9 @@ BYTES_PER_TOKEN = 3
 CHAT_TOKENS_GUESS = 256
 """What a chat that names no max_tokens is expected to generate."""
 
-_Seconds = Annotated[float, Strict(), Field(gt=0.0, le=MAX_SECONDS, allow_inf_nan=False)]
-_UnixTime = Annotated[float, Strict(), Field(ge=0.0, le=1e11, allow_inf_nan=False)]
-_Bool = Annotated[bool, Strict()]
+_Seconds = Annotated[float, Exact(), Range(0.0, MAX_SECONDS, above=True)]
+_UnixTime = Annotated[float, Exact(), Range(0.0, 1e11)]
+_Bool = Annotated[bool, Exact()]
 _Key = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=MAX_KEY)]
 
 
@@ -112,14 +115,14 @@ class Message(WireModel):
     content: Annotated[str, StringConstraints(strict=True, max_length=MAX_PAYLOAD_BYTES)]
 
 
-class Job(SamplingFields):
+class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its config, which mypy does not see
     """One generation job: exactly one of `prompt`, `messages` and `prompt_token_ids`, a model, and options.
 
     `Job.parse` raises `InvalidJob`; the constructor raises pydantic's ValidationError.
     """
 
     prompt: Annotated[str, StringConstraints(strict=True, min_length=1)] | None = None
-    messages: Annotated[tuple[Message, ...], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[tuple[Message, ...], Length(1, MAX_MESSAGES)] | None = None
     prompt_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)] | None = None
     model: Annotated[str, StringConstraints(strict=True, pattern=f"^{keys.MODEL_PATTERN.pattern}$")]
     """The served name, never a path."""
@@ -137,7 +140,7 @@ class Job(SamplingFields):
     """Unix seconds before which the job does not start."""
     timeout: _Seconds | None = None
     """Seconds that one execution may take."""
-    max_attempts: Int = Field(default=DEFAULT_MAX_ATTEMPTS, ge=1, le=100)
+    max_attempts: Annotated[int, Exact(), Range(1, 100)] = DEFAULT_MAX_ATTEMPTS
     """Executions that may end in the job's own retryable error."""
     idempotency_key: _Key | None = None
     dedupe: _Bool = False
@@ -155,6 +158,8 @@ class Job(SamplingFields):
         Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")]
         | None
     ) = None
+    # Declared with the other sampling fields; pydantic does not see a default factory there.
+    logit_bias: Annotated[Mapping[int, Bias], Length(0, MAX_LOGIT_BIAS)] = Field(default_factory=dict)
 
     @classmethod
     def parse(cls, fields: dict[str, Any]) -> Job:
@@ -254,6 +259,18 @@ class Job(SamplingFields):
         fields["structured_outputs"] = _structure(data["response_format"])
         return fields
 
+    @field_validator("stop", "bad_words", mode="before")
+    @classmethod
+    def _one_string_is_a_list_of_one(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _token_ids_in_range(cls, value: Mapping[int, float]) -> Mapping[int, float]:
+        if any(not 0 <= token_id <= MAX_TOKEN_ID for token_id in value):
+            raise ValueError("logit_bias: token ids must be in [0, 2**31)")
+        return value
+
     @field_validator("metadata")
     @classmethod
     def _small_json(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -269,7 +286,8 @@ class Job(SamplingFields):
         return value
 
     @model_validator(mode="after")
-    def _one_prompt_one_start(self) -> Self:
+    def _fields_agree(self) -> Self:
+        self.check_together()
         if sum(value is not None for value in (self.prompt, self.messages, self.prompt_token_ids)) != 1:
             raise ValueError("give exactly one of prompt, messages, prompt_token_ids")
         if self.delay is not None and self.run_at is not None:
@@ -277,9 +295,9 @@ class Job(SamplingFields):
         if self.dedupe and self.temperature > 0.0 and self.seed is None:
             raise ValueError("dedupe takes temperature 0 or a seed: other jobs differ each time they run")
         if self.stream and self.is_ranked:
-            raise PydanticCustomError(
-                "unsupported_feature",
+            raise InvalidParameter(
                 "best_of and beam_width can't stream: what is returned is known at the end",
+                "unsupported_feature",
             )
         return self
 
@@ -335,10 +353,11 @@ def _refuse_constant(name: str) -> None:
 
 def _code(error: ValidationError) -> str:
     """The code of the first complaint that has one of its own."""
-    types = (
-        item["type"] for item in error.errors(include_input=False, include_url=False, include_context=False)
+    causes = (
+        item.get("ctx", {}).get("error") for item in error.errors(include_input=False, include_url=False)
     )
-    return next((kind for kind in types if kind in FINAL_CODES), "invalid_job")
+    codes = (cause.code for cause in causes if isinstance(cause, InvalidParameter))
+    return next((code for code in codes if code != "invalid_job"), "invalid_job")
 
 
 def _param(error: ValidationError) -> str | None:
@@ -347,11 +366,19 @@ def _param(error: ValidationError) -> str | None:
     return next((".".join(map(str, item["loc"])) for item in complaints if item["loc"]), None)
 
 
+def _no_such_field(name: str) -> str:
+    known = [*Job.model_fields, "response_format", *Message.model_fields, *StructuredOutputs.__slots__]
+    near = get_close_matches(name, known, 1)
+    return f"no such field; did you mean {near[0]}?" if near else "no such field"
+
+
 def _reasons(error: ValidationError) -> str:
     """Every complaint with its place, without a word of the input."""
     reasons = []
     for item in error.errors(include_input=False, include_url=False, include_context=False)[:8]:
         place = ".".join(str(part) for part in item["loc"] if isinstance(part, int | str))
         message = item["msg"].removeprefix("Value error, ")
+        if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            message = _no_such_field(str(item["loc"][-1]))
         reasons.append(f"{place}: {message}" if place else message)
     return "; ".join(reasons)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pagemill.engine.errors import InvalidRequest, SchemaTooComplex
 from pagemill.engine.llm import LLM
 from pagemill.engine.models.packaged import packaged_model_directory
-from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
+from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.structured_output.choice import (
     MAX_CHOICE_TOKENS,
     MAX_LABEL_TOKENS,
@@ -22,6 +22,7 @@ from pagemill.engine.structured_output.choice import (
     ChoiceTrie,
 )
 from pagemill.engine.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from pagemill.structured_outputs import StructuredOutputs
 
 EOS = 9
 

@@ -14,9 +14,10 @@ from pagemill.engine.engine import Engine
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.llm import LLM, GenerationOutput
 from pagemill.engine.outputs import RequestOutput, SampleState
-from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
+from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.structured_output import grammars
 from pagemill.engine.text.tokenizer import ByteTokenizer
+from pagemill.structured_outputs import StructuredOutputs
 from tests.engine.test_resume import Sample, check_every_cut, run
 
 POINT = {

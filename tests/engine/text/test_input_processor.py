@@ -10,9 +10,10 @@ from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.outputs import SampleState
-from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
+from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.text.input_processor import InputLimits, InputProcessor
 from pagemill.engine.text.tokenizer import ByteTokenizer
+from pagemill.structured_outputs import StructuredOutputs
 
 LIMITS = InputLimits(vocab_size=257, max_model_len=32, pool_tokens=24, max_num_seqs=4)
 WITH_TOKENIZER = InputProcessor(ByteTokenizer(), LIMITS)

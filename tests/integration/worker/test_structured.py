@@ -10,8 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 
+from pagemill.json_values import parse_output
 from pagemill.producer.wire.schema.errors import JobFailed
-from pagemill.producer.wire.schema.json_values import parse_output
 from pagemill.producer.wire.schema.outputs import Result
 from pagemill.worker.worker import Worker
 from tests.worker.harness import QueueClient, running_worker, worker_config

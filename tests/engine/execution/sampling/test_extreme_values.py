@@ -19,7 +19,8 @@ from pagemill.engine.execution.sampling.processors import SampleWork
 from pagemill.engine.execution.sampling.sampler import Sampler
 from pagemill.engine.llm import LLM
 from pagemill.engine.plan import NewRow, Sample, TokenLogprobs
-from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.structured_outputs import StructuredOutputs
 from pagemill.worker.jobs.logprob_columns import prompt_logprobs_json
 from tests.engine.execution.sampling.extreme_cases import CASES, Case, check
 from tests.engine.scheduling.harness import Harness, make_config, make_request, result, schedule

@@ -20,8 +20,9 @@ from pagemill.engine.layers.int8_linear import Int8Linear
 from pagemill.engine.layers.linear import LinearOptions, PackedLinear, make_linear
 from pagemill.engine.llm import LLM
 from pagemill.engine.plan import NewRow, Sample
-from pagemill.engine.sampling_params import SamplingParams, StructuredOutputs
+from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels.cpu.matmul import fp32
+from pagemill.structured_outputs import StructuredOutputs
 from tests.engine.models.families.native_cases import NATIVE_CASES, write_llama
 from tests.engine.models.families.tiny import VOCAB_SIZE
 

@@ -8,7 +8,7 @@ import pytest
 
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_PAYLOAD_BYTES, Job
-from pagemill.producer.wire.schema.sampling import MAX_SEED
+from pagemill.sampling_fields import MAX_SEED
 
 BASE = {"prompt": "SECRET", "model": "m"}
 

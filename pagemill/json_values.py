@@ -9,11 +9,15 @@ from typing import Any
 MAX_PARSED_DEPTH = 128
 
 
+class NestedTooDeep(ValueError):
+    """More arrays and objects in one another than are allowed."""
+
+
 def check_json(value: Any, depth: int) -> None:
     """Raise ValueError unless `value` is plain JSON: str names, finite numbers, no lone surrogates.
 
     Args:
-        depth: how many arrays and objects may be nested.
+        depth: how many arrays and objects may be nested. NestedTooDeep tells of more.
     """
     match value:
         case None | bool() | int():
@@ -26,7 +30,7 @@ def check_json(value: Any, depth: int) -> None:
                 raise ValueError("strings must not hold lone surrogates")
         case list() | tuple() | dict():
             if depth == 0:
-                raise ValueError("nested too deep")
+                raise NestedTooDeep("nested too deep")
             if isinstance(value, dict):
                 if not all(isinstance(name, str) and is_unicode(name) for name in value):
                     raise ValueError("names must be strings")

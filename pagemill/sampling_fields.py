@@ -1,0 +1,130 @@
+"""The sampling fields of a job, declared once: types, bounds, defaults, and what contradicts what.
+
+A job on the wire and the engine's `SamplingParams` are both made from `SamplingFields`, and so is the type of what
+`submit` takes. A further field is declared here, and used where the engine acts on it. Nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Literal
+
+from pagemill.bounds import Exact, InvalidParameter, Length, Range, check_ranges
+from pagemill.structured_outputs import ShortText, StructuredOutputs
+
+MAX_N = 128
+MAX_STOP_STRINGS = 64
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 65_536
+MAX_LENGTH_PENALTY = 10.0
+MAX_TEMPERATURE = 1e6
+MIN_REPETITION_PENALTY = 1e-3
+MAX_REPETITION_PENALTY = 1e3
+MAX_BIAS = 1e6
+"""Either way. A larger one would swallow the logits that it is added to, in fp32."""
+MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+MAX_TOKEN_ID = 2**31 - 1
+DEFAULT_PROMPT_MAX_TOKENS = 16
+"""`max_tokens` of a plain prompt that names none; a chat gets the rest of the context."""
+
+EarlyStopping = Annotated[bool, Exact()] | Literal["never"]
+"""When a beam search ends, once it has as many finished beams as its width. True: at once. False: when no live beam
+would beat the worst of them as it stands. "never": when no live beam can beat it at any length."""
+
+_Flag = Annotated[bool, Exact()]
+_Samples = Annotated[int, Exact(), Range(1, MAX_N)]
+TokenCount = Annotated[int, Exact(), Range(1, MAX_TOKEN_ID)]
+_Penalty = Annotated[float, Exact(), Range(-2.0, 2.0)]
+_TopLogprobs = Annotated[int, Exact(), Range(0, MAX_LOGPROBS)]
+TokenId = Annotated[int, Exact(), Range(0, MAX_TOKEN_ID)]
+Bias = Annotated[float, Exact(), Range(-MAX_BIAS, MAX_BIAS)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFields:
+    """How the tokens of a request are chosen, named as in OpenAI's and vLLM's APIs.
+
+    `temperature` 0 is greedy, and so is any below 1e-5. `top_k` 0 or -1, `top_p` 1.0 and `min_p` 0.0 switch their
+    filter off.
+    """
+
+    n: _Samples = 1
+    best_of: _Samples | None = None
+    """Samples drawn, of which the n likeliest are returned, best first."""
+    beam_width: _Samples | None = None
+    """Beams of a search that replaces sampling and returns the n best hypotheses, ranked by cumulative log-probability
+    / length ** length_penalty."""
+    length_penalty: Annotated[float, Exact(), Range(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)] = 1.0
+    early_stopping: EarlyStopping = False
+    max_tokens: TokenCount | None = None
+    """None: 16 for a prompt, the rest of the context for messages."""
+    min_tokens: Annotated[int, Exact(), Range(0, MAX_TOKEN_ID)] = 0
+    temperature: Annotated[float, Exact(), Range(0.0, MAX_TEMPERATURE)] = 1.0
+    top_k: Annotated[int, Exact(), Range(-1, MAX_TOKEN_ID)] = 0
+    top_p: Annotated[float, Exact(), Range(0.0, 1.0, above=True)] = 1.0
+    min_p: Annotated[float, Exact(), Range(0.0, 1.0)] = 0.0
+    seed: Annotated[int, Exact(), Range(0, MAX_SEED)] | None = None
+    """None: one is drawn per request."""
+    stop: Annotated[tuple[ShortText, ...], Length(0, MAX_STOP_STRINGS)] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Length(0, MAX_STOP_TOKEN_IDS)] = ()
+    include_stop_str_in_output: _Flag = False
+    ignore_eos: _Flag = False
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    repetition_penalty: Annotated[float, Exact(), Range(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)] = 1.0
+    logit_bias: Annotated[Mapping[int, Bias], Length(0, MAX_LOGIT_BIAS)] = field(default_factory=dict)
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Length(1, MAX_ALLOWED_TOKEN_IDS)] | None = None
+    bad_words: Annotated[tuple[ShortText, ...], Length(0, MAX_BAD_WORDS)] = ()
+    logprobs: _TopLogprobs | None = None
+    prompt_logprobs: _TopLogprobs | None = None
+    truncate_prompt_tokens: TokenCount | None = None
+    skip_special_tokens: _Flag = True
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run side by side for one request."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def is_ranked(self) -> bool:
+        """What is returned is known only at the end."""
+        return self.beam_width is not None or self.num_sequences > self.n
+
+    def check(self) -> None:
+        """Hold numbers to their ranges, and all fields to each other. Raises InvalidParameter."""
+        check_ranges(self)
+        for bias in self.logit_bias.values():
+            if bias not in Range(-MAX_BIAS, MAX_BIAS):
+                raise InvalidParameter(f"logit_bias values must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}]")
+        self.check_together()
+
+    def check_together(self) -> None:
+        """Raises InvalidParameter where fields contradict each other."""
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameter("min_tokens must not exceed max_tokens")
+        for name in ("best_of", "beam_width"):
+            count = getattr(self, name)
+            if count is not None and count < self.n:
+                raise InvalidParameter(f"{name} ({count}) must not be less than n ({self.n})")
+        if self.beam_width is None and (self.length_penalty != 1.0 or self.early_stopping is not False):
+            raise InvalidParameter("length_penalty and early_stopping need a beam_width")
+        refused = {
+            "best_of": self.best_of is not None,
+            "temperature": self.temperature not in (0.0, 1.0),
+            "top_k": self.top_k > 0,
+            "top_p": self.top_p != 1.0,
+            "min_p": self.min_p != 0.0,
+            "stop": bool(self.stop),
+            "structured_outputs": self.structured_outputs is not None,
+        }
+        names = [name for name, is_given in refused.items() if is_given]
+        if self.beam_width is not None and names:
+            raise InvalidParameter(f"a beam search takes no {', '.join(names)}", "unsupported_feature")
+
+
+SAMPLING_FIELDS = tuple(declared.name for declared in fields(SamplingFields))

@@ -1,0 +1,124 @@
+"""The shape that an output must have, for producers and engines alike."""
+
+from __future__ import annotations
+
+import json as json_format
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pagemill.bounds import Exact, InvalidParameter, Length
+from pagemill.json_values import NestedTooDeep, check_json
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core import CoreSchema
+
+MAX_CHOICES = 1024
+MAX_STRING = 4096
+"""Characters in one stop string, bad word or choice."""
+MAX_SCHEMA = 65_536
+"""Characters in a regex, JSON schema or grammar."""
+MAX_SCHEMA_DEPTH = 64
+"""Objects and arrays that may be nested in a JSON schema."""
+
+ShortText = Annotated[str, Exact(), Length(1, MAX_STRING)]
+
+
+class _SchemaObject:
+    """A JSON schema may be given as the object itself."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return {
+            "type": "function-before",
+            "function": {"type": "no-info", "function": schema_text},
+            "schema": handler(source),
+        }
+
+
+def schema_text(schema: Any) -> Any:
+    """An object, true or false as JSON text; anything else as it is. Raises InvalidParameter."""
+    if not isinstance(schema, dict | bool):
+        return schema
+    try:
+        return json_format.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise _too_deep() from None
+    except (TypeError, ValueError):
+        raise InvalidParameter("json: is not JSON", "schema_invalid") from None
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """The shape of an output; exactly one field is set.
+
+    `choice`: one of these strings. `regex`: a text that matches as a whole. `json`: a value that a JSON schema
+    allows; the schema is text, or the object itself, which becomes text. `grammar`: what a grammar in Lark's syntax
+    or in GBNF derives. What a schema means only the engine can tell. Raises InvalidParameter.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "hide_input_in_errors": True}
+
+    choice: Annotated[tuple[ShortText, ...], Length(1, MAX_CHOICES)] | None = None
+    regex: Annotated[str, Exact()] | None = None
+    json: Annotated[Annotated[str, Exact()] | None, _SchemaObject()] = None
+    grammar: Annotated[str, Exact()] | None = None
+
+    def __post_init__(self) -> None:
+        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        if len(given) != 1:
+            raise InvalidParameter("structured_outputs takes exactly one of choice, regex, json, grammar")
+        (kind,) = given
+        if kind == "choice":
+            self._check_choice()
+            return
+        if kind == "json":
+            object.__setattr__(self, "json", schema_text(self.json))
+        text = getattr(self, kind)
+        if not isinstance(text, str) or not text:
+            raise InvalidParameter(f"{kind}: must be a text, and not an empty one")
+        if len(text) > MAX_SCHEMA:
+            raise InvalidParameter(f"{kind}: has more than {MAX_SCHEMA} characters", "schema_too_complex")
+        if kind == "json":
+            _check_schema(text)
+
+    @classmethod
+    def of(cls, shape: StructuredOutputs | Mapping[str, Any]) -> StructuredOutputs:
+        """The shape, or one made from its fields. Raises InvalidParameter."""
+        if isinstance(shape, cls):
+            return shape
+        try:
+            return cls(**shape)  # type: ignore[arg-type]
+        except TypeError:
+            raise InvalidParameter(
+                "structured_outputs takes a StructuredOutputs, or a mapping with one of choice, regex, json, grammar"
+            ) from None
+
+    def _check_choice(self) -> None:
+        labels = self.choice
+        if (
+            isinstance(labels, str)
+            or not labels
+            or not all(isinstance(label, str) and label for label in labels)
+        ):
+            raise InvalidParameter("choice: needs at least one label, none of them empty")
+        object.__setattr__(self, "choice", tuple(labels))
+
+
+def _check_schema(text: str) -> None:
+    try:
+        schema = json_format.loads(text)
+        check_json(schema, MAX_SCHEMA_DEPTH)
+        text.encode()
+    except (RecursionError, NestedTooDeep):
+        raise _too_deep() from None
+    except ValueError:
+        raise InvalidParameter("json: is not JSON", "schema_invalid") from None
+    if not isinstance(schema, dict | bool):
+        raise InvalidParameter("json: a schema is an object, true or false", "schema_invalid")
+
+
+def _too_deep() -> InvalidParameter:
+    return InvalidParameter(
+        f"json: nests more than {MAX_SCHEMA_DEPTH} objects and arrays", "schema_too_complex"
+    )

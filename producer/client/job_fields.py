@@ -1,0 +1,69 @@
+"""The fields of a job as keyword arguments: written from `Job`, so that a type checker knows them.
+
+Rewritten by `python -m tests.producer.client.test_job_fields`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+from pagemill.producer.wire.schema.job import Message
+from pagemill.structured_outputs import StructuredOutputs
+
+
+class RowFields(TypedDict, total=False):
+    """What a `Pipeline` asks of every row; `Job` describes each."""
+
+    n: int
+    best_of: int | None
+    beam_width: int | None
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    max_tokens: int | None
+    min_tokens: int
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
+    ignore_eos: bool
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int] | None
+    bad_words: str | Sequence[str]
+    logprobs: int | None
+    prompt_logprobs: int | None
+    truncate_prompt_tokens: int | None
+    skip_special_tokens: bool
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None
+    priority: Literal["high", "normal", "low"]
+    tenant: str
+    deadline: float | None
+    ttl: float | None
+    delay: float | None
+    run_at: float | None
+    timeout: float | None
+    max_attempts: int
+    idempotency_key: str | None
+    dedupe: bool
+    key: str | None
+    metadata: Mapping[str, Any] | None
+    stream: bool
+    webhook: str | None
+    traceparent: str | None
+    response_format: Mapping[str, Any] | None
+
+
+class JobFields(RowFields, total=False):
+    """What `submit` takes instead of a `Job`."""
+
+    prompt: str | None
+    messages: Sequence[Message | Mapping[str, Any]] | None
+    prompt_token_ids: Sequence[int] | None
+    model: str
+    temperature: float

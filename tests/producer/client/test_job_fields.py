@@ -1,0 +1,140 @@
+"""The types of what `submit` and `Pipeline` take; `python -m` with this module's name writes them anew."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+
+from pagemill import InvalidJob, Job, Message, StructuredOutputs
+from pagemill.producer.client import job_fields
+from tests.conftest import ROOT
+
+OF_A_ROW = ("prompt", "messages", "prompt_token_ids", "model", "temperature")
+"""What `Pipeline` names itself, or takes from a row."""
+WIDER = {
+    "stop": "str | Sequence[str]",
+    "bad_words": "str | Sequence[str]",
+    "response_format": "Mapping[str, Any] | None",
+}
+HEAD = '''"""The fields of a job as keyword arguments: written from `Job`, so that a type checker knows them.
+
+Rewritten by `python -m tests.producer.client.test_job_fields`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+from pagemill.producer.wire.schema.job import Message
+from pagemill.structured_outputs import StructuredOutputs
+
+
+class RowFields(TypedDict, total=False):
+    """What a `Pipeline` asks of every row; `Job` describes each."""
+
+'''
+MIDDLE = '''
+
+class JobFields(RowFields, total=False):
+    """What `submit` takes instead of a `Job`."""
+
+'''
+
+
+def spelled(hint: Any) -> str:
+    """An annotation as what may be given for it."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " | ".join(map(spelled, arguments))
+    if origin is Literal:
+        return f"Literal[{', '.join(repr(value) for value in arguments)}]".replace("'", '"')
+    if origin is tuple:
+        return f"Sequence[{spelled(arguments[0])}]"
+    if origin in (dict, Mapping):
+        return f"Mapping[{', '.join(map(spelled, arguments))}]"
+    if hint in (Message, StructuredOutputs):
+        return f"{hint.__name__} | Mapping[str, Any]"
+    return {type(None): "None", Any: "Any"}.get(hint) or str(hint.__name__)
+
+
+def written() -> str:
+    hints = get_type_hints(Job)
+    lines = {name: WIDER.get(name) or spelled(hints[name]) for name in (*Job.model_fields, "response_format")}
+    common = [f"    {name}: {kind}\n" for name, kind in lines.items() if name not in OF_A_ROW]
+    own = [f"    {name}: {lines[name]}\n" for name in OF_A_ROW]
+    return "".join([HEAD, *common, MIDDLE, *own])
+
+
+def test_they_are_those_of_a_job() -> None:
+    assert job_fields.__file__ is not None
+    assert Path(job_fields.__file__).read_text() == written(), __doc__
+
+
+PROGRAM = """
+from pagemill import AsyncProducer, Producer, StructuredOutputs
+from pagemill.producer.dataset.pipeline import Pipeline
+
+def right(queue: Producer) -> None:
+    queue.submit(prompt="a", model="m", stop="b", structured_outputs={"choice": ["a", "b"]}, max_tokens=None)
+    queue.submit(messages=[{"role": "user", "content": "a"}], model="m", on_full="block")
+    queue.submit({"prompt": "a", "model": "m"}, tenant="t")
+    queue.submit_many([{"prompt": "a", "model": "m"}])
+    Pipeline("{{ text }}", model="m", max_tokens=4, structured_outputs=StructuredOutputs(regex="a"))
+
+async def wrong(queue: Producer, other: AsyncProducer) -> None:
+    queue.submit(promt="a", model="m")
+    queue.submit(prompt="a", model="m", temperature="hot")
+    await other.submit(prompt="a", model="m", max_token=3)
+    Pipeline("{{ text }}", model="m", max_token=4)
+    queue.submit(prompt="a", model="m", priority="urgent")
+"""
+
+
+def test_a_type_checker_finds_a_wrong_field(tmp_path: Path) -> None:
+    program = (tmp_path / "program").with_suffix(".py")
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), str(program)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    complaints = [
+        line for line in done.stdout.splitlines() if line.startswith(str(program)) and "error" in line
+    ]
+    first = PROGRAM[: PROGRAM.index("    queue.submit(promt=")].count("\n") + 1
+    assert [int(line.split(":")[1]) for line in complaints] == list(range(first, first + 5)), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("fields", "hint"),
+    [
+        ({"promt": "a"}, "promt: no such field; did you mean prompt?"),
+        ({"prompt": "a", "max_token": 3}, "max_token: no such field; did you mean max_tokens?"),
+        ({"prompt": "a", "zzzz": 3}, "zzzz: no such field"),
+        (
+            {"messages": [{"role": "user", "contents": "a"}]},
+            "messages.0.contents: no such field; did you mean content?",
+        ),
+        (
+            {"prompt": "a", "structured_outputs": {"choices": ["a"]}},
+            "structured_outputs.choices: no such field; did you mean choice?",
+        ),
+    ],
+)
+def test_an_unknown_field_is_told_its_neighbour(fields: dict[str, Any], hint: str) -> None:
+    with pytest.raises(InvalidJob) as refused:
+        Job.parse({"model": "m"} | fields)
+    assert hint in str(refused.value)
+
+
+if __name__ == "__main__":
+    Path(job_fields.__file__ or "").write_text(written())

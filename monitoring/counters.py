@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Generic, Literal, TypeVar, get_args
 
 from pagemill.engine.outputs import Histogram, HistogramSnapshot
+from pagemill.error_codes import ErrorCode
 
 Delivery = Literal["first", "redelivered"]
 Outcome = Literal["succeeded", "failed", "cancelled", "expired", "dead"]
@@ -20,25 +21,8 @@ WebhookResult = Literal["delivered", "failed", "given_up", "refused"]
 RedisErrorKind = Literal["connection", "timeout", "response", "other"]
 WorkerState = Literal["starting", "ready", "paused", "draining", "degraded", "stopped"]
 
-FAILURE_CODES = (
-    "invalid_job",
-    "prompt_too_long",
-    "never_fits",
-    "unknown_model",
-    "schema_invalid",
-    "schema_too_complex",
-    "payload_too_large",
-    "result_too_large",
-    "unsigned",
-    "unsupported_feature",
-    "engine_error",
-    "out_of_memory",
-    "worker_lost",
-    "output_invalid",
-    "deadline_exceeded",
-    "attempts_exhausted",
-    "crash_suspect",
-)
+FAILURE_CODES = tuple(code for code in get_args(ErrorCode) if code != "cancelled")
+"""Somebody's wish is no failure."""
 
 WAIT_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
 """A job may wait for minutes in a backlog or for a night in a batch."""

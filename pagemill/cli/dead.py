@@ -12,12 +12,12 @@ import typer
 from pagemill.cli import views
 from pagemill.cli.app import EXIT_NOT_SUCCEEDED, AsJson, JobId, Queue, RedisUrl, app, say
 from pagemill.cli.checked import checked
+from pagemill.error_codes import ErrorCode
 from pagemill.producer.client.dead_letter_flow import Replay, submitted_fields
 from pagemill.producer.client.preparer import check_id
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.wire.calls.dead_letters import DeadLetter, OpenedLetter
 from pagemill.producer.wire.schema import keys
-from pagemill.producer.wire.schema.errors import ErrorCode
 
 dead_app = typer.Typer(
     no_args_is_help=True,

@@ -13,7 +13,8 @@ from typing import Any
 
 from celery import Celery, Task
 
-from pagemill.producer.wire.schema.errors import FINAL_CODES, InvalidJob, JobError
+from pagemill.error_codes import FINAL_CODES
+from pagemill.producer.wire.schema.errors import InvalidJob, JobError
 from pagemill.producer.wire.schema.outputs import Result
 
 TASK_NAME = "pagemill.generate"

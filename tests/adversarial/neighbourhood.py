@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pagemill.error_codes import FINAL_CODES
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.transitions import Submission
 from pagemill.producer.wire.schema import keys
-from pagemill.producer.wire.schema.errors import FINAL_CODES
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Output
 from pagemill.producer.wire.schema.signing import Keys

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pagemill.error_codes import FINAL_CODES
 from pagemill.producer.wire.calls import reads, transitions
 from pagemill.producer.wire.calls.transitions import Submission
 from pagemill.producer.wire.schema import keys
-from pagemill.producer.wire.schema.errors import FINAL_CODES, InvalidJob
+from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import END_STATES
 from pagemill.worker.worker import Worker

@@ -86,7 +86,13 @@ def test_a_bare_name_is_refused(name: str) -> None:
     assert f"import pagemill.{name}" in run.stderr
 
 
-SHARED = ("pagemill.bounds.", "pagemill.json_values.", "pagemill.sampling_fields.", "pagemill.structured_outputs.")
+SHARED = (
+    "pagemill.bounds.",
+    "pagemill.error_codes.",
+    "pagemill.json_values.",
+    "pagemill.sampling_fields.",
+    "pagemill.structured_outputs.",
+)
 
 
 def test_the_wire_contract_stands_alone() -> None:

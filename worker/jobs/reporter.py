@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from pagemill.engine.outputs import RequestOutput
+from pagemill.error_codes import FINAL_CODES, RETRYABLE_CODES
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
-from pagemill.producer.wire.schema.errors import FINAL_CODES, RETRYABLE_CODES, RedisUnavailable
+from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.producer.wire.schema.outputs import ErrorInfo
 from pagemill.producer.wire.schema.signing import Keys
 from pagemill.worker.config import WorkerConfig

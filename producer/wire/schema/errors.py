@@ -20,59 +20,12 @@ PagemillError
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagemill.producer.wire.schema.outputs import Output
-
-ErrorCode = Literal[
-    "invalid_job",
-    "prompt_too_long",
-    "never_fits",
-    "unknown_model",
-    "schema_invalid",
-    "schema_too_complex",
-    "payload_too_large",
-    "result_too_large",
-    "unsigned",
-    "unsupported_feature",
-    "engine_error",
-    "out_of_memory",
-    "worker_lost",
-    "output_invalid",
-    "cancelled",
-    "deadline_exceeded",
-    "attempts_exhausted",
-    "crash_suspect",
-]
-
-FINAL_CODES: frozenset[str] = frozenset(
-    {
-        "invalid_job",
-        "prompt_too_long",
-        "never_fits",
-        "unknown_model",
-        "schema_invalid",
-        "schema_too_complex",
-        "payload_too_large",
-        "result_too_large",
-        "unsigned",
-        "unsupported_feature",
-    }
-)
-"""The job itself is wrong: running it again gives the same error."""
-
-RETRYABLE_CODES: frozenset[str] = frozenset(
-    {"engine_error", "out_of_memory", "worker_lost", "output_invalid"}
-)
-"""Another execution may succeed."""
-
-END_CODES: frozenset[str] = frozenset(
-    {"cancelled", "deadline_exceeded", "attempts_exhausted", "crash_suspect"}
-)
-"""Somebody or something ended the job; no error of one execution."""
 
 
 class PagemillError(Exception):

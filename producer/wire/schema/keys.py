@@ -1,8 +1,7 @@
-"""Every Redis name of a queue: the only place where they are spelled.
+"""The Redis names that Python spells. The scripts spell those that they alone use; docs/protocol.md lists all.
 
 All of them start with `pagemill:{<queue>}:`. The braces make the queue name the hash tag, so that one queue
-lives in one Cluster slot and every script touches one slot. Scripts get the prefix as their one declared key
-and append the names below; docs/protocol.md describes what each holds.
+lives in one Cluster slot and every script touches one slot. A script gets the prefix as its one declared key.
 """
 
 from __future__ import annotations

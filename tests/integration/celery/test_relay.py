@@ -14,10 +14,11 @@ import pytest
 from celery import chain, chord
 
 from pagemill import InvalidJob
+from pagemill.error_codes import END_CODES, FINAL_CODES, RETRYABLE_CODES
 from pagemill.producer.celery.relay import Relay
 from pagemill.producer.celery.task import plain_error
 from pagemill.producer.wire.calls import outbox
-from pagemill.producer.wire.schema.errors import END_CODES, FINAL_CODES, RETRYABLE_CODES, JobDead, JobFailed
+from pagemill.producer.wire.schema.errors import JobDead, JobFailed
 from tests.conftest import ROOT, RedisServer, server_binary
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually, running_worker, worker_config
 

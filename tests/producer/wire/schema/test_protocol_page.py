@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from pagemill.producer.wire.schema.errors import END_CODES, FINAL_CODES, RETRYABLE_CODES, ErrorCode
+from pagemill.error_codes import END_CODES, FINAL_CODES, RETRYABLE_CODES, ErrorCode
+from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.server import scripts
 from tests.conftest import ROOT
 from tests.producer.driving import Queue
@@ -46,6 +48,19 @@ def test_every_key_has_a_row(queue: Queue) -> None:
     for name in queue.names():
         word = name.split(":")[0]
         assert f"`{word}`" in text or f"`{word}:" in text, word
+
+
+def test_the_rows_are_the_names_that_are_spelled() -> None:
+    """By the scripts, after their prefix `P`, and by keys.py; what comes after a colon is an id."""
+    written = "".join(scripts.source(name) for name in scripts.names())
+    spelled = set(re.findall(r"\bP \.\. '(\w+:?)", written))
+    spelled |= set(re.findall(r"prefix\(queue\)\}(\w+:?)", Path(keys.__file__).read_text()))
+    rows = re.findall(r"^\| (`.*?`) \| (?:string|hash|list|set|sorted set)", PAGE.read_text(), re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(\w+:?)", row)}
+    channels = set(
+        re.findall(r"`(\w+)`\s\(", PAGE.read_text().partition("\nChannels, ")[2].partition("\n\n")[0])
+    )
+    assert spelled == listed | channels
 
 
 def test_every_field_of_a_record_is_named() -> None:

@@ -20,6 +20,7 @@ from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus
 from pagemill.engine.scheduling.scheduler import Scheduler
 from pagemill.engine.structured_output.grammars import MASK_WAIT_S, Grammars
+from pagemill.engine.tasks import GENERATE, Score, Task
 from pagemill.engine.text.best_of import BestOf
 from pagemill.engine.text.input_processor import InputLimits, InputProcessor
 from pagemill.engine.text.output_processor import OutputProcessor
@@ -100,6 +101,7 @@ class Engine:
         arrival: float | None = None,
         resume: SequenceType[SampleState] | None = None,
         cache_salt: str = "",
+        task: Task = GENERATE,
     ) -> None:
         """Take a request that `input_processor.process` has prepared.
 
@@ -110,6 +112,7 @@ class Engine:
                 there is nothing between the start and the end to go on from.
             cache_salt: only requests with the same one share prefix cache blocks, so that nobody can tell by
                 timing what others have sent.
+            task: what the request is for; `params` of a `Score` say how many alternatives each position has.
 
         Raises:
             InvalidRequest: it can't run here: see the subclasses. Nothing else is affected.
@@ -122,6 +125,11 @@ class Engine:
             self.input_processor.check_token_ids("resume", state.token_ids)
         if resume is not None and params.is_ranked:
             raise InvalidRequest("best_of and a beam search start from the prompt: they take no resume")
+        if isinstance(task, Score):
+            if len(task.continuations) != params.n or not all(task.continuations):
+                raise InvalidRequest("a score takes one continuation per sample, none of them empty")
+            for continuation in task.continuations:
+                self.input_processor.check_token_ids("continuations", continuation)
         best_of = None
         if params.is_ranked and params.beam_width is None:
             best_of = BestOf(params.n, with_logprobs=params.logprobs is not None)
@@ -135,12 +143,16 @@ class Engine:
             arrival=time.time() if arrival is None else arrival,
             cache_salt=cache_salt,
             bad_word_ids=self.input_processor.bad_word_ids(params.bad_words),
+            task=task,
         )
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(request.prompt_token_ids)
         for index in range(params.num_sequences):
             has_logprobs = params.beam_width is not None and params.logprobs is not None
             sequence = Sequence(request, index, logprobs=[] if has_logprobs else None)
+            if isinstance(task, Score):
+                sequence.continuation = tuple(task.continuations[index])
+                sequence.output_token_ids, sequence.logprobs = list(sequence.continuation[:-1]), []
             if resume is not None:
                 self._resume(sequence, resume[index])
             request.sequences.append(sequence)
@@ -323,7 +335,8 @@ class Engine:
 
     @staticmethod
     def _resume(sequence: Sequence, state: SampleState) -> None:
-        sequence.output_token_ids = list(state.token_ids)
+        if not sequence.continuation:
+            sequence.output_token_ids = list(state.token_ids)
         if state.finish_reason is not None:
             sequence.finish_reason = state.finish_reason
             sequence.status = SequenceStatus.FINISHED

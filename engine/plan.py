@@ -25,6 +25,7 @@ class NewRow:
     token_ids: list[int]
     """Every token known so far: the prompt, then resumed or earlier generated ones."""
     num_prompt_tokens: int
+    """Tokens that were given: all of them where they are to be scored."""
     block_ids: list[int]
     """The row's whole block table when the step starts (`RowWork.new_block_ids` come on top)."""
     params: SamplingParams
@@ -49,7 +50,14 @@ class RowWork:
     """(position, token id): tokens that a grammar forced after a sampled one, or that a search chose in place of
     it. Execution never sampled them, so it writes them into the row's token table before the forward pass."""
     num_prompt_logprobs: int | None = None
-    """Report the prompt tokens that these tokens predict, with this many alternatives each. None = don't."""
+    """Report the given tokens that these tokens predict, with this many alternatives each. None = don't."""
+    scored_from: int = 0
+    """The first position that may be reported: tokens before it are the context of what is scored."""
+
+    @property
+    def first_scored(self) -> int:
+        """The position of the first token that is reported."""
+        return max(self.start + 1, self.scored_from)
 
 
 @dataclass(slots=True)
@@ -128,7 +136,7 @@ class StepResult:
     """Sample number -> (token id, score), best first, ties by id: log probabilities of the raw logits with the
     row's constraints and penalties applied to them (not its temperature). Barred tokens are left out."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """Number in `StepPlan.work` -> entries for the prompt tokens at positions start + 1 and on."""
+    """Number in `StepPlan.work` -> entries for the given tokens from `RowWork.first_scored` on."""
     without_choice: frozenset[int] = frozenset()
     """Sample numbers for which the request's own parameters left no token, whatever `token_ids` says of them."""
     prepare_s: float = 0.0

@@ -19,6 +19,7 @@ from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import EngineError, InvalidRequest
 from pagemill.engine.outputs import Capacity, EngineStats, RequestOutput, SampleState
 from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.tasks import GENERATE, Task
 
 if TYPE_CHECKING:
     from pagemill.engine.engine import Engine
@@ -38,6 +39,7 @@ class AddRequest:
     arrival: float | None = None
     resume: list[SampleState] | None = None
     cache_salt: str = ""
+    task: Task = GENERATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +227,7 @@ class EngineThread:
                         arrival=command.arrival,
                         resume=command.resume,
                         cache_salt=command.cache_salt,
+                        task=command.task,
                     )
                 except InvalidRequest as error:
                     self._deliver([_refusal(command, error)])

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from pagemill.engine.errors import ConfigError
-from pagemill.engine.plan import NewRow, Sample, StepPlan, StepResult, TokenLogprobs
+from pagemill.engine.plan import NewRow, RowWork, Sample, StepPlan, StepResult, TokenLogprobs
 from pagemill.engine.text.tokenizer import ByteTokenizer
 
 ECHO_MODEL = "echo"
@@ -64,6 +64,9 @@ class EchoRunner:
             if num_logprobs is not None:
                 (chosen, *_), top = self._likeliest(token_id, 1), self._likeliest(token_id, num_logprobs)
                 result.logprobs[number] = [TokenLogprobs(token_id, chosen[1], top)]
+        for number, work in enumerate(plan.work):
+            if work.num_prompt_logprobs is not None:
+                result.prompt_logprobs[number] = self._scores(work, work.num_prompt_logprobs)
         result.forward_s = time.perf_counter() - started
         return EchoStep(plan, result)
 
@@ -84,6 +87,14 @@ class EchoRunner:
         if sample.token_mask is not None:
             allowed = [t for t in range(ByteTokenizer.vocab_size) if sample.token_mask[t >> 3] >> (t & 7) & 1]
         return wanted if allowed is None or wanted in allowed else allowed[0]
+
+    def _scores(self, work: RowWork, count: int) -> list[TokenLogprobs]:
+        """Of given tokens: all are as likely as what it would say itself."""
+        row = self._rows[work.row]
+        given = row.token_ids[
+            work.first_scored : min(work.start + work.num_tokens + 1, row.num_prompt_tokens)
+        ]
+        return [TokenLogprobs(token, -0.01, self._likeliest(token, count)) for token in given]
 
     @staticmethod
     def _likeliest(wanted: int, count: int) -> list[tuple[int, float]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pagemill.engine.config import SchedulerConfig
 from pagemill.engine.errors import NeverFits
 from pagemill.engine.scheduling.request import Request
+from pagemill.engine.tasks import Score
 
 
 def check_fits(request: Request, config: SchedulerConfig) -> None:
     """Raises NeverFits if the rows, the budget or the pool can't hold a request even alone."""
-    num_sequences = len(request.live_sequences)
+    # Continuations to be scored need not run side by side.
+    num_sequences = 1 if isinstance(request.task, Score) else len(request.live_sequences)
     if num_sequences > config.max_num_seqs:
         raise NeverFits(f"{num_sequences} sequences need as many rows, there are {config.max_num_seqs}")
     if request.params.beam_width is not None and num_sequences > config.max_num_batched_tokens:

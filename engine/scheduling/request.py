@@ -12,6 +12,7 @@ from pagemill.engine.outputs import FinishReason
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduling.blocks import HostBlock, KVBlock
+from pagemill.engine.tasks import GENERATE, Score, Task
 
 Candidates = list[tuple[int, float]]
 """(token id, log probability), best first."""
@@ -114,6 +115,9 @@ class Sequence:
     """It was given its row between two steps: the next plan with work for it must bring a `NewRow`."""
     cumulative_logprob: float = 0.0
     """Of a beam: what its tokens' log probabilities add up to."""
+    continuation: tuple[int, ...] = ()
+    """The tokens that a `Score` task asks about. `output_token_ids` has all but the last, which predicts nothing, and
+    `logprobs` what is known so far."""
     num_lost_tokens: int = 0
     """Computed tokens that a preemption threw away, until it is admitted again."""
 
@@ -135,9 +139,16 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
+    @property
+    def num_cacheable_tokens(self) -> int:
+        """Leading tokens that the prefix cache may serve: a token that is not computed has no logits."""
+        if self.continuation:
+            return self.num_prompt_tokens + len(self.logprobs or ()) - 1
+        return 0 if self.request.lacks_prompt_logprobs() else self.num_known_tokens - 1
+
     def token_ids(self) -> list[int]:
-        """Every known token, prompt first."""
-        return self.request.prompt_token_ids + self.output_token_ids
+        """Every known token, prompt first; with the last of a continuation, which is not computed."""
+        return self.request.prompt_token_ids + (list(self.continuation) or self.output_token_ids)
 
     def known_tokens(self, start: int, end: int) -> list[int]:
         """Known tokens at positions start..end-1, without copying a long prompt."""
@@ -161,6 +172,7 @@ class Request:
     """Lower runs first, as in vLLM."""
     arrival: float = 0.0
     """Orders requests of one priority; kept through preemption."""
+    task: Task = GENERATE
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int = 0
     """Prompt tokens served by the prefix cache when the request was first admitted."""
@@ -194,6 +206,18 @@ class Request:
         return [sequence for sequence in self.sequences if not sequence.is_finished]
 
     @property
+    def num_input_tokens(self) -> int:
+        """Tokens that were given: the prompt's, and those of the continuations to be scored."""
+        return len(self.prompt_token_ids) + sum(len(sequence.continuation) for sequence in self.sequences)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that were generated, here or before a resume."""
+        if isinstance(self.task, Score):
+            return 0
+        return sum(len(sequence.output_token_ids) for sequence in self.sequences)
+
+    @property
     def max_tokens(self) -> int:
         assert self.params.max_tokens is not None, "the input processor resolves max_tokens"
         return self.params.max_tokens
@@ -206,6 +230,7 @@ class Request:
         """Set `is_plain`, once everything else is set."""
         self.is_plain = (
             len(self.sequences) == 1
+            and not self.sequences[0].continuation
             and self.sequences[0].grammar is None
             and self.beam_search is None
             and not self.prompt_logprobs

@@ -30,7 +30,7 @@ from pagemill.engine.scheduling.request import Candidates, Request, Sequence, Se
 from pagemill.engine.scheduling.running_batch import RunningBatch
 from pagemill.engine.scheduling.sequence_queue import scheduling_key
 from pagemill.engine.scheduling.step_builder import InFlightStep, StepBuilder
-from pagemill.engine.scheduling.stopping import append_sampled
+from pagemill.engine.scheduling.stopping import append_sampled, take_scores
 from pagemill.engine.scheduling.waiting_queue import WaitingQueue, will_fork
 
 
@@ -145,10 +145,7 @@ class Scheduler:
             return []
         updates: list[SequenceUpdate] = []
         for number, entries in result.prompt_logprobs.items():
-            request = step.computed[number].request
-            request.record_prompt_logprobs(plan.work[number].start + 1, entries)
-            if any(entry.logprob is not None and math.isnan(entry.logprob) for entry in entries):
-                updates += self._fail_invalid(request)
+            updates += self._take_scores(step.computed[number], plan.work[number].first_scored, entries)
         updates += [SequenceUpdate(s) for s in step.prefilling if s.status is SequenceStatus.RUNNING]
         beams: dict[Request, list[tuple[Sequence, Candidates]]] = {}
         for number, sequence in enumerate(step.sampled):
@@ -337,6 +334,21 @@ class Scheduler:
                 return
             step.is_short = False
         self._schedule_running(step, [s for s in self._batch.sequences if s.request not in self._suspects])
+
+    def _take_scores(
+        self, sequence: Sequence, position: int, entries: list[TokenLogprobs]
+    ) -> list[SequenceUpdate]:
+        """Take the log-probabilities of given tokens from a position on: the prompt's, or a continuation's."""
+        if any(entry.logprob is not None and math.isnan(entry.logprob) for entry in entries):
+            return self._fail_invalid(sequence.request)
+        if not sequence.continuation:
+            sequence.request.record_prompt_logprobs(position, entries)
+            return []
+        end = None if sequence.is_finished else take_scores(sequence, position, entries)
+        if end is None:
+            return []
+        self._end(sequence)
+        return [end]
 
     def _append(
         self,

@@ -62,7 +62,7 @@ class StepBuilder:
                 request_id=request.request_id,
                 sample_index=sequence.index,
                 token_ids=sequence.token_ids(),
-                num_prompt_tokens=sequence.num_prompt_tokens,
+                num_prompt_tokens=sequence.num_prompt_tokens + len(sequence.continuation),
                 block_ids=list(sequence.block_ids),
                 params=request.params,
                 seed=request.seed,
@@ -88,7 +88,11 @@ class StepBuilder:
             work.new_block_ids, work.replaced_blocks = slots.new_block_ids, slots.replaced_blocks
             self._block_copies += slots.block_copies
         request = sequence.request
-        if request.prompt_logprobs and request.lacks_prompt_logprobs(work.start, work.start + num_tokens):
+        if sequence.continuation:
+            if work.start + num_tokens >= sequence.num_prompt_tokens:
+                work.num_prompt_logprobs = request.params.logprobs
+                work.scored_from = sequence.num_prompt_tokens
+        elif request.prompt_logprobs and request.lacks_prompt_logprobs(work.start, work.start + num_tokens):
             work.num_prompt_logprobs = request.params.prompt_logprobs
         if sequence.forced_token_ids:
             work.forced_token_ids, sequence.forced_token_ids = sequence.forced_token_ids, []
@@ -119,6 +123,8 @@ class StepBuilder:
             token_index += work.num_tokens
             if not is_caught_up:
                 step.prefilling.append(sequence)
+            elif sequence.continuation:
+                continue  # its scores end it
             elif sequence.request.is_plain:  # `_add_sample` without what such a sequence never has
                 plan.samples.append(Sample(work.row, token_index, sequence.num_computed_tokens))
                 step.sampled.append(sequence)

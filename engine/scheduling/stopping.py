@@ -1,4 +1,4 @@
-"""What a sampled token does to its sequence: append it, follow the grammar, decide if that was the end."""
+"""What a step's result does to a sequence: append the token, follow the grammar, decide if that was the end."""
 
 from __future__ import annotations
 
@@ -34,6 +34,20 @@ def append_sampled(
             sequence.finish_reason = "length"
             break
     return update
+
+
+def take_scores(sequence: Sequence, position: int, entries: list[TokenLogprobs]) -> SequenceUpdate | None:
+    """Take the log-probabilities of a continuation's tokens from a position on; a repetition changes nothing.
+
+    Returns the sequence's end, with `finish_reason` set, once all of them are known.
+    """
+    assert sequence.logprobs is not None
+    first = position - sequence.num_prompt_tokens
+    sequence.logprobs[first : first + len(entries)] = entries
+    if len(sequence.logprobs) < len(sequence.continuation):
+        return None
+    sequence.finish_reason = "stop"
+    return SequenceUpdate(sequence, list(sequence.continuation), sequence.logprobs)
 
 
 def _append_alone(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int]) -> SequenceUpdate:

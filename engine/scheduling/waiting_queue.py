@@ -45,6 +45,7 @@ def will_fork(request: Request) -> bool:
     """Whether several samples start out equal: all wait, and none has a token, known or in flight."""
     live = request.live_sequences
     return len(live) > 1 and all(
-        s.status is SequenceStatus.WAITING and not s.output_token_ids and not s.num_pending_tokens
+        s.status is SequenceStatus.WAITING
+        and not (s.output_token_ids or s.num_pending_tokens or s.continuation)
         for s in live
     )

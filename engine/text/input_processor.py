@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pagemill.engine.byte_cache import ByteCache, text_bytes
 from pagemill.engine.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
 from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.tasks import Score
 from pagemill.engine.text.tokenizer import Message, Tokenizer
 
 MAX_BAD_WORD_TOKENS = 32_768
@@ -65,6 +66,49 @@ class InputProcessor:
         self._check_choice(params)
         return token_ids, replace(params, max_tokens=self._resolve_max_tokens(len(token_ids), params))
 
+    def process_score(
+        self,
+        continuations: Sequence[str | Sequence[int]] = (),
+        *,
+        prompt: str | None = None,
+        messages: Sequence[Message] | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+        params: SamplingParams,
+    ) -> tuple[list[int], SamplingParams, Score]:
+        """Tokenise and check what is to be scored: continuations of the prompt, or without any the prompt itself.
+
+        A continuation is tokenised by itself, as a text that goes on: no token spans the end of the prompt. Of a
+        prompt that is scored, the first token is the context: nothing predicts it.
+
+        Args:
+            params: `logprobs` alternatives per position; the rest is not used.
+
+        Returns:
+            The context's token ids, the parameters, and the task, as `add_request` takes them.
+
+        Raises:
+            InvalidRequest: see the subclasses.
+        """
+        token_ids = self._tokenise(prompt, messages, prompt_token_ids)
+        if params.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-params.truncate_prompt_tokens :]
+        self.check_token_ids("prompt_token_ids", token_ids)
+        targets = [self._encode(text) if isinstance(text, str) else list(text) for text in continuations]
+        if not targets:
+            token_ids, targets = token_ids[:1], [token_ids[1:]]
+        for target in targets:
+            self.check_token_ids("continuations", target)
+        if not token_ids or not all(targets):
+            raise InvalidRequest("there is nothing to score: a prompt needs two tokens, a continuation one")
+        longest = max(map(len, targets))
+        if len(token_ids) + longest > self._limits.max_model_len:
+            raise PromptTooLong(
+                f"the prompt and the longest continuation have {len(token_ids) + longest} tokens, the model takes "
+                f"{self._limits.max_model_len} (max_model_len)"
+            )
+        params = replace(params, n=len(targets), max_tokens=longest, logprobs=params.logprobs or 0)
+        return token_ids, params, Score(tuple(map(tuple, targets)))
+
     def bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """The token sequences of words that may not be generated, each with and without a space before it.
 
@@ -100,7 +144,8 @@ class InputProcessor:
         return tuple(sequences)
 
     def _encode(self, text: str) -> list[int]:
-        assert self._tokenizer is not None
+        if self._tokenizer is None:
+            raise InvalidRequest("this model has no tokenizer; send token ids")
         try:
             return self._tokenizer.encode(text, add_special_tokens=False)
         except (UnicodeError, TypeError) as error:  # lone surrogates

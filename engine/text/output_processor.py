@@ -19,6 +19,7 @@ from pagemill.engine.outputs import (
     Usage,
 )
 from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
+from pagemill.engine.tasks import Score
 from pagemill.engine.text.best_of import BestOf
 from pagemill.engine.text.detokenizer import Detokenizer, StopStrings
 from pagemill.engine.text.tokenizer import Tokenizer
@@ -134,12 +135,13 @@ class OutputProcessor:
         """
         record = _RequestRecord(request, time.monotonic(), [self._new_sample(s) for s in request.sequences])
         record.best_of = best_of
-        record.num_resumed_tokens = sum(len(s.output_token_ids) for s in request.sequences)
+        record.num_resumed_tokens = request.num_output_tokens
         self._records[request.request_id] = record
-        self.stats.prompt_tokens += len(request.prompt_token_ids)
-        self.stats.prompt_length.observe(len(request.prompt_token_ids))
+        self.stats.prompt_tokens += request.num_input_tokens
+        self.stats.prompt_length.observe(request.num_input_tokens)
         self.stats.samples.observe(request.params.n)
-        self.stats.max_tokens.observe(request.max_tokens)
+        if not isinstance(request.task, Score):
+            self.stats.max_tokens.observe(request.max_tokens)
 
     def process(self, updates: list[SequenceUpdate]) -> list[RequestOutput]:
         """Turn a retired step's updates into outputs, one per request that has news."""
@@ -171,6 +173,7 @@ class OutputProcessor:
     def _new_sample(self, sequence: Sequence) -> _SampleText:
         params = sequence.request.params
         detokenizer = None
+        told = [] if sequence.continuation else sequence.output_token_ids
         stop = StopStrings(params.stop, include_in_output=params.include_stop_str_in_output)
         if self._tokenizer is not None:
             detokenizer = Detokenizer(
@@ -178,14 +181,14 @@ class OutputProcessor:
                 sequence.request.prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
             )
-            resumed = self._visible(sequence, sequence.output_token_ids)
+            resumed = self._visible(sequence, told)
             if resumed:
                 # Told of before the cut: replayed for what it leaves held back, not to be released again.
                 unwatched = max(0, params.min_tokens - 1)
                 detokenizer.append(resumed[:unwatched])
                 stop.append(detokenizer.append(resumed[unwatched:]))
         return _SampleText(
-            num_reported=len(sequence.output_token_ids),
+            num_reported=len(told),
             detokenizer=detokenizer,
             stop=stop,
             is_reported_finished=sequence.is_finished,
@@ -209,7 +212,8 @@ class OutputProcessor:
             record.error, record.error_code = update.error, update.error_code
         if not update.new_token_ids and not sequence.is_finished:
             return
-        self._record_latency(record, sample, len(update.new_token_ids), now)
+        if not sequence.continuation:
+            self._record_latency(record, sample, len(update.new_token_ids), now)
         text = self._extend_text(sequence, sample, update.new_token_ids)
         delta = CompletionDelta(
             index=sequence.index,
@@ -288,7 +292,7 @@ class OutputProcessor:
         self.stats.wait.observe(max(0.0, request.admitted_at - record.added))
         sources = self.stats.prompt_tokens_by_source
         sources["prefix_cache"] += request.num_cached_tokens
-        sources["computed"] += len(request.prompt_token_ids) - request.num_cached_tokens
+        sources["computed"] += request.num_input_tokens - request.num_cached_tokens
 
     def _record_phases(self, record: _RequestRecord, generated: int) -> None:
         """At a request's end, if it has generated anything here: what its phases took."""
@@ -323,12 +327,12 @@ class OutputProcessor:
         del self._records[request.request_id]
         if record.best_of is not None:
             output.deltas = record.best_of.release()
-        generated = sum(len(s.output_token_ids) for s in request.sequences)
+        generated = request.num_output_tokens
         output.finished = True
         returned = generated
         if record.best_of is not None:
             returned = sum(len(delta.token_ids) for delta in output.deltas)
-        output.usage = Usage(len(request.prompt_token_ids), returned, request.num_cached_tokens)
+        output.usage = Usage(request.num_input_tokens, returned, request.num_cached_tokens)
         output.error, output.error_code = record.error, record.error_code
         output.prompt_logprobs = request.prompt_logprobs or None
         if record.first_token_time is not None:

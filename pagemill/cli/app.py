@@ -239,6 +239,7 @@ def submit(
     choice: Annotated[
         list[str] | None, typer.Option("--choice", help="The output is one of these; may be repeated.")
     ] = None,
+    continuation: options.Continuation = None,
     priority: Annotated[
         str | None, typer.Option("--priority", callback=checked(Priority), help="high, normal or low.")
     ] = None,
@@ -254,7 +255,7 @@ def submit(
     if wait and stream:
         raise typer.BadParameter("give --wait or --stream, not both")
     text = sys.stdin.read() if prompt == "-" else prompt
-    fields: dict[str, Any] = extra_fields(field or [])
+    fields: dict[str, Any] = extra_fields(field or []) | scored(continuation)
     fields |= _prompt_fields(text, chat, system)
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop or None}
     fields |= {name: value for name, value in (options | {"priority": priority}).items() if value is not None}
@@ -383,6 +384,11 @@ def _prompt_fields(text: str, chat: bool, system: str | None) -> dict[str, Any]:
         return {"prompt": text}
     messages = [{"role": "system", "content": system}] if system is not None else []
     return {"messages": [*messages, {"role": "user", "content": text}]}
+
+
+def scored(continuations: list[str] | None) -> dict[str, Any]:
+    """The fields of a job that scores these texts, none without any."""
+    return {"task": "score", "continuations": continuations} if continuations else {}
 
 
 def extra_fields(pairs: list[str]) -> dict[str, Any]:

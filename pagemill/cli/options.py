@@ -32,6 +32,13 @@ Stop = Annotated[Texts, typer.Option("--stop", help="Stop string; may be repeate
 Field = Annotated[
     Texts, typer.Option("--field", metavar="NAME=JSON", help="Any other field of a job; may be repeated.")
 ]
+Continuation = Annotated[
+    Texts,
+    typer.Option(
+        "--continuation",
+        help="Score this text as what follows the prompt, and generate nothing; may be repeated.",
+    ),
+]
 WorkerOption = Annotated[
     Texts,
     typer.Option("--worker-option", metavar="NAME=VALUE", help="A setting of the worker started here."),

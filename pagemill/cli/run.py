@@ -33,6 +33,7 @@ from pagemill.cli.app import (
     exit_code,
     extra_fields,
     say,
+    scored,
 )
 from pagemill.cli.local_worker import (
     LocalWorker,
@@ -86,6 +87,7 @@ def run(
     temperature: options.RunTemperature = 0.0,
     seed: options.Seed = None,
     stop: options.Stop = None,
+    continuation: options.Continuation = None,
     field: options.Field = None,
     gold: options.Gold = None,
     output_column: options.OutputColumn = OUTPUT,
@@ -110,6 +112,7 @@ def run(
     """Send every row of a dataset through the model. After any interruption, run the same command again."""
     check_options(worker_option)
     fields = _job_fields(choices, json_schema, regex, max_tokens, temperature, seed, stop, field)
+    fields |= scored(continuation)
     text = _template_text(template, template_file)
     page = report_file or out.with_name(out.name + ".report.html")
     with reported(out):

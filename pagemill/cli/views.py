@@ -21,12 +21,12 @@ _STATES = (*ACTIVE_STATES, *END_STATES)
 
 
 def print_result(result: Result, as_json: bool) -> None:
-    """The text of every sample, the first one alone when there is one."""
+    """The text of every sample, after its log-probability where it was scored."""
     if as_json:
         _print_model(result)
         return
     for output in result.outputs:
-        typer.echo(output.text)
+        typer.echo(output.text if output.logprob is None else f"{output.logprob:.4f}\t{output.text}")
 
 
 class StreamPrinter:

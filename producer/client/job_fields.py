@@ -41,6 +41,8 @@ class RowFields(TypedDict, total=False):
     truncate_prompt_tokens: int | None
     skip_special_tokens: bool
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None
+    task: Literal["generate", "score"]
+    continuations: Sequence[str | Sequence[int]] | None
     priority: Literal["high", "normal", "low"]
     tenant: str
     deadline: float | None

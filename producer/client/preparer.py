@@ -15,9 +15,10 @@ from pagemill.producer.wire.calls.submission_form import JobForm, JobForms, read
 from pagemill.producer.wire.calls.transitions import Submission
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import InvalidJob
-from pagemill.producer.wire.schema.job import ENVELOPE_VERSION, MAX_KEY, MAX_METADATA_BYTES, Job
+from pagemill.producer.wire.schema.job import MAX_KEY, MAX_METADATA_BYTES, Job
 from pagemill.producer.wire.schema.outputs import ErrorInfo
 from pagemill.producer.wire.schema.signing import Keys
+from pagemill.producer.wire.schema.tasks import TASKS
 
 JobLike: TypeAlias = Job | Mapping[str, Any]
 OnInvalid: TypeAlias = Literal["record", "raise"]
@@ -212,7 +213,7 @@ def _invalid(job_id: str, key: str, metadata: str | None, error: InvalidJob) -> 
     header = {
         "id": job_id,
         "key": key,
-        "lane": keys.lane(ENVELOPE_VERSION, "normal", "default", "-"),
+        "lane": keys.lane(TASKS["generate"].version, "normal", "default", "-"),
         "cost": 0,
         "invalid": ErrorInfo(code=error.code, message=str(error)[:_MAX_REASON]).model_dump_json(),
     }

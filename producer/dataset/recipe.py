@@ -30,6 +30,16 @@ class Recipe:
     chat: bool = True
     fields: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.is_scored:  # nothing is sampled
+            fields = {name: value for name, value in self.fields.items() if name != "temperature"}
+            object.__setattr__(self, "fields", fields)
+
+    @property
+    def is_scored(self) -> bool:
+        """Rows are given log-probabilities instead of texts."""
+        return self.fields.get("task") == "score"
+
     @cached_property
     def _template(self) -> PromptTemplate | None:
         return None if self.template is None else PromptTemplate(self.template)
@@ -41,7 +51,7 @@ class Recipe:
     @cached_property
     def _is_repeatable(self) -> bool:
         """Equal jobs, perhaps of another run that goes on, come out the same."""
-        return self.fields.get("temperature") == 0 or self.fields.get("seed") is not None
+        return self.is_scored or self.fields.get("temperature") == 0 or self.fields.get("seed") is not None
 
     def check(self, first: Row | None) -> None:
         """Raise DatasetError for a recipe that no row can succeed with, before anything is submitted."""
@@ -101,11 +111,6 @@ class Recipe:
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system.render(columns)})
         return {"messages": messages}
-
-
-def is_deterministic(job: Job) -> bool:
-    """Whether equal jobs give equal outputs, so that one run serves them all."""
-    return job.temperature == 0.0 or job.seed is not None
 
 
 def raw_text(fields: Mapping[str, Any]) -> str:

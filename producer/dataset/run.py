@@ -19,7 +19,7 @@ from typing import Any
 
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.journal import Journal
-from pagemill.producer.dataset.recipe import Recipe, is_deterministic, raw_text
+from pagemill.producer.dataset.recipe import Recipe, raw_text
 from pagemill.producer.dataset.rows import (
     DatasetError,
     DiskFailed,
@@ -184,7 +184,7 @@ class DatasetRun:
                 output.write(line)
                 self.on_row(line)
                 gold = None if self.gold is None else (row.fields or {}).get(self.gold)
-                is_merged = is_deterministic(job) and not name.endswith("-1")
+                is_merged = job.is_repeatable and not name.endswith("-1")
                 summary.add_success(kept, line[self.output_column], gold, is_merged=is_merged)
                 return
             failure = journal.failure(key)
@@ -205,7 +205,20 @@ class DatasetRun:
             "usage": kept.get("usage"),
         }
         columns = {name: value for name, value in (row.fields or {}).items() if name != META}
-        return {**columns, self.output_column: output_value(samples), META: meta}
+        return {**columns, self.output_column: self._output_value(samples), META: meta}
+
+    def _output_value(self, samples: list[dict[str, Any]]) -> Any:
+        """What the row's `output` holds.
+
+        A text; the parsed value where a shape was asked for; a list for n > 1. Of scores a log-probability, or one for
+        each continuation.
+        """
+        if self.recipe.is_scored:
+            scores = [sample["logprob"] for sample in samples]
+            names = self.recipe.fields.get("continuations")
+            return scores[0] if names is None else dict(zip(map(_name, names), scores, strict=True))
+        values = [s["parsed"] if s.get("parsed") is not None else s["text"] for s in samples]
+        return values[0] if len(values) == 1 else values
 
     def _begin(self, journal: Journal) -> None:
         """What an output that is there already tells, and that it has been read: both or neither."""
@@ -235,10 +248,15 @@ class DatasetRun:
     def _kept(self, output: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
         """What the journal would hold for an output line, as far as the line tells."""
         wants_json, samples = _wants_schema(self.recipe), int(self.recipe.fields.get("n") or 1)
-        if isinstance(output, str) and self.out.suffix.lower() in TEXT_CELLS and (wants_json or samples > 1):
+        is_encoded = wants_json or samples > 1 or self.recipe.is_scored
+        if isinstance(output, str) and self.out.suffix.lower() in TEXT_CELLS and is_encoded:
             loaded = _loaded(output)
             output = output if loaded is None else loaded
         finish_reason = meta.get("finish_reason")
+        if self.recipe.is_scored:
+            scores = output.values() if isinstance(output, dict) else [output]
+            scored = [{"logprob": score, "finish_reason": finish_reason} for score in scores]
+            return {"outputs": scored, "usage": meta.get("usage") or {}}
         outputs = []
         for index, value in enumerate(output if samples > 1 and isinstance(output, list) else [output]):
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -266,13 +284,12 @@ class _Stopwatch:
 
 def _work_key(job: Job, name: str) -> str:
     """Equal deterministic jobs share a run."""
-    return name.partition("-")[0] if is_deterministic(job) else name
+    return name.partition("-")[0] if job.is_repeatable else name
 
 
-def output_value(samples: list[dict[str, Any]]) -> Any:
-    """What the row's `output` holds: a text, the parsed value where a shape was asked for, a list for n > 1."""
-    values = [s["parsed"] if s.get("parsed") is not None else s["text"] for s in samples]
-    return values[0] if len(values) == 1 else values
+def _name(continuation: Any) -> str:
+    """What a continuation is called in an output: its text, or its token ids."""
+    return continuation if isinstance(continuation, str) else " ".join(map(str, continuation))
 
 
 def _wants_schema(recipe: Recipe) -> bool:

@@ -23,7 +23,6 @@ from typing import Any
 
 from pagemill.producer.client.aio_handles import AsyncBatchHandle
 from pagemill.producer.dataset.journal import Failure
-from pagemill.producer.dataset.recipe import is_deterministic
 from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.gateway.stored_lines import StoredLines
 from pagemill.producer.openai.lines import (
@@ -214,7 +213,7 @@ class BatchRun:
     def _job(self, job: Job, request: BatchRequest) -> Job:
         own = {
             "key": _key(request), "tenant": self._tenant, "priority": self._about["priority"],
-            "dedupe": is_deterministic(job),
+            "dedupe": job.is_repeatable,
         }  # fmt: skip
         return job.model_copy(update=own)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pagemill.producer.dataset.journal import Failure
-from pagemill.producer.dataset.recipe import is_deterministic
 from pagemill.producer.dataset.rows import DatasetError, JsonLinesSource
 from pagemill.producer.openai.formats import URLS, choice, completion, parse_job, read_job
 from pagemill.producer.wire.schema.errors import InvalidJob
@@ -50,7 +49,7 @@ class BatchRequest:
         """Equal deterministic requests share a run; others are told apart by their custom_id."""
         assert isinstance(self.job, Job)
         digest = self.job.digest()
-        return digest if is_deterministic(self.job) else f"{digest}-{self.custom_id}"
+        return digest if self.job.is_repeatable else f"{digest}-{self.custom_id}"
 
 
 class RefusedFile(DatasetError):

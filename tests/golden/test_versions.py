@@ -104,3 +104,16 @@ def test_a_job_is_taken_over(
     assert result is not None
     assert result.text == "0123456789" * 30
     assert result.resumed_tokens >= 20
+
+
+def test_a_task_that_the_released_version_lacks_waits_for_this_one(
+    releases: dict[str, Release], client: QueueClient
+) -> None:
+    (score,) = client.submit({"task": "score", "prompt": "a", "continuations": ["b"], "priority": "high"})
+    with worker_of(releases["released"], client, model="echo"):
+        client.wait(client.submit({"prompt": "a"}))
+        assert client.status(score).state == "queued"
+    with worker_of(releases["this"], client, model="echo"):
+        (outcome,) = client.wait([score])
+    assert outcome.result is not None
+    assert outcome.result.outputs[0].logprob == pytest.approx(-0.01)

@@ -23,7 +23,7 @@ from pagemill.producer.wire.calls.registry import QueueStats, WorkerInfo, set_pa
 from pagemill.producer.wire.calls.transitions import Submission
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import RedisUnavailable
-from pagemill.producer.wire.schema.job import ENVELOPE_VERSION, Job
+from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import BatchCounts, JobStatus
 from pagemill.producer.wire.server.clients import open_client
 from pagemill.producer.wire.server.scripts import Call
@@ -76,7 +76,7 @@ class QueueClient:
         items = [transitions.prepare(Job.parse({"model": "echo"} | job), uuid.uuid4().hex) for job in jobs]
         return self._submit(items, batch_id)
 
-    def submit_raw(self, payload: bytes, model: str = "echo", version: int = ENVELOPE_VERSION) -> str:
+    def submit_raw(self, payload: bytes, model: str = "echo", version: int = 1) -> str:
         """Submit whatever bytes, past all validation."""
         job_id = uuid.uuid4().hex
         lane = keys.lane(version, "normal", "default", model)

@@ -302,6 +302,7 @@ class Admission:
                 request_id=job.request_id,
                 prompt_token_ids=job.prompt_token_ids,
                 params=job.params,
+                task=job.task,
                 priority=PRIORITIES[job.job.priority],
                 arrival=job.pulled.submitted_at,
                 resume=resume,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.tasks import GENERATE, Score, Task
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.errors import InvalidJob
@@ -60,18 +61,10 @@ class Intake:
             InvalidJob, pagemill.engine.errors.InvalidRequest: the job's own error. No message quotes its input.
         """
         job = self._checked(pulled)
-        messages = None
-        if job.messages is not None:
-            messages = [{"role": message.role, "content": message.content} for message in job.messages]
-        prompt_token_ids, params = self._engine.input_processor.process(
-            prompt=job.prompt,
-            messages=messages,
-            prompt_token_ids=job.prompt_token_ids,
-            params=engine_params(job, pulled.job_id),
-        )
-        check_result_size(job, params, len(prompt_token_ids))
+        prompt_token_ids, params, task = self._processed(job, pulled.job_id)
+        check_result_size(job, params, len(prompt_token_ids), task)
         point = self._resume_point(pulled)
-        samples = sample_records(point.checkpoint, params.n)
+        samples = sample_records(point.checkpoint, params.n, whole=isinstance(task, Score))
         if params.is_ranked and not all(sample.finish_reason for sample in samples):
             # Candidates are ranked at the end: a checkpoint has what was chosen, or nothing to go on from.
             samples = sample_records(None, params.n)
@@ -84,6 +77,7 @@ class Intake:
             job=job,
             prompt_token_ids=prompt_token_ids,
             params=params,
+            task=task,
             started_at=started_at,
             expires_at=_expires_at(pulled, job, started_at),
             samples=samples,
@@ -92,6 +86,24 @@ class Intake:
         )
         running.resumed_tokens = running.generated_tokens
         return running
+
+    def _processed(self, job: Job, job_id: str) -> tuple[list[int], SamplingParams, Task]:
+        """The job as the engine takes it. Raises `pagemill.engine.errors.InvalidRequest`."""
+        messages = None
+        if job.messages is not None:
+            messages = [{"role": message.role, "content": message.content} for message in job.messages]
+        given: dict[str, Any] = {
+            "prompt": job.prompt,
+            "messages": messages,
+            "prompt_token_ids": job.prompt_token_ids,
+            "params": engine_params(job, job_id),
+        }
+        processor = self._engine.input_processor
+        match job.task:
+            case "generate":
+                return *processor.process(**given), GENERATE
+            case "score":
+                return processor.process_score(job.continuations or (), **given)
 
     def _checked(self, pulled: PulledJob) -> Job:
         payload = split_payload(pulled.payload)
@@ -130,14 +142,16 @@ class Intake:
         return point
 
 
-def check_result_size(job: Job, params: SamplingParams, num_prompt_tokens: int) -> None:
+def check_result_size(job: Job, params: SamplingParams, num_prompt_tokens: int, task: Task) -> None:
     """Refuse log-probabilities that no result has room for, where the job itself says how many there may be.
 
     Raises:
         InvalidJob: result_too_large.
     """
     wanted = 0
-    if params.logprobs is not None and job.max_tokens is not None and params.max_tokens is not None:
+    if isinstance(task, Score):
+        wanted += sum(map(len, task.continuations)) * ((params.logprobs or 0) + 1)
+    elif params.logprobs is not None and job.max_tokens is not None and params.max_tokens is not None:
         wanted += params.num_sequences * params.max_tokens * (params.logprobs + 1)
     if params.prompt_logprobs is not None:
         wanted += num_prompt_tokens * (params.prompt_logprobs + 1)

@@ -56,6 +56,13 @@ class LogprobColumns:
         """As `Output.logprobs` is written."""
         return _json_list(self._rows(0))
 
+    def sum_of_chosen(self) -> float:
+        """Of the log-probabilities that are known."""
+        first = [0, *self._ends[:-1]]
+        return (
+            sum(value for index in first if isfinite(value := self._logprobs[index])) if self._ends else 0.0
+        )
+
     def _add(self, token_id: int, logprob: float | None) -> None:
         self._token_ids.append(token_id)
         self._logprobs.append(nan if logprob is None else logprob)

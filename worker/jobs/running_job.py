@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pagemill.engine.outputs import RequestOutput, SampleState
 from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.tasks import Score, Task
 from pagemill.json_values import parse_output
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
@@ -85,19 +86,20 @@ class SampleRecord:
         self.saved_chars += len(delta.text)
         self.saved_finish = delta.finish_reason is not None
 
-    def output_json(self, *, is_json: bool) -> bytes:
+    def output_json(self, *, is_json: bool, is_scored: bool) -> bytes:
         """The sample as an `Output`."""
+        omitted = {"logprobs", *(() if is_scored else ("logprob",))}
         output = Output(
             index=self.index,
             text=self.text,
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish_reason,
             parsed=parse_output(self.text) if is_json and self.finish_reason == "stop" else None,
+            logprob=self.logprobs.sum_of_chosen() if is_scored and self.logprobs is not None else None,
         )
-        if self.logprobs is None:
-            return output.model_dump_json().encode()
-        body = output.model_dump_json(exclude={"logprobs"}).encode()
-        return b'{"logprobs":%b,%b' % (self.logprobs.json(), body[1:])
+        body = output.model_dump_json(exclude=omitted).encode()
+        logprobs = b"null" if self.logprobs is None else self.logprobs.json()
+        return b'{"logprobs":%b,%b' % (logprobs, body[1:])
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +111,7 @@ class RunningJob:
     prompt_token_ids: list[int]
     params: SamplingParams
     """`max_tokens` and `seed` are resolved."""
+    task: Task
     started_at: float
     """Unix seconds by the server's clock."""
     expires_at: float | None
@@ -158,7 +161,13 @@ class RunningJob:
 
     @property
     def generated_tokens(self) -> int:
-        return sum(len(sample.token_ids) for sample in self.samples)
+        return 0 if isinstance(self.task, Score) else sum(len(sample.token_ids) for sample in self.samples)
+
+    @property
+    def input_tokens(self) -> int:
+        """Tokens that were given: the prompt's, and those of continuations to be scored."""
+        scored = sum(map(len, self.task.continuations)) if isinstance(self.task, Score) else 0
+        return len(self.prompt_token_ids) + scored
 
     @property
     def unsaved_tokens(self) -> int:
@@ -257,7 +266,7 @@ class RunningJob:
             prompt_tokens_done=self.prompt_tokens_done,
             prompt_tokens=len(self.prompt_token_ids),
             generated_tokens=self.generated_tokens,
-            max_tokens=self.max_tokens * self.params.n,
+            max_tokens=0 if isinstance(self.task, Score) else self.max_tokens * self.params.n,
             updated_at=server_time,
         )
 
@@ -271,13 +280,16 @@ class RunningJob:
         usage = output.usage if output is not None else None
         structure = self.job.structured_outputs
         is_json = structure is not None and structure.json is not None
-        outputs = b",".join(sample.output_json(is_json=is_json) for sample in self.samples)
+        is_scored = isinstance(self.task, Score)
+        outputs = b",".join(
+            sample.output_json(is_json=is_json, is_scored=is_scored) for sample in self.samples
+        )
         prompt_logprobs = output.prompt_logprobs if output is not None else None
         prompt = b"null" if prompt_logprobs is None else prompt_logprobs_json(prompt_logprobs)
         result = Result.model_construct(
             id=self.job_id,
             usage=Usage(
-                prompt_tokens=len(self.prompt_token_ids),
+                prompt_tokens=self.input_tokens,
                 completion_tokens=self.generated_tokens,
                 cached_tokens=usage.cached_tokens if usage is not None else 0,
             ),
@@ -310,11 +322,11 @@ def engine_params(job: Job, job_id: str) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-def sample_records(checkpoint: Checkpoint | None, n: int) -> list[SampleRecord]:
-    """Samples as the checkpoint has them, or as they begin."""
+def sample_records(checkpoint: Checkpoint | None, n: int, *, whole: bool = False) -> list[SampleRecord]:
+    """Samples as the checkpoint has them, or as they begin; `whole`: only those that had ended."""
     records = [SampleRecord(index) for index in range(n)]
     for saved in checkpoint.seqs if checkpoint is not None else ():
-        if saved.index < n:
+        if saved.index < n and (saved.finish_reason is not None or not whole):
             records[saved.index] = _record(saved)
     return records
 

@@ -34,6 +34,7 @@ def encode(plan: StepPlan) -> bytes:
                     work.replaced_blocks,
                     work.forced_token_ids,
                     work.num_prompt_logprobs,
+                    work.scored_from,
                 )
                 for work in plan.work
             ],

@@ -68,9 +68,12 @@ class PromptScorer:
         for index, work in enumerate(plan.work):
             if work.num_prompt_logprobs is not None:
                 # The last token of the prompt predicts output.
-                num_targets = min(work.num_tokens, num_prompt_tokens(work.row) - 1 - work.start)
-                targets = token_table[work.row, work.start + 1 : work.start + 1 + num_targets]
-                slices = self._score(hidden[begin : begin + num_targets], targets, work.num_prompt_logprobs)
+                first, end = (
+                    work.first_scored,
+                    min(work.start + work.num_tokens + 1, num_prompt_tokens(work.row)),
+                )
+                predicting = hidden[begin + first - 1 - work.start : begin + end - 1 - work.start]
+                slices = self._score(predicting, token_table[work.row, first:end], work.num_prompt_logprobs)
                 scored.append(PromptLogprobs(index, slices))
             begin += work.num_tokens
         logits = self._head(hidden[logits_indices]) if len(logits_indices) else hidden[:0]

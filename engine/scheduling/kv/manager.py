@@ -71,10 +71,10 @@ class KVCacheManager:
         At least one token is left to compute: without it there would be no logits. The answer is valid until
         the next allocation.
         """
-        if not self._enable_prefix_caching or sequence.request.lacks_prompt_logprobs():
-            return []  # a token that is not computed has no logits
+        if not self._enable_prefix_caching:
+            return []
         hits: list[KVBlock] = []
-        for block_hash in self._block_hashes(sequence, (sequence.num_known_tokens - 1) // self.block_size):
+        for block_hash in self._block_hashes(sequence, sequence.num_cacheable_tokens // self.block_size):
             block = self.pool.lookup(block_hash)
             if block is None:
                 break

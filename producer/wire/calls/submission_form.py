@@ -16,7 +16,6 @@ from typing import Any, Final
 from pagemill.producer.wire.calls.transitions import Submission, header_options, lane_of
 from pagemill.producer.wire.schema.affinity import chat_affinity, prompt_affinity
 from pagemill.producer.wire.schema.job import (
-    ENVELOPE_VERSION,
     MAX_KEY,
     MAX_MESSAGES,
     MAX_PAYLOAD_BYTES,
@@ -55,6 +54,7 @@ class JobForm:
         "_output_tokens",
         "_settings",
         "_twin",
+        "_version",
         "needs_seed",
         "tenant",
     )
@@ -63,7 +63,8 @@ class JobForm:
         shared = job.__pydantic_serializer__.to_json(job, exclude=_VARYING, exclude_defaults=True)
         options = header_options(job.model_copy(update={"metadata": None}))
         self.tenant = job.tenant
-        self.needs_seed = job.seed is None
+        self.needs_seed = job.needs_seed
+        self._version = job.version
         self._settings = job.settings_work()
         self._lane = lane_of(job)
         self._options = "".join(f',"{name}":{_json(value)}' for name, value in options.items())
@@ -78,7 +79,7 @@ class JobForm:
     def fill(self, text: Text, job_id: str, key: str, metadata: str | None, seed: int | None) -> Submission:
         """As `prepare`. `metadata` is JSON. Raises InvalidJob when the job is too large."""
         quoted = encode_basestring_ascii(key)
-        envelope = f'{{"v":{ENVELOPE_VERSION},"key":{quoted},'
+        envelope = f'{{"v":{self._version},"key":{quoted},'
         header = f'{{"id":"{job_id}","lane":"{self._lane}","cost":{text.tokens + self._output_tokens}'
         if text.affinity is not None:
             header += f',"affinity":"{text.affinity}"'

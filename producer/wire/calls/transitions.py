@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.checkpoints import merge_checkpoint
-from pagemill.producer.wire.schema.job import ENVELOPE_VERSION, Job
+from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Checkpoint, Delta, EndState, ErrorInfo, Progress
+from pagemill.producer.wire.schema.tasks import VERSIONS
 from pagemill.producer.wire.server.scripts import Call
 from pagemill.sampling_fields import MAX_TOKEN_ID
 
@@ -174,7 +175,7 @@ def prepare(
 
 
 def lane_of(job: Job) -> str:
-    return keys.lane(ENVELOPE_VERSION, job.priority, job.tenant, job.model)
+    return keys.lane(job.version, job.priority, job.tenant, job.model)
 
 
 def header_options(job: Job) -> dict[str, str | int]:
@@ -189,8 +190,8 @@ def header_options(job: Job) -> dict[str, str | int]:
         options["max_attempts"] = job.max_attempts
     if "n" in given and job.n != 1:
         options["n"] = job.n
-    if job.is_ranked:
-        options["width"] = job.num_sequences
+    if job.is_ranked or job.width != job.n:
+        options["width"] = job.width
     if job.stream:
         options["stream"] = 1
     if job.webhook is not None:
@@ -234,7 +235,7 @@ def pull(
     never_fits, if so), and a suspect may come, alone. While this worker holds a suspect, no job comes.
     """
     limits = (lease_ms, max_jobs, max_cost_tokens, holding)
-    args: tuple[str | int, ...] = (worker_id, *limits, longest, ENVELOPE_VERSION, *models)
+    args: tuple[str | int, ...] = (worker_id, *limits, longest, ",".join(map(str, VERSIONS)), *models)
     return Call("pull", (keys.prefix(queue),), args, _pull_reply)
 
 

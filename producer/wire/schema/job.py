@@ -44,10 +44,12 @@ from pagemill.producer.wire.schema.outputs import (
     WireModel,
 )
 from pagemill.producer.wire.schema.signing import split_payload
+from pagemill.producer.wire.schema.tasks import TASK_FIELDS, TASKS, VERSIONS, TaskName
 from pagemill.producer.wire.schema.webhook_url import WebhookUrl
 from pagemill.sampling_fields import (
     DEFAULT_PROMPT_MAX_TOKENS,
     MAX_LOGIT_BIAS,
+    MAX_N,
     MAX_TOKEN_ID,
     SAMPLING_FIELDS,
     Bias,
@@ -57,7 +59,6 @@ from pagemill.sampling_fields import (
 from pagemill.structured_outputs import StructuredOutputs
 
 __all__ = [
-    "ENVELOPE_VERSION",
     "Job",
     "Message",
     "StructuredOutputs",
@@ -87,7 +88,6 @@ __all__ = [
     "WireModel",
 ]
 
-ENVELOPE_VERSION = 1
 DEFAULT_MAX_ATTEMPTS = 3
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_METADATA_BYTES = 16 << 10
@@ -108,6 +108,12 @@ _Bool = Annotated[bool, Exact()]
 _Key = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=MAX_KEY)]
 
 
+Continuation = (
+    Annotated[str, StringConstraints(strict=True, min_length=1)]
+    | Annotated[tuple[TokenId, ...], Field(min_length=1)]
+)
+
+
 class Message(WireModel):
     """One turn of a chat."""
 
@@ -116,11 +122,18 @@ class Message(WireModel):
 
 
 class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its config, which mypy does not see
-    """One generation job: exactly one of `prompt`, `messages` and `prompt_token_ids`, a model, and options.
+    """One job: exactly one of `prompt`, `messages` and `prompt_token_ids`, a model, and options.
+
+    The task `generate` samples after the prompt. The task `score` gives the log-probabilities of `continuations`, or
+    without any of the prompt itself, and samples nothing: of the sampling fields it takes `logprobs`, for alternatives
+    at each position, and `truncate_prompt_tokens`.
 
     `Job.parse` raises `InvalidJob`; the constructor raises pydantic's ValidationError.
     """
 
+    task: TaskName = "generate"
+    continuations: Annotated[tuple[Continuation, ...], Length(1, MAX_N)] | None = None
+    """Texts or token ids that may follow the prompt, each to be scored by itself."""
     prompt: Annotated[str, StringConstraints(strict=True, min_length=1)] | None = None
     messages: Annotated[tuple[Message, ...], Length(1, MAX_MESSAGES)] | None = None
     prompt_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)] | None = None
@@ -181,9 +194,13 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
             fields = json.loads(payload, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             raise InvalidJob("the payload is not JSON") from None
-        if not isinstance(fields, dict) or fields.pop("v", None) != ENVELOPE_VERSION:
-            raise InvalidJob(f"the payload is not a version {ENVELOPE_VERSION} envelope")
-        return cls.parse(fields)
+        version = fields.pop("v", None) if isinstance(fields, dict) else None
+        if version not in VERSIONS:
+            raise InvalidJob(f"the payload is not an envelope of version {' or '.join(map(str, VERSIONS))}")
+        job = cls.parse(fields)
+        if job.version != version:
+            raise InvalidJob(f"an envelope of version {version} has no task {job.task}")
+        return job
 
     def to_payload(self, *, key: str | None = None, seed: int | None = None) -> bytes:
         """The envelope; `key` and `seed` stand in where the job has none. Raises InvalidJob over the limit."""
@@ -192,12 +209,32 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
         added = b""
         if key is not None and self.key is None:
             added += b'"key":%b,' % json.dumps(key).encode()
-        if seed is not None and self.seed is None:
+        if seed is not None and self.needs_seed:
             added += b'"seed":%d,' % seed
-        payload = b'{"v":%d,%b%b' % (ENVELOPE_VERSION, added, body[1:])
+        payload = b'{"v":%d,%b%b' % (self.version, added, body[1:])
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise too_large(len(payload))
         return payload
+
+    @property
+    def version(self) -> int:
+        """Of its envelope."""
+        return TASKS[self.task].version
+
+    @property
+    def needs_seed(self) -> bool:
+        """Its result depends on a seed, and it has none."""
+        return self.seed is None and not TASKS[self.task].is_certain
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Equal jobs have equal results."""
+        return self.temperature == 0.0 or not self.needs_seed
+
+    @property
+    def width(self) -> int:
+        """Sequences that it takes at most."""
+        return self.num_sequences if self.task == "generate" else len(self.continuations or (None,))
 
     def sampling(self) -> dict[str, Any]:
         """Keyword arguments for the engine's SamplingParams, `max_tokens` resolved for plain prompts."""
@@ -217,7 +254,10 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
         return prompt_tokens + self.output_tokens()
 
     def output_tokens(self) -> int:
-        """How many tokens it will generate at most, or a guess of that."""
+        """How many tokens it has at most after its prompt, or a guess of that."""
+        if self.task == "score":
+            texts = self.continuations or ()
+            return sum(text_tokens(text.encode()) if isinstance(text, str) else len(text) for text in texts)
         default = CHAT_TOKENS_GUESS if self.messages is not None else DEFAULT_PROMPT_MAX_TOKENS
         return (self.max_tokens or default) * self.num_sequences
 
@@ -288,11 +328,16 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         self.check_together()
+        for name in self.model_fields_set & (TASK_FIELDS - TASKS[self.task].fields):
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise InvalidParameter(f"a {self.task} job takes no {name}", "unsupported_feature")
+        if self.stream and self.task == "score":
+            raise InvalidParameter("a score job can't stream: it generates nothing", "unsupported_feature")
         if sum(value is not None for value in (self.prompt, self.messages, self.prompt_token_ids)) != 1:
             raise ValueError("give exactly one of prompt, messages, prompt_token_ids")
         if self.delay is not None and self.run_at is not None:
             raise ValueError("give delay or run_at, not both")
-        if self.dedupe and self.temperature > 0.0 and self.seed is None:
+        if self.dedupe and not self.is_repeatable:
             raise ValueError("dedupe takes temperature 0 or a seed: other jobs differ each time they run")
         if self.stream and self.is_ranked:
             raise InvalidParameter(
@@ -302,7 +347,7 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
         return self
 
 
-_WORK_FIELDS = {*SAMPLING_FIELDS, "model"}
+_WORK_FIELDS = {*SAMPLING_FIELDS, "model", "task", "continuations"}
 
 
 def metadata_json(value: dict[str, Any]) -> str:

@@ -49,6 +49,8 @@ class Output(WireModel):
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None
+    logprob: float | None = None
+    """Of a continuation that was scored: the sum over its tokens. No other output has it in its JSON."""
     parsed: Any = None
     """The value the text stands for, when the job asked for a structure."""
 

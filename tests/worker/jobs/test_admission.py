@@ -7,6 +7,7 @@ from typing import cast
 
 from pagemill.engine.outputs import Capacity, EngineStats, KVCacheStats, SchedulerStats
 from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.tasks import GENERATE
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
 from pagemill.worker.engine_thread import EngineState, EngineThread
@@ -44,6 +45,7 @@ def job(prompt: int = 32, max_tokens: int = 48, generated: int = 0, done: int = 
         job=Job.parse({"prompt": "p", "model": "m"}),
         prompt_token_ids=[0] * prompt,
         params=SamplingParams(max_tokens=max_tokens, n=n),
+        task=GENERATE,
         started_at=0.0,
         expires_at=None,
         samples=sample_records(None, n),

@@ -9,6 +9,7 @@ from typing import Any
 from pagemill.engine.outputs import CompletionDelta, RequestOutput
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.tasks import GENERATE
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Checkpoint, CheckpointSample, Output, Result
@@ -24,6 +25,7 @@ def running_job(n: int = 1, checkpoint: Checkpoint | None = None, **fields: Any)
         job=Job.parse({"prompt": "p", "model": "echo", "n": n} | fields),
         prompt_token_ids=[1, 2],
         params=SamplingParams(n=n, max_tokens=8, seed=3),
+        task=GENERATE,
         started_at=101.0,
         expires_at=None,
         samples=sample_records(checkpoint, n),
@@ -153,7 +155,7 @@ def test_a_checkpoint_becomes_what_the_engine_resumes_from() -> None:
     logprobs = [TokenLogprobs(5, -0.5, [(5, -0.5), (6, -1.0)])]
     first.apply(news(CompletionDelta(0, [5], "a", 0, logprobs=logprobs)))
     first.apply(news(CompletionDelta(1, [9], "z", 0, finish_reason="stop")))
-    seqs = tuple(CheckpointSample(**output.model_dump(exclude={"parsed"})) for output in outputs(first))
+    seqs = tuple(CheckpointSample(**output.model_dump(exclude={"parsed", "logprob"})) for output in outputs(first))
     second = running_job(n=2, checkpoint=Checkpoint(fingerprint="f", seqs=seqs))
     assert not second.has_unsaved
     states = sample_states(second.samples)

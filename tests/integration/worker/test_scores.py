@@ -1,0 +1,217 @@
+"""Jobs of the task `score`: from a producer through a real server and worker, and over the death of one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagemill import InvalidJob, Job, JobFailed, Producer
+from pagemill.engine.models.packaged import packaged_model_directory
+from pagemill.producer.dataset.pipeline import Pipeline
+from pagemill.producer.dataset.rows import open_source
+from tests.chaos.nursery import Nursery
+from tests.worker.harness import QueueClient, eventually, process_settings, running_worker, worker_config
+
+PROMPT = "The capital of France is"
+CITIES = [" Paris", " London", " Rome, of all places", " the city of Paris"]
+
+
+@pytest.fixture(scope="module")
+def queue(valkey_url: str) -> Iterator[Producer]:
+    config = worker_config(
+        valkey_url, "scores", model="smollm2", kv_cache_memory_bytes=128 << 20, num_threads=1
+    )
+    with running_worker(config, load_patience_s=400), Producer(valkey_url, queue="scores") as producer:
+        yield producer
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(packaged_model_directory(), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(packaged_model_directory())
+
+
+def expected(model: Any, prompt: list[int], continuation: list[int]) -> list[float]:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + continuation])).logits[0].log_softmax(-1)
+    return [logits[len(prompt) + i - 1, token].item() for i, token in enumerate(continuation)]
+
+
+def test_continuations(queue: Producer, model: Any, tokenizer: Any) -> None:
+    result = queue.submit(task="score", prompt=PROMPT, continuations=CITIES, model="smollm2").result(
+        timeout=300
+    )
+    prompt = tokenizer.encode(PROMPT)
+    for text, output in zip(CITIES, result.outputs, strict=True):
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        wanted = expected(model, prompt, tokens)
+        assert output.text == text
+        assert list(output.token_ids) == tokens
+        assert output.logprobs is not None
+        assert [entry.chosen.logprob for entry in output.logprobs] == pytest.approx(wanted, abs=1e-4)
+        assert output.logprob == pytest.approx(sum(wanted), abs=1e-3)
+    assert max(result.outputs[:2], key=lambda output: output.logprob or 0.0).text == " Paris"
+    lengths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in CITIES]
+    assert result.usage.prompt_tokens == len(prompt) + sum(lengths)
+    assert result.usage.completion_tokens == 0
+
+
+def test_the_prompt_itself(queue: Producer, model: Any, tokenizer: Any) -> None:
+    handle = queue.submit(Job(task="score", prompt=PROMPT, model="smollm2", logprobs=2, tenant="default"))
+    (output,) = handle.result(timeout=300).outputs
+    tokens = tokenizer.encode(PROMPT)
+    assert list(output.token_ids) == tokens[1:]
+    assert output.logprobs is not None
+    assert [len(entry.top) for entry in output.logprobs] == [2] * (len(tokens) - 1)
+    assert [e.chosen.logprob for e in output.logprobs] == pytest.approx(
+        expected(model, tokens[:1], tokens[1:]), abs=1e-4
+    )
+    assert handle.status().progress.generated_tokens == 0
+
+
+def test_a_batch_beside_generation(queue: Producer) -> None:
+    jobs: list[dict[str, Any]] = [
+        {"task": "score", "prompt": f"{number}: {PROMPT}", "continuations": CITIES[:2], "model": "smollm2"}
+        for number in range(20)
+    ]
+    jobs += [{"prompt": PROMPT, "max_tokens": 4, "temperature": 0.0, "model": "smollm2"}] * 5
+    items = list(queue.submit_many(jobs).results())
+    assert len(items) == 25
+    results = [item.result for item in items]
+    assert all(result is not None for result in results)
+    assert sum(result is not None and len(result.outputs) == 2 for result in results) == 20
+
+
+def test_equal_ones_run_once(queue: Producer) -> None:
+    job = {"task": "score", "prompt": PROMPT, "continuations": CITIES, "model": "smollm2", "dedupe": True}
+    queue.submit_many([job] * 8, batch_id="equal").wait(timeout=300)
+    results = [item.result for item in queue.batch("equal").results()]
+    assert len({result.outputs for result in results if result is not None}) == 1
+    assert sum(result is not None and result.copied_from is not None for result in results) >= 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": 0.5}, "a score job takes no temperature"),
+        ({"max_tokens": 5}, "a score job takes no max_tokens"),
+        ({"stream": True}, "a score job can't stream"),
+        ({"continuations": []}, "continuations: Tuple should have at least 1 item"),
+        ({"continuations": ["a"] * 129}, "continuations: Tuple should have at most 128 items"),
+        ({"task": "generate", "continuations": ["a"]}, "a generate job takes no continuations"),
+        ({"task": "guess"}, "task: Input should be 'generate' or 'score'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_submit(
+    queue: Producer, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidJob, match=message):
+        queue.submit({"task": "score", "prompt": PROMPT, "model": "smollm2"} | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"prompt": "a"}, "invalid_job"),
+        ({"prompt": "word " * 9000}, "prompt_too_long"),
+        ({"prompt": "word " * 7000, "logprobs": 20}, "result_too_large"),
+        ({"continuations": [[99999999]]}, "invalid_job"),
+    ],
+)
+def test_what_only_the_worker_can_tell_fails_alone(
+    queue: Producer, fields: dict[str, Any], code: str
+) -> None:
+    bad = queue.submit({"task": "score", "prompt": PROMPT, "model": "smollm2"} | fields)
+    good = queue.submit(task="score", prompt=PROMPT, model="smollm2")
+    with pytest.raises(JobFailed) as failed:
+        bad.result(timeout=300)
+    assert failed.value.code == code
+    assert good.result(timeout=300).outputs
+
+
+def test_a_killed_worker_s_jobs_are_taken_over(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
+    client = QueueClient(valkey_url, queue_name)
+    job = {
+        "task": "score",
+        "prompt": "a long context " * 40,
+        "continuations": ["0123456789"[:n] for n in range(1, 11)],
+    }
+    with Nursery(
+        tmp_path, process_settings(valkey_url, queue_name, model="echo:20", max_num_seqs=2)
+    ) as nursery:
+        ids = client.submit(*[job | {"metadata": {"row": row}} for row in range(4)])
+        worker = nursery.spawn()
+        eventually(lambda: any(client.status(job_id).progress.prompt_tokens_done for job_id in ids), "a step")
+        worker.signal(signal.SIGKILL)
+        worker.wait()
+        assert not all(client.status(job_id).done for job_id in ids)
+        nursery.spawn()
+        outcomes = client.wait(ids)
+    for outcome in outcomes:
+        result = outcome.value()
+        assert result is not None
+        assert [output.text for output in result.outputs] == job["continuations"]
+        assert all(output.finish_reason == "stop" for output in result.outputs)
+    client.redis.close()
+
+
+@pytest.fixture
+def echo(valkey_url: str, queue_name: str) -> Iterator[Producer]:
+    with (
+        running_worker(worker_config(valkey_url, queue_name)),
+        Producer(valkey_url, queue=queue_name) as producer,
+    ):
+        yield producer
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_a_dataset_is_scored_and_resumed(echo: Producer, tmp_path: Path, suffix: str) -> None:
+    rows = [{"text": f"row {number}"} for number in range(30)]
+    pipeline = Pipeline("Is it good? {{ text }}", model="echo", task="score", continuations=["yes", "no"])
+    out = tmp_path / f"out{suffix}"
+    summary = pipeline.run(rows, out=out, producer=echo, limit=10)
+    assert (summary.succeeded, summary.completion_tokens) == (10, 0)
+    summary = pipeline.run(rows, out=out, producer=echo)
+    assert (summary.succeeded, summary.adopted) == (30, 10)
+    lines = [row.fields for row in open_source(out).rows()]
+    outputs = [(line or {})["output"] for line in lines]
+    scores = [json.loads(output) if isinstance(output, str) else output for output in outputs]
+    assert scores == [{"yes": pytest.approx(-0.03), "no": pytest.approx(-0.02)}] * 30
+
+
+def test_the_command_line_scores(echo: Producer, tmp_path: Path) -> None:
+    address = ["--redis-url", str(echo._url), "--queue", echo.queue, "--model", "echo"]
+
+    def pagemill(*arguments: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-m", "pagemill", *arguments, *address],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+
+    printed = pagemill("submit", "a question:", "--continuation", "yes", "--continuation", "no", "--wait")
+    assert printed == "-0.0300\tyes\n-0.0200\tno\n"
+    assert pagemill("submit", "abc", "--field", "task=score", "--wait") == "-0.0200\tbc\n"
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "abcd"}\n{"prompt": "abc"}\n')
+    pagemill("run", str(source), "--out", str(out), "--no-chat", "--field", "task=score", "--quiet")
+    outputs = [json.loads(line)["output"] for line in out.read_text().splitlines()]
+    assert outputs == [pytest.approx(-0.03), pytest.approx(-0.02)]

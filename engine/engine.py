@@ -24,6 +24,7 @@ from pagemill.engine.tasks import GENERATE, Score, Task
 from pagemill.engine.text.best_of import BestOf
 from pagemill.engine.text.input_processor import InputLimits, InputProcessor
 from pagemill.engine.text.output_processor import OutputProcessor
+from pagemill.engine.text.token_texts import TokenTexts
 from pagemill.engine.text.tokenizer import Tokenizer
 from pagemill.sampling_fields import MAX_SEED
 
@@ -41,6 +42,7 @@ class Engine:
         self._parts = parts
         self._seed = seed
         self._num_added = 0
+        self._token_texts = TokenTexts(parts.tokenizer)
         self._scheduler = Scheduler(limits)
         self._output_processor = OutputProcessor(
             parts.tokenizer, self._scheduler.finish_sequence, limits.eos_token_ids
@@ -79,6 +81,11 @@ class Engine:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._parts.tokenizer
+
+    @property
+    def token_texts(self) -> TokenTexts:
+        """The texts of single tokens. On any thread."""
+        return self._token_texts
 
     @property
     def limits(self) -> SchedulerConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +26,10 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def piece(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; None: it is not known, or there is no such token."""
+        ...
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the conversation with the assistant's turn opened. Raises `InvalidRequest`."""
@@ -48,6 +53,9 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(token for token in token_ids if token < 256).decode("utf-8", errors="replace")
 
+    def piece(self, token_id: int) -> str | None:
+        return "<end>" if token_id == self.eos_token_id else byte_characters()[token_id]
+
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         return self.encode("".join(f"{_text_of(m)}\n" for m in messages))
 
@@ -60,7 +68,7 @@ class ByteTokenizer:
             "trim_offsets": False,
             "use_regex": False,
         }
-        vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+        vocab = {character: byte for byte, character in enumerate(byte_characters())}
         return json.dumps(
             {
                 "version": "1.0",
@@ -98,6 +106,10 @@ class HuggingFaceTokenizer:
         else:
             text = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def piece(self, token_id: int) -> str | None:
+        piece: str | None = None if self._backend is None else self._backend.id_to_token(token_id)
+        return piece
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         if not self.has_chat_template:
@@ -166,7 +178,8 @@ def generation_eos_token_ids(directory: Path) -> list[int]:
     return []
 
 
-def _byte_characters() -> list[str]:
+@cache
+def byte_characters() -> list[str]:
     """The printable character that byte-level tokenizers write for each byte (GPT-2's table)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))

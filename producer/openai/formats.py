@@ -6,6 +6,8 @@ nothing. Formats: the API's reference, "Chat completions" and "Completions".
 
 from __future__ import annotations
 
+import re
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 URLS = (CHAT_URL, COMPLETIONS_URL)
 
+_SPELLED = re.compile(r"bytes:(\\x[0-9a-f]{2})+")
 MAX_PROMPTS = 128
 """Prompts in one request for completions."""
 _MAX_SHOWN = 64
@@ -35,13 +38,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
-    "echo": (False,),
     "suffix": ("",),
 }
 """Fields that are not supported, with the values that ask for nothing."""
 FIELDS: Mapping[str, frozenset[str]] = {
     CHAT_URL: _COMMON | {"messages", "max_completion_tokens", "top_logprobs"},
-    COMPLETIONS_URL: _COMMON | {"prompt"},
+    COMPLETIONS_URL: _COMMON | {"prompt", "echo"},
 }
 """What a request may ask for, by URL."""
 
@@ -54,6 +56,7 @@ def read_jobs(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     fields = _supported(url, body)
     if url == COMPLETIONS_URL:
         prompts = _prompts(fields.pop("prompt", None))
+        fields = _read_echo(fields)
         return [fields | prompt for prompt in prompts]
     most = fields.pop("max_completion_tokens", None)
     if most is not None and fields.setdefault("max_tokens", most) != most:
@@ -122,6 +125,20 @@ def _prompts(given: Any) -> list[dict[str, Any]]:
         if all(isinstance(item, list) for item in given):
             return [{"prompt_token_ids": item} for item in given]
     raise InvalidJob("prompt is a text, token ids, or a list of either", param="prompt")
+
+
+def _read_echo(fields: dict[str, Any]) -> dict[str, Any]:
+    """`echo` with `max_tokens=0` asks for the log-probabilities of the prompt: nothing is sampled."""
+    is_wanted = fields.pop("echo", False)
+    if not isinstance(is_wanted, bool):
+        raise InvalidJob("echo: Input should be a valid boolean", param="echo")
+    if not is_wanted:
+        return fields
+    if fields.get("max_tokens") != 0:
+        raise InvalidJob(
+            "echo is supported with max_tokens 0 only: it scores the prompt", "unsupported_feature", "echo"
+        )
+    return {"task": "score"} | {name: fields[name] for name in ("model", "logprobs") if name in fields}
 
 
 def _read_chat_logprobs(fields: dict[str, Any]) -> None:
@@ -207,7 +224,7 @@ def choice(url: str, sample: Output, index: int | None = None) -> dict[str, Any]
             else {"text": sample.text}
         ),
         "logprobs": logprobs_body(url, sample.logprobs),
-        "finish_reason": sample.finish_reason,
+        "finish_reason": sample.finish_reason if sample.logprob is None else "length",
     }
 
 
@@ -225,20 +242,28 @@ def logprobs_body(
         "tokens": [token.text for token in chosen],
         "token_logprobs": [token.logprob for token in chosen],
         "top_logprobs": [{t.text: _certain(t.logprob) for t in p.top} for p in positions],
-        "text_offset": _offsets([token.text for token in chosen], offset),
+        "text_offset": _offsets([token_bytes(token) for token in chosen], offset),
     }
 
 
-def _offsets(texts: list[str], at: int) -> list[int]:
-    offsets = []
-    for text in texts:
+def _offsets(tokens: list[bytes], at: int) -> list[int]:
+    """Where tokens begin, in characters; one that ends a character begins where that did."""
+    offsets, decoder = [], getincrementaldecoder("utf-8")("replace")
+    for token in tokens:
         offsets.append(at)
-        at += len(text)
+        at += len(decoder.decode(token))
     return offsets
 
 
 def _token(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": token.text, "bytes": list(token.text.encode()), "logprob": _certain(token.logprob)}
+    return {"token": token.text, "bytes": list(token_bytes(token)), "logprob": _certain(token.logprob)}
+
+
+def token_bytes(token: TokenLogprob) -> bytes:
+    """A token's bytes: those of its text, or those that the text spells where it is part of a character."""
+    if _SPELLED.fullmatch(token.text):
+        return bytes.fromhex(token.text.removeprefix("bytes:").replace("\\x", ""))
+    return token.text.encode()
 
 
 def _certain(logprob: float | None) -> float:

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import GENERATE, Score, Task
 from pagemill.monitoring.counters import WorkerCounters
@@ -16,7 +17,14 @@ from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Checkpoint
 from pagemill.producer.wire.schema.signing import Keys, split_payload
 from pagemill.worker.engine_thread import EngineThread
-from pagemill.worker.jobs.running_job import MAX_LOGPROBS, RunningJob, engine_params, sample_records
+from pagemill.worker.jobs.logprob_columns import LogprobColumns
+from pagemill.worker.jobs.running_job import (
+    MAX_LOGPROBS,
+    RunningJob,
+    SampleRecord,
+    engine_params,
+    sample_records,
+)
 from pagemill.worker.webhooks.policy import Refused, WebhookPolicy
 
 logger = logging.getLogger(__name__)
@@ -64,7 +72,10 @@ class Intake:
         prompt_token_ids, params, task = self._processed(job, pulled.job_id)
         check_result_size(job, params, len(prompt_token_ids), task)
         point = self._resume_point(pulled)
-        samples = sample_records(point.checkpoint, params.n, whole=isinstance(task, Score))
+        texts = self._engine.engine.token_texts
+        samples = sample_records(point.checkpoint, params.n, texts, whole=isinstance(task, Score))
+        if isinstance(task, Score) and job.continuations is None and not samples[0].token_ids:
+            self._begin_with(samples[0], prompt_token_ids, task)
         if params.is_ranked and not all(sample.finish_reason for sample in samples):
             # Candidates are ranked at the end: a checkpoint has what was chosen, or nothing to go on from.
             samples = sample_records(None, params.n)
@@ -81,6 +92,7 @@ class Intake:
             started_at=started_at,
             expires_at=_expires_at(pulled, job, started_at),
             samples=samples,
+            token_text=texts,
             restart_checkpoint=point.unusable is not None,
             saved_at=time.monotonic(),
         )
@@ -104,6 +116,15 @@ class Intake:
                 return *processor.process(**given), GENERATE
             case "score":
                 return processor.process_score(job.continuations or (), **given)
+
+    def _begin_with(self, sample: SampleRecord, context: list[int], task: Task) -> None:
+        """A prompt that is scored by itself has all of its text, and first a token that nothing predicts."""
+        assert isinstance(task, Score)
+        tokenizer, (token_id,) = self._engine.engine.tokenizer, context
+        sample.token_ids.append(token_id)
+        sample.text = "" if tokenizer is None else tokenizer.decode([token_id, *task.continuations[0]])
+        sample.logprobs = LogprobColumns(self._engine.engine.token_texts)
+        sample.logprobs.extend([TokenLogprobs(token_id, None)])
 
     def _checked(self, pulled: PulledJob) -> Job:
         payload = split_payload(pulled.payload)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from math import isfinite, nan
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.producer.wire.schema.outputs import PositionLogprobs
 
+TokenText = Callable[[int], str]
+"""A token's text, as `TokenTexts` has it."""
 _CHUNK = 64
 """Positions that are objects at a time while they are written."""
 
@@ -19,7 +21,8 @@ _CHUNK = 64
 class LogprobColumns:
     """One entry per output position: the chosen token and the most likely ones, 12 bytes each."""
 
-    def __init__(self) -> None:
+    def __init__(self, texts: TokenText) -> None:
+        self._texts = texts
         self._ends = array("q")
         """Where a position's entries end in the columns below; its chosen token comes first."""
         self._token_ids = array("i")
@@ -71,27 +74,27 @@ class LogprobColumns:
         first = self._ends[start - 1] if 0 < start <= len(self) else 0
         for end in self._ends[start:]:
             pairs = zip(self._token_ids[first:end], self._logprobs[first:end], strict=True)
-            chosen, *top = [_token(token_id, value) for token_id, value in pairs]
+            chosen, *top = [_token(token_id, value, self._texts) for token_id, value in pairs]
             yield {"chosen": chosen, "top": top}
             first = end
 
 
-def prompt_logprobs_json(entries: Sequence[TokenLogprobs | None]) -> bytes:
+def prompt_logprobs_json(entries: Sequence[TokenLogprobs | None], texts: TokenText) -> bytes:
     """As `Result.prompt_logprobs` is written."""
     return _json_list(
         entry
         and {
-            "chosen": _token(entry.token_id, entry.logprob),
-            "top": [_token(token_id, value) for token_id, value in entry.top],
+            "chosen": _token(entry.token_id, entry.logprob, texts),
+            "top": [_token(token_id, value, texts) for token_id, value in entry.top],
         }
         for entry in entries
     )
 
 
-def _token(token_id: int, logprob: float | None) -> dict[str, Any]:
+def _token(token_id: int, logprob: float | None, texts: TokenText) -> dict[str, Any]:
     """A `TokenLogprob`; JSON has no infinity."""
     known = logprob is not None and isfinite(logprob)
-    return {"token_id": token_id, "logprob": logprob if known else None, "text": ""}
+    return {"token_id": token_id, "logprob": logprob if known else None, "text": texts(token_id)}
 
 
 def _json_list(rows: Iterable[Any]) -> bytes:

@@ -26,17 +26,21 @@ from pagemill.producer.wire.schema.outputs import (
     Timing,
     Usage,
 )
-from pagemill.worker.jobs.logprob_columns import LogprobColumns, prompt_logprobs_json
+from pagemill.worker.jobs.logprob_columns import LogprobColumns, TokenText, prompt_logprobs_json
 
 PRIORITIES = {"high": -1, "normal": 0, "low": 1}
 """The wire's priorities as the engine's: lower runs first."""
-MAX_RESULT_BYTES = 8 << 20
-"""Of a result's JSON. The server is one thread: it copies a result of this size in some 20 ms."""
-MAX_LOGPROBS = 131_072
+MAX_RESULT_BYTES = 7 << 20
+"""Of a result's JSON. The server is one thread: it stores a result of this size in some 40 ms."""
+MAX_LOGPROBS = 98_304
 """Tokens with a log-probability in one result: that many take about so many bytes."""
 BYTES_PER_TOKEN = 4
 BYTES_PER_LOGPROB = 40
 """At least, in a result's JSON."""
+
+
+def _no_text(token_id: int) -> str:
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,8 @@ class RunningJob:
     """`time.monotonic()` of the first news that the checkpoint lacks."""
     result_bytes: int = 0
     """A low guess of the result's size so far."""
+    token_text: TokenText = _no_text
+    """Of the engine's tokenizer."""
     restart_checkpoint: bool = False
     """The next checkpoint replaces what is stored."""
     sending: list[Delta] | None = None
@@ -162,6 +168,11 @@ class RunningJob:
     @property
     def generated_tokens(self) -> int:
         return 0 if isinstance(self.task, Score) else sum(len(sample.token_ids) for sample in self.samples)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Its one sample is the prompt itself, whose text is known from the start."""
+        return isinstance(self.task, Score) and self.job.continuations is None
 
     @property
     def input_tokens(self) -> int:
@@ -227,11 +238,11 @@ class RunningJob:
         for delta in output.deltas:
             sample = self.samples[delta.index]
             sample.token_ids += delta.token_ids
-            sample.text += delta.text
+            sample.text += "" if self.scores_prompt else delta.text
             self.result_bytes += len(delta.text) + BYTES_PER_TOKEN * len(delta.token_ids)
             if delta.logprobs is not None:
                 if sample.logprobs is None:
-                    sample.logprobs = LogprobColumns()
+                    sample.logprobs = LogprobColumns(self.token_text)
                 known = sample.logprobs.num_entries
                 sample.logprobs.extend(delta.logprobs)
                 self.result_bytes += BYTES_PER_LOGPROB * (sample.logprobs.num_entries - known)
@@ -285,7 +296,9 @@ class RunningJob:
             sample.output_json(is_json=is_json, is_scored=is_scored) for sample in self.samples
         )
         prompt_logprobs = output.prompt_logprobs if output is not None else None
-        prompt = b"null" if prompt_logprobs is None else prompt_logprobs_json(prompt_logprobs)
+        prompt = (
+            b"null" if prompt_logprobs is None else prompt_logprobs_json(prompt_logprobs, self.token_text)
+        )
         result = Result.model_construct(
             id=self.job_id,
             usage=Usage(
@@ -322,12 +335,14 @@ def engine_params(job: Job, job_id: str) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-def sample_records(checkpoint: Checkpoint | None, n: int, *, whole: bool = False) -> list[SampleRecord]:
+def sample_records(
+    checkpoint: Checkpoint | None, n: int, token_text: TokenText = _no_text, *, whole: bool = False
+) -> list[SampleRecord]:
     """Samples as the checkpoint has them, or as they begin; `whole`: only those that had ended."""
     records = [SampleRecord(index) for index in range(n)]
     for saved in checkpoint.seqs if checkpoint is not None else ():
         if saved.index < n and (saved.finish_reason is not None or not whole):
-            records[saved.index] = _record(saved)
+            records[saved.index] = _record(saved, token_text)
     return records
 
 
@@ -343,10 +358,10 @@ def sample_states(records: list[SampleRecord]) -> list[SampleState]:
     ]
 
 
-def _record(saved: CheckpointSample) -> SampleRecord:
+def _record(saved: CheckpointSample, token_text: TokenText) -> SampleRecord:
     logprobs = None
     if saved.logprobs is not None:
-        logprobs = LogprobColumns()
+        logprobs = LogprobColumns(token_text)
         logprobs.extend_saved(saved.logprobs)
     return SampleRecord(
         index=saved.index,

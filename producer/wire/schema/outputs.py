@@ -27,11 +27,12 @@ class WireModel(BaseModel):
 
 
 class TokenLogprob(WireModel):
-    """One token and its log probability; None where the token was forced."""
+    """One token and its log probability; None where the token was forced, or nothing predicts it."""
 
     token_id: int
     logprob: float | None
     text: str = ""
+    """Of part of a character its bytes, as `bytes:\\xe4\\xbd`."""
 
 
 class PositionLogprobs(WireModel):

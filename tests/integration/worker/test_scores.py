@@ -76,12 +76,15 @@ def test_the_prompt_itself(queue: Producer, model: Any, tokenizer: Any) -> None:
     handle = queue.submit(Job(task="score", prompt=PROMPT, model="smollm2", logprobs=2, tenant="default"))
     (output,) = handle.result(timeout=300).outputs
     tokens = tokenizer.encode(PROMPT)
-    assert list(output.token_ids) == tokens[1:]
-    assert output.logprobs is not None
-    assert [len(entry.top) for entry in output.logprobs] == [2] * (len(tokens) - 1)
-    assert [e.chosen.logprob for e in output.logprobs] == pytest.approx(
-        expected(model, tokens[:1], tokens[1:]), abs=1e-4
-    )
+    assert output.text == PROMPT
+    assert list(output.token_ids) == tokens
+    first, *others = output.logprobs or ()
+    assert (first.chosen.logprob, first.top) == (None, ())
+    assert [len(entry.top) for entry in others] == [2] * (len(tokens) - 1)
+    wanted = expected(model, tokens[:1], tokens[1:])
+    assert [entry.chosen.logprob for entry in others] == pytest.approx(wanted, abs=1e-4)
+    assert output.logprob == pytest.approx(sum(wanted), abs=1e-3)
+    assert "".join(entry.chosen.text for entry in (first, *others)) == PROMPT
     assert handle.status().progress.generated_tokens == 0
 
 
@@ -209,7 +212,7 @@ def test_the_command_line_scores(echo: Producer, tmp_path: Path) -> None:
 
     printed = pagemill("submit", "a question:", "--continuation", "yes", "--continuation", "no", "--wait")
     assert printed == "-0.0300\tyes\n-0.0200\tno\n"
-    assert pagemill("submit", "abc", "--field", "task=score", "--wait") == "-0.0200\tbc\n"
+    assert pagemill("submit", "abc", "--field", "task=score", "--wait") == "-0.0200\tabc\n"
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "abcd"}\n{"prompt": "abc"}\n')
     pagemill("run", str(source), "--out", str(out), "--no-chat", "--field", "task=score", "--quiet")

@@ -272,3 +272,49 @@ def test_a_schema_shapes_the_answer(client: OpenAI) -> None:
         response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": {"enum": ["yes"]}}},
     )
     assert json.loads(answer.choices[0].message.content or "") == "yes"
+
+
+def test_log_probabilities_have_their_tokens_texts(client: OpenAI) -> None:
+    answer = client.completions.create(
+        model="echo", prompt="a\u00fc!", max_tokens=8, logprobs=2, extra_body={"ignore_eos": False}
+    ).choices[0]
+    assert answer.text == "a\u00fc!"
+    assert answer.logprobs is not None
+    assert answer.logprobs.tokens == ["a", "bytes:\\xc3", "bytes:\\xbc", "!", "<end>"]
+    assert answer.logprobs.text_offset == [0, 1, 1, 2, 3]
+    for token, top in zip(answer.logprobs.tokens, answer.logprobs.top_logprobs or (), strict=True):
+        assert len(top) == 2
+        assert top[token] == max(top.values())
+    chat = client.chat.completions.create(
+        model="echo", messages=[{"role": "user", "content": "\u00fc"}], max_tokens=2, logprobs=True
+    )
+    assert chat.choices[0].logprobs is not None
+    content = chat.choices[0].logprobs.content or []
+    assert b"".join(bytes(token.bytes or ()) for token in content) == "\u00fc".encode()
+
+
+def test_so_have_those_of_a_stream(client: OpenAI) -> None:
+    chunks = list(
+        client.completions.create(model="echo", prompt="a\u00fc!", max_tokens=8, logprobs=1, stream=True)
+    )
+    logprobs = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    assert [token for one in logprobs for token in one.tokens or ()] == [
+        "a", "bytes:\\xc3", "bytes:\\xbc", "!", "<end>",
+    ]  # fmt: skip
+
+
+def test_a_prompt_is_scored_by_its_echo(client: OpenAI) -> None:
+    answer = client.completions.create(
+        model="echo", prompt=["abc", "\u00fc!"], echo=True, max_tokens=0, logprobs=1, temperature=0.0, seed=1
+    )
+    first, second = answer.choices
+    assert (first.text, second.text) == ("abc", "\u00fc!")
+    assert first.finish_reason == "length"
+    assert first.logprobs is not None
+    assert first.logprobs.tokens == ["a", "b", "c"]
+    assert first.logprobs.token_logprobs == [None, pytest.approx(-0.01), pytest.approx(-0.01)]
+    assert first.logprobs.text_offset == [0, 1, 2]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 0)
+    with pytest.raises(openai.BadRequestError, match="echo is supported with max_tokens 0 only"):
+        client.completions.create(model="echo", prompt="abc", echo=True, max_tokens=1)

@@ -32,12 +32,12 @@ def as_read(text: bytes) -> list[TokenLogprobs | None]:
 
 @given(st.lists(ENTRIES, max_size=150), st.integers(0, 150))
 def test_what_goes_in_comes_out(entries: list[TokenLogprobs], cut: int) -> None:
-    columns = LogprobColumns()
+    columns = LogprobColumns(str)
     columns.extend(entries[:cut])
     columns.extend(entries[cut:])
     assert as_read(columns.json()) == entries
     assert len(columns) == len(entries)
-    again = LogprobColumns()
+    again = LogprobColumns(str)
     again.extend_saved(columns.positions())
     assert again.json() == columns.json()
     assert len(list(columns.positions(start=cut))) == max(0, len(entries) - cut)
@@ -45,11 +45,11 @@ def test_what_goes_in_comes_out(entries: list[TokenLogprobs], cut: int) -> None:
 
 @given(st.lists(st.none() | ENTRIES, max_size=100))
 def test_a_prompts_are_written_the_same_way(entries: list[TokenLogprobs | None]) -> None:
-    assert as_read(prompt_logprobs_json(entries)) == entries
+    assert as_read(prompt_logprobs_json(entries, str)) == entries
 
 
 def test_memory_is_bounded_while_they_are_held_and_while_they_are_written() -> None:
-    columns = LogprobColumns()
+    columns = LogprobColumns(str)
     tracemalloc.start()
     for position in range(6000):
         columns.extend([TokenLogprobs(position, -0.5, [(token, -1.0 / 3.0) for token in range(20)])])

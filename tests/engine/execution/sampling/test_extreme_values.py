@@ -162,7 +162,7 @@ def test_a_beam_search_that_finds_nothing_fails(llm: LLM) -> None:
 def test_a_log_probability_is_finite_in_json() -> None:
     logprobs = torch.tensor([[0.0, -math.inf, -math.inf]])
     (entry,) = TopLogprobs.of(logprobs, torch.tensor([1]), [3]).to_host()
-    (row,) = json.loads(prompt_logprobs_json([entry]))
+    (row,) = json.loads(prompt_logprobs_json([entry], str))
     assert row["chosen"]["logprob"] == torch.finfo(torch.float32).min
 
 

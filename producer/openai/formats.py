@@ -7,15 +7,15 @@ nothing. Formats: the API's reference, "Chat completions" and "Completions".
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_METADATA_BYTES, SAMPLING_FIELDS, Job
 from pagemill.producer.wire.schema.outputs import Output, PositionLogprobs, TokenLogprob, Usage
 
-CHAT_URL = "/v1/chat/completions"
-COMPLETIONS_URL = "/v1/completions"
-URLS = (CHAT_URL, COMPLETIONS_URL)
+Url = Literal["/v1/chat/completions", "/v1/completions"]
+URLS: tuple[str, ...] = get_args(Url)
+CHAT_URL, COMPLETIONS_URL = URLS
 
 MAX_PROMPTS = 128
 """Prompts in one request for completions."""

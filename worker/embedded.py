@@ -9,7 +9,6 @@ moment of starting, and `server.json` tells `pagemill.producer.wire.server.disco
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -19,14 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO
 
 import psutil
 import redis
+from filelock import FileLock, Timeout
 
 from pagemill.producer.wire.server.discovery import SERVER_FILE
 
@@ -78,7 +76,7 @@ class EmbeddedServer:
     Start it on a thread that lives as long as the server shall: Linux ties the server to that thread.
     """
 
-    def __init__(self, state_dir: Path, record: ServerRecord, owner_lock: IO[str] | None) -> None:
+    def __init__(self, state_dir: Path, record: ServerRecord, owner_lock: FileLock | None) -> None:
         self.state_dir = state_dir
         self.record = record
         self._owner_lock = owner_lock
@@ -93,7 +91,7 @@ class EmbeddedServer:
         state_dir.chmod(0o700)
         with tempfile.TemporaryFile(dir=state_dir) as probe:
             probe.write(bytes(PROBE_BYTES))
-        with _locked(state_dir / START_LOCK):
+        with _lock(state_dir / START_LOCK):
             owner_lock = _try_lock(state_dir / OWNER_LOCK)
             record = _running(state_dir)
             if record is not None and owner_lock is not None and not _stays(record):
@@ -105,7 +103,7 @@ class EmbeddedServer:
                 try:
                     record = _start(state_dir)
                 except BaseException:
-                    owner_lock.close()
+                    owner_lock.release()
                     raise
                 how = "started"
         logger.info(
@@ -128,12 +126,14 @@ class EmbeddedServer:
         """
         if not self._has_died():
             return False
-        with _try_locked(self.state_dir / START_LOCK) as is_mine:
-            self._owner_lock = self._owner_lock or (
-                _try_lock(self.state_dir / OWNER_LOCK) if is_mine else None
-            )
-            if not is_mine or self._owner_lock is None:
-                return False  # its owner, or another of those who attached, is at it
+        try:
+            held = _lock(self.state_dir / START_LOCK).acquire(blocking=False)
+        except Timeout:
+            return False  # another of those who attached is at it
+        with held:
+            self._owner_lock = self._owner_lock or _try_lock(self.state_dir / OWNER_LOCK)
+            if self._owner_lock is None:
+                return False  # its owner is at it
             logger.error("the embedded Valkey (pid %d) is gone; starting it again", self.record.pid)
             _children.pop(self.record.pid, None)
             self.record = _running(self.state_dir) or _start(self.state_dir)
@@ -146,12 +146,12 @@ class EmbeddedServer:
         """End the server if it is ours: what was acknowledged is on disk. Does nothing when attached."""
         if self._owner_lock is None:
             return
-        with _locked(self.state_dir / START_LOCK):
+        with _lock(self.state_dir / START_LOCK):
             # An adopted server may have gone long since, and its process id may be another's by now.
             if self.record.pid in _children or _process_id(self.url) == self.record.pid:
                 _terminate(self.record.pid)
             (self.state_dir / SERVER_FILE).unlink(missing_ok=True)
-            self._owner_lock.close()
+            self._owner_lock.release()
             self._owner_lock = None
 
     def __enter__(self) -> EmbeddedServer:
@@ -334,7 +334,7 @@ def _last_line(path: Path) -> str:
         return "nothing"
 
 
-def _wait_for_owner_to_go(state_dir: Path) -> IO[str]:
+def _wait_for_owner_to_go(state_dir: Path) -> FileLock:
     """The owner holds its lock but its server does not answer: one of the two is about to end."""
     give_up = time.monotonic() + STOP_TIMEOUT_S
     while time.monotonic() < give_up:
@@ -347,28 +347,15 @@ def _wait_for_owner_to_go(state_dir: Path) -> IO[str]:
     )
 
 
-def _try_lock(path: Path) -> IO[str] | None:
-    file = path.open("w")
+def _lock(path: Path) -> FileLock:
+    """A lock that any thread may release."""
+    return FileLock(path, thread_local=False, fallback_to_soft=False)
+
+
+def _try_lock(path: Path) -> FileLock | None:
+    lock = _lock(path)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
+        lock.acquire(blocking=False)
+    except Timeout:
         return None
-    return file
-
-
-@contextlib.contextmanager
-def _try_locked(path: Path) -> Iterator[bool]:
-    file = _try_lock(path)
-    try:
-        yield file is not None
-    finally:
-        if file is not None:
-            file.close()
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    return lock

@@ -8,15 +8,14 @@ whoever is killed half-way leaves nothing that looks finished.
 from __future__ import annotations
 
 import errno
-import fcntl
 import importlib.util
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock
 
 from pagemill.engine.errors import EngineError, ModelLoadError, is_exhausted
 
@@ -42,7 +41,7 @@ def packaged_model_directory() -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _exclusive(target.parent / f"{target.name}.lock"):
+        with FileLock(target.parent / f"{target.name}.lock", fallback_to_soft=False):
             if not target.is_dir():
                 logger.info("converting the packaged model once, about half a minute: %s", gguf_file.name)
                 _convert(gguf_file, target)
@@ -78,16 +77,6 @@ def _cache_directory() -> Path:
     if explicit:
         return Path(explicit)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagemill"
-
-
-@contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def _convert(gguf_file: Path, target: Path) -> None:

@@ -31,8 +31,6 @@ from pagemill.monitoring.queue_figures import QueueFigures
 
 logger = logging.getLogger(__name__)
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 NOT_LOADED = EngineStats(
     kv=KVCacheStats(*(0,) * 9),
     scheduler=SchedulerStats(),
@@ -77,7 +75,7 @@ class WorkerMetrics:
         GCCollector(registry=self._registry)
 
     def render(self) -> bytes:
-        """The exposition of this moment, in the text format that `CONTENT_TYPE` names."""
+        """The exposition of this moment, in the text format."""
         with self._scraping:  # two scrapes at once would both count what does not add up
             return generate_latest(self._registry)
 

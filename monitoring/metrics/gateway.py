@@ -1,52 +1,86 @@
-"""What `pagemill gateway` exports, for the reference page, the boards and the alerts.
+"""What `pagemill gateway` counts, and how it is exported.
 
-The gateway writes its exposition itself, since it installs without a metrics library; a test compares the two. So
-`read` has no source here: it tells the label values that there always are.
+Labels are bounded: routes as the router writes them, methods and statuses, never a tenant, a model or a path that a
+client chose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterator
 
-from pagemill.monitoring.metrics.metric import Metric, Reading, counter, gauge, histogram
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from pagemill.engine.outputs import Histogram
+from pagemill.monitoring.metrics.metric import Metric, counter, gauge, histogram
+
+BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
 
 
-def _always(*values: str) -> Callable[[object], Reading]:
-    return lambda _: dict.fromkeys(values, 0)
+class GatewayMetrics(Collector):
+    """Plain counters, touched on the event loop only."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.streams = 0
+        self.connections = 0
+        self.running_batches = 0
+        self.requests: Counter[tuple[str, ...]] = Counter()
+        """By route, method and status; 499 where the client went away before its answer."""
+        self.cancelled_jobs = 0
+        self.stream_errors = 0
+        self.refused = Counter(busy=0, queue_full=0, rate=0)
+        self.tokens = Counter(completion=0, prompt=0)
+        self.seconds: dict[str, Histogram] = {}
+        self.first_token_seconds = Histogram(BUCKETS)
+
+    def finished(self, route: str, method: str, status: int, seconds: float) -> None:
+        self.requests[route, method, str(status)] += 1
+        self.seconds.setdefault(route, Histogram(BUCKETS)).observe(seconds)
+
+    def collect(self) -> Iterator[Family]:
+        return (metric.family(self) for metric in GATEWAY_METRICS)
+
+    def exposition(self) -> bytes:
+        return generate_latest(self)
 
 
-GATEWAY_METRICS: tuple[Metric[object], ...] = (
-    gauge("gateway_requests_in_flight", "Requests under way.", _always()),
-    gauge("gateway_streams", "Answers being streamed.", _always()),
-    gauge("gateway_connections", "Open connections.", _always()),
-    gauge("gateway_batches_running", "Batches that this gateway holds.", _always()),
+GATEWAY_METRICS: tuple[Metric[GatewayMetrics], ...] = (
+    gauge("gateway_requests_in_flight", "Requests under way.", lambda g: g.in_flight),
+    gauge("gateway_streams", "Answers being streamed.", lambda g: g.streams),
+    gauge("gateway_connections", "Open connections.", lambda g: g.connections),
+    gauge("gateway_batches_running", "Batches that this gateway holds.", lambda g: g.running_batches),
     counter(
         "gateway_requests_total",
         "Requests answered, by route, method and status; 499: the client was gone before its answer.",
-        _always(),
+        lambda g: g.requests,
         "route",
         "method",
         "status",
     ),
+    counter("gateway_refused_total", "Requests refused for being too many.", lambda g: g.refused, "reason"),
+    counter("gateway_tokens_total", "Tokens that answers counted.", lambda g: g.tokens, "kind"),
     counter(
-        "gateway_refused_total",
-        "Requests refused for being too many.",
-        _always("busy", "queue_full", "rate"),
-        "reason",
-    ),
-    counter("gateway_tokens_total", "Tokens that answers counted.", _always("completion", "prompt"), "kind"),
-    counter(
-        "gateway_cancelled_jobs_total", "Jobs cancelled because nobody waits for them any more.", _always()
+        "gateway_cancelled_jobs_total",
+        "Jobs cancelled because nobody waits for them any more.",
+        lambda g: g.cancelled_jobs,
     ),
     counter(
         "gateway_stream_errors_total",
         "Streams that a fault of ours ended after their head: the status of each was 200.",
-        _always(),
+        lambda g: g.stream_errors,
     ),
     histogram(
-        "gateway_request_seconds", "From a request's head to the end of its answer.", _always(), "route"
+        "gateway_request_seconds",
+        "From a request's head to the end of its answer.",
+        lambda g: {route: seconds.snapshot() for route, seconds in g.seconds.items()},
+        "route",
     ),
     histogram(
-        "gateway_stream_first_token_seconds", "From the request's head to a stream's first token.", _always()
+        "gateway_stream_first_token_seconds",
+        "From the request's head to a stream's first token.",
+        lambda g: g.first_token_seconds.snapshot(),
     ),
 )

@@ -18,6 +18,8 @@ from prometheus_client.metrics_core import Metric as Family
 from pagemill.engine.outputs import EngineStats, HistogramSnapshot
 
 PREFIX = "pagemill_"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Of an exposition."""
 
 Source = TypeVar("Source")
 Labels = tuple[str, ...]

@@ -10,6 +10,7 @@ from typing import Any
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.monitoring.metrics.catalogue import SECTIONS
 from pagemill.monitoring.metrics.exporter import NOT_LOADED
+from pagemill.monitoring.metrics.gateway import GatewayMetrics
 from pagemill.monitoring.metrics.metric import Metric
 from pagemill.monitoring.metrics.scrape import ScrapeFigures, WorkerIdentity
 from pagemill.monitoring.metrics.vllm_names import ALIASES
@@ -60,7 +61,7 @@ SOURCES: Mapping[str, object] = {
         accounting_errors=0,
         source_errors={"engine": 0, "queue": 0},
     ),
-    "gateway": (),
+    "gateway": GatewayMetrics(),
 }
 """Empty ones: they bring to light which label values there always are."""
 

@@ -160,7 +160,8 @@ def gateway_key(
 
 
 def _need_extra() -> None:
-    missing = [name for name in ("starlette", "uvicorn", "python_multipart") if find_spec(name) is None]
+    needed = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
         say(f"the gateway needs {', '.join(missing)}: pip install 'pagemill[gateway]'")
         raise typer.Exit(EXIT_USAGE)

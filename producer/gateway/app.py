@@ -92,13 +92,13 @@ def _routes(gateway: Gateway, runner: BatchRunner) -> list[Route]:
 def _model_routes(gateway: Gateway) -> list[Route]:
     async def models(request: Request) -> Response:
         found = await gateway.models.all(await gateway.admit(request))
-        return JsonResponse({"object": "list", "data": [model.body() for model in found]})
+        return JsonResponse({"object": "list", "data": [model.model_dump() for model in found]})
 
     async def model(request: Request) -> Response:
         wanted = str(request.path_params["model"])
         for found in await gateway.models.all(await gateway.admit(request)):
-            if found.name == wanted:
-                return JsonResponse(found.body())
+            if found.id == wanted:
+                return JsonResponse(found.model_dump())
         raise not_found("model", wanted)
 
     return [

@@ -6,55 +6,97 @@ import json
 import re
 import secrets
 import time
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pagemill.producer.gateway.batch_runner import BatchRunner
 from pagemill.producer.gateway.errors import ApiError, JsonResponse, not_found
-from pagemill.producer.gateway.files import FILE_ID, LONGEST_TTL_S, read_ttl
+from pagemill.producer.gateway.files import FILE_ID, LONGEST_TTL_S, Expiry, read_ttl
 from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.gateway.pagination import page_body, read_paging
 from pagemill.producer.gateway.request_parsing import check_json, read_object
-from pagemill.producer.openai.formats import URLS
+from pagemill.producer.openai.formats import URLS, Url
 from pagemill.producer.wire.calls import api_batches
-from pagemill.producer.wire.calls.api_batches import ApiBatch
+from pagemill.producer.wire.calls.api_batches import ApiBatch, BatchStatus
 
 BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
-_WINDOW = re.compile(r"([1-9][0-9]{0,2})h")
 LONGEST_WINDOW_H = 168
-_FIELDS = frozenset({"input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after"})
-_TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 MAX_METADATA = 16
 
 
+def _check_window(window: str) -> str:
+    if int(window[:-1]) > LONGEST_WINDOW_H:
+        raise ValueError
+    return window
+
+
+class BatchRequest(BaseModel):
+    """What opens a batch."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    input_file_id: Annotated[str, Field(pattern=f"^{FILE_ID.pattern}$")]
+    endpoint: Url
+    completion_window: Annotated[str, Field(pattern="^[1-9][0-9]{0,2}h$"), AfterValidator(_check_window)]
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=MAX_METADATA),
+        ]
+        | None
+    ) = None
+    output_expires_after: SkipValidation[Expiry | None] = None
+
+
+_REFUSALS = {
+    "input_file_id": ("file_not_found", "input_file_id is the id of an uploaded file"),
+    "endpoint": ("unsupported_feature", f"endpoint is one of {', '.join(URLS)}"),
+    "completion_window": (
+        "invalid_window",
+        f"completion_window is 24h, or another number of hours up to {LONGEST_WINDOW_H}h",
+    ),
+    "metadata": (
+        "invalid_metadata",
+        f"metadata has at most {MAX_METADATA} texts of 512 characters, their names 64",
+    ),
+}
+"""The code and message for a field that is wrong."""
+
+
+class Batch(BaseModel):
+    """A batch as clients see it."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: dict[str, Any] | None
+    input_file_id: str
+    completion_window: str
+    status: BatchStatus
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: dict[str, int]
+    usage: dict[str, Any] | None
+    metadata: dict[str, str] | None
+
+
 def batch_body(batch: ApiBatch) -> dict[str, Any]:
-    values = batch.values
-    about = json.loads(values["doc"])
-    counts = {name: int(values.get(name, 0)) for name in ("total", "completed", "failed")}
-    times = {f"{name}_at": _whole(values.get(f"{name}_at")) for name in _TIMES}
-    return {
-        "id": batch.id,
-        "object": "batch",
-        "endpoint": about["endpoint"],
-        "errors": json.loads(values["errors"]) if "errors" in values else None,
-        "input_file_id": about["input_file_id"],
-        "completion_window": about["completion_window"],
-        "status": batch.status,
-        "output_file_id": values.get("output_file_id") or None,
-        "error_file_id": values.get("error_file_id") or None,
-        "created_at": about["created_at"],
-        "expires_at": about["expires_at"],
-        **times,
-        "request_counts": counts,
-        "usage": json.loads(values["usage"]) if "usage" in values else None,
-        "metadata": about["metadata"],
-    }
-
-
-def _whole(text: str | None) -> int | None:
-    return int(text) if text else None
+    values = {name: value for name, value in batch.values.items() if value}
+    parsed = {name: json.loads(values.get(name, "null")) for name in ("errors", "usage")}
+    counts = {name: values.get(name, 0) for name in ("total", "completed", "failed")}
+    fields = json.loads(values["doc"]) | values | parsed
+    return Batch(**fields | {"id": batch.id, "object": "batch", "request_counts": counts}).model_dump()
 
 
 class BatchEndpoints:
@@ -123,45 +165,31 @@ class BatchEndpoints:
 
 def _read_batch(body: dict[str, Any], file_ttl_s: float) -> tuple[dict[str, Any], float]:
     """What is kept of a request for a batch, and its window in seconds. Raises ApiError."""
-    for name in body:
-        if name not in _FIELDS:
-            raise ApiError(400, f"parameter {name[:64]} is not supported", "unsupported_feature", name[:64])
-    file_id, endpoint = body.get("input_file_id"), body.get("endpoint")
-    if not isinstance(file_id, str) or not FILE_ID.fullmatch(file_id):
-        raise ApiError(400, "input_file_id is the id of an uploaded file", "file_not_found", "input_file_id")
-    if endpoint not in URLS:
-        raise ApiError(400, f"endpoint is one of {', '.join(URLS)}", "unsupported_feature", "endpoint")
-    window = body.get("completion_window")
-    match = _WINDOW.fullmatch(window) if isinstance(window, str) else None
-    if match is None or int(match[1]) > LONGEST_WINDOW_H:
-        message = f"completion_window is 24h, or another number of hours up to {LONGEST_WINDOW_H}h"
-        raise ApiError(400, message, "invalid_window", "completion_window")
-    window_s = 3600.0 * int(match[1])
+    try:
+        asked = BatchRequest.model_validate(body)
+    except ValidationError as error:
+        raise _refusal(body, error) from None
+    window_s = 3600.0 * int(asked.completion_window[:-1])
     now = int(time.time())
     about = {
-        "input_file_id": file_id,
-        "endpoint": endpoint,
-        "completion_window": window,
-        "metadata": _read_metadata(body.get("metadata")),
+        **asked.model_dump(exclude={"output_expires_after"}),
         "created_at": now,
         "expires_at": now + int(window_s),
         "output_ttl_s": min(
-            LONGEST_TTL_S, read_ttl(body.get("output_expires_after"), "output_expires_after", file_ttl_s)
+            LONGEST_TTL_S, read_ttl(asked.output_expires_after, "output_expires_after", file_ttl_s)
         ),
     }
     return about, window_s
 
 
-def _read_metadata(given: Any) -> dict[str, str] | None:
-    if given is None:
-        return None
-    is_sound = isinstance(given, dict) and len(given) <= MAX_METADATA
-    if not is_sound or not all(
-        len(n) <= 64 and isinstance(v, str) and len(v) <= 512 for n, v in given.items()
-    ):
-        message = f"metadata has at most {MAX_METADATA} texts of 512 characters, their names 64"
-        raise ApiError(400, message, "invalid_metadata", "metadata")
-    return dict(given)
+def _refusal(body: dict[str, Any], error: ValidationError) -> ApiError:
+    """The answer to a request for a batch that is wrong: the first unknown field, or else the first wrong one."""
+    for name in body:
+        if name not in BatchRequest.model_fields:
+            return ApiError(400, f"parameter {name[:64]} is not supported", "unsupported_feature", name[:64])
+    field = str(error.errors(include_input=False)[0]["loc"][0])
+    code, message = _REFUSALS[field]
+    return ApiError(400, message, code, field)
 
 
 def _id_of(request: Request) -> str:

@@ -79,7 +79,7 @@ async def _streamed(gateway: Gateway, request: Request, ask: Ask, waiter: Waiter
         await chunks.aclose()
         waiter.leave(stream.unfinished())
         raise
-    gateway.metrics.first_token(time.monotonic() - started)
+    gateway.metrics.first_token_seconds.observe(time.monotonic() - started)
 
     def closed() -> None:
         gateway.metrics.streams -= 1

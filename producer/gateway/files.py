@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
@@ -30,17 +31,32 @@ _MAX_NAME = 255
 _FIELDS = frozenset({"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"})
 
 
+class File(BaseModel):
+    """A stored file as clients see it."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+
+
+class Expiry(BaseModel):
+    """How long a file is kept."""
+
+    model_config = ConfigDict(extra="forbid")
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=SHORTEST_TTL_S, le=int(LONGEST_TTL_S))]
+
+
 def file_body(file: StoredFile) -> dict[str, Any]:
-    return {
-        "id": file.id,
-        "object": "file",
-        "bytes": file.size,
-        "created_at": file.created_at,
-        "expires_at": int(file.expires_at),
-        "filename": file.filename,
-        "purpose": file.purpose,
-        "status": "processed",
-    }
+    return File(
+        id=file.id, object="file", bytes=file.size, created_at=file.created_at, expires_at=int(file.expires_at),
+        filename=file.filename, purpose=file.purpose, status="processed",
+    ).model_dump()  # fmt: skip
 
 
 class FileEndpoints:
@@ -197,19 +213,14 @@ def read_ttl(given: Any, place: str, default_s: float) -> float:
     """Seconds that a file is kept, from OpenAI's `{"anchor": "created_at", "seconds": n}`. Raises ApiError."""
     if given is None or given == {}:
         return default_s
-    if (
-        not isinstance(given, Mapping)
-        or set(given) != {"anchor", "seconds"}
-        or given["anchor"] != "created_at"
-    ):
-        raise ApiError(400, f"{place} has anchor (created_at) and seconds", "invalid_expiry", place)
-    seconds = given["seconds"]
-    if isinstance(seconds, str) and seconds.isascii() and seconds.isdecimal() and len(seconds) < 10:
-        seconds = int(seconds)
-    if type(seconds) is not int or not SHORTEST_TTL_S <= seconds <= LONGEST_TTL_S:
-        message = f"{place}.seconds is a whole number from {SHORTEST_TTL_S} to {LONGEST_TTL_S:.0f}"
-        raise ApiError(400, message, "invalid_expiry", f"{place}.seconds")
-    return float(seconds)
+    try:
+        return float(Expiry.model_validate(given).seconds)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        if first["loc"] == ("seconds",) and first["type"] != "missing":
+            message = f"{place}.seconds is a whole number from {SHORTEST_TTL_S} to {LONGEST_TTL_S:.0f}"
+            raise ApiError(400, message, "invalid_expiry", f"{place}.seconds") from None
+        raise ApiError(400, f"{place} has anchor (created_at) and seconds", "invalid_expiry", place) from None
 
 
 def _id_of(request: Request) -> str:

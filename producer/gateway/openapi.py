@@ -1,32 +1,152 @@
-"""The gateway's own description, OpenAPI 3.1, from the same fields and limits that requests are judged by."""
+"""The gateway's description, OpenAPI 3.1. pydantic writes the schemas, from the models that requests are judged by."""
 
 from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema, create_model
+from pydantic.json_schema import models_json_schema
+
+from pagemill.producer.gateway.batches import BATCH_ID, Batch, BatchRequest
+from pagemill.producer.gateway.files import FILE_ID, File
 from pagemill.producer.gateway.request_parsing import TIMEOUT_HEADER
-from pagemill.producer.openai.formats import ANNOTATIONS, CHAT_URL, COMPLETIONS_URL, FIELDS, NEUTRAL, URLS
-from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.gateway.served_models import Model
+from pagemill.producer.openai import formats
+from pagemill.producer.wire.schema.job import MAX_KEY, MAX_MESSAGES, Job
 
 _REF = "#/components/schemas/"
-_STRING: dict[str, Any] = {"type": "string"}
-_INTEGER: dict[str, Any] = {"type": "integer"}
-_METADATA: dict[str, Any] = {"type": ["object", "null"], "additionalProperties": _STRING}
-_EXPIRY: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "anchor": {"enum": ["created_at"]},
-        "seconds": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
-    },
-    "required": ["anchor", "seconds"],
-}
+
+
+class ChatMessage(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]]
+
+
+class ResponseFormat(BaseModel):
+    type: str
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool | None = None
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, None]
+    response_format: ResponseFormat | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    metadata: dict[str, str] | None = None
+
+
+class _ChatRequest(_Request):
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+_Prompts = Annotated[list[str | list[int]], Field(min_length=1, max_length=formats.MAX_PROMPTS)]
+
+
+class _CompletionRequest(_Request):
+    prompt: str | list[int] | _Prompts
+
+
+class FileUpload(BaseModel):
+    file: Annotated[bytes, Field(min_length=1)]
+    purpose: Literal["batch"]
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, Any]
+
+
+class _Choice(BaseModel):
+    index: int
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatChoice(_Choice):
+    message: dict[str, Any]
+
+
+class CompletionChoice(_Choice):
+    text: str
+
+
+class _Answer(BaseModel):
+    id: str
+    created: int
+    model: str
+    usage: Usage
+
+
+class ChatCompletion(_Answer):
+    object: Literal["chat.completion"]
+    choices: Annotated[list[ChatChoice], Field(min_length=1)]
+
+
+class Completion(_Answer):
+    object: Literal["text_completion"]
+    choices: Annotated[list[CompletionChoice], Field(min_length=1)]
+
+
+class DeletedFile(BaseModel):
+    object: Literal["file"]
+    id: str
+    deleted: Literal[True]
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    error: ErrorBody
+
+
+def _request(name: str, url: str, base: type[_Request]) -> type[BaseModel]:
+    """A request for completions: `base` with a job's fields. Null is as good as nothing, in any field."""
+    job = {field: info.rebuild_annotation() for field, info in Job.model_fields.items()}
+    fields: dict[str, Any] = {field: job[field] for field in job if field in formats.FIELDS[url]}
+    fields |= dict.fromkeys(formats.ANNOTATIONS, str)
+    for field, values in formats.NEUTRAL.items():
+        fields[field] = Annotated[Any, WithJsonSchema({"enum": list(values)})]
+    optional: dict[str, Any] = {
+        field: (kind | None, None) for field, kind in fields.items() if field not in base.model_fields
+    }
+    return create_model(name, __base__=base, **optional | {"model": (job["model"], ...)})
+
+
+def _list_of(row: type[BaseModel]) -> type[BaseModel]:
+    fields: dict[str, Any] = {"object": (Literal["list"], ...), "data": (list[row], ...)}  # type: ignore[valid-type]
+    return create_model(f"{row.__name__}List", **fields)
+
+
+ChatRequest = _request("ChatRequest", formats.CHAT_URL, _ChatRequest)
+CompletionRequest = _request("CompletionRequest", formats.COMPLETIONS_URL, _CompletionRequest)
+ModelList, FileList, BatchList = _list_of(Model), _list_of(File), _list_of(Batch)
+_REFERRED_TO = (
+    ChatRequest, CompletionRequest, BatchRequest, FileUpload, ChatCompletion, Completion, ModelList, FileList,
+    BatchList, DeletedFile, Error,
+)  # fmt: skip
 
 
 @cache
 def description() -> dict[str, Any]:
     """The whole document."""
+    _, schemas = models_json_schema(
+        [(model, "validation") for model in _REFERRED_TO], ref_template=_REF + "{model}"
+    )
     return {
         "openapi": "3.1.0",
         "info": {
@@ -38,7 +158,7 @@ def description() -> dict[str, Any]:
         "paths": _paths(),
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-            "schemas": _schemas(),
+            "schemas": schemas["$defs"],
         },
     }
 
@@ -52,238 +172,66 @@ def _version() -> str:
 
 def _paths() -> dict[str, Any]:
     headers = [
-        _parameter(TIMEOUT_HEADER, "header", {"type": "number", "exclusiveMinimum": 0}),
-        _parameter("idempotency-key", "header", {"type": "string", "minLength": 1, "maxLength": 251}),
+        _parameter(TIMEOUT_HEADER, "header", Annotated[float, Field(gt=0)]),
+        _parameter("idempotency-key", "header", Annotated[str, Field(min_length=1, max_length=MAX_KEY - 4)]),
     ]
-    file_id = _path_parameter("file_id", "file-[0-9a-f]{24}")
-    batch_id = _path_parameter("batch_id", "batch_[0-9a-f]{24}")
+    model = [_parameter("model", "path", Job.model_fields["model"].rebuild_annotation())]
+    file = [_parameter("file_id", "path", Annotated[str, Field(pattern=f"^{FILE_ID.pattern}$")])]
+    batch = [_parameter("batch_id", "path", Annotated[str, Field(pattern=f"^{BATCH_ID.pattern}$")])]
+    filters = [_parameter("order", "query", Literal["asc", "desc"]), _parameter("purpose", "query", str)]
+    events = {"text/event-stream": {"schema": {"type": "string"}}}
+    binary = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    form = {"multipart/form-data": {"schema": _ref(FileUpload)}}
     return {
-        CHAT_URL: {"post": _operation("ChatRequest", "ChatCompletion", parameters=headers, stream=True)},
-        COMPLETIONS_URL: {
-            "post": _operation("CompletionRequest", "Completion", parameters=headers, stream=True)
+        formats.CHAT_URL: {"post": _operation(_json(ChatCompletion) | events, headers, _json(ChatRequest))},
+        formats.COMPLETIONS_URL: {
+            "post": _operation(_json(Completion) | events, headers, _json(CompletionRequest))
         },
-        "/v1/models": {"get": _operation(None, "ModelList")},
-        "/v1/models/{model}": {"get": _operation(None, "Model", parameters=[_path_parameter("model")])},
+        "/v1/models": {"get": _operation(_json(ModelList))},
+        "/v1/models/{model}": {"get": _operation(_json(Model), model)},
         "/v1/files": {
-            "get": _operation(None, "FileList", parameters=[*_paging(10_000), *_file_filters()]),
-            "post": _operation("FileUpload", "File", kind="multipart/form-data"),
+            "get": _operation(_json(FileList), [*_paging(10_000), *filters]),
+            "post": _operation(_json(File), body=form),
         },
         "/v1/files/{file_id}": {
-            "get": _operation(None, "File", parameters=[file_id]),
-            "delete": _operation(None, "DeletedFile", parameters=[file_id]),
+            "get": _operation(_json(File), file),
+            "delete": _operation(_json(DeletedFile), file),
         },
-        "/v1/files/{file_id}/content": {"get": _content_operation(file_id)},
+        "/v1/files/{file_id}/content": {"get": _operation(binary, file)},
         "/v1/batches": {
-            "get": _operation(None, "BatchList", parameters=_paging(100)),
-            "post": _operation("BatchRequest", "Batch"),
+            "get": _operation(_json(BatchList), _paging(100)),
+            "post": _operation(_json(Batch), body=_json(BatchRequest)),
         },
-        "/v1/batches/{batch_id}": {"get": _operation(None, "Batch", parameters=[batch_id])},
-        "/v1/batches/{batch_id}/cancel": {"post": _operation(None, "Batch", parameters=[batch_id])},
+        "/v1/batches/{batch_id}": {"get": _operation(_json(Batch), batch)},
+        "/v1/batches/{batch_id}/cancel": {"post": _operation(_json(Batch), batch)},
     }
 
 
 def _operation(
-    body: str | None,
-    answer: str,
-    *,
+    content: dict[str, Any],
     parameters: list[dict[str, Any]] | None = None,
-    stream: bool = False,
-    kind: str = "application/json",
+    body: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": _ref(answer)}}
-    if stream:
-        content["text/event-stream"] = {"schema": _STRING}
+    error = {"description": "What is wrong, or too much.", "content": _json(Error)}
     operation: dict[str, Any] = {
         "parameters": parameters or [],
-        "responses": {"200": {"description": "Done.", "content": content}, "default": _error()},
+        "responses": {"200": {"description": "Done.", "content": content}, "default": error},
     }
-    if body is not None:
-        operation["requestBody"] = {"required": True, "content": {kind: {"schema": _ref(body)}}}
-    return operation
+    return operation if body is None else operation | {"requestBody": {"required": True, "content": body}}
 
 
-def _content_operation(file_id: dict[str, Any]) -> dict[str, Any]:
-    content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
-    return {
-        "parameters": [file_id],
-        "responses": {"200": {"description": "The bytes.", "content": content}, "default": _error()},
-    }
+def _json(model: type[BaseModel]) -> dict[str, Any]:
+    return {"application/json": {"schema": _ref(model)}}
 
 
-def _error() -> dict[str, Any]:
-    content = {"application/json": {"schema": _ref("Error")}}
-    return {"description": "What is wrong, or too much.", "content": content}
+def _ref(model: type[BaseModel]) -> dict[str, Any]:
+    return {"$ref": _REF + model.__name__}
 
 
-def _ref(name: str) -> dict[str, Any]:
-    return {"$ref": _REF + name}
-
-
-def _parameter(name: str, place: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "in": place, "required": place == "path", "schema": schema}
-
-
-def _path_parameter(name: str, pattern: str = "[A-Za-z0-9._@:/+-]{1,128}") -> dict[str, Any]:
-    return _parameter(name, "path", {"type": "string", "pattern": f"^{pattern}$"})
+def _parameter(name: str, place: str, kind: Any) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": place == "path", "schema": TypeAdapter(kind).json_schema()}
 
 
 def _paging(most: int) -> list[dict[str, Any]]:
-    return [
-        _parameter("limit", "query", {"type": "integer", "minimum": 1, "maximum": most}),
-        _parameter("after", "query", _STRING),
-    ]
-
-
-def _file_filters() -> list[dict[str, Any]]:
-    return [
-        _parameter("order", "query", {"type": "string", "enum": ["asc", "desc"]}),
-        _parameter("purpose", "query", _STRING),
-    ]
-
-
-def _schemas() -> dict[str, Any]:
-    job = Job.model_json_schema(ref_template=_REF + "{model}")
-    message = {
-        "type": "object",
-        "properties": {
-            "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-            "content": {"type": ["string", "array"], "items": {"type": "object"}},
-        },
-        "required": ["role", "content"],
-    }
-    chat = {
-        "messages": {"type": "array", "minItems": 1, "maxItems": 1024, "items": message},
-        "max_completion_tokens": {"type": "integer", "minimum": 1},
-        "logprobs": {"type": "boolean"},
-        "top_logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
-    }
-    numbers = {"type": "array", "items": _INTEGER}
-    prompts = {"type": "array", "minItems": 1, "maxItems": 128, "items": {"anyOf": [_STRING, numbers]}}
-    completion = {"prompt": {"anyOf": [_STRING, numbers, prompts]}}
-    usage = _ref("Usage")
-    return {
-        "StructuredOutputs": job["$defs"]["StructuredOutputs"],
-        "ChatRequest": _request(job, CHAT_URL, chat, "messages"),
-        "CompletionRequest": _request(job, COMPLETIONS_URL, completion, "prompt"),
-        "ChatCompletion": _completion("chat.completion", {"message": {"type": "object"}}, usage),
-        "Completion": _completion("text_completion", {"text": _STRING}, usage),
-        "Usage": _answer(
-            prompt_tokens=_INTEGER,
-            completion_tokens=_INTEGER,
-            total_tokens=_INTEGER,
-            prompt_tokens_details={"type": "object"},
-        ),
-        "BatchRequest": _batch_request(),
-        "FileUpload": _file_upload(),
-        **_objects(),
-        "Error": _answer(error=_answer(message=_STRING, type=_STRING, param=_or_null(), code=_or_null())),
-    }
-
-
-def _objects() -> dict[str, Any]:
-    """What is listed, and the lists."""
-    rows = {
-        "Model": _answer(object={"const": "model"}, id=_STRING, created=_INTEGER, owned_by=_STRING),
-        "File": _answer(
-            object={"const": "file"},
-            id=_STRING,
-            bytes=_INTEGER,
-            created_at=_INTEGER,
-            expires_at=_INTEGER,
-            filename=_STRING,
-            purpose=_STRING,
-            status=_STRING,
-        ),
-        "Batch": _answer(
-            object={"const": "batch"},
-            id=_STRING,
-            status=_STRING,
-            endpoint=_STRING,
-            input_file_id=_STRING,
-            completion_window=_STRING,
-            created_at=_INTEGER,
-            expires_at=_INTEGER,
-            request_counts={"type": "object"},
-        ),
-    }
-    lists = {
-        f"{name}List": _answer(object={"const": "list"}, data={"type": "array", "items": _ref(name)})
-        for name in rows
-    }
-    deleted = _answer(object={"const": "file"}, id=_STRING, deleted={"const": True})
-    return rows | lists | {"DeletedFile": deleted}
-
-
-def _request(job: dict[str, Any], url: str, own: dict[str, Any], required: str) -> dict[str, Any]:
-    """A request for completions. Null is as good as nothing, in any field."""
-    sampling = {
-        name: {key: value for key, value in schema.items() if key not in ("default", "title", "description")}
-        for name, schema in job["properties"].items()
-        if name in FIELDS[url] and name not in ("model", *own)
-    }
-    texts = dict.fromkeys(ANNOTATIONS, _STRING)
-    neutral = {name: {"enum": list(values)} for name, values in NEUTRAL.items()}
-    structure = {"type": "object", "properties": {"type": _STRING}, "required": ["type"]}
-    options = {"type": "object", "properties": {"include_usage": {"type": ["boolean", "null"]}}}
-    optional = {
-        **sampling, **own, **texts, **neutral,
-        "response_format": structure, "stream": {"type": "boolean"}, "stream_options": options,
-        "metadata": _METADATA,
-    }  # fmt: skip
-    return {
-        "type": "object",
-        "properties": {
-            **{name: {"anyOf": [schema, {"type": "null"}]} for name, schema in optional.items()},
-            "model": job["properties"]["model"],
-            required: own[required],
-        },
-        "required": ["model", required],
-        "additionalProperties": {"type": "null"},
-    }
-
-
-def _completion(kind: str, own: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
-    choice = _answer(index=_INTEGER, finish_reason={"enum": ["stop", "length"]}, **own)
-    return _answer(
-        object={"const": kind},
-        id=_STRING,
-        created=_INTEGER,
-        model=_STRING,
-        choices={"type": "array", "minItems": 1, "items": choice},
-        usage=usage,
-    )
-
-
-def _batch_request() -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {
-            "input_file_id": {"type": "string", "pattern": "^file-[0-9a-f]{24}$"},
-            "endpoint": {"enum": list(URLS)},
-            "completion_window": {"type": "string", "pattern": "^[1-9][0-9]{0,2}h$"},
-            "metadata": _METADATA,
-            "output_expires_after": {"anyOf": [_EXPIRY, {"type": "null"}]},
-        },
-        "required": ["input_file_id", "endpoint", "completion_window"],
-        "additionalProperties": False,
-    }
-
-
-def _file_upload() -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {
-            "file": {"type": "string", "format": "binary", "minLength": 1},
-            "purpose": {"enum": ["batch"]},
-        },
-        "required": ["file", "purpose"],
-    }
-
-
-def _answer(**properties: dict[str, Any]) -> dict[str, Any]:
-    """An object that has all of these, and maybe more."""
-    return {"type": "object", "properties": properties, "required": list(properties)}
-
-
-def _or_null() -> dict[str, Any]:
-    return {"type": ["string", "null"]}
+    limit = _parameter("limit", "query", Annotated[int, Field(ge=1, le=most)])
+    return [limit, _parameter("after", "query", str)]

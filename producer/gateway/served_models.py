@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel
 
 from pagemill.producer.client import flows
 from pagemill.producer.client.aio import AsyncProducer
@@ -18,13 +20,17 @@ REMEMBERED_S = 60.0
 """A worker that is being replaced is back by then; until then its model's jobs wait for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    name: str
-    created: int
+class Model(BaseModel):
+    """A model as clients see it."""
 
-    def body(self) -> dict[str, object]:
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "pagemill"}
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+def _model(name: str, created: int) -> Model:
+    return Model(id=name, object="model", created=created, owned_by="pagemill")
 
 
 class ServedModels:
@@ -33,13 +39,13 @@ class ServedModels:
     def __init__(self, producer: AsyncProducer, named: tuple[str, ...]) -> None:
         self._producer = producer
         self._started = int(time.time())
-        self._named = {name: ServedModel(name, self._started) for name in named}
-        self._seen: dict[str, tuple[ServedModel, float]] = {}
+        self._named = {name: _model(name, self._started) for name in named}
+        self._seen: dict[str, tuple[Model, float]] = {}
         self._are_loading = False
         self._fresh_until = 0.0
         self._lock = asyncio.Lock()
 
-    async def all(self, caller: ApiKey) -> list[ServedModel]:
+    async def all(self, caller: ApiKey) -> list[Model]:
         """What the caller may use, by name."""
         await self._look()
         known = self._named | {name: model for name, (model, _) in self._seen.items()}
@@ -70,7 +76,7 @@ class ServedModels:
             now = time.monotonic()
             for worker in workers:
                 for name in worker.models:
-                    self._seen[name] = (ServedModel(name, int(worker.started_at)), now)
+                    self._seen[name] = (_model(name, int(worker.started_at)), now)
             self._seen = {name: seen for name, seen in self._seen.items() if now - seen[1] < REMEMBERED_S}
             self._are_loading = any(worker.state == "loading" for worker in workers)
             self._fresh_until = now + FRESH_S

@@ -9,15 +9,15 @@ from __future__ import annotations
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_METADATA_BYTES, SAMPLING_FIELDS, Job
 from pagemill.producer.wire.schema.outputs import Output, PositionLogprobs, TokenLogprob, Usage
 
-CHAT_URL = "/v1/chat/completions"
-COMPLETIONS_URL = "/v1/completions"
-URLS = (CHAT_URL, COMPLETIONS_URL)
+Url = Literal["/v1/chat/completions", "/v1/completions"]
+URLS: tuple[str, ...] = get_args(Url)
+CHAT_URL, COMPLETIONS_URL = URLS
 
 _SPELLED = re.compile(r"bytes:(\\x[0-9a-f]{2})+")
 MAX_PROMPTS = 128

@@ -136,7 +136,7 @@ def test_an_orphan_is_adopted_and_ended_by_its_new_owner(state_dir: Path) -> Non
     orphan = EmbeddedServer.open(state_dir)
     # The kernel drops a lock with the process that held it; the server here outlives its owner as on macOS.
     assert orphan._owner_lock is not None
-    orphan._owner_lock.close()
+    orphan._owner_lock.release()
     with EmbeddedServer.open(state_dir) as adopter:
         assert adopter.is_owner
         assert adopter.record.pid == orphan.record.pid

@@ -11,12 +11,9 @@ local worker = ARGV[1]
 local meta = redis.call('HMGET', P .. 'meta', 'turn', 'paused', 'rate', 'burst', 'level', 'level_at')
 local turn = tonumber(meta[1] or 0)
 
--- What the worker may read: {version, model} each.
-local served = {}
+local versions, models = {}, {unpack(ARGV, 8)}
 for version in string.gmatch(ARGV[7], '%d+') do
-  for i = 8, #ARGV do
-    served[#served + 1] = {version, ARGV[i]}
-  end
+  versions[#versions + 1] = version
 end
 
 -- The first 64 jobs of a lane; false in the place of one that was taken in this call.
@@ -70,13 +67,15 @@ local function next_lane(version, class, model)
   end
 end
 
--- The next lane of a class, the models taking turns.
+-- The next lane of a class: the models take turns, and for each model the versions.
 local function lane_of(class)
-  for i = 0, #served - 1 do
-    local version, model = unpack(served[(turn + i) % #served + 1])
-    local lane = next_lane(version, class, model)
-    if lane then
-      return lane
+  local round = math.floor(turn / #models)
+  for i = 0, #models - 1 do
+    for j = 0, #versions - 1 do
+      local lane = next_lane(versions[(round + j) % #versions + 1], class, models[(turn + i) % #models + 1])
+      if lane then
+        return lane
+      end
     end
   end
 end
@@ -86,11 +85,13 @@ end
 local function longest_waiting()
   local found, longest = nil, AGEING
   for _, class in ipairs(CLASSES) do
-    for _, pair in ipairs(served) do
-      local lane = next_lane(pair[1], class, pair[2])
-      local waited = lane and age(lane)
-      if waited and waited > longest then
-        found, longest = lane, waited
+    for _, model in ipairs(models) do
+      for _, version in ipairs(versions) do
+        local lane = next_lane(version, class, model)
+        local waited = lane and age(lane)
+        if waited and waited > longest then
+          found, longest = lane, waited
+        end
       end
     end
   end

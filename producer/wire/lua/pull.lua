@@ -119,11 +119,11 @@ local function take_all()
     local lane, in_order = choose()
     looked = looked + 1
     if not lane then
-      for _, pair in ipairs(served) do
+      for _, model in ipairs(models) do
         if skipped < MAX_SKIPPED then
-          redis.call('UNLINK', P .. 'bell:' .. pair[2])
+          redis.call('UNLINK', P .. 'bell:' .. model)
         else
-          ring(pair[2])
+          ring(model)
         end
       end
       return

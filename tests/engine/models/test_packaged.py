@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -170,3 +171,17 @@ def test_what_cannot_be_kept_says_where_it_could_be(
     with pytest.raises(EngineError, match=os.strerror(code)) as failed:
         packaged.packaged_model_directory()
     assert not isinstance(failed.value, ModelLoadError)
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS])
+def test_where_nothing_can_be_locked_nothing_is_converted(
+    code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(packaged, "find_gguf", lambda: Path(__file__))
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setenv("PAGEMILL_CACHE_DIR", str(tmp_path))
+    with pytest.raises(ModelLoadError, match=os.strerror(code)):
+        packaged.packaged_model_directory()

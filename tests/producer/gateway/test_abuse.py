@@ -195,7 +195,7 @@ def test_slow_clients_are_let_go(valkey_url: str, queue: str) -> None:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(("127.0.0.1", served.port))
         deaf.sendall(f"GET /v1/files/{made['id']}/content HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
-        gone = 'route="/v1/files/{file_id}/content",method="GET",status="499"} 1'
+        gone = 'method="GET",route="/v1/files/{file_id}/content",status="499"} 1.0'
         eventually(lambda: gone in served.metrics(), "the end of the answer that nobody takes")
         eventually(lambda: connections(served) <= 2, "the end of its connection")
 
@@ -204,12 +204,12 @@ def test_more_requests_than_it_takes(valkey_url: str, queue_name: str) -> None:
     with gateway(valkey_url, queue_name, models=("m",), max_in_flight=2) as served, ExitStack() as waiting:
         for _ in range(2):
             waiting.enter_context(served.connect()).sendall(post(b'{"model": "m", "prompt": "x"}'))
-        eventually(lambda: "requests_in_flight 3\n" in served.metrics(), "two requests and ours")
+        eventually(lambda: "requests_in_flight 3.0\n" in served.metrics(), "two requests and ours")
         busy = httpx.post(f"{served.base_url}/completions", json=ASK, timeout=60)
         assert (busy.status_code, busy.json()["error"]["code"]) == (503, "busy")
         assert busy.headers["retry-after"]
         waiting.close()
-        eventually(lambda: "cancelled_jobs_total 2\n" in served.metrics(), "the jobs of those who hung up")
+        eventually(lambda: "cancelled_jobs_total 2.0\n" in served.metrics(), "the jobs of those who hung up")
         assert httpx.get(f"{served.base_url}/models", timeout=60).status_code == 200
 
 
@@ -252,7 +252,7 @@ def connections(served: Served) -> int:
     (line,) = [
         row for row in served.metrics().splitlines() if row.startswith("pagemill_gateway_connections ")
     ]
-    return int(line.split()[1])
+    return int(float(line.split()[1]))
 
 
 def resident_kib(pid: int) -> int:

@@ -165,7 +165,7 @@ async def test_two_hundred_streams_at_once(async_client: AsyncOpenAI, served: Se
     texts = await asyncio.gather(*(one(number) for number in range(200)))
     assert texts == [f"stream {number:03d}" for number in range(200)]
     assert served.is_alive()
-    eventually(lambda: "pagemill_gateway_streams 0\n" in served.metrics(), "the end of all streams")
+    eventually(lambda: "pagemill_gateway_streams 0.0\n" in served.metrics(), "the end of all streams")
 
 
 async def test_whoever_hangs_up_ends_the_job(

@@ -78,7 +78,7 @@ def test_a_stream_whose_job_contradicts_itself_ends_with_an_error(by_hand: Queue
     assert listener.text == "one two"
     assert listener.error["code"] == "stream_diverged"
     assert not listener.is_done
-    assert "pagemill_gateway_stream_errors_total 1\n" in before_it.metrics()
+    assert "pagemill_gateway_stream_errors_total 1.0\n" in before_it.metrics()
     eventually(
         lambda: by_hand.checkpoint(job, delta(2, 4, text=" four")) == "cancelled", "the end of its job"
     )
@@ -107,7 +107,7 @@ def test_a_signal_lets_open_requests_end(number: int, valkey_url: str, queue_nam
             whole = thread.submit(httpx.post, f"{served.base_url}/completions", json=LONG, timeout=PATIENCE_S)
             idle = streams.enter_context(served.connect())
             eventually(lambda: all(listener.text for listener in listeners), "the streams' begin")
-            eventually(lambda: "requests_in_flight 5\n" in served.metrics(), "the request beside them")
+            eventually(lambda: "requests_in_flight 5.0\n" in served.metrics(), "the request beside them")
             process.send_signal(number)
             assert idle.recv(1) == b""
         assert [listener.text for listener in listeners] == [LONG["prompt"]] * 3
@@ -131,7 +131,7 @@ def test_what_outlasts_the_drain_is_told_so_and_its_jobs_end(valkey_url: str, qu
                 httpx.post, f"{served.base_url}/completions", json=ENDLESS, timeout=PATIENCE_S
             )
             eventually(lambda: all(listener.text for listener in listeners), "the streams' begin")
-            eventually(lambda: "requests_in_flight 5\n" in served.metrics(), "the request beside them")
+            eventually(lambda: "requests_in_flight 5.0\n" in served.metrics(), "the request beside them")
             process.send_signal(signal.SIGTERM)
         assert [listener.error.get("code") for listener in listeners] == ["stopping"] * 3
         answer = whole.result()
@@ -224,7 +224,7 @@ def test_requests_outlive_a_server_that_comes_back(
         url = f"{served.base_url}/completions"
         with listening(served, **LONG) as listener:
             whole = thread.submit(httpx.post, url, json=LONG, timeout=PATIENCE_S)
-            eventually(lambda: "requests_in_flight 3\n" in served.metrics(), "two requests and ours")
+            eventually(lambda: "requests_in_flight 3.0\n" in served.metrics(), "two requests and ours")
             eventually(lambda: listener.text, "the stream's begin")
             own_valkey.kill()
             new = httpx.post(url, json=LONG, timeout=PATIENCE_S)
@@ -259,5 +259,5 @@ def test_a_server_that_stays_away_holds_no_request_beyond_its_deadline(
         assert [listener.status for listener in ends] == [504, 200]
         assert ends[1].error["code"] == "deadline_exceeded"
         eventually(
-            lambda: "pagemill_gateway_requests_in_flight 1\n" in served.metrics(), "no request but ours"
+            lambda: "pagemill_gateway_requests_in_flight 1.0\n" in served.metrics(), "no request but ours"
         )

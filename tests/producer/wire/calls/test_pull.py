@@ -72,8 +72,8 @@ def test_each_pull_issues_a_new_token_and_a_lease(queue: Queue) -> None:
 
 
 def test_an_envelope_of_a_newer_version_is_left_alone(queue: Queue) -> None:
-    header = b'{"id":"new","lane":"2:1:default:m","cost":1}'
-    queue.run(transitions.submit(queue.name, [Submission("new", header, b'{"v":2}')]))
+    header = b'{"id":"new","lane":"9:1:default:m","cost":1}'
+    queue.run(transitions.submit(queue.name, [Submission("new", header, b'{"v":9}')]))
     assert queue.pull() == []
     assert queue.state("new") == "queued"
 

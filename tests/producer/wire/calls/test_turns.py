@@ -72,6 +72,14 @@ def test_models_take_turns_on_a_worker_that_serves_several(queue: Queue) -> None
     assert {job.job_id[0] for job in queue.pull(10, models=("n",))} == {"n"}
 
 
+def test_tasks_take_turns_and_change_nothing_of_the_models_turns(queue: Queue) -> None:
+    for model in ("m", "n"):
+        queue.submit(*(f"{model}-generate-{i}" for i in range(10)), model=model)
+    queue.submit(*(f"n-score-{i}" for i in range(10)), model="n", task="score")
+    pulled = Counter(job.job_id.rpartition("-")[0] for job in queue.pull(16, models=("m", "n")))
+    assert pulled == {"m-generate": 8, "n-generate": 4, "n-score": 4}
+
+
 def test_nothing_starves_under_a_flood_of_urgent_jobs(queue: Queue) -> None:
     for tenant in "xyz":
         queue.submit(f"low-{tenant}", priority="low", tenant=tenant)

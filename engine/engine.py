@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence as SequenceType
+from copy import deepcopy
 from dataclasses import replace
 
 from pagemill.engine.block_watch import BlockWatch
@@ -13,7 +14,14 @@ from pagemill.engine.config import EngineConfig, SchedulerConfig
 from pagemill.engine.device_failure import tells_of_lost_device
 from pagemill.engine.engine_stats import StepRecorder
 from pagemill.engine.errors import DeviceLost, EngineError, InvalidRequest
-from pagemill.engine.outputs import Capacity, EngineStats, KVCacheStats, RequestOutput, SampleState
+from pagemill.engine.outputs import (
+    Capacity,
+    EngineStats,
+    KVCacheStats,
+    LoadedModel,
+    RequestOutput,
+    SampleState,
+)
 from pagemill.engine.parts import EngineParts, Tier
 from pagemill.engine.plan import StepHandle, StepPlan
 from pagemill.engine.sampling_params import SamplingParams
@@ -51,6 +59,15 @@ class Engine:
         self._lost: DeviceLost | None = None
         self._recorder = StepRecorder(limits.max_num_batched_tokens)
         self._kv_of_step: KVCacheStats | None = None
+        self._planning_s = 0.0
+        self._loaded = LoadedModel(
+            parts.served_model,
+            parts.device,
+            parts.tier,
+            parts.fingerprint,
+            limits.max_model_len,
+            limits.max_num_seqs,
+        )
         self._block_watch = BlockWatch(self._scheduler.block_states)
         self._grammars = Grammars(parts.tokenizer, parts.vocab_size, limits.eos_token_ids)
         pool_tokens = (limits.num_kv_blocks - 1) * limits.block_size
@@ -184,37 +201,46 @@ class Engine:
             DeviceLost: the device, or a process of a model that is spread over several, died. No step will succeed
                 any more; each says so.
         """
+        outputs = self._take_prepared()
+        with self._recorder.stepping():
+            plan = self._plan()
+            if plan is not None:
+                outputs += self._launch(plan)
+            if self._in_flight and (plan is None or len(self._in_flight) > self.limits.depth):
+                outputs += self._collect(self._in_flight.popleft())
+        return outputs
+
+    def _take_prepared(self) -> list[RequestOutput]:
+        """Let in what has been prepared beside the steps: compiled schemas, and masks for the next tokens."""
         if self._lost is not None:
             raise self._lost
         outputs = self._take_compiled() if self._grammars else []
         if self._scheduler.has_unread:
             self._grammars.wait_for_masks()
             outputs += self._output_processor.process(self._scheduler.read_on())
-        started = time.perf_counter()
-        try:
-            return outputs + self._step(started)
-        finally:
-            self._recorder.busy_seconds += time.perf_counter() - started
+        return outputs
 
-    def _step(self, started: float) -> list[RequestOutput]:
+    def _plan(self) -> StepPlan | None:
+        started = time.perf_counter()
         plan = self._scheduler.schedule()
-        scheduled = time.perf_counter()
+        self._planning_s = time.perf_counter() - started
         self._kv_of_step = None
-        if plan is not None:
-            self._kv_of_step = kv = self._scheduler.kv_stats()
-            self._block_watch.observe()
-            try:
-                self._in_flight.append(self._parts.executor.launch(plan))
-            except Exception as error:
-                return self._recover(plan, error)
-            self._recorder.planned(plan, kv, scheduled - started)
-            if len(self._in_flight) <= self.limits.depth:
-                return []
-        if not self._in_flight:
-            if self._scheduler.has_unread:
-                self._grammars.pump(MASK_WAIT_S)
-            return []
-        step = self._in_flight.popleft()
+        if plan is None and not self._in_flight and self._scheduler.has_unread:
+            self._grammars.pump(MASK_WAIT_S)
+        return plan
+
+    def _launch(self, plan: StepPlan) -> list[RequestOutput]:
+        self._kv_of_step = kv = self._scheduler.kv_stats()
+        self._block_watch.observe()
+        try:
+            self._in_flight.append(self._parts.executor.launch(plan))
+        except Exception as error:
+            return self._recover(plan, error)
+        self._recorder.planned(plan, kv, self._planning_s)
+        return []
+
+    def _collect(self, step: StepHandle) -> list[RequestOutput]:
+        """Wait for a step, and retire it."""
         try:
             result = step.wait()
         except Exception as error:
@@ -246,27 +272,12 @@ class Engine:
         return EngineStats(
             kv=self._kv(),
             scheduler=self._scheduler.stats(),
-            tier=self.tier,
-            fingerprint=self.fingerprint,
-            model=self.served_model,
-            device=self._parts.device,
-            max_model_len=self.limits.max_model_len,
-            max_num_seqs=self.limits.max_num_seqs,
-            steps=self._recorder.steps,
-            last_step_time=self._recorder.last_step_time,
-            peak_utilization=self._recorder.peak_utilization,
-            prompt_tokens=texts.prompt_tokens,
-            computed_tokens=self._recorder.computed_tokens,
-            generated_tokens=texts.generated_tokens,
-            prompt_tokens_by_source=dict(texts.prompt_tokens_by_source),
-            finished=dict(texts.finished),
-            invalid_logits=self._scheduler.num_invalid_logits,
-            structured_outputs=dict(texts.structured_outputs),
-            grammar_cache_hits=self._grammars.cache_hits,
-            grammar_cache_misses=self._grammars.cache_misses,
-            blocks=self._block_watch.latest,
-            busy_seconds=self._recorder.busy_seconds,
+            loaded=self._loaded,
+            steps=replace(self._recorder.stats),
+            requests=deepcopy(texts.requests),
+            grammars=self._grammars.stats(),
             memory_bytes=self._parts.memory_bytes(),
+            blocks=self._block_watch.latest,
             histograms=self._recorder.histograms()
             | texts.histograms()
             | self._scheduler.histograms()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from pagemill.engine.outputs import Histogram, HistogramSnapshot, KVCacheStats, LabelValues
+from pagemill.engine.outputs import Histogram, HistogramSnapshot, KVCacheStats, LabelValues, StepStats
 from pagemill.engine.plan import StepPlan, StepResult
 
 STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -19,11 +21,8 @@ class StepRecorder:
 
     def __init__(self, budget: int) -> None:
         """`budget`: the most tokens that a step may compute."""
-        self.steps = 0
-        self.computed_tokens = 0
-        self.last_step_time = 0.0
-        self.peak_utilization = 0.0
-        self.busy_seconds = 0.0
+        self.stats = StepStats()
+        """Read by a snapshot between two steps."""
         self._budget = budget
         self._budget_use = Histogram(UTILIZATION_BUCKETS)
         self._seconds = {(phase, kind): Histogram(STEP_BUCKETS) for phase in PHASES for kind in KINDS}
@@ -31,21 +30,31 @@ class StepRecorder:
         self._utilization = Histogram(UTILIZATION_BUCKETS)
         self._batch_size = Histogram(POWERS_OF_TWO)
 
-    def planned(self, plan: StepPlan, kv: KVCacheStats, schedule_s: float) -> None:
-        """A step was launched; the pool is as full as this step makes it."""
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Counts the time inside the block as busy."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stats.busy_seconds += time.perf_counter() - started
+
+    def planned(self, plan: StepPlan, kv: KVCacheStats, seconds: float) -> None:
+        """A step was launched, planned in so many seconds; the pool is as full as this step makes it."""
         kind, num_tokens = plan.kind, plan.num_tokens
-        self._seconds["schedule", kind].observe(schedule_s)
+        self._seconds["schedule", kind].observe(seconds)
         self._tokens[kind,].observe(num_tokens)
         self._budget_use.observe(num_tokens / self._budget)
         self._batch_size.observe(len(plan.work))
         self._utilization.observe(kv.utilization)
-        self.peak_utilization = max(self.peak_utilization, kv.utilization)
+        self.stats.peak_utilization = max(self.stats.peak_utilization, kv.utilization)
 
     def collected(self, plan: StepPlan, result: StepResult, output_s: float) -> None:
         """A step retired."""
-        self.steps += 1
-        self.computed_tokens += plan.num_tokens
-        self.last_step_time = time.monotonic()
+        self.stats.finished += 1
+        self.stats.replayed += result.is_replayed
+        self.stats.computed_tokens += plan.num_tokens
+        self.stats.last_time = time.monotonic()
         kind = plan.kind
         self._seconds["prepare", kind].observe(result.prepare_s)
         self._seconds["forward", kind].observe(result.forward_s)

@@ -181,8 +181,68 @@ class SchedulerStats:
     recomputed_tokens: int = 0
     """Those that were computed again (prefix hits deducted)."""
     steps_failed: int = 0
+    invalid_logits: int = 0
+    """Rows whose logits were not finite."""
     discarded_tokens: int = 0
     """Sampled tokens thrown away because their sequence had already ended (a stop found one step late)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What an engine serves, and how; the same for as long as it lives."""
+
+    model: str = ""
+    device: str = ""
+    tier: str = ""
+    """Exactness tier: bitwise, token or continues."""
+    fingerprint: str = ""
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+
+
+@dataclass(slots=True)
+class StepStats:
+    """Counted by the engine's thread; in a snapshot a copy."""
+
+    finished: int = 0
+    replayed: int = 0
+    """Those of them that a CUDA graph ran; the others ran eagerly."""
+    computed_tokens: int = 0
+    """Tokens that went through the model, redone ones included."""
+    busy_seconds: float = 0.0
+    """Time inside steps."""
+    last_time: float = 0.0
+    """`time.monotonic()` when the last step finished; 0.0 before the first."""
+    peak_utilization: float = 0.0
+    """The fullest that any step made the KV cache."""
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Counted by the engine's thread; in a snapshot a copy."""
+
+    prompt_tokens: int = 0
+    """Prompt tokens of admitted requests."""
+    generated_tokens: int = 0
+    prompt_tokens_by_source: dict[PromptSource, int] = field(
+        default_factory=lambda: {"computed": 0, "prefix_cache": 0}
+    )
+    """Prompt tokens of requests at their first admission, by where their KV came from."""
+    finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
+    """finish reason -> requests (a request counts under its first sample's reason)."""
+    structured_outputs: dict[StructuredResult, int] = field(
+        default_factory=lambda: {"valid": 0, "truncated": 0, "invalid": 0}
+    )
+    """Ended samples with structured_outputs. truncated: max_tokens came first; invalid: what came does not
+    match, or nothing could be sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarStats:
+    """The cache of compiled schemas."""
+
+    hits: int = 0
+    misses: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,38 +250,11 @@ class EngineStats:
     """One immutable snapshot, taken by the engine's own thread between two steps."""
 
     kv: KVCacheStats
-    scheduler: SchedulerStats
-    tier: str
-    """Exactness tier: bitwise, token or continues."""
-    fingerprint: str
-    model: str
-    device: str
-    max_model_len: int
-    max_num_seqs: int
-    steps: int = 0
-    last_step_time: float = 0.0
-    """`time.monotonic()` when the last step finished; 0.0 before the first."""
-    peak_utilization: float = 0.0
-    """The fullest that any step made the KV cache."""
-    prompt_tokens: int = 0
-    """Prompt tokens of admitted requests."""
-    computed_tokens: int = 0
-    """Tokens that went through the model, redone ones included."""
-    generated_tokens: int = 0
-    prompt_tokens_by_source: dict[PromptSource, int] = field(default_factory=dict)
-    """Prompt tokens of requests at their first admission, by where their KV came from."""
-    finished: dict[str, int] = field(default_factory=dict)
-    """finish reason -> requests (a request counts under its first sample's reason)."""
-    invalid_logits: int = 0
-    structured_outputs: dict[StructuredResult, int] = field(default_factory=dict)
-    """Ended samples with structured_outputs. truncated: max_tokens came first; invalid: what came does not
-    match, or nothing could be sampled."""
-    grammar_cache_hits: int = 0
-    grammar_cache_misses: int = 0
-    busy_seconds: float = 0.0
-    """Time inside steps."""
-    graph_steps: int = 0
-    """Steps replayed from a CUDA graph; the other `steps` ran eagerly."""
+    scheduler: SchedulerStats = SchedulerStats()
+    loaded: LoadedModel = LoadedModel()
+    steps: StepStats = field(default_factory=StepStats)
+    requests: RequestStats = field(default_factory=RequestStats)
+    grammars: GrammarStats = GrammarStats()
     memory_bytes: dict[MemoryUse, int] = field(default_factory=dict)
     """The device's memory by use, as far as it is known."""
     blocks: BlockMap | None = None

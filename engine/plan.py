@@ -139,6 +139,8 @@ class StepResult:
     """Number in `StepPlan.work` -> entries for the given tokens from `RowWork.first_scored` on."""
     without_choice: frozenset[int] = frozenset()
     """Sample numbers for which the request's own parameters left no token, whatever `token_ids` says of them."""
+    is_replayed: bool = False
+    """A CUDA graph ran it."""
     prepare_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0

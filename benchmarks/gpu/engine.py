@@ -163,7 +163,7 @@ def run_pagemill(job: Job, directory: Path) -> Row:
     output_tokens = sum(len(result.outputs[0].token_ids) for result in results)
     assert output_tokens == sum(lengths), f"{output_tokens} tokens of {sum(lengths)}"
     stats = llm.engine.stats()
-    return _row(job, seconds, output_tokens, ready - started) | {"steps": stats.steps}
+    return _row(job, seconds, output_tokens, ready - started) | {"steps": stats.steps.finished}
 
 
 def _row(job: Job, seconds: float, output_tokens: int, start_seconds: float) -> Row:

@@ -66,7 +66,7 @@ class Scheduler:
         self._insertions = count()
         self._next_step_id = 0
         self._steps_failed = 0
-        self.num_invalid_logits = 0
+        self._num_invalid_logits = 0
         """Rows whose logits were not finite."""
         self._discarded_tokens = 0
 
@@ -262,6 +262,7 @@ class Scheduler:
             preempted_tokens=preemption.preempted_tokens,
             recomputed_tokens=preemption.recomputed_tokens,
             steps_failed=self._steps_failed,
+            invalid_logits=self._num_invalid_logits,
             discarded_tokens=self._discarded_tokens,
         )
 
@@ -390,7 +391,7 @@ class Scheduler:
     def _fail_invalid(self, request: Request) -> list[SequenceUpdate]:
         """Logits were not finite: the request fails, and nothing it may have spoilt is found again."""
         live = request.live_sequences
-        self.num_invalid_logits += len(live)
+        self._num_invalid_logits += len(live)
         for sequence in live:
             self.kv_cache.forget(sequence)
         return self.fail(request.request_id, "the model's logits were not finite", "output_invalid")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from pagemill.engine.errors import EngineError, UnsupportedFeature
-from pagemill.engine.outputs import Histogram, HistogramSnapshot, LabelValues
+from pagemill.engine.outputs import GrammarStats, Histogram, HistogramSnapshot, LabelValues
 from pagemill.engine.scheduling.request import Request
 from pagemill.engine.structured_output.choice import ChoiceCompiler, CompiledChoice
 from pagemill.engine.structured_output.served_grammar import MaskBudget
@@ -103,13 +103,12 @@ class Grammars:
         if self._schemas is not None:
             self._schemas.load_vocabulary()
 
-    @property
-    def cache_hits(self) -> int:
-        return self._schemas.hits if self._schemas is not None else 0
-
-    @property
-    def cache_misses(self) -> int:
-        return self._schemas.misses if self._schemas is not None else 0
+    def stats(self) -> GrammarStats:
+        return (
+            GrammarStats()
+            if self._schemas is None
+            else GrammarStats(self._schemas.hits, self._schemas.misses)
+        )
 
     def histograms(self) -> dict[str, dict[LabelValues, HistogramSnapshot]]:
         return {"grammar_compile_seconds": {(): self._compile_seconds.snapshot()}}

@@ -13,9 +13,8 @@ from pagemill.engine.outputs import (
     HistogramSnapshot,
     LabelValues,
     Phase,
-    PromptSource,
     RequestOutput,
-    StructuredResult,
+    RequestStats,
     Usage,
 )
 from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
@@ -65,15 +64,7 @@ class _RequestRecord:
 
 @dataclass(slots=True)
 class OutputStats:
-    generated_tokens: int = 0
-    prompt_tokens: int = 0
-    prompt_tokens_by_source: dict[PromptSource, int] = field(
-        default_factory=lambda: {"computed": 0, "prefix_cache": 0}
-    )
-    structured_outputs: dict[StructuredResult, int] = field(
-        default_factory=lambda: {"valid": 0, "truncated": 0, "invalid": 0}
-    )
-    finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
+    requests: RequestStats = field(default_factory=RequestStats)
     ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS))
     itl: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS))
     tpot: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS))
@@ -137,7 +128,7 @@ class OutputProcessor:
         record.best_of = best_of
         record.num_resumed_tokens = request.num_output_tokens
         self._records[request.request_id] = record
-        self.stats.prompt_tokens += request.num_input_tokens
+        self.stats.requests.prompt_tokens += request.num_input_tokens
         self.stats.prompt_length.observe(request.num_input_tokens)
         self.stats.samples.observe(request.params.n)
         if not isinstance(request.task, Score):
@@ -264,18 +255,18 @@ class OutputProcessor:
         is_complete = sequence.grammar is not None and sequence.grammar.is_complete
         match sequence.finish_reason:
             case "stop" if is_complete or not is_cut:  # a grammar lets EOS come only where it may end
-                self.stats.structured_outputs["valid"] += 1
+                self.stats.requests.structured_outputs["valid"] += 1
             case "stop" | "length":
-                self.stats.structured_outputs["truncated"] += 1
+                self.stats.requests.structured_outputs["truncated"] += 1
             case "error":
-                self.stats.structured_outputs["invalid"] += 1
+                self.stats.requests.structured_outputs["invalid"] += 1
 
     def _record_latency(
         self, record: _RequestRecord, sample: _SampleText, num_tokens: int, now: float
     ) -> None:
         if not num_tokens:
             return
-        self.stats.generated_tokens += num_tokens
+        self.stats.requests.generated_tokens += num_tokens
         if record.first_token_time is None:
             record.first_token_time = now
             self.stats.ttft.observe(now - record.added)
@@ -290,7 +281,7 @@ class OutputProcessor:
             return
         record.is_admission_counted = True
         self.stats.wait.observe(max(0.0, request.admitted_at - record.added))
-        sources = self.stats.prompt_tokens_by_source
+        sources = self.stats.requests.prompt_tokens_by_source
         sources["prefix_cache"] += request.num_cached_tokens
         sources["computed"] += request.num_input_tokens - request.num_cached_tokens
 
@@ -338,7 +329,7 @@ class OutputProcessor:
         if record.first_token_time is not None:
             output.ttft_s = record.first_token_time - record.added
         reason = request.sequences[0].finish_reason or "error"
-        self.stats.finished[reason] += 1
+        self.stats.requests.finished[reason] += 1
         self.stats.e2e.observe(now - record.added)
         self.stats.generated_length.observe(generated - record.num_resumed_tokens)
         if request.was_admitted:

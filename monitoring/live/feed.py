@@ -230,21 +230,21 @@ def _end(dated: DatedEnd) -> dict[str, Any]:
 
 def _engine(stats: EngineStats) -> dict[str, Any]:
     return {
-        "model": stats.model,
-        "device": stats.device,
-        "tier": stats.tier,
-        "max_num_seqs": stats.max_num_seqs,
-        "max_model_len": stats.max_model_len,
+        "model": stats.loaded.model,
+        "device": stats.loaded.device,
+        "tier": stats.loaded.tier,
+        "max_num_seqs": stats.loaded.max_num_seqs,
+        "max_model_len": stats.loaded.max_model_len,
         "running": stats.scheduler.running,
         "waiting": stats.scheduler.waiting,
         "preemptions": stats.scheduler.preemptions,
-        "steps": stats.steps,
-        "last_step_age_s": round(time.monotonic() - stats.last_step_time, 3)
-        if stats.last_step_time
+        "steps": stats.steps.finished,
+        "last_step_age_s": round(time.monotonic() - stats.steps.last_time, 3)
+        if stats.steps.last_time
         else None,
-        "generated_tokens": stats.generated_tokens,
-        "prompt_tokens": stats.prompt_tokens,
-        "computed_tokens": stats.computed_tokens,
+        "generated_tokens": stats.requests.generated_tokens,
+        "prompt_tokens": stats.requests.prompt_tokens,
+        "computed_tokens": stats.steps.computed_tokens,
     }
 
 
@@ -259,7 +259,7 @@ def _kv(stats: EngineStats) -> dict[str, Any]:
         "reserved": kv.reserved_blocks,
         "shared": kv.shared_blocks,
         "utilization": round(kv.utilization, 4),
-        "peak": round(stats.peak_utilization, 4),
+        "peak": round(stats.steps.peak_utilization, 4),
         "waste": round(kv.waste, 4),
         "evictions": kv.evictions,
         "cow_copies": kv.cow_copies,

@@ -51,6 +51,6 @@ class LiveHistory:
         if before is None:
             return 0.0, 0.0
         elapsed = max(1e-3, now - before[0])
-        generated = engine.generated_tokens - before[1].generated_tokens
-        computed = engine.computed_tokens - before[1].computed_tokens
+        generated = engine.requests.generated_tokens - before[1].requests.generated_tokens
+        computed = engine.steps.computed_tokens - before[1].steps.computed_tokens
         return round(generated / elapsed, 1), round(computed / elapsed, 1)

@@ -19,26 +19,26 @@ def _waiting(stats: EngineStats) -> Mapping[str, Number]:
 
 
 def _finished(stats: EngineStats) -> Mapping[str, Number]:
-    return {reason: stats.finished.get(reason, 0) for reason in FINISH_REASONS}
+    return {reason: stats.requests.finished.get(reason, 0) for reason in FINISH_REASONS}
 
 
 def _structured(stats: EngineStats) -> Mapping[str, Number]:
-    return {result: stats.structured_outputs.get(result, 0) for result in STRUCTURED_RESULTS}
+    return {result: stats.requests.structured_outputs.get(result, 0) for result in STRUCTURED_RESULTS}
 
 
 def _prompt_sources(stats: EngineStats) -> Mapping[str, Number]:
     return {
-        "computed": stats.prompt_tokens_by_source.get("computed", 0),
-        "prefix_cache": stats.prompt_tokens_by_source.get("prefix_cache", 0),
+        "computed": stats.requests.prompt_tokens_by_source.get("computed", 0),
+        "prefix_cache": stats.requests.prompt_tokens_by_source.get("prefix_cache", 0),
     }
 
 
 def _steps_by_mode(stats: EngineStats) -> Mapping[str, Number]:
-    return {"graph": stats.graph_steps, "eager": stats.steps - stats.graph_steps}
+    return {"graph": stats.steps.replayed, "eager": stats.steps.finished - stats.steps.replayed}
 
 
 def _grammar_cache(stats: EngineStats) -> Mapping[str, Number]:
-    return {"hit": stats.grammar_cache_hits, "miss": stats.grammar_cache_misses}
+    return {"hit": stats.grammars.hits, "miss": stats.grammars.misses}
 
 
 def _memory(stats: EngineStats) -> Mapping[str, Number]:
@@ -46,7 +46,7 @@ def _memory(stats: EngineStats) -> Mapping[str, Number]:
 
 
 STEPS: tuple[Metric[EngineStats], ...] = (
-    counter("engine_steps_total", "Engine steps finished.", lambda s: s.steps),
+    counter("engine_steps_total", "Engine steps finished.", lambda s: s.steps.finished),
     counter("engine_steps_failed_total", "Engine steps that raised.", lambda s: s.scheduler.steps_failed),
     counter(
         "engine_graph_steps_total",
@@ -57,12 +57,12 @@ STEPS: tuple[Metric[EngineStats], ...] = (
     counter(
         "engine_busy_seconds_total",
         "Time inside steps; what its rate lacks to 1 is idle time.",
-        lambda s: s.busy_seconds,
+        lambda s: s.steps.busy_seconds,
     ),
     counter(
         "engine_computed_tokens_total",
         "Tokens that went through the model, redone ones included.",
-        lambda s: s.computed_tokens,
+        lambda s: s.steps.computed_tokens,
     ),
     counter(
         "engine_discarded_tokens_total",
@@ -82,7 +82,9 @@ STEPS: tuple[Metric[EngineStats], ...] = (
         "engine_batch_token_budget_ratio", "Tokens in a step / max_num_batched_tokens.", "step_budget_use"
     ),
     engine_histogram("engine_batch_size", "Sequences in a step.", "batch_size"),
-    counter("invalid_logits_total", "Rows whose logits were not finite.", lambda s: s.invalid_logits),
+    counter(
+        "invalid_logits_total", "Rows whose logits were not finite.", lambda s: s.scheduler.invalid_logits
+    ),
     gauge("device_memory_bytes", "The model's memory by use, as far as it is known.", _memory, "use"),
 )
 
@@ -96,7 +98,7 @@ REQUESTS: tuple[Metric[EngineStats], ...] = (
         "reason",
     ),
     gauge("requests_swapped", "Sequences whose KV blocks are in host memory.", lambda s: s.scheduler.swapped),
-    gauge("max_num_seqs", "Rows of the batch.", lambda s: s.max_num_seqs),
+    gauge("max_num_seqs", "Rows of the batch.", lambda s: s.loaded.max_num_seqs),
     counter("requests_completed_total", "Requests by how they ended.", _finished, "finish_reason"),
     engine_histogram(
         "time_to_first_token_seconds",
@@ -141,14 +143,14 @@ REQUESTS: tuple[Metric[EngineStats], ...] = (
 )
 
 TOKENS: tuple[Metric[EngineStats], ...] = (
-    counter("prompt_tokens_total", "Prompt tokens of accepted requests.", lambda s: s.prompt_tokens),
+    counter("prompt_tokens_total", "Prompt tokens of accepted requests.", lambda s: s.requests.prompt_tokens),
     counter(
         "prompt_tokens_by_source_total",
         "Prompt tokens of requests that have started, by where their KV came from.",
         _prompt_sources,
         "source",
     ),
-    counter("generated_tokens_total", "Tokens generated.", lambda s: s.generated_tokens),
+    counter("generated_tokens_total", "Tokens generated.", lambda s: s.requests.generated_tokens),
     counter(
         "structured_outputs_total",
         "Samples with structured_outputs that have ended. truncated: max_tokens came first.",

@@ -18,7 +18,7 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from pagemill.engine.outputs import EngineStats, KVCacheStats, SchedulerStats
+from pagemill.engine.outputs import EngineStats, KVCacheStats
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.monitoring.metrics.catalogue import OF_WORKERS
 from pagemill.monitoring.metrics.engine import ENGINE_METRICS
@@ -31,16 +31,7 @@ from pagemill.monitoring.queue_figures import QueueFigures
 
 logger = logging.getLogger(__name__)
 
-NOT_LOADED = EngineStats(
-    kv=KVCacheStats(*(0,) * 9),
-    scheduler=SchedulerStats(),
-    tier="",
-    fingerprint="",
-    model="",
-    device="",
-    max_model_len=0,
-    max_num_seqs=0,
-)
+NOT_LOADED = EngineStats(KVCacheStats(*(0,) * 9))
 """Stands in until the model is loaded: counters and gauges are there from the first scrape, at 0."""
 
 T = TypeVar("T")
@@ -145,7 +136,7 @@ class _WorkerCollector(Collector):
         return ScrapeFigures(
             identity=self._identity,
             engine=engine,
-            last_step_unix=self._unix_time_of_last_step(engine.last_step_time if engine else 0.0),
+            last_step_unix=self._unix_time_of_last_step(engine.steps.last_time if engine else 0.0),
             accounting_errors=self._accounting_errors,
             source_errors=dict(self._source_errors),
         )

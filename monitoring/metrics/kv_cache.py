@@ -95,7 +95,7 @@ BLOCKS: tuple[Metric[EngineStats], ...] = (
     gauge(
         "kv_cache_peak_utilization_ratio",
         "Highest KV cache utilisation of any step since the worker started.",
-        lambda s: s.peak_utilization,
+        lambda s: s.steps.peak_utilization,
     ),
     gauge("kv_cache_occupancy_ratio", "Active and cached KV blocks / capacity.", _occupancy),
     gauge(

@@ -32,17 +32,19 @@ class ScrapeFigures:
 
 def _worker_info(figures: ScrapeFigures) -> Mapping[Labels, Number]:
     identity, engine = figures.identity, figures.engine
-    return {(identity.worker, identity.queue, engine.model if engine else "", identity.version): 1}
+    return {(identity.worker, identity.queue, engine.loaded.model if engine else "", identity.version): 1}
 
 
 def _engine_info(figures: ScrapeFigures) -> Mapping[Labels, Number]:
-    engine = figures.engine
-    return {(engine.model, engine.device, engine.tier, engine.fingerprint): 1} if engine else {}
+    if figures.engine is None:
+        return {}
+    loaded = figures.engine.loaded
+    return {(loaded.model, loaded.device, loaded.tier, loaded.fingerprint): 1}
 
 
 def _kv_cache_info(figures: ScrapeFigures) -> Mapping[Labels, Number]:
     engine = figures.engine
-    return {(engine.kv.dtype, engine.device): 1} if engine else {}
+    return {(engine.kv.dtype, engine.loaded.device): 1} if engine else {}
 
 
 SCRAPE_METRICS: tuple[Metric[ScrapeFigures], ...] = (

@@ -20,13 +20,13 @@ _WAIT_REASONS = {"kv": "capacity", "rows": "capacity", "budget": "deferred"}
 
 
 def _one(read: Callable[[EngineStats], Number]) -> Callable[[EngineStats], Mapping[Labels, Number]]:
-    return lambda stats: {(stats.model, "0"): read(stats)}
+    return lambda stats: {(stats.loaded.model, "0"): read(stats)}
 
 
 def _by(
     read: Callable[[EngineStats], Mapping[str, Number]],
 ) -> Callable[[EngineStats], Mapping[Labels, Number]]:
-    return lambda stats: {(stats.model, "0", key): value for key, value in read(stats).items()}
+    return lambda stats: {(stats.loaded.model, "0", key): value for key, value in read(stats).items()}
 
 
 def _waiting_by_reason(stats: EngineStats) -> Mapping[str, Number]:
@@ -37,7 +37,7 @@ def _waiting_by_reason(stats: EngineStats) -> Mapping[str, Number]:
 
 def _cache_config(stats: EngineStats) -> Mapping[Labels, Number]:
     kv = stats.kv
-    return {(stats.model, "0", str(kv.block_size), str(kv.capacity_blocks), kv.dtype or "auto"): 1}
+    return {(stats.loaded.model, "0", str(kv.block_size), str(kv.capacity_blocks), kv.dtype or "auto"): 1}
 
 
 def _gauge(
@@ -55,7 +55,7 @@ def _counter(
 def _histogram(name: str, help: str, source: str) -> Metric[EngineStats]:
     def read(stats: EngineStats) -> Mapping[Labels, HistogramSnapshot]:
         children = list(stats.histograms.get(source, {}).values())
-        return {(stats.model, "0"): _merged(children)} if children else {}
+        return {(stats.loaded.model, "0"): _merged(children)} if children else {}
 
     return Metric("histogram", name, help, read, LABELS, PREFIX)
 
@@ -79,14 +79,14 @@ ALIASES: tuple[Metric[EngineStats], ...] = (
     _counter("prefix_cache_hits_total", "Tokens found.", _one(lambda s: s.kv.prefix_hit_tokens)),
     _counter("num_preemptions_total", "Preemptions.",
              _one(lambda s: s.scheduler.preemptions + s.scheduler.swap_preemptions)),
-    _counter("prompt_tokens_total", "Prompt tokens.", _one(lambda s: s.prompt_tokens)),
+    _counter("prompt_tokens_total", "Prompt tokens.", _one(lambda s: s.requests.prompt_tokens)),
     _counter("prompt_tokens_cached_total", "Prompt tokens that were cached.",
-             _one(lambda s: s.prompt_tokens_by_source.get("prefix_cache", 0))),
-    _counter("generation_tokens_total", "Tokens generated.", _one(lambda s: s.generated_tokens)),
-    _counter("request_success_total", "Requests by how they ended.", _by(lambda s: dict(s.finished)),
+             _one(lambda s: s.requests.prompt_tokens_by_source.get("prefix_cache", 0))),
+    _counter("generation_tokens_total", "Tokens generated.", _one(lambda s: s.requests.generated_tokens)),
+    _counter("request_success_total", "Requests by how they ended.", _by(lambda s: dict(s.requests.finished)),
              "finished_reason"),
     _counter("corrupted_requests_total", "Requests whose logits were not finite.",
-             _one(lambda s: s.invalid_logits)),
+             _one(lambda s: s.scheduler.invalid_logits)),
     _histogram("iteration_tokens_total", "Tokens in a step.", "step_tokens"),
     _histogram("time_to_first_token_seconds", "Time to the first token.", "time_to_first_token_seconds"),
     _histogram("inter_token_latency_seconds", "Between two tokens.", "inter_token_latency_seconds"),

@@ -103,7 +103,7 @@ def test_alone_in_a_crowd_in_chunks_and_preempted(model: str, directory: Any) ->
     path, prompts = directory(model), make_prompts()
     plain = make_llm(path, enable_prefix_caching=False)
     alone = generate_alone(plain, prompts)
-    assert plain.engine.stats().tier == "bitwise"
+    assert plain.engine.stats().loaded.tier == "bitwise"
     assert generate(plain, prompts) == alone
     assert generate(make_llm(path, max_num_batched_tokens=13), prompts) == alone
     cached = make_llm(path, max_num_seqs=3)
@@ -156,7 +156,7 @@ def test_without_it_the_schedule_shows(directory: Any) -> None:
     path, prompts = directory("llama"), [make_prompts()[-1]]
     options = {"batch_invariant": False, "enable_prefix_caching": False}
     llm = make_llm(path, **options)
-    assert llm.engine.stats().tier == "token"
+    assert llm.engine.stats().loaded.tier == "token"
     assert generate(make_llm(path, max_num_batched_tokens=1, **options), prompts) != generate(llm, prompts)
     invariant = make_llm(path, max_num_batched_tokens=1, enable_prefix_caching=False)
     assert generate(invariant, prompts) == generate(make_llm(path), prompts)

@@ -59,8 +59,8 @@ def test_prompt_tokens_come_from_somewhere() -> None:
     engine = echo()
     run(engine, (PROMPT, SamplingParams(max_tokens=2)))
     stats = run(engine, ([*PROMPT[:32], 7, 8, 9], SamplingParams(max_tokens=2)))
-    assert stats.prompt_tokens_by_source == {"computed": 64 + 3, "prefix_cache": 32}
-    assert sum(stats.prompt_tokens_by_source.values()) == stats.prompt_tokens
+    assert stats.requests.prompt_tokens_by_source == {"computed": 64 + 3, "prefix_cache": 32}
+    assert sum(stats.requests.prompt_tokens_by_source.values()) == stats.requests.prompt_tokens
 
 
 def test_an_abort_before_the_first_step_counts_no_source() -> None:
@@ -68,9 +68,9 @@ def test_an_abort_before_the_first_step_counts_no_source() -> None:
     engine.add_request("gone", PROMPT, SamplingParams(max_tokens=2))
     engine.abort("gone")
     stats = engine.stats()
-    assert sum(stats.prompt_tokens_by_source.values()) == 0
+    assert sum(stats.requests.prompt_tokens_by_source.values()) == 0
     assert count(stats.histograms["request_wait_seconds"][()]) == 0
-    assert stats.finished["abort"] == 1
+    assert stats.requests.finished["abort"] == 1
 
 
 def test_steps_are_told_by_phase_and_kind_and_use_of_the_budget() -> None:
@@ -84,7 +84,7 @@ def test_steps_are_told_by_phase_and_kind_and_use_of_the_budget() -> None:
         assert children == kinds
     use = stats.histograms["step_budget_use"][()]
     assert use.total == pytest.approx(2 * 1.0 + 3 / 32)
-    assert stats.busy_seconds > 0
+    assert stats.steps.busy_seconds > 0
 
 
 def test_who_waits_says_for_what() -> None:

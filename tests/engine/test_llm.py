@@ -44,7 +44,7 @@ def test_results_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert [result.usage.prompt_tokens for result in results] == [13, 1, 40]
     assert [result.usage.completion_tokens for result in results] == [14, 2, 41]
     assert all(result.error is None for result in results)
-    assert llm.engine.stats().finished["stop"] == 3
+    assert llm.engine.stats().requests.finished["stop"] == 3
 
 
 def test_one_prompt_stands_for_a_list_of_one(llm: LLM) -> None:
@@ -87,7 +87,7 @@ def test_chat_writes_until_the_model_ends_it(llm: LLM) -> None:
 def test_a_bad_prompt_raises_before_anything_ran(llm: LLM, bad: Any) -> None:
     with pytest.raises(InvalidRequest):
         llm.generate(["good", bad], params(), use_tqdm=False)
-    assert llm.engine.stats().steps == 0
+    assert llm.engine.stats().steps.finished == 0
     assert not llm.engine.has_unfinished()
     assert texts(llm, "good") == [["good"]]
 
@@ -96,7 +96,7 @@ def test_a_prompt_that_never_fits_raises_before_anything_ran() -> None:
     llm = LLM("echo", num_kv_blocks=4)
     with pytest.raises(InvalidRequest, match="KV blocks"):
         llm.generate(["good", "x" * 60], params(max_tokens=20), use_tqdm=False)
-    assert llm.engine.stats().steps == 0
+    assert llm.engine.stats().steps.finished == 0
     assert not llm.engine.has_unfinished()
 
 
@@ -183,7 +183,7 @@ def test_abort_gives_back_all_blocks(llm: LLM, num_steps: int) -> None:
     stats = engine.stats()
     assert stats.kv.active_blocks == 0
     assert stats.kv.reserved_blocks == 1
-    assert stats.finished["abort"] == 1
+    assert stats.requests.finished["abort"] == 1
 
 
 def test_an_id_in_use_is_refused(llm: LLM) -> None:
@@ -256,7 +256,7 @@ def test_a_step_that_keeps_failing_ends_only_the_culprit(overlapped: bool, at_la
         "three": ("three", None),
         "four" * 10: ("four" * 10, None),
     }
-    assert engine.stats().finished["error"] == 1
+    assert engine.stats().requests.finished["error"] == 1
     assert engine.stats().scheduler.steps_failed >= 2
 
 

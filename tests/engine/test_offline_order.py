@@ -40,7 +40,7 @@ def test_common_beginnings_stand_together_and_equal_prompts_keep_their_order() -
 def test_equal_prompts_are_computed_once_and_everybody_gets_a_result_of_his_own() -> None:
     llm = LLM("echo")
     results = llm.generate(["twice", "once", "twice"], GREEDY, use_tqdm=False)
-    assert sum(llm.engine.stats().finished.values()) == 2
+    assert sum(llm.engine.stats().requests.finished.values()) == 2
     assert [result.prompt for result in results] == ["twice", "once", "twice"]
     assert len({result.request_id for result in results}) == 3
     assert results[2].outputs == results[0].outputs
@@ -52,7 +52,7 @@ def test_equal_prompts_are_computed_once_and_everybody_gets_a_result_of_his_own(
 def test_draws_without_a_seed_are_never_merged() -> None:
     llm = LLM("echo")
     llm.generate(["same", "same"], DRAWN, use_tqdm=False)
-    assert sum(llm.engine.stats().finished.values()) == 2
+    assert sum(llm.engine.stats().requests.finished.values()) == 2
 
 
 def test_a_pool_too_small_for_two_prefixes_computes_each_of_them_once() -> None:
@@ -60,7 +60,7 @@ def test_a_pool_too_small_for_two_prefixes_computes_each_of_them_once() -> None:
     llm = LLM("echo", num_kv_blocks=14, max_num_seqs=2, max_model_len=100)
     llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
     # 4 prefixes of 4 blocks; every other prompt brings one token, beside the tokens that are generated.
-    assert llm.engine.stats().computed_tokens <= 4 * 64 + 24 * 2
+    assert llm.engine.stats().steps.computed_tokens <= 4 * 64 + 24 * 2
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])

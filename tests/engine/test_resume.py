@@ -150,7 +150,7 @@ def test_finished_siblings_are_not_run_again(echo: Engine) -> None:
     run(echo, "abc", SamplingParams(n=2, max_tokens=9), [done, open_])
     assert done == Sample("abc", [*tokens, 256], finish_reason="stop")
     assert open_ == done
-    assert echo.stats().generated_tokens == 3
+    assert echo.stats().requests.generated_tokens == 3
 
 
 def test_a_checkpoint_with_nothing_left_is_refused(echo: Engine) -> None:

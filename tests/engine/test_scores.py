@@ -103,7 +103,7 @@ def test_scores_are_transformers(saved: tuple[Path, Any], settings: dict[str, An
     for name, (prompt, labels) in asked.items():
         check(scores(news[name]), expected(model, prompt, labels))
     assert sum(len(delta.token_ids) for output in news["beside"] for delta in output.deltas) == 12
-    assert engine.stats().generated_tokens == 12
+    assert engine.stats().requests.generated_tokens == 12
     assert engine.capacity().free_rows == engine.limits.max_num_seqs
 
 
@@ -115,8 +115,8 @@ def test_a_context_is_computed_once_for_all_its_continuations(saved: tuple[Path,
     news = run(engine)["labels"]
     check(scores(news), expected(model, PROMPT, labels))
     # 20 tokens are 5 blocks of 4, of which the last is each one's own.
-    assert engine.stats().computed_tokens == len(PROMPT) + 4 * (len(labels) - 1)
-    assert engine.stats().generated_tokens == 0
+    assert engine.stats().steps.computed_tokens == len(PROMPT) + 4 * (len(labels) - 1)
+    assert engine.stats().requests.generated_tokens == 0
     assert news[-1].usage is not None
     assert (news[-1].usage.prompt_tokens, news[-1].usage.completion_tokens) == (len(PROMPT) + len(labels), 0)
 

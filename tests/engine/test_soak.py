@@ -140,7 +140,7 @@ def soak(num_requests: int, *, depth: int, check_every: int) -> None:
     assert stats.scheduler.swap_preemptions > num_requests // 100
     assert stats.kv.swapped_in_blocks > 0
     assert stats.scheduler.recomputed_tokens > 0
-    assert stats.finished["abort"] > num_requests // 100
+    assert stats.requests.finished["abort"] > num_requests // 100
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -7,7 +7,15 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagemill.engine.outputs import EngineStats, Histogram, KVCacheStats, SchedulerStats
+from pagemill.engine.outputs import (
+    EngineStats,
+    Histogram,
+    KVCacheStats,
+    LoadedModel,
+    RequestStats,
+    SchedulerStats,
+    StepStats,
+)
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.monitoring.metrics.exporter import WorkerMetrics
 from pagemill.monitoring.metrics.scrape import WorkerIdentity
@@ -46,17 +54,9 @@ def engine_stats(**changes: object) -> EngineStats:
     stats = EngineStats(
         kv=kv_stats(),
         scheduler=SchedulerStats(running=2, waiting=1, preemptions=4, preempted_tokens=50),
-        tier="token",
-        fingerprint="f00",
-        model="smollm2",
-        device="cpu",
-        max_model_len=2048,
-        max_num_seqs=64,
-        steps=9,
-        last_step_time=time.monotonic(),
-        peak_utilization=0.7,
-        generated_tokens=123,
-        finished={"stop": 5, "length": 1},
+        loaded=LoadedModel("smollm2", "cpu", "token", "f00", 2048, 64),
+        steps=StepStats(finished=9, last_time=time.monotonic(), peak_utilization=0.7),
+        requests=RequestStats(generated_tokens=123, finished={"stop": 5, "length": 1}),
         histograms={
             "step_seconds": {("forward", "decode"): step_seconds.snapshot()},
             "step_utilization": {(): utilization.snapshot()},

@@ -88,7 +88,9 @@ def credit(engine: EngineThread, running: list[RunningJob], forecast: OutputFore
     if engine.stalled_for() > LONG_STEP_S:
         return Credit(0, 0, blocked="engine")
     live = [job for job in running if not job.has_left_engine]
-    rows = stats.max_num_seqs - sum(job.params.num_sequences for job in live if not job.is_about_to_end)
+    rows = stats.loaded.max_num_seqs - sum(
+        job.params.num_sequences for job in live if not job.is_about_to_end
+    )
     if rows <= 0:
         return Credit(0, 0, blocked="rows")
     growth = sum(len(job.prompt_token_ids) - job.prompt_tokens_done + forecast.remaining(job) for job in live)

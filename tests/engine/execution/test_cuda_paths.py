@@ -116,7 +116,7 @@ def test_one_copy_per_step(directory: Path) -> None:
     llm = LLM(str(directory), skip_tokenizer_init=True, num_kv_blocks=64, stage_inputs=True, num_threads=1)
     llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)
     runner: Any = llm.engine._parts.executor
-    assert runner._transfer.num_copies == llm.engine.stats().steps
+    assert runner._transfer.num_copies == llm.engine.stats().steps.finished
 
 
 def test_a_model_that_cannot_be_captured_runs_without(

@@ -150,7 +150,7 @@ def test_a_quantised_cache_follows_fp32(kv_cache_dtype: str, directory: str) -> 
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0, n=2)
     prompts = [[1, 2, 3] * 13, [1, 2, 3] * 13 + [5], [7]]
     exact, rounded = make_llm(directory), make_llm(directory, kv_cache_dtype=kv_cache_dtype)
-    assert rounded.engine.stats().tier == "continues"
+    assert rounded.engine.stats().loaded.tier == "continues"
     assert rounded.engine.stats().kv.capacity_blocks > 1.8 * exact.engine.stats().kv.capacity_blocks
     for ours, theirs in zip(rounded.generate(prompts, params), exact.generate(prompts, params), strict=True):
         for a, b in zip(ours.outputs, theirs.outputs, strict=True):
@@ -161,7 +161,7 @@ def test_a_quantised_cache_follows_fp32(kv_cache_dtype: str, directory: str) -> 
 
 def test_int8_weights_take_a_quarter(directory: str) -> None:
     exact, rounded = make_llm(directory), make_llm(directory, quantization="int8")
-    assert rounded.engine.stats().tier == "continues"
+    assert rounded.engine.stats().loaded.tier == "continues"
     embedding = 4 * 101 * 64
     linear = exact.engine.stats().memory_bytes["weights"] - embedding
     assert rounded.engine.stats().memory_bytes["weights"] - embedding < 0.35 * linear

@@ -63,7 +63,7 @@ def generate(llm: LLM, prompts: list[str], *sampling: SamplingParams) -> list[Ge
 
 
 def test_one_bad_schema_fails_only_its_own_request(llm: LLM) -> None:
-    before = dict(llm.engine.stats().structured_outputs)
+    before = dict(llm.engine.stats().requests.structured_outputs)
     prompts = ['{"x": 1, "unit": "mm"}', "aab", "plain", "x", "x", "a" * 60, "y"]
     results = generate(
         llm,
@@ -82,7 +82,7 @@ def test_one_bad_schema_fails_only_its_own_request(llm: LLM) -> None:
     assert [result.outputs[0].text for result in results[:3]] == prompts[:3]
     assert [result.outputs[0].finish_reason for result in results[3:6]] == ["error"] * 3
     assert 20 < len(results[5].outputs[0].text) < 60, "it ran until the limit"
-    after = llm.engine.stats().structured_outputs
+    after = llm.engine.stats().requests.structured_outputs
     assert {kind: after[kind] - before[kind] for kind in after} == {"valid": 3, "truncated": 0, "invalid": 3}
 
 
@@ -168,7 +168,7 @@ def test_forced_tokens_are_told_apart_in_the_logprobs(llm: LLM) -> None:
 
 
 def test_stop_strings_and_limits_cut_a_structure_short(llm: LLM) -> None:
-    before = dict(llm.engine.stats().structured_outputs)
+    before = dict(llm.engine.stats().requests.structured_outputs)
     shape = shaped(json=json.dumps(POINT))
     prompt = '{"x": 7, "unit": "cm"}'
     stopped, short, whole = generate(
@@ -181,7 +181,7 @@ def test_stop_strings_and_limits_cut_a_structure_short(llm: LLM) -> None:
     assert (stopped.outputs[0].text, stopped.outputs[0].stop_reason) == ('{"x": 7, "', "unit")
     assert (short.outputs[0].text, short.outputs[0].finish_reason) == (prompt[:12], "length")
     assert (whole.outputs[0].text, whole.outputs[0].finish_reason) == (prompt, "stop")
-    after = llm.engine.stats().structured_outputs
+    after = llm.engine.stats().requests.structured_outputs
     assert {kind: after[kind] - before[kind] for kind in after} == {"valid": 1, "truncated": 2, "invalid": 0}
 
 
@@ -293,7 +293,7 @@ def test_a_real_model_writes_what_the_schemas_say(smollm2: LLM) -> None:
             else:
                 assert re.fullmatch(patterns[number // 2 - len(schemas)], output.text)
     assert complete >= 12, "of 16; the others ran into max_tokens inside a number or a list without end"
-    assert smollm2.engine.stats().structured_outputs == {
+    assert smollm2.engine.stats().requests.structured_outputs == {
         "valid": complete,
         "truncated": 16 - complete,
         "invalid": 0,
@@ -316,7 +316,7 @@ def test_whose_mask_is_not_there_sits_steps_out_and_writes_the_same(
         max_tokens=250,
         structured_outputs=shaped(grammar="start: s\ns: s s | /[a-z ]/"),
     )
-    steps = engine.stats().steps
+    steps = engine.stats().steps.finished
     for name, prompt, one in (
         ("hostile", "x", hostile),
         ("story", "Tell me:", story),
@@ -330,7 +330,7 @@ def test_whose_mask_is_not_there_sits_steps_out_and_writes_the_same(
             for delta in output.deltas:
                 written[output.request_id] += delta.token_ids
             if output.finished:
-                ended[output.request_id] = output.error_code, engine.stats().steps - steps
+                ended[output.request_id] = output.error_code, engine.stats().steps.finished - steps
         engine.check_integrity()
     assert [written["story"], written["point"]] == alone
     assert ended["story"][0] is ended["point"][0] is None
@@ -341,14 +341,14 @@ def test_whose_mask_is_not_there_sits_steps_out_and_writes_the_same(
 
 def test_forced_tokens_cost_no_step_and_change_no_text(smollm2: LLM) -> None:
     shape = shaped(json=json.dumps(POINT))
-    before = smollm2.engine.stats().steps
+    before = smollm2.engine.stats().steps.finished
     (result,) = generate(smollm2, ["A point:"], params(logprobs=0, structured_outputs=shape))
     output = result.outputs[0]
     entries = output.logprobs
     assert entries is not None
     num_forced = sum(entry.logprob is None for entry in entries)
     assert num_forced >= 4
-    assert smollm2.engine.stats().steps - before <= len(output.token_ids) - num_forced
+    assert smollm2.engine.stats().steps.finished - before <= len(output.token_ids) - num_forced
     tokenizer = smollm2.engine.tokenizer
     assert tokenizer is not None
     assert tokenizer.decode(output.token_ids) == output.text

@@ -112,7 +112,7 @@ def stop_the_world(client: QueueClient, worker: Worker, is_seen: Seen) -> None:
         stats,
         kv=replace(stats.kv, free_blocks=stats.kv.free_blocks + 1),
         scheduler=replace(stats.scheduler, running=3),
-        last_step_time=stats.last_step_time - 100,
+        steps=replace(stats.steps, last_time=stats.steps.last_time - 100),
     )
 
 

@@ -222,7 +222,7 @@ def test_prometheus_has_the_engines_own_numbers(
         return stats if stats is not None and not stats.scheduler.running else None
 
     stats = eventually(idle, "an idle engine")
-    assert stats.generated_tokens > 0
+    assert stats.requests.generated_tokens > 0
     expected = {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for metric in (*KV_CACHE_METRICS, *ENGINE_METRICS)
@@ -244,7 +244,7 @@ def test_prometheus_has_the_engines_own_numbers(
     both = [ended["succeeded"]] * 2
     eventually(lambda: prometheus.numbers(in_queue) == both, "the worker and the exporter see the same queue")
     assert prometheus.numbers('pagemill_jobs_finished_total{outcome="succeeded"}') == [ended["succeeded"]]
-    assert prometheus.numbers("vllm:generation_tokens_total") == [stats.generated_tokens]
+    assert prometheus.numbers("vllm:generation_tokens_total") == [stats.requests.generated_tokens]
 
 
 def test_the_block_states_summed_to_the_capacity_at_every_scrape(

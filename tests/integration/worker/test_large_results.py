@@ -45,7 +45,7 @@ def test_what_no_result_has_room_for_is_refused_before_it_runs(
     with running_worker(worker_config(client.url, client.queue)) as worker:
         (job_id,) = client.submit({"prompt": prompt} | LOGPROBS | fields)
         (outcome,) = client.wait([job_id])
-        assert worker.engine.engine.stats().generated_tokens == 0
+        assert worker.engine.engine.stats().requests.generated_tokens == 0
     assert outcome.error is not None
     assert outcome.error.code == "result_too_large"
     assert f"{MAX_LOGPROBS:,}" in outcome.error.message

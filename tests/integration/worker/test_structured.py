@@ -158,7 +158,7 @@ def test_what_max_tokens_cuts_short_has_no_value(echo: tuple[Worker, QueueClient
     assert (cut.outputs[0].parsed, cut.text, cut.finish_reason) == (None, '{"a": 1', "length")
     stats = worker.engine.stats
     assert stats is not None
-    assert stats.structured_outputs == {"valid": 1, "truncated": 1, "invalid": 0}
+    assert stats.requests.structured_outputs == {"valid": 1, "truncated": 1, "invalid": 0}
 
 
 @pytest.mark.parametrize(

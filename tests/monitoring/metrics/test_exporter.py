@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from pagemill.engine.outputs import StepStats
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.monitoring.metrics.exporter import WorkerMetrics
 from pagemill.monitoring.metrics.kv_cache import accounting_errors
@@ -166,7 +167,7 @@ def test_a_label_value_nobody_declared_is_counted_as_other() -> None:
 
 
 def test_the_last_steps_time_does_not_move_between_scrapes() -> None:
-    stats = engine_stats(last_step_time=time.monotonic() - 30)
+    stats = engine_stats(steps=StepStats(last_time=time.monotonic() - 30))
     source = metrics(stats)
     first = value(scrape(source), "engine_last_step_timestamp_seconds")
     assert value(scrape(source), "engine_last_step_timestamp_seconds") == first

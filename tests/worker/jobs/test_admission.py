@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from pagemill.engine.outputs import Capacity, EngineStats, KVCacheStats, SchedulerStats
+from pagemill.engine.outputs import Capacity, EngineStats, KVCacheStats, LoadedModel
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import GENERATE
 from pagemill.producer.wire.calls.transitions import PulledJob
@@ -33,7 +33,7 @@ class EngineFigures:
     @property
     def stats(self) -> EngineStats:
         kv = KVCacheStats(200, BLOCK_SIZE, 100, 0, 100, 0, 0, 100, 0)
-        return EngineStats(kv, SchedulerStats(), "token", "f", "m", "cpu", 1024, self.max_num_seqs)
+        return EngineStats(kv, loaded=LoadedModel(max_num_seqs=self.max_num_seqs))
 
     def stalled_for(self) -> float:
         return self.stalled_s

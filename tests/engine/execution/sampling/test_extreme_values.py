@@ -122,7 +122,7 @@ def test_a_structure_that_is_barred_throughout_fails_alone(overlapped: bool) -> 
     assert all("left no token to choose" in (r.error or "") for r in results[2:])
     assert results[0].outputs[0].token_ids == results[1].outputs[0].token_ids
     stats = llm.engine.stats()
-    assert stats.invalid_logits == 0, "nothing is wrong with the model"
+    assert stats.scheduler.invalid_logits == 0, "nothing is wrong with the model"
     llm.engine.check_integrity()
 
 

@@ -54,6 +54,6 @@ def test_only_the_poisoned_requests_fail(checkpoint: Path, options: dict[str, An
         assert [o.finish_reason == "error" for o in outputs] == [POISON in prompt for prompt in PROMPTS]
         assert [o.token_ids for o in outputs if o.finish_reason != "error"] == expected
         assert all("not finite" in (r.error or "") for r in results if POISON in r.prompt_token_ids)
-    assert llm.engine.stats().invalid_logits == 4
-    assert llm.engine.stats().finished["error"] == 4
+    assert llm.engine.stats().scheduler.invalid_logits == 4
+    assert llm.engine.stats().requests.finished["error"] == 4
     llm.engine.check_integrity()

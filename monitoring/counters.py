@@ -8,21 +8,22 @@ from collections.abc import Iterable
 from typing import Generic, Literal, TypeVar, get_args
 
 from pagemill.engine.outputs import Histogram, HistogramSnapshot
-from pagemill.error_codes import ErrorCode
+from pagemill.error_codes import FINAL_CODES
 
 Delivery = Literal["first", "redelivered"]
 Outcome = Literal["succeeded", "failed", "cancelled", "expired", "dead"]
-RetryReason = Literal["engine_error", "out_of_memory", "worker_lost", "output_invalid", "other"]
+RetryReason = Literal["engine_error", "output_invalid"]
 RenewalResult = Literal["renewed", "lost", "error"]
 CommitResult = Literal["committed", "fenced", "already_done", "error"]
-ProgressResult = Literal["written", "refused", "error"]
+ProgressResult = Literal["written", "refused"]
 BlockReason = Literal["kv", "rows", "loading", "engine", "paused", "rate", "draining", "redis", "results"]
 WebhookResult = Literal["delivered", "failed", "given_up", "refused"]
 RedisErrorKind = Literal["connection", "timeout", "response", "other"]
 WorkerState = Literal["starting", "ready", "paused", "draining", "degraded", "stopped"]
 
-FAILURE_CODES = tuple(code for code in get_args(ErrorCode) if code != "cancelled")
-"""Somebody's wish is no failure."""
+FAILURE_CODES = tuple(sorted(FINAL_CODES - {"unknown_model"})) + get_args(RetryReason)
+"""What an execution may end in on a worker. A job of a model that is not served is never pulled; what a queue or its
+clock end has no execution."""
 
 WAIT_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
 """A job may wait for minutes in a backlog or for a night in a batch."""
@@ -129,9 +130,7 @@ class WorkerCounters:
         self.redone_tokens = Counter(lock)
         """Output to be generated again: past the checkpoint when a lease was lost, or in a checkpoint that could
         not be continued. What a killed worker had not checkpointed, nobody can count."""
-        self.discarded_tokens: Counts[Literal["cancelled", "fenced", "retry"]] = Counts(
-            lock, ("cancelled", "fenced", "retry")
-        )
+        self.discarded_tokens: Counts[Literal["cancelled", "fenced"]] = Counts(lock, ("cancelled", "fenced"))
         """Generated tokens that reach nobody."""
 
         self.lease_renewals: Counts[RenewalResult] = Counts(lock, get_args(RenewalResult))

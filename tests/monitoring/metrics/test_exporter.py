@@ -139,7 +139,7 @@ def test_a_source_that_raises_costs_its_own_figures_only(caplog: pytest.LogCaptu
 def test_worker_counters_reach_the_exposition() -> None:
     counters = WorkerCounters()
     counters.jobs_received.inc("redelivered")
-    counters.job_failures.inc("out_of_memory", 2)
+    counters.job_failures.inc("engine_error", 2)
     counters.admission_blocked_seconds.inc("kv", 0.25)
     counters.leases_lost.inc()
     counters.commit_seconds.observe(0.002)
@@ -148,7 +148,7 @@ def test_worker_counters_reach_the_exposition() -> None:
     counters.results_buffered = 5
     samples = scrape(metrics(counters=counters))
     assert value(samples, "jobs_received_total", delivery="redelivered") == 1
-    assert value(samples, "job_failures_total", code="out_of_memory") == 2
+    assert value(samples, "job_failures_total", code="engine_error") == 2
     assert value(samples, "admission_blocked_seconds_total", reason="kv") == 0.25
     assert value(samples, "leases_lost_total") == 1
     assert value(samples, "result_commit_seconds_count") == 1

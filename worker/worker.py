@@ -31,6 +31,7 @@ from pagemill.worker.config import WorkerConfig
 from pagemill.worker.engine_thread import EngineState, EngineThread
 from pagemill.worker.job_queue import Connectivity, JobQueue, ServerClock, warn_about_server
 from pagemill.worker.jobs.admission import Admission
+from pagemill.worker.jobs.context import WorkerContext
 from pagemill.worker.jobs.intake import Intake
 from pagemill.worker.jobs.job_table import JobTable
 from pagemill.worker.jobs.journal import Journal
@@ -70,45 +71,27 @@ class Worker:
         self.table = JobTable()
         self._ends = JobEnds()
         self._tracing = Tracing.from_environment(self.worker_id, _version())
-        journal = Journal(config.queue, self._ends, self._clock, self._tracing)
-        hmac_keys, webhook_policy = config.signing_keys(), config.webhook_policy()
-        self.reporter = ProgressReporter(
+        webhook_policy = config.webhook_policy()
+        context = WorkerContext(
             config,
-            self._new_queue(),
+            config.signing_keys(),
             self.table,
             self._clock,
             self.counters,
-            journal,
-            on_finished=self._on_finished,
-            hmac_keys=hmac_keys,
+            Journal(config.queue, self._ends, self._clock, self._tracing),
         )
+        self.reporter = ProgressReporter(context, self._new_queue(), on_finished=self._on_finished)
         self.engine = EngineThread(config.engine, self.reporter.deliver)
         self.leases = LeaseKeeper(
+            context,
             self._new_queue(),
-            self.table,
             self.reporter,
-            self._clock,
-            self.counters,
-            renew_s=config.renew_s,
             is_well=self._is_engine_well,
             describe=self._describe,
         )
+        intake = Intake(context, self.engine, webhook_policy)
         self.admission = Admission(
-            self._new_queue(),
-            self.engine,
-            self.table,
-            self.reporter,
-            self.leases,
-            self._clock,
-            self.counters,
-            Intake(
-                config.queue,
-                self.engine,
-                self.counters,
-                hmac_keys=hmac_keys,
-                webhooks=webhook_policy,
-            ),
-            journal,
+            context, self._new_queue(), self.engine, intake, self.reporter, self.leases
         )
         self.webhooks = self._webhook_sender(webhook_policy)
         self._metrics = WorkerMetrics(

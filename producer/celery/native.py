@@ -67,8 +67,8 @@ class GenerationTask(Task):  # type: ignore[misc]
         told = dumps({"headers": message.headers, "embed": embed})
         fields["metadata"] = {**(fields.get("metadata") or {}), METADATA: told}
         native = self.producer
-        item = native._preparer.job(None, fields, chosen, relay=RELAY)
-        native._run(submit_flow.submit(native.queue, item, "raise"))
+        item = native.preparer.job(None, fields, chosen, relay=RELAY)
+        native.run_flow(submit_flow.submit(native.queue, item, "raise"))
         result = self.AsyncResult(chosen)
         if current_task and current_task.request.called_directly is False:
             current_task.add_trail(result)

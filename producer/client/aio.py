@@ -53,8 +53,8 @@ class AsyncProducer(AsyncDriver):
         """As Producer.submit."""
         chosen = preparer.new_job_id() if job_id is None else preparer.check_id(job_id)
         with publishing(self.queue, job, fields) as traceparent:
-            item = self._preparer.job(job, fields, chosen, traceparent=traceparent)
-            return AsyncJobHandle(self, await self._run(submit_flow.submit(self.queue, item, on_full)))
+            item = self.preparer.job(job, fields, chosen, traceparent=traceparent)
+            return AsyncJobHandle(self, await self.run_flow(submit_flow.submit(self.queue, item, on_full)))
 
     async def submit_many(
         self,
@@ -67,10 +67,10 @@ class AsyncProducer(AsyncDriver):
         """As Producer.submit_many."""
         chosen = preparer.new_batch_id() if batch_id is None else preparer.check_id(batch_id)
         with publishing(self.queue) as traceparent:
-            items = self._preparer.items(
+            items = self.preparer.items(
                 jobs, chosen, on_invalid=on_invalid, by_content=batch_id is not None, traceparent=traceparent
             )
-            await self._run(submit_flow.submit_many(self.queue, chosen, items, on_full, on_invalid))
+            await self.run_flow(submit_flow.submit_many(self.queue, chosen, items, on_full, on_invalid))
         return AsyncBatchHandle(self, chosen)
 
     def job(self, job_id: str) -> AsyncJobHandle:
@@ -83,7 +83,7 @@ class AsyncProducer(AsyncDriver):
 
     async def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
         """As Producer.statuses."""
-        return await self._run(flows.statuses(self.queue, job_ids))
+        return await self.run_flow(flows.statuses(self.queue, job_ids))
 
     def dead_letters(self) -> AsyncDeadLetters:
         """As Producer.dead_letters."""
@@ -103,7 +103,7 @@ class AsyncProducer(AsyncDriver):
     ) -> None:
         await self.close()
 
-    async def _run(self, flow: Flow[T]) -> T:
+    async def run_flow(self, flow: Flow[T]) -> T:
         """Drive a flow that emits nothing to its value."""
         self._connected()  # no server to be found is said at once, and not tried again
         try:
@@ -121,7 +121,7 @@ class AsyncProducer(AsyncDriver):
         finally:
             flow.close()
 
-    async def _iterate(self, flow: Flow[None]) -> AsyncIterator[Any]:
+    async def iterate_flow(self, flow: Flow[None]) -> AsyncIterator[Any]:
         """Drive a flow as its items are asked for."""
         try:
             effect = next(flow)

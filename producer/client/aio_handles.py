@@ -31,19 +31,19 @@ class AsyncJobHandle:
         return f"AsyncJobHandle({self.id!r})"
 
     async def status(self) -> JobStatus:
-        return await self._producer._run(flows.status(self._producer.queue, self.id))
+        return await self._producer.run_flow(flows.status(self._producer.queue, self.id))
 
     async def progress(self) -> Progress:
         return (await self.status()).progress
 
     async def result(self, timeout: float | None = None) -> Result:
-        return await self._producer._run(flows.wait_result(self._producer.queue, self.id, timeout))
+        return await self._producer.run_flow(flows.wait_result(self._producer.queue, self.id, timeout))
 
     async def cancel(self) -> bool:
-        return await self._producer._run(flows.cancel(self._producer.queue, self.id))
+        return await self._producer.run_flow(flows.cancel(self._producer.queue, self.id))
 
     def stream(self) -> AsyncIterator[StreamEvent]:
-        return self._producer._iterate(flows.stream(self._producer.queue, self.id))
+        return self._producer.iterate_flow(flows.stream(self._producer.queue, self.id))
 
 
 class AsyncBatchHandle:
@@ -59,21 +59,21 @@ class AsyncBatchHandle:
         return f"AsyncBatchHandle({self.id!r})"
 
     async def counts(self) -> BatchCounts:
-        return await self._producer._run(flows.batch_counts(self._producer.queue, self.id))
+        return await self._producer.run_flow(flows.batch_counts(self._producer.queue, self.id))
 
     def results(self, ordered: bool = False, after: str | None = None) -> AsyncIterator[BatchItem]:
-        return self._producer._iterate(
+        return self._producer.iterate_flow(
             flows.batch_results(self._producer.queue, self.id, ordered=ordered, after=after)
         )
 
     async def ack(self, cursor: str) -> int:
-        return await self._producer._run(flows.ack_batch(self._producer.queue, self.id, cursor))
+        return await self._producer.run_flow(flows.ack_batch(self._producer.queue, self.id, cursor))
 
     async def wait(self, timeout: float | None = None) -> BatchCounts:
-        return await self._producer._run(flows.wait_batch(self._producer.queue, self.id, timeout))
+        return await self._producer.run_flow(flows.wait_batch(self._producer.queue, self.id, timeout))
 
     async def cancel(self) -> int:
-        return await self._producer._run(flows.cancel_batch(self._producer.queue, self.id))
+        return await self._producer.run_flow(flows.cancel_batch(self._producer.queue, self.id))
 
 
 class AsyncDeadLetters:
@@ -85,17 +85,17 @@ class AsyncDeadLetters:
         self._producer = producer
 
     def list(self, error: str | None = None) -> AsyncIterator[DeadLetter]:
-        return self._producer._iterate(dead_letter_flow.letters(self._producer.queue, error))
+        return self._producer.iterate_flow(dead_letter_flow.letters(self._producer.queue, error))
 
     async def show(self, job_id: str) -> OpenedLetter:
-        return await self._producer._run(dead_letter_flow.show(self._producer.queue, job_id))
+        return await self._producer.run_flow(dead_letter_flow.show(self._producer.queue, job_id))
 
     async def replay(self, job_ids: Sequence[str] | None = None, *, error: str | None = None) -> Replay:
-        flow = dead_letter_flow.replay(self._producer.queue, self._producer._preparer, job_ids, error)
-        return await self._producer._run(flow)
+        flow = dead_letter_flow.replay(self._producer.queue, self._producer.preparer, job_ids, error)
+        return await self._producer.run_flow(flow)
 
     async def purge(
         self, job_ids: Sequence[str] | None = None, *, error: str | None = None, replayed: bool = False
     ) -> int:
         wanted = dead_letter_flow.Wanted(error, replayed)
-        return await self._producer._run(dead_letter_flow.purge(self._producer.queue, job_ids, wanted))
+        return await self._producer.run_flow(dead_letter_flow.purge(self._producer.queue, job_ids, wanted))

@@ -49,7 +49,7 @@ class ProducerBase:
         self.tenant = tenant
         self._url = url
         self._durability = durability
-        self._preparer = Preparer(queue, tenant, _signing_keys(hmac_key))
+        self.preparer = Preparer(queue, tenant, _signing_keys(hmac_key))
         self._init_connection()
 
     def _init_connection(self) -> None:
@@ -61,26 +61,26 @@ class ProducerBase:
 
 
 class Driver(ProducerBase):
-    """A producer for threads, as its handles know it."""
+    """A producer for threads, as the rest of this package knows it: what drives flows."""
 
-    def _run(self, flow: Flow[T]) -> T:
+    def run_flow(self, flow: Flow[T]) -> T:
         """Drive a flow that emits nothing to its value."""
         raise NotImplementedError
 
-    def _iterate(self, flow: Flow[None]) -> Iterator[Any]:
+    def iterate_flow(self, flow: Flow[None]) -> Iterator[Any]:
         """Drive a flow as its items are asked for."""
         raise NotImplementedError
 
 
 class AsyncDriver(ProducerBase):
-    """A producer for asyncio, as its handles know it."""
+    """The same for asyncio."""
 
-    async def _run(self, flow: Flow[T]) -> T:
-        """As `Driver._run`."""
+    async def run_flow(self, flow: Flow[T]) -> T:
+        """As `Driver.run_flow`."""
         raise NotImplementedError
 
-    def _iterate(self, flow: Flow[None]) -> AsyncIterator[Any]:
-        """As `Driver._iterate`."""
+    def iterate_flow(self, flow: Flow[None]) -> AsyncIterator[Any]:
+        """As `Driver.iterate_flow`."""
         raise NotImplementedError
 
 

@@ -32,7 +32,7 @@ class JobHandle:
 
     def status(self) -> JobStatus:
         """What the job is doing."""
-        return self._producer._run(flows.status(self._producer.queue, self.id))
+        return self._producer.run_flow(flows.status(self._producer.queue, self.id))
 
     def progress(self) -> Progress:
         """How far it is."""
@@ -44,15 +44,15 @@ class JobHandle:
         Raises JobFailed, JobDead, JobCancelled or JobExpired for an end without a result, ResultTimeout when
         the job has not ended in time (it goes on), ResultExpired when the result has been removed.
         """
-        return self._producer._run(flows.wait_result(self._producer.queue, self.id, timeout))
+        return self._producer.run_flow(flows.wait_result(self._producer.queue, self.id, timeout))
 
     def cancel(self) -> bool:
         """True: the job will not succeed. False: it had ended before."""
-        return self._producer._run(flows.cancel(self._producer.queue, self.id))
+        return self._producer.run_flow(flows.cancel(self._producer.queue, self.id))
 
     def stream(self) -> Iterator[StreamEvent]:
         """Tokens as they are checkpointed, and one `end`. Late readers get a `snapshot` first."""
-        return self._producer._iterate(flows.stream(self._producer.queue, self.id))
+        return self._producer.iterate_flow(flows.stream(self._producer.queue, self.id))
 
 
 class BatchHandle:
@@ -69,7 +69,7 @@ class BatchHandle:
 
     def counts(self) -> BatchCounts:
         """Jobs by state; they sum to the total."""
-        return self._producer._run(flows.batch_counts(self._producer.queue, self.id))
+        return self._producer.run_flow(flows.batch_counts(self._producer.queue, self.id))
 
     def results(self, ordered: bool = False, after: str | None = None) -> Iterator[BatchItem]:
         """Each end as it happens (ordered: in the order of the submits), until all jobs have ended.
@@ -77,21 +77,21 @@ class BatchHandle:
         Never raises for a job: an item holds a result or an error. `after` is the cursor of the last item
         that was dealt with, so that another reader, or another day, goes on from there.
         """
-        return self._producer._iterate(
+        return self._producer.iterate_flow(
             flows.batch_results(self._producer.queue, self.id, ordered=ordered, after=after)
         )
 
     def ack(self, cursor: str) -> int:
         """Free the items up to this cursor on the server; returns how many. They cannot be read again."""
-        return self._producer._run(flows.ack_batch(self._producer.queue, self.id, cursor))
+        return self._producer.run_flow(flows.ack_batch(self._producer.queue, self.id, cursor))
 
     def wait(self, timeout: float | None = None) -> BatchCounts:
         """Wait until every job has ended. Raises ResultTimeout; the batch goes on."""
-        return self._producer._run(flows.wait_batch(self._producer.queue, self.id, timeout))
+        return self._producer.run_flow(flows.wait_batch(self._producer.queue, self.id, timeout))
 
     def cancel(self) -> int:
         """Stop every job that has not ended; returns how many."""
-        return self._producer._run(flows.cancel_batch(self._producer.queue, self.id))
+        return self._producer.run_flow(flows.cancel_batch(self._producer.queue, self.id))
 
 
 class DeadLetters:
@@ -107,11 +107,11 @@ class DeadLetters:
 
     def list(self, error: str | None = None) -> Iterator[DeadLetter]:
         """The letters, the latest death first; of one error code, or of one cause of used-up attempts."""
-        return self._producer._iterate(dead_letter_flow.letters(self._producer.queue, error))
+        return self._producer.iterate_flow(dead_letter_flow.letters(self._producer.queue, error))
 
     def show(self, job_id: str) -> OpenedLetter:
         """One letter with its payload and what had been generated. Raises JobNotFound."""
-        return self._producer._run(dead_letter_flow.show(self._producer.queue, job_id))
+        return self._producer.run_flow(dead_letter_flow.show(self._producer.queue, job_id))
 
     def replay(self, job_ids: Sequence[str] | None = None, *, error: str | None = None) -> Replay:
         """Submit dead jobs again, as new ones: these, all of one error, or all.
@@ -119,12 +119,12 @@ class DeadLetters:
         A letter is replayed once, however often this is called; again only if its replay was cancelled,
         expired or failed. The new job has no deadline or delay, a `ttl` counts anew. Raises QueueFull.
         """
-        flow = dead_letter_flow.replay(self._producer.queue, self._producer._preparer, job_ids, error)
-        return self._producer._run(flow)
+        flow = dead_letter_flow.replay(self._producer.queue, self._producer.preparer, job_ids, error)
+        return self._producer.run_flow(flow)
 
     def purge(
         self, job_ids: Sequence[str] | None = None, *, error: str | None = None, replayed: bool = False
     ) -> int:
         """Forget letters: these, all of one error, or all; `replayed`: of those, the ones that run again."""
         wanted = dead_letter_flow.Wanted(error, replayed)
-        return self._producer._run(dead_letter_flow.purge(self._producer.queue, job_ids, wanted))
+        return self._producer.run_flow(dead_letter_flow.purge(self._producer.queue, job_ids, wanted))

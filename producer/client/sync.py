@@ -63,8 +63,8 @@ class Producer(Driver):
         """
         chosen = preparer.new_job_id() if job_id is None else preparer.check_id(job_id)
         with publishing(self.queue, job, fields) as traceparent:
-            item = self._preparer.job(job, fields, chosen, traceparent=traceparent)
-            return JobHandle(self, self._run(submit_flow.submit(self.queue, item, on_full)))
+            item = self.preparer.job(job, fields, chosen, traceparent=traceparent)
+            return JobHandle(self, self.run_flow(submit_flow.submit(self.queue, item, on_full)))
 
     def submit_many(
         self,
@@ -83,10 +83,10 @@ class Producer(Driver):
         """
         chosen = preparer.new_batch_id() if batch_id is None else preparer.check_id(batch_id)
         with publishing(self.queue) as traceparent:
-            items = self._preparer.items(
+            items = self.preparer.items(
                 jobs, chosen, on_invalid=on_invalid, by_content=batch_id is not None, traceparent=traceparent
             )
-            self._run(submit_flow.submit_many(self.queue, chosen, items, on_full, on_invalid))
+            self.run_flow(submit_flow.submit_many(self.queue, chosen, items, on_full, on_invalid))
         return BatchHandle(self, chosen)
 
     def job(self, job_id: str) -> JobHandle:
@@ -99,7 +99,7 @@ class Producer(Driver):
 
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
         """The status of many jobs at once. Raises JobNotFound."""
-        return self._run(flows.statuses(self.queue, job_ids))
+        return self.run_flow(flows.statuses(self.queue, job_ids))
 
     def dead_letters(self) -> DeadLetters:
         """The queue's dead letters: of all tenants, for who looks after it."""
@@ -120,7 +120,7 @@ class Producer(Driver):
     ) -> None:
         self.close()
 
-    def _run(self, flow: Flow[T]) -> T:
+    def run_flow(self, flow: Flow[T]) -> T:
         """Drive a flow that emits nothing to its value."""
         self._connected()  # no server to be found is said at once, and not tried again
         begun: list[Pending[Any]] = []
@@ -143,7 +143,7 @@ class Producer(Driver):
             for pending in begun:
                 pending.abandon()
 
-    def _iterate(self, flow: Flow[None]) -> Iterator[Any]:
+    def iterate_flow(self, flow: Flow[None]) -> Iterator[Any]:
         """Drive a flow as its items are asked for."""
         try:
             effect = next(flow)

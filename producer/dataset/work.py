@@ -194,7 +194,7 @@ class WorkLoop:
         collected = 0
         while True:
             try:
-                page = self._producer._run(_page(self._producer.queue, self._batch_id, self._position))
+                page = self._producer.run_flow(_page(self._producer.queue, self._batch_id, self._position))
             except RedisUnavailable:
                 if time.monotonic() - self._reached > PATIENCE_S:
                     raise
@@ -206,7 +206,7 @@ class WorkLoop:
                 collected += len(page.items)
                 continue
             if wait and not collected:
-                self._producer._run(_wait(self._batch_id))
+                self._producer.run_flow(_wait(self._batch_id))
             self._on_news(self.tally)
             return collected
 

@@ -79,7 +79,7 @@ class Gateway:
 
     async def run(self, call: Call[T]) -> T:
         """One call that no handle makes."""
-        return await self.producer._run(flows.call(call))
+        return await self.producer.run_flow(flows.call(call))
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         """See it through, at the end too."""

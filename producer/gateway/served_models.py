@@ -70,7 +70,7 @@ class ServedModels:
         async with self._lock:
             if time.monotonic() < self._fresh_until:
                 return
-            workers: list[WorkerInfo] = await self._producer._run(
+            workers: list[WorkerInfo] = await self._producer.run_flow(
                 flows.call(registry.workers(self._producer.queue))
             )
             now = time.monotonic()

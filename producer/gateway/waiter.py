@@ -46,8 +46,8 @@ class Waiter:
         handle = AsyncJobHandle(producer, new_job_id())
         self.handles.append(handle)  # it may have arrived where its reply has not
         with publishing(producer.queue, job) as traceparent:
-            item = producer._preparer.job(job, {}, handle.id, traceparent=traceparent, waiter=self._id)
-            handle.id = await producer._run(submit_flow.submit(producer.queue, item, "raise"))
+            item = producer.preparer.job(job, {}, handle.id, traceparent=traceparent, waiter=self._id)
+            handle.id = await producer.run_flow(submit_flow.submit(producer.queue, item, "raise"))
 
     async def _leave(self, job_ids: list[str]) -> None:
         call = waiters.hang_up(self._gateway.config.queue, self._id, job_ids)

@@ -16,18 +16,17 @@ from typing import Any
 
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.outputs import SampleState
-from pagemill.monitoring.counters import BlockReason, WorkerCounters
+from pagemill.monitoring.counters import BlockReason
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.process.repeated_errors import IN_LOOP, RepeatedErrors
 from pagemill.producer.wire.schema.errors import InvalidJob, QueueFull, RedisUnavailable
 from pagemill.producer.wire.schema.outputs import ErrorInfo, Progress
 from pagemill.worker.engine_thread import AddRequest, EngineState, EngineThread
-from pagemill.worker.job_queue import Backoff, JobQueue, ServerClock
+from pagemill.worker.job_queue import Backoff, JobQueue
+from pagemill.worker.jobs.context import WorkerContext
 from pagemill.worker.jobs.final_write import failed
 from pagemill.worker.jobs.intake import Intake
-from pagemill.worker.jobs.job_table import JobTable
-from pagemill.worker.jobs.journal import Journal
 from pagemill.worker.jobs.leases import LeaseKeeper
 from pagemill.worker.jobs.reporter import ProgressReporter
 from pagemill.worker.jobs.running_job import PRIORITIES, RunningJob, sample_states
@@ -105,25 +104,22 @@ class Admission:
 
     def __init__(
         self,
+        context: WorkerContext,
         queue: JobQueue,
         engine: EngineThread,
-        table: JobTable,
+        intake: Intake,
         reporter: ProgressReporter,
         leases: LeaseKeeper,
-        clock: ServerClock,
-        counters: WorkerCounters,
-        intake: Intake,
-        journal: Journal,
     ) -> None:
         self._queue = queue
         self._intake = intake
-        self._journal = journal
+        self._journal = context.journal
         self._engine = engine
-        self._table = table
+        self._table = context.table
         self._reporter = reporter
         self._leases = leases
-        self._clock = clock
-        self._counters = counters
+        self._clock = context.clock
+        self._counters = context.counters
         self._models: list[str] = []
         self._room = threading.Event()
         self._stop = threading.Event()

@@ -10,13 +10,13 @@ from typing import Any, Literal
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import GENERATE, Score, Task
-from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Checkpoint
 from pagemill.producer.wire.schema.signing import Keys, split_payload
 from pagemill.worker.engine_thread import EngineThread
+from pagemill.worker.jobs.context import WorkerContext
 from pagemill.worker.jobs.logprob_columns import LogprobColumns
 from pagemill.worker.jobs.running_job import (
     MAX_LOGPROBS,
@@ -44,19 +44,11 @@ class ResumePoint:
 class Intake:
     """What a worker asks of a job before it runs it. Called on admission's thread."""
 
-    def __init__(
-        self,
-        queue: str,
-        engine: EngineThread,
-        counters: WorkerCounters,
-        *,
-        hmac_keys: Keys,
-        webhooks: WebhookPolicy,
-    ) -> None:
-        self._queue = queue
+    def __init__(self, context: WorkerContext, engine: EngineThread, webhooks: WebhookPolicy) -> None:
+        self._queue = context.config.queue
         self._engine = engine
-        self._counters = counters
-        self._keys = hmac_keys
+        self._counters = context.counters
+        self._keys = context.hmac_keys
         self._webhooks = webhooks
 
     def running_job(self, pulled: PulledJob, started_at: float) -> RunningJob:

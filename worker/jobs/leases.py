@@ -14,12 +14,11 @@ from typing import Protocol
 
 from redis.client import PubSub
 
-from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.calls.registry import WorkerInfo, heartbeat, leave
 from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
 from pagemill.producer.wire.schema.errors import RedisUnavailable
-from pagemill.worker.job_queue import Backoff, JobQueue, ServerClock
-from pagemill.worker.jobs.job_table import JobTable
+from pagemill.worker.job_queue import Backoff, JobQueue
+from pagemill.worker.jobs.context import WorkerContext
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
@@ -39,23 +38,20 @@ class LeaseListener(Protocol):
 class LeaseKeeper:
     def __init__(
         self,
+        context: WorkerContext,
         queue: JobQueue,
-        table: JobTable,
         listener: LeaseListener,
-        clock: ServerClock,
-        counters: WorkerCounters,
         *,
-        renew_s: float,
         is_well: Callable[[], bool],
         describe: Callable[[], WorkerInfo],
     ) -> None:
         """`is_well`: whether the engine gets anywhere; `describe`: what the worker says of itself."""
         self._queue = queue
-        self._table = table
+        self._table = context.table
         self._listener = listener
-        self._clock = clock
-        self._counters = counters
-        self._renew_s = renew_s
+        self._clock = context.clock
+        self._counters = context.counters
+        self._renew_s = context.config.renew_s
         self._is_well = is_well
         self._describe = describe
         self._was_well = True

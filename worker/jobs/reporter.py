@@ -15,14 +15,13 @@ from queue import Empty, SimpleQueue
 
 from pagemill.engine.outputs import RequestOutput
 from pagemill.error_codes import FINAL_CODES, RETRYABLE_CODES
-from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.producer.wire.schema.outputs import ErrorInfo
-from pagemill.producer.wire.schema.signing import Keys
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.engine_thread import EngineThread
-from pagemill.worker.job_queue import Backoff, JobQueue, ServerClock
+from pagemill.worker.job_queue import Backoff, JobQueue
+from pagemill.worker.jobs.context import WorkerContext
 from pagemill.worker.jobs.final_write import (
     FinalWrite,
     checkpoint_call,
@@ -33,8 +32,6 @@ from pagemill.worker.jobs.final_write import (
     stopped,
     succeeded,
 )
-from pagemill.worker.jobs.job_table import JobTable
-from pagemill.worker.jobs.journal import Journal
 from pagemill.worker.jobs.running_job import MAX_RESULT_BYTES, Ending, RunningJob
 
 logger = logging.getLogger(__name__)
@@ -117,26 +114,21 @@ class ProgressReporter:
 
     def __init__(
         self,
-        config: WorkerConfig,
+        context: WorkerContext,
         queue: JobQueue,
-        table: JobTable,
-        clock: ServerClock,
-        counters: WorkerCounters,
-        journal: Journal,
         *,
         on_finished: Callable[[RunningJob | None], None],
-        hmac_keys: Keys,
     ) -> None:
         """`on_finished` is called when a job has left the engine, or is about to, so that more may be pulled; with
         the job, if it is known and came to its own end."""
-        self._config = config
+        self._config = context.config
         self._queue = queue
-        self._table = table
-        self._clock = clock
-        self._counters = counters
-        self._journal = journal
+        self._table = context.table
+        self._clock = context.clock
+        self._counters = context.counters
+        self._journal = context.journal
         self._on_finished = on_finished
-        self._hmac_keys = hmac_keys
+        self._hmac_keys = context.hmac_keys
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._ended: dict[str, FinalWrite] = {}
         self._stopping: dict[str, float] = {}

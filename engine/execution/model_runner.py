@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -24,10 +25,11 @@ from pagemill.engine.execution.sampling.prompt_scorer import PromptLogprobs, Pro
 from pagemill.engine.execution.sampling.sampler import Sampler, SamplerOutput
 from pagemill.engine.execution.staging import DirectTransfer, StagedTransfer
 from pagemill.engine.layers.attention import AttentionContext, attention_context
-from pagemill.engine.layers.cpu_fusion import fuse
-from pagemill.engine.layers.cuda_fusion import fuse_for_cuda
+from pagemill.engine.layers.cpu_fusion import CpuFusion
+from pagemill.engine.layers.cuda_fusion import CudaFusion
 from pagemill.engine.layers.direct_forward import DirectForward
 from pagemill.engine.layers.faces import uses_cpu_kernels
+from pagemill.engine.layers.fusion import use_fast_linears
 from pagemill.engine.layers.linear import LinearOptions
 from pagemill.engine.layers.rank_group import RankGroup
 from pagemill.engine.models.kv_cache_shape import KVCacheShape
@@ -67,6 +69,17 @@ def captures_graphs(device: torch.device, group: RankGroup | None) -> bool:
     return device.type == "cuda" and group is None
 
 
+def fuse(model: LoadedModel, linear: LinearOptions) -> None:
+    """Rewrite what is known of the model's modules, and its linear layers."""
+    module: Any = model.module
+    if (traits := model.family.decoder) is not None:
+        if model.device.type == "cuda":
+            CudaFusion(traits, linear).run(module.model)
+        elif uses_cpu_kernels(model.device, model.dtype):
+            CpuFusion(traits, linear).run(module.model)
+    use_fast_linears(module, linear)
+
+
 class ModelRunner:
     """An `Executor` on a device. One thread owns it."""
 
@@ -86,9 +99,7 @@ class ModelRunner:
             require_batch_invariance(model.device, model.dtype)
         linear = LinearOptions(config.quantization, row_invariant=config.batch_invariant)
         is_cuda = model.device.type == "cuda"
-        if is_cuda:
-            fuse_for_cuda(model.module, linear)
-        fuse(model.module, model.device, model.dtype, linear)
+        fuse(model, linear)
         if uses_cpu_kernels(model.device, model.dtype):
             warm_up_cpu_kernels(model.module, model.num_heads, shape)
         else:
@@ -107,7 +118,7 @@ class ModelRunner:
         )
         self._sampler = Sampler(limits.eos_token_ids, draws_on_device=is_cuda)
         self._prompt_scorer = PromptScorer(model.module)
-        self._direct = None if is_cuda else DirectForward.of(model.module)
+        self._direct = None if is_cuda else DirectForward.of(model.module, model.family.decoder)
         self._narrow_head = None if is_cuda or group is not None else NarrowHead.of(model.module)
         self._graphs: DecodeGraphs | None = None
         if captures_graphs(model.device, group) and not config.enforce_eager:

@@ -1,7 +1,7 @@
-"""Rewrites a loaded model in place for CUDA: merged products, and the fused kernels around them.
+"""What a decoder's modules are on CUDA: merged products, and the fused kernels around them.
 
-Runs before `pagemill.engine.layers.cpu_fusion`, which sees to the layers that are left. The operators come from
-`pagemill.kernels.dispatch`, so the rewritten model computes the same on any device; only on CUDA it is faster for it.
+The operators come from `pagemill.kernels.dispatch`, so the rewritten model computes the same on any device; only on
+CUDA it is faster for it.
 """
 
 from __future__ import annotations
@@ -12,64 +12,40 @@ import torch
 from torch import nn
 
 from pagemill.engine.layers.attention import current_context
-from pagemill.engine.layers.cpu_fusion import (
-    OFFSET_RMS_NORM,
-    RMS_NORM,
-    ROTARY_ATTENTION,
-    MergedAttention,
-    RMSNorm,
-    SiluGatedMLP,
-    is_silu_gated,
-)
-from pagemill.engine.layers.decoder_layer import PRE_NORM_LAYERS
-from pagemill.engine.layers.linear import LinearOptions
+from pagemill.engine.layers.decoder_traits import DecoderTraits
+from pagemill.engine.layers.fusion import Fusion, MergedAttention, RMSNorm, SiluGatedMLP
 from pagemill.kernels import dispatch
 from pagemill.kernels.types.rotation import Rotation
 
 
-def fuse_for_cuda(model: nn.Module, linear: LinearOptions) -> None:
-    """Replace the modules that are known; their weights move into the new ones."""
-    _fuse_children(model, linear)
-    for parent in model.modules():
-        for child in parent.children():
-            if isinstance(child, nn.ModuleList) and len(child) and isinstance(child[0], PreNormLayer):
-                _chain(list(child), getattr(parent, "norm", None))
+class CudaFusion(Fusion):
+    """A layer becomes four products and five kernels."""
 
+    def norm(self, source: Any) -> RMSNorm:
+        return FusedRMSNorm(source, self.traits)
 
-def _fuse_children(parent: nn.Module, linear: LinearOptions) -> None:
-    for name, child in parent.named_children():
-        _fuse_children(child, linear)
-        replacement = _replacement(child, linear)
-        if replacement is not None:
-            setattr(parent, name, replacement)
+    def attention(self, source: Any) -> MergedAttention:
+        return FusedRotaryAttention(source, self.traits, self.linear)
 
+    def gated_mlp(self, source: Any) -> SiluGatedMLP:
+        return SiluGatedMLP(source, self.linear, dispatch.silu_and_mul)
 
-def _replacement(module: Any, linear: LinearOptions) -> nn.Module | None:
-    kind = type(module).__name__
-    if kind in RMS_NORM + OFFSET_RMS_NORM:
-        return FusedRMSNorm(module)
-    if kind in ROTARY_ATTENTION:
-        return FusedRotaryAttention(module, linear)
-    if is_silu_gated(module):
-        return SiluGatedMLP(module, linear, dispatch.silu_and_mul)
-    if kind in PRE_NORM_LAYERS and isinstance(module.input_layernorm, FusedRMSNorm):
-        return PreNormLayer(module)
-    return None
+    def pre_norm_layer(self, layer: Any) -> nn.Module:
+        return PreNormLayer(layer)
 
-
-def _chain(layers: list[Any], last_norm: nn.Module | None) -> None:
-    """Let each layer compute the norm that reads its output: the next layer's, or the one after the last."""
-    for layer, following in zip(layers, [*layers[1:], None], strict=True):
-        norm = last_norm if following is None else getattr(following, "input_layernorm", None)
-        if isinstance(norm, FusedRMSNorm):
-            layer.add_next_norm(norm)
+    def finish(self, decoder: Any) -> None:
+        """Let each layer compute the norm that reads its output: the next layer's, or the one after the last."""
+        if self.traits.residual == "pre_norm":
+            norms = [*(layer.input_layernorm for layer in decoder.layers[1:]), decoder.norm]
+            for layer, norm in zip(decoder.layers, norms, strict=True):
+                layer.add_next_norm(norm)
 
 
 class FusedRMSNorm(RMSNorm):
     """Its output may be there before it is asked for."""
 
-    def __init__(self, source: Any) -> None:
-        super().__init__(source, dispatch.rms_norm)
+    def __init__(self, source: Any, traits: DecoderTraits) -> None:
+        super().__init__(source, traits, dispatch.rms_norm)
         self._input: torch.Tensor | None = None
         self._output: torch.Tensor | None = None
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pagemill.engine.layers.attention import current_context
+from pagemill.engine.layers.fusion import SiluGatedMLP
 from pagemill.engine.layers.int8_linear import Int8Linear, PackedInt8Product
 from pagemill.engine.layers.linear import PackedLinear
 
@@ -15,22 +16,11 @@ if TYPE_CHECKING:
     from pagemill.kernels.cpu.layer.compile_ahead import Part
     from pagemill.kernels.cpu.layer.layer import DecoderLayer, LayerWeights, Product, StepBuffers
 
-# hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden)).
-PRE_NORM_LAYERS = (
-    "GemmaDecoderLayer",
-    "LlamaDecoderLayer",
-    "MistralDecoderLayer",
-    "Phi3DecoderLayer",
-    "Qwen2DecoderLayer",
-    "Qwen3DecoderLayer",
-    "SmolLM3DecoderLayer",
-)
-
 
 class FusedDecoderLayer(nn.Module):
     """Computes what `source` computes, to the last bit, in place on the hidden states it is given.
 
-    `source` is one of transformers' layers whose modules have been replaced (`pagemill.engine.layers.cpu_fusion`).
+    `source` is one of transformers' layers whose modules have been replaced (`pagemill.engine.layers.fusion`).
     It stays as a child: its modules own the weights.
     """
 
@@ -80,12 +70,11 @@ class FusedDecoderLayer(nn.Module):
 
 
 def can_be_compiled(layer: Any) -> bool:
-    """Whether `FusedDecoderLayer` computes this layer."""
-    if type(layer).__name__ not in PRE_NORM_LAYERS:
-        return False
+    """Whether `FusedDecoderLayer` computes this pre-norm layer, whose modules have been replaced."""
     attention, mlp = layer.self_attn, layer.mlp
-    products = [getattr(attention, "qkv_proj", None), attention.o_proj]
-    products += [getattr(mlp, "gate_up_proj", None), mlp.down_proj]
+    if not isinstance(mlp, SiluGatedMLP):
+        return False
+    products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     kinds = {type(_packed(product)) for product in products}
     return (
         kinds in ({PackedLinear}, {PackedInt8Product})

@@ -134,3 +134,8 @@ def merged_linear(layers: Sequence[nn.Linear], options: LinearOptions) -> nn.Mod
     if bias is not None:
         merged.bias = nn.Parameter(bias, requires_grad=False)
     return merged
+
+
+def fast_linear(layer: nn.Linear, options: LinearOptions) -> nn.Module:
+    """The fast layer that computes `layer`; itself where there is none."""
+    return make_linear(layer.weight, layer.bias, options) or layer

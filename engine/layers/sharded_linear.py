@@ -26,7 +26,7 @@ class PartialLinear(nn.Linear):
 
     def pack(self, options: LinearOptions) -> None:
         """Multiply as the fusion pass would have it from now on; the weight as it was loaded is dropped."""
-        product = make_linear(self.weight, None, options)
+        product = None if self._product is not None else make_linear(self.weight, None, options)
         if product is not None:
             self._product = product
             self.register_parameter("weight", None)

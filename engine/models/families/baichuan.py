@@ -11,6 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, PretrainedConfig
 
 from pagemill.engine.layers.alibi import replace_rotation_by_alibi
+from pagemill.engine.layers.decoder_traits import LLAMA_DECODER
 from pagemill.engine.models.families.family import Family, RawConfig, Tensors, require
 from pagemill.engine.models.families.llama_like import shared_fields, split_rows
 
@@ -65,6 +66,7 @@ BAICHUAN = Family(
     architectures=("BaiChuanForCausalLM", "BaichuanForCausalLM"),
     build_config=_build_config,
     convert_tensors=_convert_tensors,
+    decoder=LLAMA_DECODER,
     adapt=_adapt,
     extrapolates=lambda config: bool(config.uses_alibi),
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import Gemma3TextConfig, PretrainedConfig
 
+from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.models.families.family import Family, RawConfig, Tensors, native_config, require
 
 # The language model's tensors, as the first release and as transformers 5 name them.
@@ -45,16 +46,38 @@ def _convert_multimodal_tensors(tensors: Tensors, _config: PretrainedConfig) -> 
     return out
 
 
-GEMMA = Family(
-    name="Gemma, Gemma 2, Gemma 3",
-    model_types=("gemma", "gemma2", "gemma3_text"),
-    architectures=("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
-    build_config=_build_config,
+_GEMMA3_DECODER = DecoderTraits(
+    norm="offset_rms", residual="sandwich", rotation="by_layer_type", is_plain=False
 )
-GEMMA3_MULTIMODAL = Family(
-    name="Gemma 3 with vision (text only)",
-    model_types=("gemma3",),
-    architectures=("Gemma3ForConditionalGeneration",),
-    build_config=_build_multimodal_config,
-    convert_tensors=_convert_multimodal_tensors,
+
+FAMILIES = (
+    Family(
+        name="Gemma",
+        model_types=("gemma",),
+        architectures=("GemmaForCausalLM",),
+        build_config=_build_config,
+        decoder=DecoderTraits(norm="offset_rms"),
+    ),
+    Family(
+        name="Gemma 2",
+        model_types=("gemma2",),
+        architectures=("Gemma2ForCausalLM",),
+        build_config=_build_config,
+        decoder=DecoderTraits(norm="offset_rms", residual="sandwich", has_softcap=True, is_plain=False),
+    ),
+    Family(
+        name="Gemma 3",
+        model_types=("gemma3_text",),
+        architectures=("Gemma3ForCausalLM",),
+        build_config=_build_config,
+        decoder=_GEMMA3_DECODER,
+    ),
+    Family(
+        name="Gemma 3 with vision (text only)",
+        model_types=("gemma3",),
+        architectures=("Gemma3ForConditionalGeneration",),
+        build_config=_build_multimodal_config,
+        convert_tensors=_convert_multimodal_tensors,
+        decoder=_GEMMA3_DECODER,
+    ),
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig
 
+from pagemill.engine.layers.decoder_traits import LLAMA_DECODER
 from pagemill.engine.models.families.family import Family, RawConfig, Tensors, require
 from pagemill.engine.models.families.llama_like import renamed, shared_fields
 
@@ -77,22 +78,27 @@ def _build_internlm3_config(raw: RawConfig) -> PretrainedConfig:
     return config
 
 
-INTERNLM = Family(
-    name="InternLM",
-    model_types=("internlm",),
-    architectures=("InternLMForCausalLM",),
-    build_config=_build_internlm_config,
-)
-INTERNLM2 = Family(
-    name="InternLM 2, 2.5",
-    model_types=("internlm2",),
-    architectures=("InternLM2ForCausalLM",),
-    build_config=_build_internlm2_config,
-    convert_tensors=_convert_internlm2_tensors,
-)
-INTERNLM3 = Family(
-    name="InternLM 3",
-    model_types=("internlm3",),
-    architectures=("InternLM3ForCausalLM",),
-    build_config=_build_internlm3_config,
+FAMILIES = (
+    Family(
+        name="InternLM",
+        model_types=("internlm",),
+        architectures=("InternLMForCausalLM",),
+        build_config=_build_internlm_config,
+        decoder=LLAMA_DECODER,
+    ),
+    Family(
+        name="InternLM 2, 2.5",
+        model_types=("internlm2",),
+        architectures=("InternLM2ForCausalLM",),
+        build_config=_build_internlm2_config,
+        convert_tensors=_convert_internlm2_tensors,
+        decoder=LLAMA_DECODER,
+    ),
+    Family(
+        name="InternLM 3",
+        model_types=("internlm3",),
+        architectures=("InternLM3ForCausalLM",),
+        build_config=_build_internlm3_config,
+        decoder=LLAMA_DECODER,
+    ),
 )

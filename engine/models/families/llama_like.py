@@ -1,11 +1,17 @@
-"""Reading other people's config.json as a LLaMA's or a Qwen2's."""
+"""LLaMA and its like: what they share, and those of them that are no more than a line here.
+
+Another one is an entry of `FAMILIES`, with traits of its own where it differs from LLaMA.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from pagemill.engine.models.families.family import RawConfig, Tensors, require
+from transformers import LlamaConfig, PretrainedConfig
+
+from pagemill.engine.layers.decoder_traits import LLAMA_DECODER, DecoderTraits
+from pagemill.engine.models.families.family import Family, RawConfig, Tensors, require
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _OPTIONAL = (
@@ -60,3 +66,45 @@ def split_rows(tensors: Tensors, packed: str, parts: tuple[str, ...]) -> Tensors
         else:
             out[name] = tensor
     return out
+
+
+def llama_config(raw: RawConfig) -> PretrainedConfig:
+    """A LLaMA under another name."""
+    config: PretrainedConfig = LlamaConfig.from_dict(shared_fields(raw))
+    return config
+
+
+FAMILIES = (
+    Family(
+        name="Aquila, Aquila2",
+        model_types=("aquila",),
+        architectures=("AquilaForCausalLM", "AquilaModel"),
+        build_config=llama_config,
+        decoder=LLAMA_DECODER,
+    ),
+    Family(
+        name="LLaMA, LLaMA 2, Llama 3, SmolLM, SmolLM2",
+        model_types=("llama",),
+        architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),
+        decoder=LLAMA_DECODER,
+    ),
+    Family(
+        name="Mistral",
+        model_types=("mistral",),
+        architectures=("MistralForCausalLM",),
+        decoder=DecoderTraits(window="one"),
+    ),
+    Family(
+        name="Qwen2, Qwen2.5",
+        model_types=("qwen2",),
+        architectures=("Qwen2ForCausalLM",),
+        decoder=LLAMA_DECODER,
+    ),
+    Family(name="Qwen3", model_types=("qwen3",), architectures=("Qwen3ForCausalLM",), decoder=LLAMA_DECODER),
+    Family(
+        name="SmolLM3",
+        model_types=("smollm3",),
+        architectures=("SmolLM3ForCausalLM",),
+        decoder=LLAMA_DECODER,
+    ),
+)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig, Qwen2Config
 
+from pagemill.engine.layers.decoder_traits import LLAMA_DECODER
 from pagemill.engine.models.families.family import Family, RawConfig, Tensors, require
 from pagemill.engine.models.families.llama_like import renamed, shared_fields, split_rows
 
@@ -59,4 +60,5 @@ QWEN = Family(
     architectures=("QWenLMHeadModel",),
     build_config=_build_config,
     convert_tensors=_convert_tensors,
+    decoder=LLAMA_DECODER,
 )

@@ -32,13 +32,14 @@ from pagemill.engine.execution.kv_cache import num_blocks_for
 from pagemill.engine.execution.sampling.sampler import Sampler
 from pagemill.engine.execution.staging import DirectTransfer, HostCopy, StagedTransfer
 from pagemill.engine.layers.attention import AttentionContext, attention_context
-from pagemill.engine.layers.cuda_fusion import PreNormLayer, fuse_for_cuda
+from pagemill.engine.layers.cuda_fusion import CudaFusion, PreNormLayer
 from pagemill.engine.layers.linear import LinearOptions
 from pagemill.engine.llm import LLM
 from pagemill.engine.models.kv_cache_shape import KVCacheShape
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels.types.layer_cache import LayerCache
 from pagemill.kernels.types.metadata import AttentionMetadata
+from tests.engine.layers.test_decoder_layer import traits_of
 from tests.engine.tiny_model import VOCAB_SIZE, save_tiny_llama
 
 _CPU = torch.device("cpu")
@@ -235,7 +236,7 @@ def test_fused_modules_compute_what_they_replace(config: Any) -> None:
     with torch.inference_mode():
         truth = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         model.config._attn_implementation = "pagemill_paged"
-        fuse_for_cuda(model, LinearOptions())
+        CudaFusion(traits_of(model), LinearOptions()).run(model.model)
         assert sum(isinstance(module, PreNormLayer) for module in model.modules()) == 3
         attention = model.model.layers[0].self_attn
         shape = (2, attention.num_kv_heads, 16, attention.head_dim)
@@ -261,7 +262,7 @@ def test_what_fusing_replaces_is_freed_at_once() -> None:
     assert len(replaced) == 2 * len(merged)
     gc.disable()
     try:
-        fuse_for_cuda(model, LinearOptions())
+        CudaFusion(traits_of(model), LinearOptions()).run(model.model)
         assert not any(parameter() is not None for parameter in replaced)
     finally:
         gc.enable()

@@ -10,10 +10,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pagemill.engine.layers.attention import AttentionContext, attention_context
-from pagemill.engine.layers.cpu_fusion import fuse
+from pagemill.engine.layers.cpu_fusion import CpuFusion
 from pagemill.engine.layers.decoder_layer import FusedDecoderLayer, can_be_compiled
+from pagemill.engine.layers.decoder_traits import DecoderTraits
+from pagemill.engine.layers.fusion import use_fast_linears
 from pagemill.engine.layers.int8_linear import _PlainProduct
 from pagemill.engine.layers.linear import LinearOptions, PackedLinear, has_packed_products
+from pagemill.engine.models.families.registry import find_family
 from pagemill.kernels.cpu.matmul.weight_formats import BFLOAT16, BYTES, FLOAT16, NIBBLES
 from pagemill.kernels.types.layer_cache import LayerCache, allocate_layer
 from pagemill.kernels.types.metadata import AttentionMetadata
@@ -58,8 +61,20 @@ def fused_model(
         for part, rounded in (rounding or {}).items():
             if part in name and parameter.dim() == 2:
                 parameter.data = rounded(parameter.data)
-    fuse(model, torch.device("cpu"), torch.float32, LinearOptions(quantization))
+    fuse_for_cpu(model, LinearOptions(quantization))
     return model
+
+
+def fuse_for_cpu(model: Any, linear: LinearOptions) -> None:
+    """What a start does to a model on the CPU."""
+    CpuFusion(traits_of(model), linear).run(model.model)
+    use_fast_linears(model, linear)
+
+
+def traits_of(model: Any) -> DecoderTraits:
+    traits = find_family({"model_type": model.config.model_type}).decoder
+    assert traits is not None
+    return traits
 
 
 def step(query_lens: list[int], seq_lens: list[int], num_padded: int = 0) -> AttentionMetadata:
@@ -293,3 +308,9 @@ def test_a_layer_of_other_products_stays_as_it_is(other: type[Any]) -> None:
     else:  # int8, not packed: as without the kernels' compiler
         layer.mlp.down_proj.product = _PlainProduct(torch.zeros(48, 96), None)
     assert not can_be_compiled(layer)
+
+
+def test_a_merged_mlp_of_another_activation_is_not_compiled() -> None:
+    """Phi 3's gate and up are one layer, whatever is computed of them."""
+    model = fused_model("phi3", hidden_act="gelu")
+    assert not any(isinstance(layer, FusedDecoderLayer) for layer in model.model.layers)

@@ -10,36 +10,8 @@ from torch import nn
 from pagemill.engine.layers.attention import attend
 from pagemill.engine.layers.decoder_layer import FusedDecoderLayer, can_be_compiled
 from pagemill.engine.layers.decoder_traits import DecoderTraits
-from pagemill.engine.layers.fusion import Fusion, MergedAttention, RMSNorm, SiluGatedMLP
+from pagemill.engine.layers.fusion import Fusion, MergedAttention, RMSNorm
 from pagemill.engine.layers.linear import LinearOptions
-
-
-class CpuFusion(Fusion):
-    """For fp32, with our own kernels."""
-
-    def __init__(self, traits: DecoderTraits, linear: LinearOptions) -> None:
-        super().__init__(traits, linear)
-        from pagemill.kernels.cpu import fused_rows
-        from pagemill.kernels.cpu.layer.layer import StepBuffers
-
-        self._rows = fused_rows
-        self._buffers = StepBuffers()
-
-    def norm(self, source: Any) -> RMSNorm:
-        return RMSNorm(source, self.traits, self._rows.rms_norm)
-
-    def attention(self, source: Any) -> MergedAttention:
-        return RotaryAttention(source, self.traits, self.linear)
-
-    def gated_mlp(self, source: Any) -> SiluGatedMLP:
-        return SiluGatedMLP(source, self.linear, self._rows.silu_and_mul)
-
-    def pre_norm_layer(self, layer: Any) -> nn.Module:
-        return FusedDecoderLayer(layer, self._buffers) if can_be_compiled(layer) else layer
-
-    def finish(self, decoder: Any) -> None:
-        if isinstance(last := decoder.layers[-1], FusedDecoderLayer):
-            last.is_last = True
 
 
 class RotaryAttention(MergedAttention):
@@ -66,3 +38,23 @@ class RotaryAttention(MergedAttention):
             self._rotate(query, key, cos[0], sin[0])
         out = attend(self.layer_idx, query, key, value, self.scoring)
         return self.o_proj(out.view(len(out), -1))[None], None
+
+
+class CpuFusion(Fusion):
+    """For fp32, with our own kernels."""
+
+    norm_class, attention_class = RMSNorm, RotaryAttention
+
+    def __init__(self, traits: DecoderTraits, linear: LinearOptions) -> None:
+        from pagemill.kernels.cpu import fused_rows
+        from pagemill.kernels.cpu.layer.layer import StepBuffers
+
+        super().__init__(traits, linear, fused_rows)
+        self._buffers = StepBuffers()
+
+    def pre_norm_layer(self, layer: Any) -> nn.Module:
+        return FusedDecoderLayer(layer, self._buffers) if can_be_compiled(layer) else layer
+
+    def finish(self, decoder: Any) -> None:
+        if isinstance(last := decoder.layers[-1], FusedDecoderLayer):
+            last.is_last = True

@@ -13,41 +13,17 @@ from torch import nn
 
 from pagemill.engine.layers.attention import current_context
 from pagemill.engine.layers.decoder_traits import DecoderTraits
-from pagemill.engine.layers.fusion import Fusion, MergedAttention, RMSNorm, SiluGatedMLP
+from pagemill.engine.layers.fusion import Fusion, MergedAttention, RMSNorm
+from pagemill.engine.layers.linear import LinearOptions
 from pagemill.kernels import dispatch
 from pagemill.kernels.types.rotation import Rotation
-
-
-class CudaFusion(Fusion):
-    """A layer becomes four products and five kernels."""
-
-    def norm(self, source: Any) -> RMSNorm:
-        return FusedRMSNorm(source, self.traits)
-
-    def attention(self, source: Any) -> MergedAttention:
-        return FusedRotaryAttention(source, self.traits, self.linear)
-
-    def gated_mlp(self, source: Any) -> SiluGatedMLP:
-        return SiluGatedMLP(source, self.linear, dispatch.silu_and_mul)
-
-    def pre_norm_layer(self, layer: Any) -> nn.Module:
-        return PreNormLayer(layer)
-
-    def finish(self, decoder: Any) -> None:
-        """Let each layer compute the norm that reads its output: the next layer's, or the one after the last."""
-        if self.traits.residual == "pre_norm":
-            norms = [*(layer.input_layernorm for layer in decoder.layers[1:]), decoder.norm]
-            for layer, norm in zip(decoder.layers, norms, strict=True):
-                layer.add_next_norm(norm)
 
 
 class FusedRMSNorm(RMSNorm):
     """Its output may be there before it is asked for."""
 
-    def __init__(self, source: Any, traits: DecoderTraits) -> None:
-        super().__init__(source, traits, dispatch.rms_norm)
-        self._input: torch.Tensor | None = None
-        self._output: torch.Tensor | None = None
+    _input: torch.Tensor | None = None
+    _output: torch.Tensor | None = None
 
     def hold(self, x: torch.Tensor, normed: torch.Tensor) -> None:
         """`normed` is the norm of `x`, should that very tensor come next."""
@@ -124,3 +100,22 @@ class PreNormLayer(nn.Module):
         hidden_states = hidden_rows[None]
         following.hold(hidden_states, normed_rows[None])
         return hidden_states
+
+
+class CudaFusion(Fusion):
+    """A layer becomes four products and five kernels."""
+
+    norm_class, attention_class = FusedRMSNorm, FusedRotaryAttention
+
+    def __init__(self, traits: DecoderTraits, linear: LinearOptions) -> None:
+        super().__init__(traits, linear, dispatch)
+
+    def pre_norm_layer(self, layer: Any) -> nn.Module:
+        return PreNormLayer(layer)
+
+    def finish(self, decoder: Any) -> None:
+        """Let each layer compute the norm that reads its output: the next layer's, or the one after the last."""
+        if self.traits.residual == "pre_norm":
+            norms = [*(layer.input_layernorm for layer in decoder.layers[1:]), decoder.norm]
+            for layer, norm in zip(decoder.layers, norms, strict=True):
+                layer.add_next_norm(norm)

@@ -6,7 +6,6 @@ puts in is in `cpu_fusion.py` and `cuda_fusion.py`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -20,20 +19,23 @@ from pagemill.engine.layers.sharded_linear import PartialLinear
 from pagemill.kernels.types.scoring import Scoring
 
 
-class Fusion(ABC):
+class Fusion:
     """Rewrites a decoder of known traits, a layer at a time, so that what is replaced is freed on the way."""
 
-    def __init__(self, traits: DecoderTraits, linear: LinearOptions) -> None:
-        self.traits = traits
-        self.linear = linear
+    norm_class: type[RMSNorm]
+    attention_class: type[MergedAttention]
+
+    def __init__(self, traits: DecoderTraits, linear: LinearOptions, operators: Any) -> None:
+        """`operators` has `rms_norm` and `silu_and_mul`."""
+        self.traits, self.linear, self.operators = traits, linear, operators
 
     def run(self, decoder: Any) -> None:
         """Rewrite the modules of `decoder`. Its weights move into the new ones; the old ones are dropped."""
         norm_class = type(decoder.norm)
         for index, layer in enumerate(decoder.layers):
-            layer.self_attn = self.attention(layer.self_attn)
+            layer.self_attn = self.attention_class(layer.self_attn, self.traits, self.linear)
             if is_silu_gated(layer.mlp):
-                layer.mlp = self.gated_mlp(layer.mlp)
+                layer.mlp = SiluGatedMLP(layer.mlp, self.linear, self.operators.silu_and_mul)
             for parent in (layer, layer.self_attn):
                 for name, child in parent.named_children():
                     if type(child) is norm_class:
@@ -44,22 +46,16 @@ class Fusion(ABC):
         decoder.norm = self.norm(decoder.norm)
         self.finish(decoder)
 
-    @abstractmethod
-    def norm(self, source: Any) -> RMSNorm: ...
+    def norm(self, source: Any) -> RMSNorm:
+        return self.norm_class(source, self.traits, self.operators.rms_norm)
 
-    @abstractmethod
-    def attention(self, source: Any) -> MergedAttention: ...
-
-    @abstractmethod
-    def gated_mlp(self, source: Any) -> SiluGatedMLP: ...
-
-    @abstractmethod
     def pre_norm_layer(self, layer: Any) -> nn.Module:
         """What stands for a layer whose modules have been replaced; the layer itself where nothing does."""
+        raise NotImplementedError
 
-    @abstractmethod
     def finish(self, decoder: Any) -> None:
         """Do what needs all layers."""
+        raise NotImplementedError
 
 
 def use_fast_linears(parent: nn.Module, options: LinearOptions) -> None:

@@ -22,12 +22,15 @@ _FEWEST_CUDA_ROWS = 32
 _CUDA_MULTIPLE = 8
 
 
-def quantization_scheme(quantization: str | None, device: torch.device) -> str | None:
-    """All that decides which numbers an engine with this option computes: part of a checkpoint's fingerprint."""
+def quantization_scheme(quantization: str | None, scale_span: str) -> str | None:
+    """All that decides which numbers an engine with this option computes: part of a checkpoint's fingerprint.
+
+    Args:
+        scale_span: `DeviceBackend.int8_scale_span`.
+    """
     if quantization != "int8":
         return quantization
-    shared = f"{grouped_int8.GROUP} inputs" if device.type == "cpu" else "row"
-    return f"int8 weights and activations, a scale per {shared}"
+    return f"int8 weights and activations, a scale per {scale_span}"
 
 
 class Int8Linear(nn.Module):

@@ -7,7 +7,8 @@ from typing import Any
 from transformers import Gemma3TextConfig, PretrainedConfig
 
 from pagemill.engine.layers.decoder_traits import DecoderTraits
-from pagemill.engine.models.families.family import Family, RawConfig, Tensors, native_config, require
+from pagemill.engine.models.families.family import RawConfig, Tensors, native_config, require
+from pagemill.engine.models.families.llama_like import like_llama
 
 # The language model's tensors, as the first release and as transformers 5 name them.
 _TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model."}
@@ -46,38 +47,20 @@ def _convert_multimodal_tensors(tensors: Tensors, _config: PretrainedConfig) -> 
     return out
 
 
-_GEMMA3_DECODER = DecoderTraits(
-    norm="offset_rms", residual="sandwich", rotation="by_layer_type", is_plain=False
-)
+_GEMMA = DecoderTraits(norm="offset_rms")
+_GEMMA2 = DecoderTraits(norm="offset_rms", residual="sandwich", has_softcap=True, is_plain=False)
+_GEMMA3 = DecoderTraits(norm="offset_rms", residual="sandwich", rotation="by_layer_type", is_plain=False)
 
 FAMILIES = (
-    Family(
-        name="Gemma",
-        model_types=("gemma",),
-        architectures=("GemmaForCausalLM",),
-        build_config=_build_config,
-        decoder=DecoderTraits(norm="offset_rms"),
-    ),
-    Family(
-        name="Gemma 2",
-        model_types=("gemma2",),
-        architectures=("Gemma2ForCausalLM",),
-        build_config=_build_config,
-        decoder=DecoderTraits(norm="offset_rms", residual="sandwich", has_softcap=True, is_plain=False),
-    ),
-    Family(
-        name="Gemma 3",
-        model_types=("gemma3_text",),
-        architectures=("Gemma3ForCausalLM",),
-        build_config=_build_config,
-        decoder=_GEMMA3_DECODER,
-    ),
-    Family(
-        name="Gemma 3 with vision (text only)",
-        model_types=("gemma3",),
-        architectures=("Gemma3ForConditionalGeneration",),
+    like_llama("Gemma", "gemma", "GemmaForCausalLM", decoder=_GEMMA, build_config=_build_config),
+    like_llama("Gemma 2", "gemma2", "Gemma2ForCausalLM", decoder=_GEMMA2, build_config=_build_config),
+    like_llama("Gemma 3", "gemma3_text", "Gemma3ForCausalLM", decoder=_GEMMA3, build_config=_build_config),
+    like_llama(
+        "Gemma 3 with vision (text only)",
+        "gemma3",
+        "Gemma3ForConditionalGeneration",
+        decoder=_GEMMA3,
         build_config=_build_multimodal_config,
         convert_tensors=_convert_multimodal_tensors,
-        decoder=_GEMMA3_DECODER,
     ),
 )

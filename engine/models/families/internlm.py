@@ -6,9 +6,8 @@ from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig
 
-from pagemill.engine.layers.decoder_traits import LLAMA_DECODER
-from pagemill.engine.models.families.family import Family, RawConfig, Tensors, require
-from pagemill.engine.models.families.llama_like import renamed, shared_fields
+from pagemill.engine.models.families.family import RawConfig, Tensors, require
+from pagemill.engine.models.families.llama_like import like_llama, renamed, shared_fields
 
 _INTERNLM2_NAMES = {
     "model.tok_embeddings.": "model.embed_tokens.",
@@ -79,26 +78,13 @@ def _build_internlm3_config(raw: RawConfig) -> PretrainedConfig:
 
 
 FAMILIES = (
-    Family(
-        name="InternLM",
-        model_types=("internlm",),
-        architectures=("InternLMForCausalLM",),
-        build_config=_build_internlm_config,
-        decoder=LLAMA_DECODER,
-    ),
-    Family(
-        name="InternLM 2, 2.5",
-        model_types=("internlm2",),
-        architectures=("InternLM2ForCausalLM",),
+    like_llama("InternLM", "internlm", "InternLMForCausalLM", build_config=_build_internlm_config),
+    like_llama(
+        "InternLM 2, 2.5",
+        "internlm2",
+        "InternLM2ForCausalLM",
         build_config=_build_internlm2_config,
         convert_tensors=_convert_internlm2_tensors,
-        decoder=LLAMA_DECODER,
     ),
-    Family(
-        name="InternLM 3",
-        model_types=("internlm3",),
-        architectures=("InternLM3ForCausalLM",),
-        build_config=_build_internlm3_config,
-        decoder=LLAMA_DECODER,
-    ),
+    like_llama("InternLM 3", "internlm3", "InternLM3ForCausalLM", build_config=_build_internlm3_config),
 )

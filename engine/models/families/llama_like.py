@@ -74,37 +74,20 @@ def llama_config(raw: RawConfig) -> PretrainedConfig:
     return config
 
 
+def like_llama(
+    name: str, model_type: str, *architectures: str, decoder: DecoderTraits = LLAMA_DECODER, **mapping: Any
+) -> Family:
+    """A family in LLaMA's layout; `mapping`: what else `Family` takes."""
+    return Family(
+        name=name, model_types=(model_type,), architectures=architectures, decoder=decoder, **mapping
+    )
+
+
 FAMILIES = (
-    Family(
-        name="Aquila, Aquila2",
-        model_types=("aquila",),
-        architectures=("AquilaForCausalLM", "AquilaModel"),
-        build_config=llama_config,
-        decoder=LLAMA_DECODER,
-    ),
-    Family(
-        name="LLaMA, LLaMA 2, Llama 3, SmolLM, SmolLM2",
-        model_types=("llama",),
-        architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),
-        decoder=LLAMA_DECODER,
-    ),
-    Family(
-        name="Mistral",
-        model_types=("mistral",),
-        architectures=("MistralForCausalLM",),
-        decoder=DecoderTraits(window="one"),
-    ),
-    Family(
-        name="Qwen2, Qwen2.5",
-        model_types=("qwen2",),
-        architectures=("Qwen2ForCausalLM",),
-        decoder=LLAMA_DECODER,
-    ),
-    Family(name="Qwen3", model_types=("qwen3",), architectures=("Qwen3ForCausalLM",), decoder=LLAMA_DECODER),
-    Family(
-        name="SmolLM3",
-        model_types=("smollm3",),
-        architectures=("SmolLM3ForCausalLM",),
-        decoder=LLAMA_DECODER,
-    ),
+    like_llama("Aquila, Aquila2", "aquila", "AquilaForCausalLM", "AquilaModel", build_config=llama_config),
+    like_llama("LLaMA, LLaMA 2, Llama 3, SmolLM, SmolLM2", "llama", "LlamaForCausalLM", "LLaMAForCausalLM"),
+    like_llama("Mistral", "mistral", "MistralForCausalLM", decoder=DecoderTraits(window="one")),
+    like_llama("Qwen2, Qwen2.5", "qwen2", "Qwen2ForCausalLM"),
+    like_llama("Qwen3", "qwen3", "Qwen3ForCausalLM"),
+    like_llama("SmolLM3", "smollm3", "SmolLM3ForCausalLM"),
 )

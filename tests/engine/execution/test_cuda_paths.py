@@ -26,16 +26,18 @@ from transformers import (
 )
 
 from pagemill.engine.config import EngineConfig
-from pagemill.engine.execution import cuda_graphs, model_runner
+from pagemill.engine.devices.cpu import CpuBackend
+from pagemill.engine.devices.cuda import CudaBackend
+from pagemill.engine.execution import cuda_graphs
 from pagemill.engine.execution.cuda_graphs import DecodeGraphs, buckets_up_to
 from pagemill.engine.execution.kv_cache import num_blocks_for
 from pagemill.engine.execution.sampling.sampler import Sampler
-from pagemill.engine.execution.staging import DirectTransfer, HostCopy, StagedTransfer
+from pagemill.engine.execution.staging import DirectTransfer, StagedTransfer
 from pagemill.engine.layers.attention import AttentionContext, attention_context
 from pagemill.engine.layers.cuda_fusion import CudaFusion, PreNormLayer
+from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.linear import LinearOptions
 from pagemill.engine.llm import LLM
-from pagemill.engine.models.kv_cache_shape import KVCacheShape
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels.types.layer_cache import LayerCache
 from pagemill.kernels.types.metadata import AttentionMetadata
@@ -88,7 +90,7 @@ def emulated_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return replay
 
     monkeypatch.setattr(cuda_graphs, "capture_graph", capture)
-    monkeypatch.setattr(model_runner, "captures_graphs", lambda *_: True)
+    monkeypatch.setattr(CpuBackend, "captures_graphs", True)
     return replays
 
 
@@ -127,7 +129,7 @@ def test_a_model_that_cannot_be_captured_runs_without(
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(cuda_graphs, "capture_graph", refuse)
-    monkeypatch.setattr(model_runner, "captures_graphs", lambda *_: True)
+    monkeypatch.setattr(CpuBackend, "captures_graphs", True)
     assert _outputs(directory) == plain
     assert "can't be captured" in caplog.text
 
@@ -140,7 +142,7 @@ def test_buckets() -> None:
 
 class TestStagedTransfer:
     def test_tensors_hold_what_was_put_once_it_is_sent(self) -> None:
-        transfer = StagedTransfer(_CPU)
+        transfer = StagedTransfer(CpuBackend())
         arrays = [
             np.arange(7, dtype=np.int32),
             np.zeros(0, dtype=np.int64),
@@ -155,7 +157,7 @@ class TestStagedTransfer:
         assert transfer.num_copies == 1
 
     def test_tensors_outlive_the_next_step(self) -> None:
-        transfer = StagedTransfer(_CPU)
+        transfer = StagedTransfer(CpuBackend())
         first = transfer.put(np.arange(5))
         transfer.send()
         transfer.put(np.zeros(5, dtype=np.int64))
@@ -163,7 +165,7 @@ class TestStagedTransfer:
         assert first.tolist() == [0, 1, 2, 3, 4]
 
     def test_it_grows_with_a_step_that_is_too_large(self) -> None:
-        transfer = StagedTransfer(_CPU, num_bytes=64)
+        transfer = StagedTransfer(CpuBackend(), num_bytes=64)
         small, large = transfer.put(np.arange(6)), transfer.put(np.arange(100))
         transfer.send()
         assert small.tolist() == list(range(6))
@@ -175,12 +177,12 @@ class TestStagedTransfer:
             assert more.tolist() == list(range(100))
 
     def test_a_step_without_arrays_copies_nothing(self) -> None:
-        transfer = StagedTransfer(_CPU)
+        transfer = StagedTransfer(CpuBackend())
         transfer.send()
         assert transfer.num_copies == 0
 
     def test_host_copy(self) -> None:
-        assert HostCopy(torch.arange(3)).wait().tolist() == [0, 1, 2]
+        assert CpuBackend().to_host(torch.arange(3)).wait().tolist() == [0, 1, 2]
 
 
 def test_draws_on_the_device_are_the_ones_on_the_cpu() -> None:
@@ -196,7 +198,7 @@ def test_draws_on_the_device_are_the_ones_on_the_cpu() -> None:
     table = torch.ones(len(_PARAMS), 16, dtype=torch.int64)
     here = Sampler(()).sample(logits.clone(), work, table)
     for part in (slice(0, 5), slice(3, 5), slice(0, 1)):  # some are drawn, all are, none is
-        sampler, transfer = Sampler((), draws_on_device=True), DirectTransfer(_CPU)
+        sampler, transfer = Sampler((), draws_on_device=True), DirectTransfer(CpuBackend())
         draws = sampler.stage(work[part], transfer)
         there = sampler.sample(logits[part].clone(), work[part], table, draws)
         assert there.token_ids.tolist() == here.token_ids[part].tolist()
@@ -279,7 +281,7 @@ def test_memory_that_loading_let_go_of_counts_as_free(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * gib - held, 80 * gib))
     config = EngineConfig(model="echo", gpu_memory_utilization=0.5)
     shape = KVCacheShape(num_layers=1, num_kv_heads=1, head_dim=64, block_size=16, dtype=torch.float16)
-    assert num_blocks_for(config, shape, torch.device("cuda")) == 20 * gib // shape.block_bytes
+    assert num_blocks_for(config, shape, CudaBackend()) == 20 * gib // shape.block_bytes
 
 
 def _one_prompt(length: int) -> AttentionMetadata:

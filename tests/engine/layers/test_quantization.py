@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from pagemill.engine.config import EngineConfig
+from pagemill.engine.devices.cpu import CpuBackend
+from pagemill.engine.devices.cuda import CudaBackend
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.execution.kv_cache import num_blocks_for
 from pagemill.engine.layers.int8_linear import CudaInt8Product, Int8Linear, quantise_rows, quantization_scheme
+from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.llm import LLM
-from pagemill.engine.models.kv_cache_shape import KVCacheShape
 from pagemill.engine.models.loader import _fingerprint
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels import grouped_int8
@@ -70,19 +72,23 @@ def test_a_fingerprint_tells_schemes_of_int8_apart(directory: str, monkeypatch: 
 
     def fingerprint(quantization: Literal["int8"] | None) -> str:
         config = EngineConfig(model=directory, quantization=quantization)
-        return _fingerprint(Path(directory), config, torch.float32, torch.device("cpu"), 0)
+        return _fingerprint(Path(directory), config, torch.float32, CpuBackend(), 0)
 
     plain, grouped = fingerprint(None), fingerprint("int8")
     assert plain != grouped
-    monkeypatch.setattr(grouped_int8, "GROUP", 2 * grouped_int8.GROUP)
+    monkeypatch.setattr(CpuBackend, "int8_scale_span", f"{2 * grouped_int8.GROUP} inputs")
     assert fingerprint(None) == plain
     assert fingerprint("int8") != grouped
 
 
+def test_the_cpu_says_how_many_inputs_share_a_scale() -> None:
+    assert CpuBackend.int8_scale_span == f"{grouped_int8.GROUP} inputs"
+
+
 def test_cpu_and_cuda_have_schemes_of_their_own() -> None:
-    schemes = {quantization_scheme("int8", torch.device(name)) for name in ("cpu", "cuda")}
-    assert len(schemes) == 2
-    assert quantization_scheme(None, torch.device("cpu")) is None
+    spans = [device.int8_scale_span for device in (CpuBackend(), CudaBackend())]
+    assert len({quantization_scheme("int8", span) for span in spans}) == 2
+    assert quantization_scheme(None, spans[0]) is None
 
 
 def test_rows_for_cuda_are_quantised_to_nearest_with_a_scale_each() -> None:
@@ -141,7 +147,7 @@ def test_fewer_bits_make_more_blocks(dtype: torch.dtype, bytes_per_head: int) ->
     shape = KVCacheShape(num_layers=3, num_kv_heads=2, head_dim=64, block_size=16, dtype=dtype)
     assert shape.block_bytes == 3 * 2 * 2 * 16 * bytes_per_head
     config = EngineConfig(model="echo", kv_cache_memory_bytes=2**20)
-    assert num_blocks_for(config, shape, torch.device("cpu")) == 2**20 // shape.block_bytes
+    assert num_blocks_for(config, shape, CpuBackend()) == 2**20 // shape.block_bytes
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["float16", "bfloat16", "int8", "fp8"])

@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,9 +16,9 @@ from torch import nn
 
 from pagemill.engine.config import EngineConfig, StepDefaults
 from pagemill.engine.layers.decoder_traits import DecoderTraits
-from pagemill.engine.layers.fusion import Fusion, use_fast_linears
+from pagemill.engine.layers.fusion import Fusion
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
-from pagemill.engine.layers.linear import LinearOptions
+from pagemill.engine.layers.linear import LinearOptions, MakeProduct, replace_linears
 
 NO_BATCH_INVARIANCE = (
     "batch_invariant needs device=cpu and dtype=float32, with numba and oneDNN: elsewhere the order of a product's "
@@ -77,16 +79,23 @@ class DeviceBackend(ABC):
         """What `dtype="auto"` stands for; `declared`: by the checkpoint, if it is a dtype."""
 
     @abstractmethod
-    def fusion(self, traits: DecoderTraits, dtype: torch.dtype, linear: LinearOptions) -> Fusion | None:
+    def product(
+        self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, options: LinearOptions
+    ) -> nn.Module | None:
+        """What multiplies best by these weights, as `MakeProduct` has it."""
+
+    @abstractmethod
+    def fusion(self, traits: DecoderTraits, dtype: torch.dtype, make_product: MakeProduct) -> Fusion | None:
         """What rewrites a decoder; None: its modules stay as they are."""
 
     def fuse(
         self, module: Any, traits: DecoderTraits | None, dtype: torch.dtype, linear: LinearOptions
     ) -> None:
         """Rewrite what is known of a causal language model's modules, and its linear layers."""
-        if traits is not None and (fusion := self.fusion(traits, dtype, linear)) is not None:
+        make_product = partial(self.product, options=linear)
+        if traits is not None and (fusion := self.fusion(traits, dtype, make_product)) is not None:
             fusion.run(module.model)
-        use_fast_linears(module, linear)
+        replace_linears(module, make_product)
 
     def warm_up(self, module: nn.Module, dtype: torch.dtype, num_heads: int, shape: KVCacheShape) -> None:
         """Compile what a fused model of this dtype needs before its first step needs it."""

@@ -6,7 +6,9 @@ import importlib.util
 import logging
 import mmap
 import time
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import psutil
@@ -21,9 +23,9 @@ from pagemill.engine.layers.cpu_fusion import CpuFusion
 from pagemill.engine.layers.decoder_layer import FusedDecoderLayer
 from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.layers.fusion import Fusion
-from pagemill.engine.layers.int8_linear import PackedInt8Product
+from pagemill.engine.layers.int8_products import PackedInt8Product, PlainInt8Product
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
-from pagemill.engine.layers.linear import LinearOptions
+from pagemill.engine.layers.linear import LinearOptions, MakeProduct, OneDNNProduct, PackedProduct, joined
 from pagemill.kernels import grouped_int8
 
 logger = logging.getLogger(__name__)
@@ -38,9 +40,17 @@ def _has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
+@cache
+def _has_own_products() -> bool:
+    if not _has_numba():
+        return False
+    from pagemill.kernels.cpu.matmul import fp32
+
+    return fp32.is_supported()
+
+
 class CpuBackend(DeviceBackend):
     device = torch.device("cpu")
-
     int8_scale_span = f"{grouped_int8.GROUP} inputs"
 
     def check(self, config: EngineConfig, dtype: torch.dtype) -> None:
@@ -54,8 +64,19 @@ class CpuBackend(DeviceBackend):
         """Whether the JIT-compiled operators take such a model: they are made for fp32."""
         return dtype is torch.float32 and _has_numba()
 
-    def fusion(self, traits: DecoderTraits, dtype: torch.dtype, linear: LinearOptions) -> Fusion | None:
-        return CpuFusion(traits, linear) if self.has_kernels(dtype) else None
+    def product(
+        self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, options: LinearOptions
+    ) -> nn.Module | None:
+        if options.quantization == "int8":
+            return (PackedInt8Product if _has_numba() else PlainInt8Product)(joined(weights), bias)
+        if weights[0].dtype is not torch.float32 or not torch._C._has_mkldnn:
+            return None
+        if _has_own_products():
+            return PackedProduct(weights, bias)
+        return OneDNNProduct(joined(weights), bias, row_invariant=options.row_invariant)
+
+    def fusion(self, traits: DecoderTraits, dtype: torch.dtype, make_product: MakeProduct) -> Fusion | None:
+        return CpuFusion(traits, make_product) if self.has_kernels(dtype) else None
 
     def warm_up(self, module: nn.Module, dtype: torch.dtype, num_heads: int, shape: KVCacheShape) -> None:
         """Compile the operators, or load them from the disk."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from pagemill.engine.config import EngineConfig, StepDefaults
 from pagemill.engine.devices.backend import NO_BATCH_INVARIANCE, DeviceBackend, HostCopy, Mark
@@ -14,7 +16,8 @@ from pagemill.engine.errors import ConfigError
 from pagemill.engine.layers.cuda_fusion import CudaFusion
 from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.layers.fusion import Fusion
-from pagemill.engine.layers.linear import LinearOptions
+from pagemill.engine.layers.int8_products import CudaInt8Product
+from pagemill.engine.layers.linear import LinearOptions, MakeProduct, joined
 
 _FP8_CAPABILITY = (8, 9)
 
@@ -23,7 +26,6 @@ class CudaBackend(DeviceBackend):
     device = torch.device("cuda")
     step_defaults = StepDefaults(max_num_seqs=256, max_num_batched_tokens=8192, overlapped=True)
     is_apart = captures_graphs = draws_on_device = True
-
     int8_scale_span = "row"
 
     def check(self, config: EngineConfig, dtype: torch.dtype) -> None:
@@ -31,8 +33,8 @@ class CudaBackend(DeviceBackend):
             raise ConfigError(NO_BATCH_INVARIANCE)
         if (size := config.tensor_parallel_size) > (found := torch.cuda.device_count()):
             raise ConfigError(f"tensor_parallel_size={size} takes as many GPUs; torch finds {found}")
-        capability = torch.cuda.get_device_capability(self.device)
-        if config.kv_cache_dtype == "fp8" and capability < _FP8_CAPABILITY:
+        is_fp8 = config.kv_cache_dtype == "fp8"
+        if is_fp8 and torch.cuda.get_device_capability(self.device) < _FP8_CAPABILITY:
             raise ConfigError(
                 "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or newer; int8 takes as little memory"
             )
@@ -40,8 +42,13 @@ class CudaBackend(DeviceBackend):
     def default_dtype(self, declared: Any) -> torch.dtype:
         return declared if isinstance(declared, torch.dtype) else torch.bfloat16
 
-    def fusion(self, traits: DecoderTraits, dtype: torch.dtype, linear: LinearOptions) -> Fusion | None:
-        return CudaFusion(traits, linear)
+    def product(
+        self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, options: LinearOptions
+    ) -> nn.Module | None:
+        return CudaInt8Product(joined(weights), bias) if options.quantization == "int8" else None
+
+    def fusion(self, traits: DecoderTraits, dtype: torch.dtype, make_product: MakeProduct) -> Fusion | None:
+        return CudaFusion(traits, make_product)
 
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
         return torch.zeros(like.shape, dtype=like.dtype, device=self.device)

@@ -11,14 +11,14 @@ from pagemill.engine.layers.attention import attend
 from pagemill.engine.layers.decoder_layer import FusedDecoderLayer, can_be_compiled
 from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.layers.fusion import Fusion, MergedAttention, RMSNorm
-from pagemill.engine.layers.linear import LinearOptions
+from pagemill.engine.layers.linear import MakeProduct
 
 
 class RotaryAttention(MergedAttention):
     """Projections as one product, rotation in place, paged attention."""
 
-    def __init__(self, source: Any, traits: DecoderTraits, linear: LinearOptions) -> None:
-        super().__init__(source, traits, linear)
+    def __init__(self, source: Any, traits: DecoderTraits, make_product: MakeProduct) -> None:
+        super().__init__(source, traits, make_product)
         from pagemill.kernels.cpu import fused_rows
 
         self._rotate = fused_rows.rotary_embedding
@@ -45,11 +45,11 @@ class CpuFusion(Fusion):
 
     norm_class, attention_class = RMSNorm, RotaryAttention
 
-    def __init__(self, traits: DecoderTraits, linear: LinearOptions) -> None:
+    def __init__(self, traits: DecoderTraits, make_product: MakeProduct) -> None:
         from pagemill.kernels.cpu import fused_rows
         from pagemill.kernels.cpu.layer.layer import StepBuffers
 
-        super().__init__(traits, linear, fused_rows)
+        super().__init__(traits, make_product, fused_rows)
         self._buffers = StepBuffers()
 
     def pre_norm_layer(self, layer: Any) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import nn
 from pagemill.engine.layers.attention import current_context
 from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.layers.fusion import Fusion, MergedAttention, RMSNorm
-from pagemill.engine.layers.linear import LinearOptions
+from pagemill.engine.layers.linear import MakeProduct
 from pagemill.kernels import dispatch
 from pagemill.kernels.types.rotation import Rotation
 
@@ -107,8 +107,8 @@ class CudaFusion(Fusion):
 
     norm_class, attention_class = FusedRMSNorm, FusedRotaryAttention
 
-    def __init__(self, traits: DecoderTraits, linear: LinearOptions) -> None:
-        super().__init__(traits, linear, dispatch)
+    def __init__(self, traits: DecoderTraits, make_product: MakeProduct) -> None:
+        super().__init__(traits, make_product, dispatch)
 
     def pre_norm_layer(self, layer: Any) -> nn.Module:
         return PreNormLayer(layer)

@@ -9,8 +9,8 @@ from torch import nn
 
 from pagemill.engine.layers.attention import current_context
 from pagemill.engine.layers.fusion import SiluGatedMLP
-from pagemill.engine.layers.int8_linear import Int8Linear, PackedInt8Product
-from pagemill.engine.layers.linear import PackedLinear
+from pagemill.engine.layers.int8_products import PackedInt8Product
+from pagemill.engine.layers.linear import Linear, PackedProduct
 
 if TYPE_CHECKING:
     from pagemill.kernels.cpu.layer.compile_ahead import Part
@@ -75,9 +75,9 @@ def can_be_compiled(layer: Any) -> bool:
     if not isinstance(mlp, SiluGatedMLP):
         return False
     products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    kinds = {type(_packed(product)) for product in products}
     return (
-        kinds in ({PackedLinear}, {PackedInt8Product})
+        {type(linear.product) for linear in products} in ({PackedProduct}, {PackedInt8Product})
+        and all(linear.part is None for linear in products)
         and layer.input_layernorm.eps == layer.post_attention_layernorm.eps
         and _has_whole_panels(mlp.down_proj)
     )
@@ -89,11 +89,6 @@ def _has_whole_panels(down: Any) -> bool:
     from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
 
     return bool(down.in_features % PANEL == 0 and down.out_features % LANES == 0)
-
-
-def _packed(linear: Any) -> Any:
-    """The module that owns the packed weight, where there is one."""
-    return linear.product if isinstance(linear, Int8Linear) else linear
 
 
 def _weights(layer: Any) -> LayerWeights:
@@ -119,10 +114,10 @@ def _weights(layer: Any) -> LayerWeights:
     )
 
 
-def _product(linear: PackedLinear | Int8Linear) -> Product:
+def _product(linear: Linear) -> Product:
     from pagemill.kernels.cpu.layer.layer import Product
 
-    owner = _packed(linear)
-    if isinstance(owner, PackedLinear):
-        return Product(owner.panels, owner.bias, owner.packed.weight_format)
-    return Product(owner.packed, owner.bias, None)
+    product: Any = linear.product
+    if isinstance(product, PackedProduct):
+        return Product(product.panels, product.bias, product.packed.weight_format)
+    return Product(product.packed, product.bias, None)

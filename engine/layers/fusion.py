@@ -14,8 +14,7 @@ from torch import nn
 
 from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.layers.library import is_silu
-from pagemill.engine.layers.linear import LinearOptions, fast_linear, merged_linear
-from pagemill.engine.layers.sharded_linear import PartialLinear
+from pagemill.engine.layers.linear import Linear, MakeProduct, replace_linears
 from pagemill.kernels.types.scoring import Scoring
 
 
@@ -25,22 +24,22 @@ class Fusion:
     norm_class: type[RMSNorm]
     attention_class: type[MergedAttention]
 
-    def __init__(self, traits: DecoderTraits, linear: LinearOptions, operators: Any) -> None:
+    def __init__(self, traits: DecoderTraits, make_product: MakeProduct, operators: Any) -> None:
         """`operators` has `rms_norm` and `silu_and_mul`."""
-        self.traits, self.linear, self.operators = traits, linear, operators
+        self.traits, self.make_product, self.operators = traits, make_product, operators
 
     def run(self, decoder: Any) -> None:
         """Rewrite the modules of `decoder`. Its weights move into the new ones; the old ones are dropped."""
         norm_class = type(decoder.norm)
         for index, layer in enumerate(decoder.layers):
-            layer.self_attn = self.attention_class(layer.self_attn, self.traits, self.linear)
+            layer.self_attn = self.attention_class(layer.self_attn, self.traits, self.make_product)
             if is_silu_gated(layer.mlp):
-                layer.mlp = SiluGatedMLP(layer.mlp, self.linear, self.operators.silu_and_mul)
+                layer.mlp = SiluGatedMLP(layer.mlp, self.make_product, self.operators.silu_and_mul)
             for parent in (layer, layer.self_attn):
                 for name, child in parent.named_children():
                     if type(child) is norm_class:
                         setattr(parent, name, self.norm(child))
-            use_fast_linears(layer, self.linear)
+            replace_linears(layer, self.make_product)
             if self.traits.residual == "pre_norm":
                 decoder.layers[index] = self.pre_norm_layer(layer)
         decoder.norm = self.norm(decoder.norm)
@@ -56,17 +55,6 @@ class Fusion:
     def finish(self, decoder: Any) -> None:
         """Do what needs all layers."""
         raise NotImplementedError
-
-
-def use_fast_linears(parent: nn.Module, options: LinearOptions) -> None:
-    """Replace what is left of linear layers below `parent`."""
-    for name, child in parent.named_children():
-        if isinstance(child, PartialLinear):
-            child.pack(options)
-        elif isinstance(child, nn.Linear):
-            setattr(parent, name, fast_linear(child, options))
-        else:
-            use_fast_linears(child, options)
 
 
 def is_silu_gated(mlp: Any) -> bool:
@@ -101,14 +89,13 @@ class SiluGatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)) with gate and up as one product."""
 
     def __init__(
-        self, source: Any, linear: LinearOptions, silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
+        self, source: Any, make_product: MakeProduct, silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
         super().__init__()
         self._silu_and_mul = silu_and_mul
-        if hasattr(source, "gate_up_proj"):
-            self.gate_up_proj = fast_linear(source.gate_up_proj, linear)
-        else:
-            self.gate_up_proj = merged_linear([source.gate_proj, source.up_proj], linear)
+        merged = hasattr(source, "gate_up_proj")
+        layers = [source.gate_up_proj] if merged else [source.gate_proj, source.up_proj]
+        self.gate_up_proj = Linear.of(layers, make_product)
         self.down_proj = source.down_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -120,7 +107,7 @@ class SiluGatedMLP(nn.Module):
 class MergedAttention(nn.Module):
     """Attention with its projections as one product; what comes after it is a subclass's."""
 
-    def __init__(self, source: Any, traits: DecoderTraits, linear: LinearOptions) -> None:
+    def __init__(self, source: Any, traits: DecoderTraits, make_product: MakeProduct) -> None:
         super().__init__()
         self.layer_idx: int = source.layer_idx
         self.head_dim: int = source.head_dim
@@ -137,10 +124,9 @@ class MergedAttention(nn.Module):
             softcap=source.attn_logit_softcapping if traits.has_softcap else None,
         )
         self.rotates = self.scoring.alibi_slopes is None and bool(getattr(source, "use_rope", True))
-        if hasattr(source, "qkv_proj"):
-            self.qkv_proj = fast_linear(source.qkv_proj, linear)
-        else:
-            self.qkv_proj = merged_linear([source.q_proj, source.k_proj, source.v_proj], linear)
+        merged = hasattr(source, "qkv_proj")
+        layers = [source.qkv_proj] if merged else [source.q_proj, source.k_proj, source.v_proj]
+        self.qkv_proj = Linear.of(layers, make_product)
         self.o_proj = source.o_proj
         self.q_norm = getattr(source, "q_norm", None)
         self.k_norm = getattr(source, "k_norm", None)

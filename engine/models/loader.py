@@ -19,7 +19,7 @@ from pagemill.engine.devices.backend import DeviceBackend
 from pagemill.engine.devices.registry import find_device
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.layers.attention import PAGED_ATTENTION
-from pagemill.engine.layers.int8_linear import quantization_scheme
+from pagemill.engine.layers.int8_products import quantization_scheme
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.library import causal_lm_class
 from pagemill.engine.layers.rank_group import RankGroup

@@ -34,7 +34,7 @@ from pagemill.engine.execution.kv_cache import num_blocks_for
 from pagemill.engine.execution.sampling.sampler import Sampler
 from pagemill.engine.execution.staging import DirectTransfer, StagedTransfer
 from pagemill.engine.layers.attention import AttentionContext, attention_context
-from pagemill.engine.layers.cuda_fusion import CudaFusion, PreNormLayer
+from pagemill.engine.layers.cuda_fusion import PreNormLayer
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.linear import LinearOptions
 from pagemill.engine.llm import LLM
@@ -238,7 +238,7 @@ def test_fused_modules_compute_what_they_replace(config: Any) -> None:
     with torch.inference_mode():
         truth = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         model.config._attn_implementation = "pagemill_paged"
-        CudaFusion(traits_of(model), LinearOptions()).run(model.model)
+        CudaBackend().fuse(model, traits_of(model), torch.float32, LinearOptions())
         assert sum(isinstance(module, PreNormLayer) for module in model.modules()) == 3
         attention = model.model.layers[0].self_attn
         shape = (2, attention.num_kv_heads, 16, attention.head_dim)
@@ -264,7 +264,7 @@ def test_what_fusing_replaces_is_freed_at_once() -> None:
     assert len(replaced) == 2 * len(merged)
     gc.disable()
     try:
-        CudaFusion(traits_of(model), LinearOptions()).run(model.model)
+        CudaBackend().fuse(model, traits_of(model), torch.float32, LinearOptions())
         assert not any(parameter() is not None for parameter in replaced)
     finally:
         gc.enable()

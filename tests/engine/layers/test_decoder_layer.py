@@ -9,20 +9,19 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.layers.attention import AttentionContext, attention_context
-from pagemill.engine.layers.cpu_fusion import CpuFusion
 from pagemill.engine.layers.decoder_layer import FusedDecoderLayer, can_be_compiled
 from pagemill.engine.layers.decoder_traits import DecoderTraits
-from pagemill.engine.layers.fusion import use_fast_linears
-from pagemill.engine.layers.int8_linear import _PlainProduct
-from pagemill.engine.layers.linear import LinearOptions, PackedLinear, has_packed_products
+from pagemill.engine.layers.int8_products import PlainInt8Product
+from pagemill.engine.layers.linear import LinearOptions, PackedProduct
 from pagemill.engine.models.families.registry import find_family
 from pagemill.kernels.cpu.matmul.weight_formats import BFLOAT16, BYTES, FLOAT16, NIBBLES
 from pagemill.kernels.types.layer_cache import LayerCache, allocate_layer
 from pagemill.kernels.types.metadata import AttentionMetadata
 
 cpu_matmul = pytest.importorskip("pagemill.kernels.cpu.matmul.fp32")
-HAS_FP32_PRODUCTS = cpu_matmul.is_supported() and has_packed_products(torch.device("cpu"), torch.float32)
+HAS_FP32_PRODUCTS = cpu_matmul.is_supported() and torch._C._has_mkldnn
 with_every_product = pytest.mark.parametrize("quantization", [None, "int8"])
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 4, 96, 4
@@ -67,8 +66,7 @@ def fused_model(
 
 def fuse_for_cpu(model: Any, linear: LinearOptions) -> None:
     """What a start does to a model on the CPU."""
-    CpuFusion(traits_of(model), linear).run(model.model)
-    use_fast_linears(model, linear)
+    CpuBackend().fuse(model, traits_of(model), torch.float32, linear)
 
 
 def traits_of(model: Any) -> DecoderTraits:
@@ -270,7 +268,7 @@ def test_products_of_a_layer_keep_their_weights_in_formats_of_their_own() -> Non
         source.mlp.gate_up_proj,
         source.mlp.down_proj,
     )
-    assert [product.packed.weight_format for product in products] == [NIBBLES, FLOAT16, BFLOAT16, BYTES]
+    assert [linear.product.packed.weight_format for linear in products] == [NIBBLES, FLOAT16, BFLOAT16, BYTES]
     assert_same(model, step([1, 1, 40, 3], [9, 30, 44, 3], num_padded=2))
 
 
@@ -299,14 +297,12 @@ def test_a_layer_whose_sizes_are_no_whole_panels_stays_as_it_is() -> None:
         assert not any(isinstance(layer, FusedDecoderLayer) for layer in model.model.layers)
 
 
-@pytest.mark.parametrize("other", [PackedLinear, _PlainProduct])
+@pytest.mark.parametrize("other", [PackedProduct, PlainInt8Product])
 def test_a_layer_of_other_products_stays_as_it_is(other: type[Any]) -> None:
     layer = fused_model("llama", "int8").model.layers[0].source
     assert can_be_compiled(layer)
-    if other is PackedLinear:  # fp32 beside int8
-        layer.mlp.down_proj = PackedLinear([torch.zeros(48, 96)], None)
-    else:  # int8, not packed: as without the kernels' compiler
-        layer.mlp.down_proj.product = _PlainProduct(torch.zeros(48, 96), None)
+    weight = torch.zeros(48, 96)  # fp32 beside int8; or int8, not packed: as without the kernels' compiler
+    layer.mlp.down_proj.product = other([weight] if other is PackedProduct else weight, None)
     assert not can_be_compiled(layer)
 
 

@@ -39,6 +39,15 @@ def build_parts(config: EngineConfig) -> EngineParts:
         return _build_model(config, None) if config.tensor_parallel_size == 1 else _build_parallel(config)
 
 
+def describe_model(config: EngineConfig) -> str:
+    """The line that a start on one device logs of the model's parts, told without its weights. Raises `ConfigError`."""
+    from pagemill.engine.devices.registry import find_device
+    from pagemill.engine.execution.model_runner import rewrite
+    from pagemill.engine.models.loader import load_model
+
+    return rewrite(load_model(config, find_device(config.device), is_outline=True), config)[1]
+
+
 @contextmanager
 def _paused_collector() -> Iterator[None]:
     """What a start imports and builds, half a million objects, stays: walking them in vain took a tenth of a start."""

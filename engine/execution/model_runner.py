@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 
@@ -22,9 +23,12 @@ from pagemill.engine.layers.attention import AttentionContext, attention_context
 from pagemill.engine.layers.direct_forward import DirectForward
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.linear import LinearOptions
+from pagemill.engine.layers.part_report import how_parts_run
 from pagemill.engine.layers.rank_group import RankGroup
 from pagemill.engine.models.loader import LoadedModel
 from pagemill.engine.plan import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -54,6 +58,14 @@ class LaunchedStep:
         return result
 
 
+def rewrite(model: LoadedModel, config: EngineConfig) -> tuple[DirectForward | None, str]:
+    """Let the device put its own modules in; returns its forward pass, if it has one, and how each part runs now."""
+    linear, traits = LinearOptions(config.quantization, config.batch_invariant), model.family.decoder
+    model.device.fuse(model.module, traits, model.dtype, linear)
+    direct = DirectForward.of(model.module, traits)
+    return direct, how_parts_run(model.module, is_direct=direct is not None)
+
+
 class ModelRunner:
     """An `Executor` on a device. One thread owns it."""
 
@@ -69,8 +81,8 @@ class ModelRunner:
         self._group = group
         self._module = model.module
         self._device = device = model.device
-        linear = LinearOptions(config.quantization, row_invariant=config.batch_invariant)
-        device.fuse(model.module, model.family.decoder, model.dtype, linear)
+        direct, told = rewrite(model, config)
+        logger.info("%s: %s", model.served_name, told)
         device.warm_up(model.module, model.dtype, model.num_heads, shape)
         self.kv_cache = KVCache(shape, limits.num_kv_blocks, device, limits.num_host_blocks)
         stages = device.is_apart if config.stage_inputs is None else config.stage_inputs
@@ -85,7 +97,7 @@ class ModelRunner:
             transfer=self._transfer,
         )
         self._sampler = Sampler(limits.eos_token_ids, draws_on_device=device.draws_on_device)
-        caches, direct = self.kv_cache.layers, DirectForward.of(model.module, model.family.decoder)
+        caches = self.kv_cache.layers
         self._forward_passes: list[ForwardPass] = [
             PromptScorer(model.module, caches, self._batch),
             ModelForward(model.module, caches, direct),

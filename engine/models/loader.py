@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,13 @@ def _sharding_plan(family: Family, model_config: Any, share: Share) -> ShardingP
     return sharding_plan(model_config, share, family.num_kv_heads(model_config))
 
 
-def load_model(config: EngineConfig, device: DeviceBackend, group: RankGroup | None = None) -> LoadedModel:
+def load_model(
+    config: EngineConfig, device: DeviceBackend, group: RankGroup | None = None, *, is_outline: bool = False
+) -> LoadedModel:
     """Load weights onto the device, ready for a forward pass; of the whole model, or a rank's share of it.
+
+    Args:
+        is_outline: one layer and few tokens of random weights, to see how the whole would be run.
 
     Raises:
         ModelLoadError: no such model, an unsupported architecture or an unreadable checkpoint.
@@ -117,6 +122,9 @@ def load_model(config: EngineConfig, device: DeviceBackend, group: RankGroup | N
     model_config = _build_config(family, raw, directory)
     dtype = _resolve_dtype(config.dtype, model_config, device)
     device.check(config, dtype)
+    if is_outline:
+        config = replace(config, load_format="dummy")
+        model_config.num_hidden_layers, model_config.vocab_size, model_config.pad_token_id = 1, 16, None
     context_length = _context_length(model_config)
     longest = None if family.extrapolates(model_config) else stretched_context(model_config, context_length)
     max_model_len = resolve_max_model_len(config, context_length, longest)

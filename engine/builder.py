@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagemill.engine.config import EngineConfig, SchedulerConfig, resolve_max_model_len
+from pagemill.engine.config import EngineConfig, SchedulerConfig, StepDefaults, resolve_max_model_len
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.models.directory import check_model, model_directory
 from pagemill.engine.models.echo import ECHO_MAX_MODEL_LEN, ECHO_MODEL, EchoRunner, echo_step_seconds, is_echo
@@ -37,6 +37,15 @@ def build_parts(config: EngineConfig) -> EngineParts:
     model_directory(config.model)  # a packaged model is converted here, with the collector on
     with _paused_collector():
         return _build_model(config, None) if config.tensor_parallel_size == 1 else _build_parallel(config)
+
+
+def describe_model(config: EngineConfig) -> str:
+    """The line that a start on one device logs of the model's parts, told without its weights. Raises `ConfigError`."""
+    from pagemill.engine.devices.registry import find_device
+    from pagemill.engine.execution.model_runner import rewrite
+    from pagemill.engine.models.loader import load_model
+
+    return rewrite(load_model(config, find_device(config.device), is_outline=True), config)[1]
 
 
 @contextmanager
@@ -76,7 +85,7 @@ def _build_echo(config: EngineConfig) -> EngineParts:
     tokenizer = ByteTokenizer()
     assert tokenizer.eos_token_id is not None
     max_model_len = resolve_max_model_len(config, ECHO_MAX_MODEL_LEN, ECHO_MAX_MODEL_LEN)
-    limits = _limits(config, max_model_len, _ECHO_KV_BLOCKS, (tokenizer.eos_token_id,), is_cuda=False)
+    limits = _limits(config, max_model_len, _ECHO_KV_BLOCKS, (tokenizer.eos_token_id,), StepDefaults())
     return EngineParts(
         executor=EchoRunner(echo_step_seconds(config.model)),
         tokenizer=None if config.skip_tokenizer_init else tokenizer,
@@ -91,6 +100,7 @@ def _build_echo(config: EngineConfig) -> EngineParts:
 
 def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EngineParts:
     """This process's model: the whole of it, or rank 0's share."""
+    from pagemill.engine.devices.registry import find_device
     from pagemill.engine.execution.device_tuning import tune_device
     from pagemill.engine.execution.host_cache import measure_link
     from pagemill.engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
@@ -98,33 +108,30 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
     from pagemill.engine.models.loader import load_model
 
     tune_device(config)
-    group = None if ranks is None else ranks.group
-    if group is not None:
-        group.claim_device(config.device)
-    model = load_model(config, group)
-    cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, model.dtype, model.device)
+    device, group = find_device(config.device), None if ranks is None else ranks.group
+    model = load_model(config, device, group)
+    cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, model.dtype)
     shape = replace(model.kv_cache_shape(config.block_size), dtype=cache_dtype)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(model.directory)
     eos = list(model.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos:
         eos.append(tokenizer.eos_token_id)
-    is_cuda = model.device.type == "cuda"
-    num_blocks = num_blocks_for(config, shape, model.device)
+    num_blocks = num_blocks_for(config, shape, device)
     max_model_len = resolve_max_model_len(config, model.context_length, model.longest_context)
-    limits = _limits(config, max_model_len, num_blocks, tuple(eos), is_cuda=is_cuda)
+    limits = _limits(config, max_model_len, num_blocks, tuple(eos), device.step_defaults)
     if num_host_blocks := num_host_blocks_for(config, shape):
         limits = replace(
             limits,
             num_host_blocks=num_host_blocks,
             kv_block_bytes=shape.block_bytes,
-            swap_bytes_per_second=measure_link(model.device),
+            swap_bytes_per_second=measure_link(device),
         )
     if ranks is not None:
-        limits = ranks.agree(limits, model.device)
+        limits = ranks.agree(limits, device)
     logger.info(
         "%s on %s: %d KV blocks of %d tokens, %.2f GiB",
         model.served_name,
-        model.device if ranks is None else f"{config.tensor_parallel_size} x {model.device}",
+        device.device if ranks is None else f"{config.tensor_parallel_size} x {device.device}",
         limits.num_kv_blocks,
         shape.block_size,
         limits.num_kv_blocks * shape.block_bytes / 2**30,
@@ -135,7 +142,7 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
         from pagemill.engine.execution.parallel.executor import TensorParallelExecutor
 
         weight_bytes += ranks.wait_ready()
-        executor = TensorParallelExecutor(runner, ranks, model.device)
+        executor = TensorParallelExecutor(runner, ranks, device)
     return EngineParts(
         executor=executor,
         tokenizer=tokenizer,
@@ -144,7 +151,7 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
         vocab_size=model.vocab_size,
         fingerprint=model.fingerprint,
         tier=_tier(config, model.dtype, shape.dtype),
-        device=str(model.device),
+        device=str(device.device),
         kv_block_bytes=shape.block_bytes * config.tensor_parallel_size,
         kv_dtype=str(shape.dtype).removeprefix("torch."),
         weight_bytes=weight_bytes,
@@ -162,15 +169,15 @@ def _tier(config: EngineConfig, dtype: torch.dtype, cache_dtype: torch.dtype) ->
 
 
 def _limits(
-    config: EngineConfig, max_model_len: int, num_kv_blocks: int, eos: tuple[int, ...], *, is_cuda: bool
+    config: EngineConfig, max_model_len: int, num_kv_blocks: int, eos: tuple[int, ...], defaults: StepDefaults
 ) -> SchedulerConfig:
-    overlapped = is_cuda if config.async_scheduling is None else config.async_scheduling
+    overlapped = defaults.overlapped if config.async_scheduling is None else config.async_scheduling
     return SchedulerConfig(
         block_size=config.block_size,
         num_kv_blocks=config.num_kv_blocks or num_kv_blocks,
         max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs or (256 if is_cuda else 64),
-        max_num_batched_tokens=config.max_num_batched_tokens or (8192 if is_cuda else 512),
+        max_num_seqs=config.max_num_seqs or defaults.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or defaults.max_num_batched_tokens,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         enable_prefix_caching=config.enable_prefix_caching,
         depth=1 if overlapped else 0,

@@ -119,6 +119,16 @@ def _validators() -> dict[str, TypeAdapter[Any]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepDefaults:
+    """What a device gets where the configuration says nothing; by default a CPU's."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    overlapped: bool = False
+    """Plan a step while the one before it runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """The limits a scheduler works under, all resolved."""
 

@@ -9,7 +9,7 @@ import logging
 
 import torch
 
-from pagemill.engine.layers.faces import uses_cpu_kernels
+from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.llm import LLM
 from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.engine.sampling_params import SamplingParams
@@ -17,7 +17,7 @@ from pagemill.engine.sampling_params import SamplingParams
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="    %(message)s")
-    if uses_cpu_kernels(torch.device("cpu"), torch.float32):
+    if CpuBackend().has_kernels(torch.float32):
         from pagemill.kernels.cpu import operators as cpu
 
         cpu.warm_up_layers(2, 1, 16, 16)

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from pagemill.engine.execution.forward_pass import Forwarded, are_first_tokens
 from pagemill.engine.execution.input_batch import NULL_BLOCK, StepInputs, bucket_size
+from pagemill.engine.execution.sampling.processors import SampleWork
 from pagemill.engine.plan import StepPlan
 from pagemill.kernels.types.metadata import AttentionMetadata
 
@@ -53,6 +55,8 @@ def capture_graph(run: Callable[[], object], pool: list[Any]) -> Replay:
 class DecodeGraphs:
     """Graphs for steps in which every row has one token."""
 
+    replays = True
+
     def __init__(
         self,
         forward: Forward,
@@ -90,11 +94,12 @@ class DecodeGraphs:
             work.num_tokens == 1 and work.num_prompt_logprobs is None for work in plan.work
         )
 
-    def run(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits [num_tokens, vocab_size], good until the next step.
+    def run(self, plan: StepPlan, inputs: StepInputs, work: list[SampleWork]) -> Forwarded:
+        """Logits that are good until the next step.
 
         Args:
-            inputs: of a plan that is covered, padded to its bucket.
+            plan: one that is covered.
+            inputs: padded to its bucket.
         """
         static, metadata = self._inputs, inputs.metadata
         bucket = len(inputs.input_ids)
@@ -107,7 +112,10 @@ class DecodeGraphs:
         static.metadata.block_tables[:bucket, :width].copy_(metadata.block_tables)
         self._replays[bucket]()
         assert self._logits is not None
-        return self._logits[:bucket]
+        count = len(plan.samples)
+        return Forwarded(
+            self._logits[:count] if are_first_tokens(plan) else self._logits[inputs.logits_indices]
+        )
 
     def _run(self, bucket: int) -> Callable[[], None]:
         inputs = _first_rows(self._inputs, bucket, self._max_model_len)

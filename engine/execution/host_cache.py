@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from pagemill.engine.devices.backend import DeviceBackend
 from pagemill.kernels.types.layer_cache import LayerCache, as_bytes
 from pagemill.kernels.types.transfer import to_device
 
@@ -21,10 +22,10 @@ class HostCache:
     Copies are issued on the current stream, like the steps that write and read the blocks, and wait for nothing.
     """
 
-    def __init__(self, layers: list[LayerCache], num_blocks: int) -> None:
+    def __init__(self, layers: list[LayerCache], num_blocks: int, device: DeviceBackend) -> None:
         self._tensors = [as_bytes(tensor) for layer in layers for tensor in layer.tensors()]
         self._hosts = [
-            torch.empty((num_blocks, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            torch.empty((num_blocks, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=device.is_apart)
             for tensor in self._tensors
         ]
 
@@ -53,14 +54,13 @@ class HostCache:
             yield ids, int(hosts[run[0]]), int(hosts[run[-1]]) + 1
 
 
-def measure_link(device: torch.device) -> float:
-    """Bytes per second from `device` to the host; what it costs is a few milliseconds."""
-    source = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
-    target = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+def measure_link(device: DeviceBackend) -> float:
+    """Bytes per second from the device to the host; what it costs is a few milliseconds."""
+    source = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device.device)
+    target = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, pin_memory=device.is_apart)
     seconds = []
     for _ in range(3):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        device.mark().synchronize()
         started = time.perf_counter()
         target.copy_(source)
         seconds.append(time.perf_counter() - started)

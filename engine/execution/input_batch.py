@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagemill.engine.execution.staging import DirectTransfer, Transfer
+from pagemill.engine.execution.staging import Transfer
 from pagemill.engine.plan import NewRow, StepPlan
 from pagemill.kernels.types.metadata import AttentionMetadata
 
@@ -66,15 +66,15 @@ class InputBatch:
         block_size: int,
         device: torch.device,
         pad_to_bucket: bool,
+        transfer: Transfer,
         split_decodes: bool = True,
-        transfer: Transfer | None = None,
     ) -> None:
         """`split_decodes`: rows with one token are attended to by a kernel of their own, which is faster and adds
         up in another order than the one for prompts."""
         self._block_size = block_size
         self._pad = pad_to_bucket
         self._split_decodes = split_decodes
-        self._transfer = DirectTransfer(device) if transfer is None else transfer
+        self._transfer = transfer
         max_blocks = -(-max_model_len // block_size)
         # One column more: the last token of a full context is sampled, though never computed.
         self.token_table = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int64, device=device)
@@ -83,6 +83,12 @@ class InputBatch:
         )
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.rows: list[NewRow | None] = [None] * max_num_seqs
+
+    def row(self, number: int) -> NewRow:
+        """What entered the row last."""
+        row = self.rows[number]
+        assert row is not None, "work for a row that nothing entered"
+        return row
 
     def stage(self, plan: StepPlan, *, pad: bool = False) -> _StagedStep:
         """Put the step's arrays where the transfer takes them from; `lay_out` follows when they are sent.

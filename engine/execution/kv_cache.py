@@ -2,51 +2,34 @@
 
 from __future__ import annotations
 
-import importlib.util
-import mmap
-
 import psutil
 import torch
 
 from pagemill.engine.config import MAX_KV_BLOCKS, EngineConfig
+from pagemill.engine.devices.backend import DeviceBackend
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.execution.host_cache import HostCache
-from pagemill.engine.models.kv_cache_shape import KVCacheShape
+from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.plan import StepPlan
 from pagemill.kernels import dispatch
 from pagemill.kernels.types.layer_cache import FP8, LayerCache, allocate_layer
 
 GIB = 1024**3
-# On a CPU the cache shares its memory with everything else on the machine.
-_CPU_SHARE = 0.25
-_CPU_MAX_BYTES = 4 * GIB
-_FP8_CAPABILITY = (8, 9)
 
 
 class KVCache:
     """The pool's tensors, layer by layer."""
 
     def __init__(
-        self, shape: KVCacheShape, num_blocks: int, device: torch.device, num_host_blocks: int = 0
+        self, shape: KVCacheShape, num_blocks: int, device: DeviceBackend, num_host_blocks: int = 0
     ) -> None:
-        # On the CPU without memory at first: see `_mapped_layer`.
-        where = torch.device("meta") if device.type == "cpu" else device
+        sizes = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        layout = allocate_layer(*sizes, shape.dtype, torch.device("meta"))
         self.layers = [
-            allocate_layer(
-                num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim, shape.dtype, where
-            )
+            LayerCache(*(device.zeros(tensor) for tensor in layout.tensors()))
             for _ in range(shape.num_layers)
         ]
-        if device.type == "cpu":
-            self.layers = [_mapped_layer(layer) for layer in self.layers]
-        if device.type == "cpu" and importlib.util.find_spec("numba") is not None:
-            from pagemill.kernels.cpu.operators import advise_huge_pages
-
-            for layer in self.layers:
-                for tensor in layer.tensors():
-                    advise_huge_pages(tensor)
-
-        self._host = HostCache(self.layers, num_host_blocks) if num_host_blocks else None
+        self._host = HostCache(self.layers, num_host_blocks, device) if num_host_blocks else None
 
     def move_blocks(self, plan: StepPlan) -> None:
         """Carry out a plan's swaps and copies, in its order."""
@@ -66,37 +49,18 @@ class KVCache:
                 dispatch.copy_blocks(layer.key_scales, layer.value_scales, pairs)
 
 
-def _mapped_layer(layer: LayerCache) -> LayerCache:
-    """The layer in memory of its own, all zeros, of which nothing is touched before it is written.
-
-    `torch.zeros` writes its zeros, two thirds of a second per GiB at every start, and leaves small pages behind, for
-    which advice about huge ones comes too late.
-    """
-    return LayerCache(*(_mapped_zeros(tensor) for tensor in layer.tensors()))
-
-
-def _mapped_zeros(like: torch.Tensor) -> torch.Tensor:
-    memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # The tensor keeps the mapping, which ends with it.
-    return torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype).view(like.shape)
-
-
-def resolve_cache_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype that `EngineConfig.kv_cache_dtype` stands for. Raises `ConfigError`."""
+def resolve_cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
+    """The dtype that `EngineConfig.kv_cache_dtype` stands for."""
     if name == "auto":
         return model_dtype
     if name != "fp8":
         dtype = getattr(torch, name)
         assert isinstance(dtype, torch.dtype)
         return dtype
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
-        raise ConfigError(
-            "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or newer; int8 takes as little memory"
-        )
     return FP8
 
 
-def num_blocks_for(config: EngineConfig, shape: KVCacheShape, device: torch.device) -> int:
+def num_blocks_for(config: EngineConfig, shape: KVCacheShape, device: DeviceBackend) -> int:
     """Blocks in the pool, the null block included.
 
     Raises:
@@ -104,14 +68,14 @@ def num_blocks_for(config: EngineConfig, shape: KVCacheShape, device: torch.devi
     """
     num_blocks = config.num_kv_blocks
     if num_blocks is None:
-        budget = config.kv_cache_memory_bytes or _free_bytes(config, device)
+        budget = config.kv_cache_memory_bytes or device.free_bytes(config)
         num_blocks = min(MAX_KV_BLOCKS, budget // shape.block_bytes)
         if num_blocks < 2:
             raise ConfigError(
                 f"{budget} bytes hold {num_blocks} KV blocks of {shape.block_bytes} bytes; at least 2 are needed: "
                 "raise kv_cache_memory_bytes or lower block_size"
             )
-    if num_blocks * shape.block_bytes > (total := _total_bytes(device)):
+    if num_blocks * shape.block_bytes > (total := device.total_bytes()):
         raise ConfigError(
             f"{num_blocks} KV blocks of {shape.block_bytes} bytes are more than the {total / GIB:.1f} GiB "
             "of memory there are: lower num_kv_blocks or kv_cache_memory_bytes"
@@ -135,18 +99,3 @@ def num_host_blocks_for(config: EngineConfig, shape: KVCacheShape) -> int:
             f"swap_space_gib {config.swap_space_gib:g} holds no KV block of {block_bytes} bytes"
         )
     return num_bytes // block_bytes
-
-
-def _total_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
-    return int(psutil.virtual_memory().total)
-
-
-def _free_bytes(config: EngineConfig, device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading has let go of is free
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - (1.0 - config.gpu_memory_utilization) * total))
-    available = int(psutil.virtual_memory().available * _CPU_SHARE)
-    return min(_CPU_MAX_BYTES, available) // config.tensor_parallel_size

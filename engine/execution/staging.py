@@ -1,4 +1,4 @@
-"""A step's small host arrays on their way to the device, and its results on their way back.
+"""A step's small host arrays on their way to the device.
 
 Every copy of its own costs a launch, and one from pageable memory also waits until the device has caught up, which
 would undo the overlap of planning with running. So what a step brings is laid side by side in pinned memory and
@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from pagemill.engine.devices.backend import DeviceBackend
 
 _ALIGNMENT = 16
 _FIRST_BYTES = 2**18
@@ -34,8 +36,8 @@ class Transfer(Protocol):
 class DirectTransfer:
     """A copy per array, at once; on the CPU none at all."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: DeviceBackend) -> None:
+        self._device = device.device
         self.num_copies = 0
 
     def put(self, array: npt.NDArray[Any]) -> torch.Tensor:
@@ -47,26 +49,24 @@ class DirectTransfer:
 
 
 class _Slot:
-    """Bytes on the host, pinned where there is a GPU, their twin on the device, and the copy under way."""
+    """Bytes on the host, pinned where the device wants them so, their twin on the device, and the copy under way."""
 
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
-        is_cuda = device.type == "cuda"
-        self.host = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_cuda)
+    def __init__(self, device: DeviceBackend, num_bytes: int) -> None:
+        self.host = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.is_apart)
         self.numpy = self.host.numpy()
-        self.device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.device = torch.empty(num_bytes, dtype=torch.uint8, device=device.device)
         self.num_used = 0
-        self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        self._mark = device.mark
+        self._copied = device.mark()
 
     def copy(self) -> None:
         used = slice(0, self.num_used)
         self.device[used].copy_(self.host[used], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        self._copied = self._mark()
 
     def reuse(self) -> None:
         """Wait until the device has read the host's bytes: one step ago at the latest, so hardly ever."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._copied.synchronize()
         self.num_used = 0
 
 
@@ -76,7 +76,7 @@ class StagedTransfer:
     A step that brings more than has ever come before (a long prompt) takes a copy more, and the buffer grows.
     """
 
-    def __init__(self, device: torch.device, num_bytes: int = _FIRST_BYTES) -> None:
+    def __init__(self, device: DeviceBackend, num_bytes: int = _FIRST_BYTES) -> None:
         self._device = device
         self._slots = [_Slot(device, num_bytes) for _ in range(_NUM_SLOTS)]
         self._current = 0
@@ -110,21 +110,3 @@ class StagedTransfer:
         slot = _Slot(self._device, 2 * max(len(full.numpy), num_bytes))
         self._slots[self._current] = slot
         return slot
-
-
-class HostCopy:
-    """A tensor on its way to the host. Waiting for it does not wait for what was launched after it."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._copied: torch.cuda.Event | None = None
-        self._host = tensor
-        if tensor.device.type == "cuda":
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
-
-    def wait(self) -> torch.Tensor:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._host

@@ -1,7 +1,7 @@
-"""Rewrites a loaded model in place for CUDA: merged products, and the fused kernels around them.
+"""What a decoder's modules are on CUDA: merged products, and the fused kernels around them.
 
-Runs before `pagemill.engine.layers.cpu_fusion`, which sees to the layers that are left. The operators come from
-`pagemill.kernels.dispatch`, so the rewritten model computes the same on any device; only on CUDA it is faster for it.
+The operators come from `pagemill.kernels.dispatch`, so the rewritten model computes the same on any device; only on
+CUDA it is faster for it.
 """
 
 from __future__ import annotations
@@ -12,66 +12,18 @@ import torch
 from torch import nn
 
 from pagemill.engine.layers.attention import current_context
-from pagemill.engine.layers.cpu_fusion import (
-    OFFSET_RMS_NORM,
-    RMS_NORM,
-    ROTARY_ATTENTION,
-    MergedAttention,
-    RMSNorm,
-    SiluGatedMLP,
-    is_silu_gated,
-)
-from pagemill.engine.layers.decoder_layer import PRE_NORM_LAYERS
-from pagemill.engine.layers.linear import LinearOptions
+from pagemill.engine.layers.decoder_traits import DecoderTraits
+from pagemill.engine.layers.fusion import Fusion, MergedAttention, RMSNorm
+from pagemill.engine.layers.linear import MakeProduct
 from pagemill.kernels import dispatch
 from pagemill.kernels.types.rotation import Rotation
-
-
-def fuse_for_cuda(model: nn.Module, linear: LinearOptions) -> None:
-    """Replace the modules that are known; their weights move into the new ones."""
-    _fuse_children(model, linear)
-    for parent in model.modules():
-        for child in parent.children():
-            if isinstance(child, nn.ModuleList) and len(child) and isinstance(child[0], PreNormLayer):
-                _chain(list(child), getattr(parent, "norm", None))
-
-
-def _fuse_children(parent: nn.Module, linear: LinearOptions) -> None:
-    for name, child in parent.named_children():
-        _fuse_children(child, linear)
-        replacement = _replacement(child, linear)
-        if replacement is not None:
-            setattr(parent, name, replacement)
-
-
-def _replacement(module: Any, linear: LinearOptions) -> nn.Module | None:
-    kind = type(module).__name__
-    if kind in RMS_NORM + OFFSET_RMS_NORM:
-        return FusedRMSNorm(module)
-    if kind in ROTARY_ATTENTION:
-        return FusedRotaryAttention(module, linear)
-    if is_silu_gated(module):
-        return SiluGatedMLP(module, linear, dispatch.silu_and_mul)
-    if kind in PRE_NORM_LAYERS and isinstance(module.input_layernorm, FusedRMSNorm):
-        return PreNormLayer(module)
-    return None
-
-
-def _chain(layers: list[Any], last_norm: nn.Module | None) -> None:
-    """Let each layer compute the norm that reads its output: the next layer's, or the one after the last."""
-    for layer, following in zip(layers, [*layers[1:], None], strict=True):
-        norm = last_norm if following is None else getattr(following, "input_layernorm", None)
-        if isinstance(norm, FusedRMSNorm):
-            layer.add_next_norm(norm)
 
 
 class FusedRMSNorm(RMSNorm):
     """Its output may be there before it is asked for."""
 
-    def __init__(self, source: Any) -> None:
-        super().__init__(source, dispatch.rms_norm)
-        self._input: torch.Tensor | None = None
-        self._output: torch.Tensor | None = None
+    _input: torch.Tensor | None = None
+    _output: torch.Tensor | None = None
 
     def hold(self, x: torch.Tensor, normed: torch.Tensor) -> None:
         """`normed` is the norm of `x`, should that very tensor come next."""
@@ -148,3 +100,22 @@ class PreNormLayer(nn.Module):
         hidden_states = hidden_rows[None]
         following.hold(hidden_states, normed_rows[None])
         return hidden_states
+
+
+class CudaFusion(Fusion):
+    """A layer becomes four products and five kernels."""
+
+    norm_class, attention_class = FusedRMSNorm, FusedRotaryAttention
+
+    def __init__(self, traits: DecoderTraits, make_product: MakeProduct) -> None:
+        super().__init__(traits, make_product, dispatch)
+
+    def pre_norm_layer(self, layer: Any) -> nn.Module:
+        return PreNormLayer(layer)
+
+    def finish(self, decoder: Any) -> None:
+        """Let each layer compute the norm that reads its output: the next layer's, or the one after the last."""
+        if self.traits.residual == "pre_norm":
+            norms = [*(layer.input_layernorm for layer in decoder.layers[1:]), decoder.norm]
+            for layer, norm in zip(decoder.layers, norms, strict=True):
+                layer.add_next_norm(norm)

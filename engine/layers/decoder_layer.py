@@ -8,29 +8,19 @@ import torch
 from torch import nn
 
 from pagemill.engine.layers.attention import current_context
-from pagemill.engine.layers.int8_linear import Int8Linear, PackedInt8Product
-from pagemill.engine.layers.linear import PackedLinear
+from pagemill.engine.layers.fusion import SiluGatedMLP
+from pagemill.engine.layers.int8_products import PackedInt8Product
+from pagemill.engine.layers.linear import Linear, PackedProduct
 
 if TYPE_CHECKING:
     from pagemill.kernels.cpu.layer.compile_ahead import Part
     from pagemill.kernels.cpu.layer.layer import DecoderLayer, LayerWeights, Product, StepBuffers
 
-# hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden)).
-PRE_NORM_LAYERS = (
-    "GemmaDecoderLayer",
-    "LlamaDecoderLayer",
-    "MistralDecoderLayer",
-    "Phi3DecoderLayer",
-    "Qwen2DecoderLayer",
-    "Qwen3DecoderLayer",
-    "SmolLM3DecoderLayer",
-)
-
 
 class FusedDecoderLayer(nn.Module):
     """Computes what `source` computes, to the last bit, in place on the hidden states it is given.
 
-    `source` is one of transformers' layers whose modules have been replaced (`pagemill.engine.layers.cpu_fusion`).
+    `source` is one of transformers' layers whose modules have been replaced (`pagemill.engine.layers.fusion`).
     It stays as a child: its modules own the weights.
     """
 
@@ -80,15 +70,14 @@ class FusedDecoderLayer(nn.Module):
 
 
 def can_be_compiled(layer: Any) -> bool:
-    """Whether `FusedDecoderLayer` computes this layer."""
-    if type(layer).__name__ not in PRE_NORM_LAYERS:
-        return False
+    """Whether `FusedDecoderLayer` computes this pre-norm layer, whose modules have been replaced."""
     attention, mlp = layer.self_attn, layer.mlp
-    products = [getattr(attention, "qkv_proj", None), attention.o_proj]
-    products += [getattr(mlp, "gate_up_proj", None), mlp.down_proj]
-    kinds = {type(_packed(product)) for product in products}
+    if not isinstance(mlp, SiluGatedMLP):
+        return False
+    products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     return (
-        kinds in ({PackedLinear}, {PackedInt8Product})
+        {type(linear.product) for linear in products} in ({PackedProduct}, {PackedInt8Product})
+        and all(linear.part is None for linear in products)
         and layer.input_layernorm.eps == layer.post_attention_layernorm.eps
         and _has_whole_panels(mlp.down_proj)
     )
@@ -100,11 +89,6 @@ def _has_whole_panels(down: Any) -> bool:
     from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
 
     return bool(down.in_features % PANEL == 0 and down.out_features % LANES == 0)
-
-
-def _packed(linear: Any) -> Any:
-    """The module that owns the packed weight, where there is one."""
-    return linear.product if isinstance(linear, Int8Linear) else linear
 
 
 def _weights(layer: Any) -> LayerWeights:
@@ -130,10 +114,10 @@ def _weights(layer: Any) -> LayerWeights:
     )
 
 
-def _product(linear: PackedLinear | Int8Linear) -> Product:
+def _product(linear: Linear) -> Product:
     from pagemill.kernels.cpu.layer.layer import Product
 
-    owner = _packed(linear)
-    if isinstance(owner, PackedLinear):
-        return Product(owner.panels, owner.bias, owner.packed.weight_format)
-    return Product(owner.packed, owner.bias, None)
+    product: Any = linear.product
+    if isinstance(product, PackedProduct):
+        return Product(product.panels, product.bias, product.packed.weight_format)
+    return Product(product.packed, product.bias, None)

@@ -13,24 +13,14 @@ from typing import Any
 import torch
 
 from pagemill.engine.layers.decoder_layer import FusedDecoderLayer
+from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.layers.rope_table import RotaryTable
 from pagemill.kernels.types.layer_cache import LayerCache
 from pagemill.kernels.types.metadata import AttentionMetadata
 
-_MODELS = (
-    "GemmaForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "SmolLM3ForCausalLM",
-)
-"""lm_head(norm(layers(embed_tokens(ids)))), one rotation for all layers, and nothing else."""
-
 
 class DirectForward:
-    """Runs a causal language model of `_MODELS`."""
+    """Runs a causal language model whose traits are plain."""
 
     def __init__(self, module: Any) -> None:
         from pagemill.kernels.cpu.layer.stack import LayerStack
@@ -43,9 +33,11 @@ class DirectForward:
         self._stack = LayerStack([layer.compiled for layer in layers], [layer.rotates for layer in layers])
 
     @classmethod
-    def of(cls, module: Any) -> DirectForward | None:
+    def of(cls, module: Any, traits: DecoderTraits | None) -> DirectForward | None:
         """None: there is more to the model's forward pass, or not all of it is compiled."""
-        if type(module).__name__ not in _MODELS or not RotaryTable.holds(module.model.rotary_emb):
+        if traits is None or not traits.is_plain or traits.rotation != "one":
+            return None
+        if not RotaryTable.holds(module.model.rotary_emb):
             return None
         layers = list(module.model.layers)
         if len(layers) != module.config.num_hidden_layers:

@@ -134,3 +134,9 @@ def _mark_nothing(function: Callable[..., Any] | None = None, *_: Any, **__: Any
 _models = _import_models()
 ALL_ATTENTION_FUNCTIONS: Any = _models.ALL_ATTENTION_FUNCTIONS
 ROPE_INIT_FUNCTIONS: Any = _models.ROPE_INIT_FUNCTIONS
+_SILU = type(importlib.import_module("transformers.activations").ACT2FN["silu"])
+
+
+def is_silu(activation: Any) -> bool:
+    """Whether a module computes x * sigmoid(x): torch's or transformers' own."""
+    return isinstance(activation, (torch.nn.SiLU, _SILU))

@@ -1,19 +1,23 @@
-"""Linear layers with their weights in the order that the CPU's matrix product reads them.
+"""The linear layer: one class, whatever multiplies, of one layer or several, whole or a rank's share.
 
-`F.linear` reorders the weights in every call; for the few rows of a decode step that costs more than the product.
+What multiplies is the device's choice (`DeviceBackend.product`). `F.linear` on a CPU reorders the weights in every
+call, which for the few rows of a decode step costs more than the product; so there they are packed once.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
 
-from pagemill.engine.layers.int8_linear import Int8Linear
+from pagemill.engine.layers.sharded_linear import PartialLinear
+
+MakeProduct = Callable[[Sequence[torch.Tensor], torch.Tensor | None], nn.Module | None]
+"""From weights [out_features, in_features], whose outputs stand side by side, and their bias to what multiplies rows
+[num_rows, in_features]. None: nothing does it better than the layers themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,113 +28,117 @@ class LinearOptions:
     """A row's product is the same to the last bit whatever rows stand beside it."""
 
 
-class PackedLinear(nn.Module):
-    """y = x W^T + b with W packed once by our own kernel, for fp32 on CPU. Takes [..., in_features].
+class Linear(nn.Module):
+    """y = x W^T + b. Takes [..., in_features]."""
 
-    W is kept in the fewest bits that give back every number. Several weights: their outputs side by side.
-    """
+    def __init__(
+        self, product: nn.Module, in_features: int, out_features: int, part: PartialLinear | None = None
+    ) -> None:
+        """`part`: what the ranks do with their products where each has a share of the layer."""
+        super().__init__()
+        self.product, self.part = product, part
+        self.in_features, self.out_features = in_features, out_features
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Linear], make_product: MakeProduct) -> Linear:
+        """One layer whose output is the layers' outputs side by side. It takes their weights over."""
+        part = layers[0] if isinstance(layers[0], PartialLinear) else None
+        weights = [layer.weight.detach() for layer in layers]
+        bias = None if part is not None else _joined_bias(layers)
+        product = make_product(weights, bias)
+        if product is None:
+            is_alone = len(layers) == 1 and part is None
+            product = layers[0] if is_alone else _DenseProduct(joined(weights), bias)
+        if part is not None:
+            part.register_parameter("weight", None)
+        return cls(product, layers[0].in_features, sum(layer.out_features for layer in layers), part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.product(x.reshape(-1, self.in_features))
+        out = rows.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        return out if self.part is None else self.part.complete(out)
+
+    def of_channels(self, channels: torch.Tensor) -> Linear | None:
+        """The layer with these outputs alone, the same to the last bit; None where the product has no such thing."""
+        product: Any = self.product
+        if self.part is not None or not hasattr(product, "of_channels"):
+            return None
+        return Linear(product.of_channels(channels), self.in_features, len(channels))
+
+
+class _DenseProduct(nn.Module):
+    """By torch, from the weights as they are."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(rows, self.weight, self.bias)
+
+
+class PackedProduct(nn.Module):
+    """By our own kernel, for fp32 on CPU. W is kept in the fewest bits that give back every number."""
 
     def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
         super().__init__()
         from pagemill.kernels.cpu.matmul import fp32, fp32_tile, weight_packing
 
         self._multiply = fp32.multiply
-        self.packed = weight_packing.pack_merged([weight.detach() for weight in weights])
-        self.in_features, self.out_features = self.packed.in_features, self.packed.out_features
+        self.packed = weight_packing.pack_merged(weights)
         self.panels = self.packed.panels
         self.bias = torch.zeros(len(self.panels) * fp32_tile.PANEL)
         if bias is not None:
-            self.bias[: self.out_features] = bias.detach()
+            self.bias[: self.packed.out_features] = bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features)
-        return self._multiply(rows, self.packed, self.bias).view(*x.shape[:-1], self.out_features)
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._multiply(rows, self.packed, self.bias)
 
-    def of_channels(self, channels: torch.Tensor) -> PackedLinear:
-        """The layer with these outputs alone, the same to the last bit."""
-        return PackedLinear([self.packed.of_channels(channels)], self.bias[channels])
+    def of_channels(self, channels: torch.Tensor) -> PackedProduct:
+        return PackedProduct([self.packed.of_channels(channels)], self.bias[channels])
 
 
-class OneDNNLinear(nn.Module):
+class OneDNNProduct(nn.Module):
     """The same with oneDNN's packing, for CPUs that our kernel is not made for.
 
     Its sums run over the inputs in one order whatever the number of rows, but for a lone row, which it treats as a
     vector.
     """
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, *, row_invariant: bool = False
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, row_invariant: bool) -> None:
         super().__init__()
         self._fewest_rows = 2 if row_invariant else 1
-        self.in_features, self.out_features = weight.shape[1], weight.shape[0]
         # An opaque tensor: it can be multiplied with, and nothing else.
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
-        self._bias = None if bias is None else bias.detach().contiguous()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        self._bias = None if bias is None else bias.contiguous()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features)
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
         num_rows = len(rows)
         if num_rows < self._fewest_rows:
             rows = rows.expand(self._fewest_rows, -1).contiguous()
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
-        return out[:num_rows].view(*x.shape[:-1], self.out_features)
+        return out[:num_rows]
 
 
-def has_packed_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether layers are packed here; every product is then the same whatever the number of rows."""
-    has_onednn: bool = torch._C._has_mkldnn
-    return has_onednn and device.type == "cpu" and dtype is torch.float32
-
-
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, options: LinearOptions) -> nn.Module | None:
-    """The fast layer for y = x W^T + b, weight [out_features, in_features]; None where there is none better."""
-    return _make_merged([weight], bias, options)
-
-
-def _make_merged(
-    weights: Sequence[torch.Tensor], bias: torch.Tensor | None, options: LinearOptions
-) -> nn.Module | None:
-    if options.quantization == "int8":
-        return Int8Linear(_below_each_other(weights), bias)
-    if not has_packed_products(weights[0].device, weights[0].dtype):
-        return None
-    if _has_own_kernel():
-        return PackedLinear(weights, bias)
-    return OneDNNLinear(_below_each_other(weights), bias, row_invariant=options.row_invariant)
-
-
-def _below_each_other(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def joined(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One weight whose outputs are the weights' outputs side by side."""
     return weights[0] if len(weights) == 1 else torch.cat(list(weights))
 
 
-@cache
-def _has_own_kernel() -> bool:
-    if importlib.util.find_spec("numba") is None:
-        return False
-    from pagemill.kernels.cpu.matmul import fp32
+def _joined_bias(layers: Sequence[nn.Linear]) -> torch.Tensor | None:
+    if all(layer.bias is None for layer in layers):
+        return None
+    biases = [
+        layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers
+    ]
+    return joined([bias.detach() for bias in biases])
 
-    return fp32.is_supported()
 
-
-def merged_linear(layers: Sequence[nn.Linear], options: LinearOptions) -> nn.Module:
-    """One layer whose output is the layers' outputs side by side; packed where the device gains from it."""
-    weights = [layer.weight.detach() for layer in layers]
-    biases = [layer.bias for layer in layers]
-    bias = None
-    if any(b is not None for b in biases):
-        bias = torch.cat(
-            [
-                layer.weight.new_zeros(layer.out_features) if b is None else b.detach()
-                for layer, b in zip(layers, biases, strict=True)
-            ]
-        )
-    fast = _make_merged(weights, bias, options)
-    if fast is not None:
-        return fast
-    weight = _below_each_other(weights)
-    merged = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    merged.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        merged.bias = nn.Parameter(bias, requires_grad=False)
-    return merged
+def replace_linears(parent: nn.Module, make_product: MakeProduct) -> None:
+    """Make `Linear` of what other linear layers there are below `parent`."""
+    for name, child in parent.named_children():
+        if isinstance(child, nn.Linear):
+            setattr(parent, name, Linear.of([child], make_product))
+        elif not isinstance(child, Linear):
+            replace_linears(child, make_product)

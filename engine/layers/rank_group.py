@@ -6,6 +6,7 @@ in a process that has another engine, or that uses torch.distributed for purpose
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch.distributed as dist
 
 _TIMEOUT = timedelta(seconds=300)
 """How long a collective waits for the others. They start it together, unless one of them compiles kernels first."""
-_LOOPBACK = "127.0.0.1"
 
 
 class RankGroup:
@@ -33,30 +33,14 @@ class RankGroup:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def claim_device(self, name: str) -> None:
-        """Rank r computes on GPU r, on the calling thread from now on. `name`: `EngineConfig.device`.
+    def connect(self, rendezvous: str, collectives: Callable[[Any, int, int, timedelta], Any]) -> None:
+        """Meet the others at a file that nobody else uses. Returns when all are there; raises RuntimeError.
 
-        Rank 0 says so too: a program that has chosen another GPU for itself would have two ranks meet on one.
+        Args:
+            collectives: `DeviceBackend.collectives` of the devices that the ranks have.
         """
-        if name != "cpu" and torch.cuda.is_available():
-            torch.cuda.set_device(self.rank)
-
-    def connect(self, rendezvous: str, device: torch.device) -> None:
-        """Meet the others at a file that nobody else uses. Returns when all are there; raises RuntimeError."""
         store = dist.FileStore(rendezvous, self.size)  # type: ignore[attr-defined]
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = _TIMEOUT
-            self._backend = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-            # NCCL meets the others in its first collective: now, and not in somebody's first request.
-            self.all_reduce(torch.zeros(1, device=device)).item()
-        else:
-            # On the loopback device: by default gloo asks what address the machine's name stands for, which
-            # needs not resolve, and would listen there.
-            settings: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            settings._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
-            settings._timeout = _TIMEOUT
-            self._backend = dist.ProcessGroupGloo(store, self.rank, self.size, settings)
+        self._backend = collectives(store, self.rank, self.size, _TIMEOUT)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, in place."""

@@ -10,32 +10,19 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pagemill.engine.layers.linear import LinearOptions, make_linear
 from pagemill.engine.layers.rank_group import RankGroup
 from pagemill.engine.layers.share import Share
 
 
 class PartialLinear(nn.Linear):
-    """x W^T of this rank's part, packed where the device gains from it."""
+    """A rank's part, as it is loaded. `Linear` takes the weight over, and leaves what follows the product to it."""
 
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self._product: nn.Module | None = None
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.complete(nn.functional.linear(x, self.weight))
 
-    def pack(self, options: LinearOptions) -> None:
-        """Multiply as the fusion pass would have it from now on; the weight as it was loaded is dropped."""
-        product = make_linear(self.weight, None, options)
-        if product is not None:
-            self._product = product
-            self.register_parameter("weight", None)
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        if self._product is None:
-            return nn.functional.linear(x, self.weight)
-        out: torch.Tensor = self._product(x)
-        return out
+    def complete(self, out: torch.Tensor) -> torch.Tensor:
+        """The layer's output from this rank's x W^T."""
+        raise NotImplementedError
 
 
 class RowParallelLinear(PartialLinear):
@@ -51,8 +38,8 @@ class RowParallelLinear(PartialLinear):
         )
         self._group = group
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self._group.all_reduce(self.multiply(x).contiguous())
+    def complete(self, out: torch.Tensor) -> torch.Tensor:
+        out = self._group.all_reduce(out.contiguous())
         return out if self.bias is None else out + self.bias
 
 
@@ -86,13 +73,12 @@ class GatheredHead(PartialLinear):
         ]
         self._group = group
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.multiply(x)
+    def complete(self, out: torch.Tensor) -> torch.Tensor:
         if self._rows_bias is not None:
             out = out + self._rows_bias
         missing = max(self._widths) - out.shape[-1]  # a collective takes tensors of one shape
         parts = self._group.gather(nn.functional.pad(out, (0, missing)).contiguous())
         if not parts:
-            return out.new_zeros(1).expand(*x.shape[:-1], self._vocab_size)
+            return out.new_zeros(1).expand(*out.shape[:-1], self._vocab_size)
         widths = zip(parts, self._widths, strict=True)
         return torch.cat([part[..., :width] for part, width in widths], dim=-1)

@@ -103,7 +103,7 @@ class ShardingPlan:
 def sharding_plan(model_config: Any, share: Share, num_kv_heads: int) -> ShardingPlan:
     """The plan of one of transformers' causal language models, checked against its sizes.
 
-    The head over the vocabulary is not in it: `linear.GatheredHead` splits that, tied to the embeddings or not.
+    The head over the vocabulary is not in it: `sharded_linear.GatheredHead` splits that, tied to the embeddings or not.
 
     Raises:
         ConfigError: the model has no plan, or one that can't be carried out here, or a number does not divide.

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,12 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from pagemill.engine.config import EngineConfig, resolve_max_model_len
-from pagemill.engine.errors import ConfigError, ModelLoadError
+from pagemill.engine.devices.backend import DeviceBackend
+from pagemill.engine.devices.registry import find_device
+from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.layers.attention import PAGED_ATTENTION
-from pagemill.engine.layers.int8_linear import quantization_scheme
+from pagemill.engine.layers.int8_products import quantization_scheme
+from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.library import causal_lm_class
 from pagemill.engine.layers.rank_group import RankGroup
 from pagemill.engine.layers.rope import depends_on_length, fix_frequencies, stretched_context
@@ -26,7 +29,6 @@ from pagemill.engine.models.checkpoint import read_config, read_tensors, weight_
 from pagemill.engine.models.directory import model_directory
 from pagemill.engine.models.families.family import Family
 from pagemill.engine.models.families.registry import find_family
-from pagemill.engine.models.kv_cache_shape import KVCacheShape
 from pagemill.engine.models.packaged import PACKAGED_MODEL
 from pagemill.engine.models.sharding import finish_sharding, sharded_class
 from pagemill.engine.text.tokenizer import generation_eos_token_ids
@@ -44,7 +46,7 @@ class LoadedModel:
     directory: Path
     served_name: str
     dtype: torch.dtype
-    device: torch.device
+    device: DeviceBackend
     vocab_size: int
     context_length: int
     """Longest sequence served unless max_model_len says otherwise."""
@@ -90,37 +92,45 @@ def check_split(config: EngineConfig) -> None:
     family = find_family(raw := read_config(directory))
     model_config = _build_config(family, raw, directory)
     _sharding_plan(family, model_config, Share(0, size))
-    if _resolve_device(config.device).type == "cuda" and torch.cuda.device_count() < size:
-        raise ConfigError(
-            f"tensor_parallel_size={size} takes as many GPUs; torch finds {torch.cuda.device_count()}"
-        )
+    device = find_device(config.device)
+    device.check(config, _resolve_dtype(config.dtype, model_config, device))
 
 
 def _sharding_plan(family: Family, model_config: Any, share: Share) -> ShardingPlan:
     return sharding_plan(model_config, share, family.num_kv_heads(model_config))
 
 
-def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedModel:
+def load_model(
+    config: EngineConfig, device: DeviceBackend, group: RankGroup | None = None, *, is_outline: bool = False
+) -> LoadedModel:
     """Load weights onto the device, ready for a forward pass; of the whole model, or a rank's share of it.
+
+    Args:
+        is_outline: one layer and few tokens of random weights, to see how the whole would be run.
 
     Raises:
         ModelLoadError: no such model, an unsupported architecture or an unreadable checkpoint.
-        ConfigError: the device asked for is not there, or max_model_len is past the model's context.
+        ConfigError: the device lacks what is asked for, or max_model_len is past the model's context.
     """
+    if group is not None:
+        device.claim(group.rank)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     directory = model_directory(config.model)
-    device = _resolve_device(config.device)
     raw = read_config(directory)
     family = find_family(raw)
     model_config = _build_config(family, raw, directory)
     dtype = _resolve_dtype(config.dtype, model_config, device)
+    device.check(config, dtype)
+    if is_outline:
+        config = replace(config, load_format="dummy")
+        model_config.num_hidden_layers, model_config.vocab_size, model_config.pad_token_id = 1, 16, None
     context_length = _context_length(model_config)
     longest = None if family.extrapolates(model_config) else stretched_context(model_config, context_length)
     max_model_len = resolve_max_model_len(config, context_length, longest)
-    module = _load_module(config, directory, family, model_config, dtype, group)
+    module = _load_module(config, family, model_config, dtype, device, group)
     fix_frequencies(module, max_model_len)
-    module = module.to(device).eval()
+    module = module.to(device.device).eval()
     module.requires_grad_(False)
     fixed_length = max_model_len if depends_on_length(model_config) else 0
     return LoadedModel(
@@ -139,23 +149,12 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> LoadedMo
     )
 
 
-def _resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but torch finds no CUDA device; use device=cpu")
-    return torch.device(name)
-
-
-def _resolve_dtype(name: str, model_config: Any, device: torch.device) -> torch.dtype:
+def _resolve_dtype(name: str, model_config: Any, device: DeviceBackend) -> torch.dtype:
     if name != "auto":
         dtype = getattr(torch, name)
         assert isinstance(dtype, torch.dtype)
         return dtype
-    if device.type == "cpu":
-        return torch.float32  # half precision is emulated on most CPUs: slower and less exact
-    declared = getattr(model_config, "dtype", None)
-    return declared if isinstance(declared, torch.dtype) else torch.bfloat16
+    return device.default_dtype(getattr(model_config, "dtype", None))
 
 
 def _build_config(family: Family, raw: dict[str, Any], directory: Path) -> Any:
@@ -186,12 +185,13 @@ def _eos_token_ids(directory: Path) -> tuple[int, ...]:
 
 def _load_module(
     config: EngineConfig,
-    directory: Path,
     family: Family,
     model_config: Any,
     dtype: torch.dtype,
+    device: DeviceBackend,
     group: RankGroup | None,
 ) -> Any:
+    directory = model_directory(config.model)
     module_class: Any = causal_lm_class(model_config)
     options = {
         "dtype": dtype,
@@ -200,13 +200,13 @@ def _load_module(
     }
     is_dummy = config.load_format == "dummy"
     tensors = {} if is_dummy else read_tensors(weight_files(directory))
-    device, plan = _resolve_device(config.device), None
+    plan = None
     if group is not None:
         plan = _sharding_plan(family, model_config, Share(group.rank, group.size))
     try:
         if is_dummy:
             torch.manual_seed(config.seed)
-            with device:  # a large model's numbers take the CPU minutes
+            with device.device:  # a large model's numbers take the CPU minutes
                 module = module_class._from_config(model_config, **options)
             tensors = dict(module.state_dict())
         else:
@@ -214,7 +214,7 @@ def _load_module(
         if plan is not None and group is not None:
             module_class, tensors = sharded_class(module_class, plan, group), plan.cut(tensors)
         if not is_dummy or plan is not None:
-            module = _fill_module(module_class, model_config, tensors, options, device)
+            module = _fill_module(module_class, model_config, tensors, options)
     except Exception as error:  # sizes and shapes that do not fit together: all of them end the start
         raise ModelLoadError(f"can't load the weights in {directory}: {error}") from error
     # Now for the masks: transformers makes none for an implementation that it does not know.
@@ -230,10 +230,8 @@ def _fill_module(
     model_config: Any,
     tensors: dict[str, torch.Tensor],
     options: dict[str, Any],
-    device: torch.device,
 ) -> Any:
-    builder = _built_on_the_cpu(module_class) if device.type == "cpu" else module_class
-    module, report = builder.from_pretrained(
+    module, report = _built_on_the_cpu(module_class).from_pretrained(
         None,
         config=model_config,
         state_dict=tensors,
@@ -287,7 +285,7 @@ def _context_length(model_config: Any) -> int:
 
 
 def _fingerprint(
-    directory: Path, config: EngineConfig, dtype: torch.dtype, device: torch.device, rotary_length: int
+    directory: Path, config: EngineConfig, dtype: torch.dtype, device: DeviceBackend, rotary_length: int
 ) -> str:
     """Tells whether two engines compute the same function: checkpoints may only be continued where it matches."""
     digest = hashlib.sha256()
@@ -299,8 +297,8 @@ def _fingerprint(
             for at in (0, file.stat().st_size // 2, max(0, file.stat().st_size - 2**20)):
                 weights.seek(at)
                 digest.update(weights.read(2**20))
-    settings = (config.load_format, config.seed if config.load_format == "dummy" else 0,
-                quantization_scheme(config.quantization, device), config.kv_cache_dtype, str(dtype), device.type,
-                rotary_length)  # fmt: skip
+    scheme = quantization_scheme(config.quantization, device.int8_scale_span)
+    settings = (config.load_format, config.seed if config.load_format == "dummy" else 0, scheme,
+                config.kv_cache_dtype, str(dtype), device.device.type, rotary_length)  # fmt: skip
     digest.update(json.dumps(settings).encode())
     return digest.hexdigest()[:16]

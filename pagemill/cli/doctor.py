@@ -41,10 +41,16 @@ def doctor(
         int,
         typer.Option("--http-port", envvar="PAGEMILL_HTTP_PORT", min=0, max=65535, help="A worker's port."),
     ] = DEFAULT_HTTP_PORT,
+    model: Annotated[
+        str | None,
+        typer.Option(envvar="PAGEMILL_MODEL", help="A worker's model: says how it would be run here."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check the server, the queue and this machine. Exit code 1: something is wrong; 3: Redis does not answer."""
     findings, is_reachable = examine(redis_url, queue, http_port or DEFAULT_HTTP_PORT)
+    if model is not None:
+        findings.append(model_parts(model))
     verdict = worst(findings)
     if as_json:
         typer.echo(json.dumps({"verdict": verdict, "findings": [asdict(finding) for finding in findings]}))
@@ -69,6 +75,27 @@ def examine(redis_url: str | None, queue: str, http_port: int) -> tuple[list[Fin
         return [Finding("redis", "error", complaint, remedy), *machine], False
     reached = Finding("redis", "ok", f"answers at {redacted(url)}")
     return [reached, *server, *inside, *machine], True
+
+
+def model_parts(model: str) -> Finding:
+    """What a worker with this model, and the settings of this environment, logs of its parts at its start."""
+    try:
+        from pagemill.engine.errors import EngineError
+        from pagemill.engine.models.echo import is_echo
+
+        if is_echo(model):
+            return Finding("model parts", "note", f"{model} has none")
+        from pagemill.engine.builder import describe_model
+        from pagemill.worker.config import WorkerConfig
+    except ModuleNotFoundError as error:
+        missing = f"{error.name} is missing: how {model} would be run is unknown"
+        return Finding("model parts", "note", missing, "pip install 'pagemill[worker]'")
+    try:
+        return Finding(
+            "model parts", "ok", f"{model}: {describe_model(WorkerConfig.load(model=model).engine)}"
+        )
+    except EngineError as error:
+        return Finding("model parts", "error", str(error), "a worker would refuse it in the same words")
 
 
 def _inside(client: redis.Redis, queue: str) -> list[Finding]:

@@ -24,8 +24,8 @@ from pagemill.structured_outputs import MAX_SCHEMA, StructuredOutputs
 MIB = 1 << 20
 BOUNDED_BY_CONSTRUCTION = {
     "engine/config.py": "one answer",
+    "engine/devices/cpu.py": "one answer",
     "engine/execution/sampling/narrow_head.py": "8 selections of 256 channels at most",
-    "engine/layers/linear.py": "one answer",
     "kernels/cpu/matmul/int8.py": "one answer",
     "kernels/cpu/jit/compiler.py": "one directory",
     "kernels/dispatch.py": "an entry per kind of kernels, and per type of device",

@@ -12,6 +12,7 @@ import torch
 
 from pagemill.engine.builder import build_parts
 from pagemill.engine.config import EngineConfig
+from pagemill.engine.devices.cuda import CudaBackend
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import DeviceLost
 from pagemill.engine.execution.model_runner import ModelRunner
@@ -174,7 +175,7 @@ def test_the_probe_asks_the_device(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
     runner = llm.engine._parts.executor
     assert isinstance(runner, ModelRunner)
     assert runner.is_device_alive(), "a CPU is"
-    monkeypatch.setattr(runner, "_device", torch.device("cuda"))
+    monkeypatch.setattr(runner, "_device", CudaBackend())
     for error, lives in ((_STICKY[0], False), (RuntimeError("?"), False), (_PASSING[0], True)):
         monkeypatch.setattr(torch.cuda, "synchronize", raises(error))
         assert runner.is_device_alive() is lives

@@ -15,6 +15,7 @@ from transformers import initialization
 
 from pagemill.engine import builder
 from pagemill.engine.config import EngineConfig
+from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models.loader import load_model
@@ -122,7 +123,7 @@ def test_no_weight_is_made_up_before_it_is_read(tiny_llama: Path, monkeypatch: p
     for name in ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_"):
         monkeypatch.setattr(torch.nn.init, name, refuse)
         monkeypatch.setitem(initialization.TORCH_INIT_FUNCTIONS, name, refuse)
-    model = load_model(EngineConfig(model=str(tiny_llama), device="cpu"))
+    model = load_model(EngineConfig(model=str(tiny_llama)), CpuBackend())
     assert type(model.module).__name__ == "LlamaForCausalLM"
     assert type(model.module).__module__ == "transformers.models.llama.modeling_llama"
     tensors = [*model.module.parameters(), *model.module.buffers()]

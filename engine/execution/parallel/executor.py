@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
+from pagemill.engine.devices.backend import DeviceBackend, Mark
 from pagemill.engine.errors import RankLost
 from pagemill.engine.execution.model_runner import LaunchedStep, ModelRunner
 from pagemill.engine.execution.parallel.plan_delta import encode
@@ -24,7 +23,7 @@ class TensorParallelExecutor:
     Raises `RankLost` from then on, which no other request is retried after.
     """
 
-    def __init__(self, runner: ModelRunner, ranks: RankProcesses, device: torch.device) -> None:
+    def __init__(self, runner: ModelRunner, ranks: RankProcesses, device: DeviceBackend) -> None:
         self._runner = runner
         self._ranks = ranks
         self._device = device
@@ -32,26 +31,18 @@ class TensorParallelExecutor:
     def launch(self, plan: StepPlan) -> ParallelStep:
         with _fatal(self._ranks):
             self._ranks.send(encode(plan))
-            return ParallelStep(self._runner.launch(plan), self._ranks, self._mark())
+            return ParallelStep(self._runner.launch(plan), self._ranks, self._device.mark())
 
     def is_device_alive(self) -> bool:
         return self._runner.is_device_alive()
-
-    def _mark(self) -> torch.cuda.Event | None:
-        """Reached by the device when it has done all that it was given until now."""
-        if self._device.type != "cuda":
-            return None
-        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        mark.record()
-        return mark
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelStep:
     step: LaunchedStep
     ranks: RankProcesses
-    end: torch.cuda.Event | None = None
-    """Where the device has done the step; None: it had when the step was launched, as with gloo."""
+    end: Mark
+    """Where the device has done the step."""
 
     @property
     def plan(self) -> StepPlan:
@@ -60,7 +51,7 @@ class ParallelStep:
     def wait(self) -> StepResult:
         with _fatal(self.ranks):
             # On a GPU a collective waits for a rank that has died, and whoever waits for the GPU with it.
-            while self.end is not None and not self.end.query():  # type: ignore[no-untyped-call]
+            while not self.end.query():
                 if (reason := self.ranks.failure()) is not None:
                     raise RankLost(reason)
                 time.sleep(_POLL_S)

@@ -65,6 +65,7 @@ def main(connection: Connection) -> NoReturn:
 
 def _get_ready(connection: Connection, task: Any) -> tuple[Any, Inbox]:
     """Load the rank's share, agree on limits, meet the others; returns the `ModelRunner`, and what brings its plans."""
+    from pagemill.engine.devices.registry import find_device
     from pagemill.engine.execution.device_tuning import tune_device
     from pagemill.engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
     from pagemill.engine.execution.model_runner import ModelRunner
@@ -75,16 +76,16 @@ def _get_ready(connection: Connection, task: Any) -> tuple[Any, Inbox]:
     config = task.config
     tune_device(config)
     group = RankGroup(task.rank, config.tensor_parallel_size)
-    group.claim_device(config.device)
-    model = load_model(config, group)
-    cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, model.dtype, model.device)
+    device = find_device(config.device)
+    model = load_model(config, device, group)
+    cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, model.dtype)
     shape = replace(model.kv_cache_shape(config.block_size), dtype=cache_dtype)
-    connection.send(Loaded(num_blocks_for(config, shape, model.device), num_host_blocks_for(config, shape)))
+    connection.send(Loaded(num_blocks_for(config, shape, device), num_host_blocks_for(config, shape)))
     limits = connection.recv()
     plans = Inbox(
         connection
     )  # already: the others are waited for, and kernels compiled, only while rank 0 lives
-    group.connect(task.rendezvous, model.device)
+    group.connect(task.rendezvous, device.collectives)
     runner = ModelRunner(model, config, limits, shape, group)
     connection.send(Ready(model.weight_bytes()))
     return runner, plans

@@ -23,6 +23,7 @@ from typing import TypeVar
 import torch
 
 from pagemill.engine.config import EngineConfig, SchedulerConfig
+from pagemill.engine.devices.backend import DeviceBackend
 from pagemill.engine.errors import ConfigError, EngineError, RankLost
 from pagemill.engine.execution.parallel.messages import Failed, Loaded, LoadShare, Ready
 from pagemill.engine.layers.rank_group import RankGroup
@@ -62,7 +63,7 @@ class RankProcesses:
             self._connections.append(connection)
             connection.send(LoadShare(self.config, rank, self._rendezvous))
 
-    def agree(self, limits: SchedulerConfig, device: torch.device) -> SchedulerConfig:
+    def agree(self, limits: SchedulerConfig, device: DeviceBackend) -> SchedulerConfig:
         """Wait until all have loaded, settle on a pool that fits everywhere, and connect the ranks.
 
         Raises:
@@ -84,14 +85,14 @@ class RankProcesses:
             raise RankLost(self._why(f"the ranks can't connect: {error}")) from error
         return limits
 
-    def _meet(self, device: torch.device) -> None:
+    def _meet(self, device: DeviceBackend) -> None:
         """Connect the ranks: on a thread, since a rank that dies meanwhile would be waited for for minutes."""
         met: Future[None] = Future()
 
         def run() -> None:
             try:
-                self.group.claim_device(device.type)
-                self.group.connect(self._rendezvous, device)
+                device.claim(self.group.rank)
+                self.group.connect(self._rendezvous, device.collectives)
             except Exception as error:
                 met.set_exception(error)
             else:

@@ -39,3 +39,14 @@ class TopLogprobs:
             )
             for row, count in enumerate(self.counts)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of one row's chunk of its prompt, still on the device."""
+
+    work_index: int
+    slices: list[TopLogprobs]
+
+    def to_host(self) -> list[TokenLogprobs]:
+        return [entry for one in self.slices for entry in one.to_host()]

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
+from pagemill.engine.devices.backend import DeviceBackend, HostCopy
 from pagemill.engine.execution.sampling.device_draws import StagedDraws, draw, stage_draws
 from pagemill.engine.execution.sampling.filters import filter_logits
 from pagemill.engine.execution.sampling.logprobs import TopLogprobs
 from pagemill.engine.execution.sampling.narrow_head import NarrowVocabulary
 from pagemill.engine.execution.sampling.processors import LogitsProcessors, SampleWork
-from pagemill.engine.execution.staging import HostCopy, Transfer
+from pagemill.engine.execution.staging import Transfer
 from pagemill.engine.plan import StepResult, TokenLogprobs
 from pagemill.kernels.noise import argmax_of_sums, noise_keys
 from pagemill.kernels.selection import argmax_with_noise, largest
@@ -38,9 +39,12 @@ class SamplerOutput:
     """(sample, scores, token ids) of those that asked for candidates."""
     _host: HostCopy | None = None
 
-    def start_copy(self) -> None:
+    def start_copy(self, device: DeviceBackend) -> None:
         """Send the tokens to the host now, ahead of whatever the device is given next."""
-        self._host = HostCopy(torch.stack([self.token_ids, self.is_valid.long(), self.has_choice.long()]))
+        self._host = device.to_host(self._columns())
+
+    def _columns(self) -> torch.Tensor:
+        return torch.stack([self.token_ids, self.is_valid.long(), self.has_choice.long()])
 
     @property
     def logprobs(self) -> dict[int, list[TokenLogprobs]]:
@@ -61,10 +65,8 @@ class SamplerOutput:
 
     def fill(self, result: StepResult) -> None:
         """Bring everything to the host, into the step's result."""
-        if self._host is None:
-            self.start_copy()
-        assert self._host is not None
-        token_ids, valid, has_choice = self._host.wait().tolist()
+        columns = self._columns() if self._host is None else self._host.wait()
+        token_ids, valid, has_choice = columns.tolist()
         result.token_ids = [[token] for token in token_ids]
         result.logprobs = self.logprobs
         result.candidates = self.candidates

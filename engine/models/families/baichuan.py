@@ -11,8 +11,8 @@ from torch import nn
 from transformers import LlamaConfig, PretrainedConfig
 
 from pagemill.engine.layers.alibi import replace_rotation_by_alibi
-from pagemill.engine.models.families.family import Family, RawConfig, Tensors, require
-from pagemill.engine.models.families.llama_like import shared_fields, split_rows
+from pagemill.engine.models.families.family import RawConfig, Tensors, require
+from pagemill.engine.models.families.llama_like import like_llama, shared_fields, split_rows
 
 _ROTARY_ARCHITECTURE = "BaiChuanForCausalLM"  # Baichuan-7B's spelling
 _BAICHUAN2_VOCAB_SIZE = 125696
@@ -59,10 +59,11 @@ def _adapt(module: nn.Module) -> None:
             replace_rotation_by_alibi(module)
 
 
-BAICHUAN = Family(
-    name="Baichuan, Baichuan2",
-    model_types=("baichuan",),
-    architectures=("BaiChuanForCausalLM", "BaichuanForCausalLM"),
+BAICHUAN = like_llama(
+    "Baichuan, Baichuan2",
+    "baichuan",
+    "BaiChuanForCausalLM",
+    "BaichuanForCausalLM",
     build_config=_build_config,
     convert_tensors=_convert_tensors,
     adapt=_adapt,

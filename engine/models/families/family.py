@@ -10,6 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.layers.decoder_traits import DecoderTraits
 
 RawConfig = Mapping[str, Any]
 """config.json as it stands on disk."""
@@ -53,6 +54,8 @@ class Family:
     """Raises `ModelLoadError` for settings that transformers' module would ignore."""
     convert_tensors: Callable[[Tensors, PretrainedConfig], Tensors] = _unchanged
     """From the checkpoint's names and layouts to the module's. May consume its argument."""
+    decoder: DecoderTraits | None = None
+    """What is known of the decoder; None: its layers stay transformers' own."""
     adapt: Callable[[torch.nn.Module], None] = _nothing
     """Rewires the loaded module, in place and still on the CPU."""
     has_attention_interface: bool = True

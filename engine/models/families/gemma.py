@@ -6,7 +6,9 @@ from typing import Any
 
 from transformers import Gemma3TextConfig, PretrainedConfig
 
-from pagemill.engine.models.families.family import Family, RawConfig, Tensors, native_config, require
+from pagemill.engine.layers.decoder_traits import DecoderTraits
+from pagemill.engine.models.families.family import RawConfig, Tensors, native_config, require
+from pagemill.engine.models.families.llama_like import like_llama
 
 # The language model's tensors, as the first release and as transformers 5 name them.
 _TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model."}
@@ -45,16 +47,20 @@ def _convert_multimodal_tensors(tensors: Tensors, _config: PretrainedConfig) -> 
     return out
 
 
-GEMMA = Family(
-    name="Gemma, Gemma 2, Gemma 3",
-    model_types=("gemma", "gemma2", "gemma3_text"),
-    architectures=("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
-    build_config=_build_config,
-)
-GEMMA3_MULTIMODAL = Family(
-    name="Gemma 3 with vision (text only)",
-    model_types=("gemma3",),
-    architectures=("Gemma3ForConditionalGeneration",),
-    build_config=_build_multimodal_config,
-    convert_tensors=_convert_multimodal_tensors,
+_GEMMA = DecoderTraits(norm="offset_rms")
+_GEMMA2 = DecoderTraits(norm="offset_rms", residual="sandwich", has_softcap=True, is_plain=False)
+_GEMMA3 = DecoderTraits(norm="offset_rms", residual="sandwich", rotation="by_layer_type", is_plain=False)
+
+FAMILIES = (
+    like_llama("Gemma", "gemma", "GemmaForCausalLM", decoder=_GEMMA, build_config=_build_config),
+    like_llama("Gemma 2", "gemma2", "Gemma2ForCausalLM", decoder=_GEMMA2, build_config=_build_config),
+    like_llama("Gemma 3", "gemma3_text", "Gemma3ForCausalLM", decoder=_GEMMA3, build_config=_build_config),
+    like_llama(
+        "Gemma 3 with vision (text only)",
+        "gemma3",
+        "Gemma3ForConditionalGeneration",
+        decoder=_GEMMA3,
+        build_config=_build_multimodal_config,
+        convert_tensors=_convert_multimodal_tensors,
+    ),
 )

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig
 
-from pagemill.engine.models.families.family import Family, RawConfig, Tensors, require
-from pagemill.engine.models.families.llama_like import renamed, shared_fields
+from pagemill.engine.models.families.family import RawConfig, Tensors, require
+from pagemill.engine.models.families.llama_like import like_llama, renamed, shared_fields
 
 _INTERNLM2_NAMES = {
     "model.tok_embeddings.": "model.embed_tokens.",
@@ -77,22 +77,14 @@ def _build_internlm3_config(raw: RawConfig) -> PretrainedConfig:
     return config
 
 
-INTERNLM = Family(
-    name="InternLM",
-    model_types=("internlm",),
-    architectures=("InternLMForCausalLM",),
-    build_config=_build_internlm_config,
-)
-INTERNLM2 = Family(
-    name="InternLM 2, 2.5",
-    model_types=("internlm2",),
-    architectures=("InternLM2ForCausalLM",),
-    build_config=_build_internlm2_config,
-    convert_tensors=_convert_internlm2_tensors,
-)
-INTERNLM3 = Family(
-    name="InternLM 3",
-    model_types=("internlm3",),
-    architectures=("InternLM3ForCausalLM",),
-    build_config=_build_internlm3_config,
+FAMILIES = (
+    like_llama("InternLM", "internlm", "InternLMForCausalLM", build_config=_build_internlm_config),
+    like_llama(
+        "InternLM 2, 2.5",
+        "internlm2",
+        "InternLM2ForCausalLM",
+        build_config=_build_internlm2_config,
+        convert_tensors=_convert_internlm2_tensors,
+    ),
+    like_llama("InternLM 3", "internlm3", "InternLM3ForCausalLM", build_config=_build_internlm3_config),
 )

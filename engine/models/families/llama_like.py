@@ -1,11 +1,17 @@
-"""Reading other people's config.json as a LLaMA's or a Qwen2's."""
+"""LLaMA and its like: what they share, and those of them that are no more than a line here.
+
+Another one is an entry of `FAMILIES`, with traits of its own where it differs from LLaMA.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from pagemill.engine.models.families.family import RawConfig, Tensors, require
+from transformers import LlamaConfig, PretrainedConfig
+
+from pagemill.engine.layers.decoder_traits import LLAMA_DECODER, DecoderTraits
+from pagemill.engine.models.families.family import Family, RawConfig, Tensors, require
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _OPTIONAL = (
@@ -60,3 +66,28 @@ def split_rows(tensors: Tensors, packed: str, parts: tuple[str, ...]) -> Tensors
         else:
             out[name] = tensor
     return out
+
+
+def llama_config(raw: RawConfig) -> PretrainedConfig:
+    """A LLaMA under another name."""
+    config: PretrainedConfig = LlamaConfig.from_dict(shared_fields(raw))
+    return config
+
+
+def like_llama(
+    name: str, model_type: str, *architectures: str, decoder: DecoderTraits = LLAMA_DECODER, **mapping: Any
+) -> Family:
+    """A family in LLaMA's layout; `mapping`: what else `Family` takes."""
+    return Family(
+        name=name, model_types=(model_type,), architectures=architectures, decoder=decoder, **mapping
+    )
+
+
+FAMILIES = (
+    like_llama("Aquila, Aquila2", "aquila", "AquilaForCausalLM", "AquilaModel", build_config=llama_config),
+    like_llama("LLaMA, LLaMA 2, Llama 3, SmolLM, SmolLM2", "llama", "LlamaForCausalLM", "LLaMAForCausalLM"),
+    like_llama("Mistral", "mistral", "MistralForCausalLM", decoder=DecoderTraits(window="one")),
+    like_llama("Qwen2, Qwen2.5", "qwen2", "Qwen2ForCausalLM"),
+    like_llama("Qwen3", "qwen3", "Qwen3ForCausalLM"),
+    like_llama("SmolLM3", "smollm3", "SmolLM3ForCausalLM"),
+)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
+from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.models.families.family import Family, RawConfig, native_config
+from pagemill.engine.models.families.llama_like import like_llama
 
 _FIRST_RELEASE_ROPE_TYPES = ("su", "yarn")  # both were the one that is called longrope today
 
@@ -16,10 +18,9 @@ def _build_phi3_config(raw: RawConfig) -> PretrainedConfig:
     return native_config(raw)
 
 
-PHI = Family(name="Phi 1, 1.5, 2", model_types=("phi",), architectures=("PhiForCausalLM",))
-PHI3 = Family(
-    name="Phi 3, 3.5, 4",
-    model_types=("phi3",),
-    architectures=("Phi3ForCausalLM",),
-    build_config=_build_phi3_config,
+_PHI3 = DecoderTraits(window="one")
+
+FAMILIES = (
+    Family(name="Phi 1, 1.5, 2", model_types=("phi",), architectures=("PhiForCausalLM",)),
+    like_llama("Phi 3, 3.5, 4", "phi3", "Phi3ForCausalLM", decoder=_PHI3, build_config=_build_phi3_config),
 )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig, Qwen2Config
 
-from pagemill.engine.models.families.family import Family, RawConfig, Tensors, require
-from pagemill.engine.models.families.llama_like import renamed, shared_fields, split_rows
+from pagemill.engine.models.families.family import RawConfig, Tensors, require
+from pagemill.engine.models.families.llama_like import like_llama, renamed, shared_fields, split_rows
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _NAMES = {
@@ -53,10 +53,6 @@ def _convert_tensors(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
     return renamed(split_rows(tensors, "attn.c_attn", _QKV), _NAMES)
 
 
-QWEN = Family(
-    name="Qwen",
-    model_types=("qwen",),
-    architectures=("QWenLMHeadModel",),
-    build_config=_build_config,
-    convert_tensors=_convert_tensors,
+QWEN = like_llama(
+    "Qwen", "qwen", "QWenLMHeadModel", build_config=_build_config, convert_tensors=_convert_tensors
 )

@@ -3,44 +3,18 @@
 from __future__ import annotations
 
 from pagemill.engine.errors import ModelLoadError
-from pagemill.engine.models.families import native
-from pagemill.engine.models.families.aquila import AQUILA
+from pagemill.engine.models.families import gemma, internlm, llama_like, native, phi
 from pagemill.engine.models.families.baichuan import BAICHUAN
 from pagemill.engine.models.families.bloom import BLOOM
 from pagemill.engine.models.families.falcon import FALCON
 from pagemill.engine.models.families.family import Family, RawConfig
-from pagemill.engine.models.families.gemma import GEMMA, GEMMA3_MULTIMODAL
 from pagemill.engine.models.families.gptj import GPTJ
-from pagemill.engine.models.families.internlm import INTERNLM, INTERNLM2, INTERNLM3
 from pagemill.engine.models.families.mpt import MPT
-from pagemill.engine.models.families.phi import PHI, PHI3
 from pagemill.engine.models.families.qwen import QWEN
 
-FAMILIES = (
-    AQUILA,
-    BAICHUAN,
-    BLOOM,
-    FALCON,
-    GEMMA,
-    GEMMA3_MULTIMODAL,
-    native.GPT2,
-    native.GPT_BIGCODE,
-    GPTJ,
-    native.GPT_NEOX,
-    INTERNLM,
-    INTERNLM2,
-    INTERNLM3,
-    native.LLAMA,
-    native.MISTRAL,
-    MPT,
-    native.OPT,
-    PHI,
-    PHI3,
-    QWEN,
-    native.QWEN2,
-    native.QWEN3,
-    native.SMOLLM3,
-)
+_FAMILIES = (BAICHUAN, BLOOM, FALCON, GPTJ, MPT, QWEN, *gemma.FAMILIES, *internlm.FAMILIES, *llama_like.FAMILIES,
+             *native.FAMILIES, *phi.FAMILIES)  # fmt: skip
+FAMILIES = tuple(sorted(_FAMILIES, key=lambda family: family.name.casefold()))
 SUPPORTED_MODEL_TYPES = tuple(sorted(kind for family in FAMILIES for kind in family.model_types))
 
 

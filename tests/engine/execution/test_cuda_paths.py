@@ -26,20 +26,24 @@ from transformers import (
 )
 
 from pagemill.engine.config import EngineConfig
-from pagemill.engine.execution import cuda_graphs, model_runner
+from pagemill.engine.devices.cpu import CpuBackend
+from pagemill.engine.devices.cuda import CudaBackend
+from pagemill.engine.execution import cuda_graphs
 from pagemill.engine.execution.cuda_graphs import DecodeGraphs, buckets_up_to
 from pagemill.engine.execution.kv_cache import num_blocks_for
 from pagemill.engine.execution.sampling.sampler import Sampler
-from pagemill.engine.execution.staging import DirectTransfer, HostCopy, StagedTransfer
+from pagemill.engine.execution.staging import DirectTransfer, StagedTransfer
 from pagemill.engine.layers.attention import AttentionContext, attention_context
-from pagemill.engine.layers.cuda_fusion import PreNormLayer, fuse_for_cuda
+from pagemill.engine.layers.cuda_fusion import PreNormLayer
+from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.linear import LinearOptions
 from pagemill.engine.llm import LLM
-from pagemill.engine.models.kv_cache_shape import KVCacheShape
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels.types.layer_cache import LayerCache
 from pagemill.kernels.types.metadata import AttentionMetadata
+from tests.engine.layers.test_decoder_layer import traits_of
 from tests.engine.tiny_model import VOCAB_SIZE, save_tiny_llama
+from tests.monitoring.snapshots import metrics, scrape, value
 
 _CPU = torch.device("cpu")
 _PROMPTS = [[1, 2, 4, 5, 6], list(range(8, 40)), [9], [20, 21, 22], list(range(10, 27))]
@@ -87,7 +91,7 @@ def emulated_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return replay
 
     monkeypatch.setattr(cuda_graphs, "capture_graph", capture)
-    monkeypatch.setattr(model_runner, "captures_graphs", lambda *_: True)
+    monkeypatch.setattr(CpuBackend, "captures_graphs", True)
     return replays
 
 
@@ -112,6 +116,14 @@ def test_enforce_eager_captures_nothing(
     assert not emulated_graphs
 
 
+def test_steps_that_a_graph_ran_are_counted_apart(directory: Path, emulated_graphs: list[int]) -> None:
+    llm = LLM(str(directory), skip_tokenizer_init=True, num_kv_blocks=64, num_threads=1)
+    llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)
+    stats = llm.engine.stats()
+    assert 0 < stats.steps.replayed == len(emulated_graphs) < stats.steps.finished
+    assert value(scrape(metrics(stats)), "engine_graph_steps_total", mode="graph") == stats.steps.replayed
+
+
 def test_one_copy_per_step(directory: Path) -> None:
     llm = LLM(str(directory), skip_tokenizer_init=True, num_kv_blocks=64, stage_inputs=True, num_threads=1)
     llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)
@@ -126,7 +138,7 @@ def test_a_model_that_cannot_be_captured_runs_without(
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(cuda_graphs, "capture_graph", refuse)
-    monkeypatch.setattr(model_runner, "captures_graphs", lambda *_: True)
+    monkeypatch.setattr(CpuBackend, "captures_graphs", True)
     assert _outputs(directory) == plain
     assert "can't be captured" in caplog.text
 
@@ -139,7 +151,7 @@ def test_buckets() -> None:
 
 class TestStagedTransfer:
     def test_tensors_hold_what_was_put_once_it_is_sent(self) -> None:
-        transfer = StagedTransfer(_CPU)
+        transfer = StagedTransfer(CpuBackend())
         arrays = [
             np.arange(7, dtype=np.int32),
             np.zeros(0, dtype=np.int64),
@@ -154,7 +166,7 @@ class TestStagedTransfer:
         assert transfer.num_copies == 1
 
     def test_tensors_outlive_the_next_step(self) -> None:
-        transfer = StagedTransfer(_CPU)
+        transfer = StagedTransfer(CpuBackend())
         first = transfer.put(np.arange(5))
         transfer.send()
         transfer.put(np.zeros(5, dtype=np.int64))
@@ -162,7 +174,7 @@ class TestStagedTransfer:
         assert first.tolist() == [0, 1, 2, 3, 4]
 
     def test_it_grows_with_a_step_that_is_too_large(self) -> None:
-        transfer = StagedTransfer(_CPU, num_bytes=64)
+        transfer = StagedTransfer(CpuBackend(), num_bytes=64)
         small, large = transfer.put(np.arange(6)), transfer.put(np.arange(100))
         transfer.send()
         assert small.tolist() == list(range(6))
@@ -174,12 +186,12 @@ class TestStagedTransfer:
             assert more.tolist() == list(range(100))
 
     def test_a_step_without_arrays_copies_nothing(self) -> None:
-        transfer = StagedTransfer(_CPU)
+        transfer = StagedTransfer(CpuBackend())
         transfer.send()
         assert transfer.num_copies == 0
 
     def test_host_copy(self) -> None:
-        assert HostCopy(torch.arange(3)).wait().tolist() == [0, 1, 2]
+        assert CpuBackend().to_host(torch.arange(3)).wait().tolist() == [0, 1, 2]
 
 
 def test_draws_on_the_device_are_the_ones_on_the_cpu() -> None:
@@ -195,7 +207,7 @@ def test_draws_on_the_device_are_the_ones_on_the_cpu() -> None:
     table = torch.ones(len(_PARAMS), 16, dtype=torch.int64)
     here = Sampler(()).sample(logits.clone(), work, table)
     for part in (slice(0, 5), slice(3, 5), slice(0, 1)):  # some are drawn, all are, none is
-        sampler, transfer = Sampler((), draws_on_device=True), DirectTransfer(_CPU)
+        sampler, transfer = Sampler((), draws_on_device=True), DirectTransfer(CpuBackend())
         draws = sampler.stage(work[part], transfer)
         there = sampler.sample(logits[part].clone(), work[part], table, draws)
         assert there.token_ids.tolist() == here.token_ids[part].tolist()
@@ -235,7 +247,7 @@ def test_fused_modules_compute_what_they_replace(config: Any) -> None:
     with torch.inference_mode():
         truth = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         model.config._attn_implementation = "pagemill_paged"
-        fuse_for_cuda(model, LinearOptions())
+        CudaBackend().fuse(model, traits_of(model), torch.float32, LinearOptions())
         assert sum(isinstance(module, PreNormLayer) for module in model.modules()) == 3
         attention = model.model.layers[0].self_attn
         shape = (2, attention.num_kv_heads, 16, attention.head_dim)
@@ -261,7 +273,7 @@ def test_what_fusing_replaces_is_freed_at_once() -> None:
     assert len(replaced) == 2 * len(merged)
     gc.disable()
     try:
-        fuse_for_cuda(model, LinearOptions())
+        CudaBackend().fuse(model, traits_of(model), torch.float32, LinearOptions())
         assert not any(parameter() is not None for parameter in replaced)
     finally:
         gc.enable()
@@ -278,7 +290,7 @@ def test_memory_that_loading_let_go_of_counts_as_free(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * gib - held, 80 * gib))
     config = EngineConfig(model="echo", gpu_memory_utilization=0.5)
     shape = KVCacheShape(num_layers=1, num_kv_heads=1, head_dim=64, block_size=16, dtype=torch.float16)
-    assert num_blocks_for(config, shape, torch.device("cuda")) == 20 * gib // shape.block_bytes
+    assert num_blocks_for(config, shape, CudaBackend()) == 20 * gib // shape.block_bytes
 
 
 def _one_prompt(length: int) -> AttentionMetadata:

@@ -6,8 +6,9 @@ import psutil
 import pytest
 import torch
 
+from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.execution.kv_cache import KVCache
-from pagemill.engine.models.kv_cache_shape import KVCacheShape
+from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.kernels.types.layer_cache import FP8
 
 MIB = 2**20
@@ -21,9 +22,9 @@ def _resident_bytes() -> int:
 
 def test_a_pool_takes_no_memory_before_it_is_written() -> None:
     shape = KVCacheShape(num_layers=2, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float32)
-    KVCache(shape, num_blocks=2, device=CPU)  # imports what the next one needs
+    KVCache(shape, num_blocks=2, device=CpuBackend())  # imports what the next one needs
     before = _resident_bytes()
-    cache = KVCache(shape, num_blocks=256 * MIB // shape.block_bytes, device=CPU)
+    cache = KVCache(shape, num_blocks=256 * MIB // shape.block_bytes, device=CpuBackend())
     assert _resident_bytes() - before < 32 * MIB
     for layer in cache.layers:
         layer.keys.fill_(1.0)
@@ -35,7 +36,7 @@ def test_a_pool_takes_no_memory_before_it_is_written() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, FP8], ids=str)
 def test_a_pool_is_zeros_in_the_layout_that_kernels_expect(dtype: torch.dtype) -> None:
     shape = KVCacheShape(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype=dtype)
-    cache = KVCache(shape, num_blocks=5, device=CPU)
+    cache = KVCache(shape, num_blocks=5, device=CpuBackend())
     assert len(cache.layers) == 3
     for layer in cache.layers:
         assert layer.keys.shape == layer.values.shape == (5, 2, 4, 8)

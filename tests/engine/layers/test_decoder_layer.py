@@ -9,17 +9,19 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.layers.attention import AttentionContext, attention_context
-from pagemill.engine.layers.cpu_fusion import fuse
 from pagemill.engine.layers.decoder_layer import FusedDecoderLayer, can_be_compiled
-from pagemill.engine.layers.int8_linear import _PlainProduct
-from pagemill.engine.layers.linear import LinearOptions, PackedLinear, has_packed_products
+from pagemill.engine.layers.decoder_traits import DecoderTraits
+from pagemill.engine.layers.int8_products import PlainInt8Product
+from pagemill.engine.layers.linear import LinearOptions, PackedProduct
+from pagemill.engine.models.families.registry import find_family
 from pagemill.kernels.cpu.matmul.weight_formats import BFLOAT16, BYTES, FLOAT16, NIBBLES
 from pagemill.kernels.types.layer_cache import LayerCache, allocate_layer
 from pagemill.kernels.types.metadata import AttentionMetadata
 
 cpu_matmul = pytest.importorskip("pagemill.kernels.cpu.matmul.fp32")
-HAS_FP32_PRODUCTS = cpu_matmul.is_supported() and has_packed_products(torch.device("cpu"), torch.float32)
+HAS_FP32_PRODUCTS = cpu_matmul.is_supported() and torch._C._has_mkldnn
 with_every_product = pytest.mark.parametrize("quantization", [None, "int8"])
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 4, 96, 4
@@ -58,8 +60,19 @@ def fused_model(
         for part, rounded in (rounding or {}).items():
             if part in name and parameter.dim() == 2:
                 parameter.data = rounded(parameter.data)
-    fuse(model, torch.device("cpu"), torch.float32, LinearOptions(quantization))
+    fuse_for_cpu(model, LinearOptions(quantization))
     return model
+
+
+def fuse_for_cpu(model: Any, linear: LinearOptions) -> None:
+    """What a start does to a model on the CPU."""
+    CpuBackend().fuse(model, traits_of(model), torch.float32, linear)
+
+
+def traits_of(model: Any) -> DecoderTraits:
+    traits = find_family({"model_type": model.config.model_type}).decoder
+    assert traits is not None
+    return traits
 
 
 def step(query_lens: list[int], seq_lens: list[int], num_padded: int = 0) -> AttentionMetadata:
@@ -255,7 +268,7 @@ def test_products_of_a_layer_keep_their_weights_in_formats_of_their_own() -> Non
         source.mlp.gate_up_proj,
         source.mlp.down_proj,
     )
-    assert [product.packed.weight_format for product in products] == [NIBBLES, FLOAT16, BFLOAT16, BYTES]
+    assert [linear.product.packed.weight_format for linear in products] == [NIBBLES, FLOAT16, BFLOAT16, BYTES]
     assert_same(model, step([1, 1, 40, 3], [9, 30, 44, 3], num_padded=2))
 
 
@@ -284,12 +297,16 @@ def test_a_layer_whose_sizes_are_no_whole_panels_stays_as_it_is() -> None:
         assert not any(isinstance(layer, FusedDecoderLayer) for layer in model.model.layers)
 
 
-@pytest.mark.parametrize("other", [PackedLinear, _PlainProduct])
+@pytest.mark.parametrize("other", [PackedProduct, PlainInt8Product])
 def test_a_layer_of_other_products_stays_as_it_is(other: type[Any]) -> None:
     layer = fused_model("llama", "int8").model.layers[0].source
     assert can_be_compiled(layer)
-    if other is PackedLinear:  # fp32 beside int8
-        layer.mlp.down_proj = PackedLinear([torch.zeros(48, 96)], None)
-    else:  # int8, not packed: as without the kernels' compiler
-        layer.mlp.down_proj.product = _PlainProduct(torch.zeros(48, 96), None)
+    weight = torch.zeros(48, 96)  # fp32 beside int8; or int8, not packed: as without the kernels' compiler
+    layer.mlp.down_proj.product = other([weight] if other is PackedProduct else weight, None)
     assert not can_be_compiled(layer)
+
+
+def test_a_merged_mlp_of_another_activation_is_not_compiled() -> None:
+    """Phi 3's gate and up are one layer, whatever is computed of them."""
+    model = fused_model("phi3", hidden_act="gelu")
+    assert not any(isinstance(layer, FusedDecoderLayer) for layer in model.model.layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pagemill.engine.layers.attention import AttentionContext, attention_context
+from pagemill.engine.layers.decoder_traits import LLAMA_DECODER
 from pagemill.engine.layers.direct_forward import DirectForward
 from pagemill.engine.layers.rope import fix_frequencies
 from pagemill.engine.layers.rope_table import RotaryTable
@@ -22,6 +24,7 @@ from tests.engine.layers.test_decoder_layer import (
     fused_model,
     random_caches,
     step,
+    traits_of,
     with_every_product,
 )
 from tests.engine.tiny_model import VOCAB_SIZE, save_tiny_llama
@@ -71,7 +74,7 @@ def assert_same(
 
 
 def direct_forward(model: Any) -> DirectForward:
-    direct = DirectForward.of(model)
+    direct = DirectForward.of(model, traits_of(model))
     assert direct is not None
     return direct
 
@@ -130,23 +133,27 @@ def test_the_table_holds_the_embeddings_own_numbers(rope: dict[str, Any]) -> Non
 
 def test_models_with_more_to_them_keep_their_own_forward() -> None:
     model = fused_model("llama", "int8")
-    assert DirectForward.of(model) is not None
+    assert DirectForward.of(model, traits_of(model)) is not None
     layer = model.model.layers[1]
     model.model.layers[1] = layer.source  # not compiled
-    assert DirectForward.of(model) is None
+    assert DirectForward.of(model, traits_of(model)) is None
     model.model.layers[1] = layer
-    assert DirectForward.of(model) is not None
+    assert DirectForward.of(model, traits_of(model)) is not None
     model.config.num_hidden_layers -= 1  # transformers would stop before the last layer
-    assert DirectForward.of(model) is None
+    assert DirectForward.of(model, traits_of(model)) is None
     model.config.num_hidden_layers += 1
-    model.__class__ = type("ScaledForCausalLM", (model.__class__,), {})
-    assert DirectForward.of(model) is None
+    for other in (
+        replace(LLAMA_DECODER, is_plain=False),
+        replace(LLAMA_DECODER, rotation="by_layer_type"),
+        None,
+    ):
+        assert DirectForward.of(model, other) is None
 
 
 def test_frequencies_that_depend_on_the_length_are_looked_up_once_they_are_fixed() -> None:
     scaled = {"rope_parameters": LONGROPE | {"rope_theta": 1e4}, "max_position_embeddings": 64}
     model = fused_model("llama", "int8", **scaled)
-    assert DirectForward.of(model) is None
+    assert DirectForward.of(model, traits_of(model)) is None
     fix_frequencies(model, 64)
     direct = direct_forward(model)
     for query_lens, seq_lens, num_padded in STEPS:
@@ -182,5 +189,5 @@ def test_the_engine_says_the_same_either_way(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(DirectForward, "logits", count)
     ours = run()
     assert calls > 10
-    monkeypatch.setattr(DirectForward, "of", lambda module: None)
+    monkeypatch.setattr(DirectForward, "of", lambda *_: None)
     assert run() == ours

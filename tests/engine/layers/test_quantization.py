@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from pagemill.engine.config import EngineConfig
+from pagemill.engine.devices.cpu import CpuBackend
+from pagemill.engine.devices.cuda import CudaBackend
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.execution.kv_cache import num_blocks_for
-from pagemill.engine.layers.int8_linear import CudaInt8Product, Int8Linear, quantise_rows, quantization_scheme
+from pagemill.engine.layers.int8_products import CudaInt8Product, quantise_rows, quantization_scheme
+from pagemill.engine.layers.kv_cache_shape import KVCacheShape
+from pagemill.engine.layers.linear import Linear, LinearOptions
 from pagemill.engine.llm import LLM
-from pagemill.engine.models.kv_cache_shape import KVCacheShape
 from pagemill.engine.models.loader import _fingerprint
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels import grouped_int8
@@ -39,13 +42,19 @@ def make_llm(directory: str, **options: Any) -> LLM:
     return LLM(directory, **{**defaults, **options})
 
 
+def int8_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    product = CpuBackend().product([weight], bias, LinearOptions("int8"))
+    assert product is not None
+    return Linear(product, weight.shape[1], weight.shape[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_a_layer_is_its_kernels_product(has_bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(42)
     weight, x = torch.randn(96, 80).to(dtype), torch.randn(1, 33, 80).to(dtype)
     bias = torch.randn(96).to(dtype) if has_bias else None
-    out = Int8Linear(weight, bias)(x)
+    out = int8_linear(weight, bias)(x)
     assert out.shape == (1, 33, 96)
     assert out.dtype is dtype
     expected = grouped_int8.multiply(x[0], *grouped_int8.quantise(weight), bias)
@@ -55,12 +64,12 @@ def test_a_layer_is_its_kernels_product(has_bias: bool, dtype: torch.dtype) -> N
 def test_without_the_compiler_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(42)
     weight, bias, x = torch.randn(96, 80), torch.randn(96), torch.randn(5, 80)
-    compiled = Int8Linear(weight, bias)
+    compiled = int8_linear(weight, bias)
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name, *rest: None if name == "numba" else find_spec(name, *rest)
     )
-    plain = Int8Linear(weight, bias)
+    plain = int8_linear(weight, bias)
     assert type(plain.product) is not type(compiled.product)
     assert torch.equal(plain(x), compiled(x))
 
@@ -70,19 +79,23 @@ def test_a_fingerprint_tells_schemes_of_int8_apart(directory: str, monkeypatch: 
 
     def fingerprint(quantization: Literal["int8"] | None) -> str:
         config = EngineConfig(model=directory, quantization=quantization)
-        return _fingerprint(Path(directory), config, torch.float32, torch.device("cpu"), 0)
+        return _fingerprint(Path(directory), config, torch.float32, CpuBackend(), 0)
 
     plain, grouped = fingerprint(None), fingerprint("int8")
     assert plain != grouped
-    monkeypatch.setattr(grouped_int8, "GROUP", 2 * grouped_int8.GROUP)
+    monkeypatch.setattr(CpuBackend, "int8_scale_span", f"{2 * grouped_int8.GROUP} inputs")
     assert fingerprint(None) == plain
     assert fingerprint("int8") != grouped
 
 
+def test_the_cpu_says_how_many_inputs_share_a_scale() -> None:
+    assert CpuBackend.int8_scale_span == f"{grouped_int8.GROUP} inputs"
+
+
 def test_cpu_and_cuda_have_schemes_of_their_own() -> None:
-    schemes = {quantization_scheme("int8", torch.device(name)) for name in ("cpu", "cuda")}
-    assert len(schemes) == 2
-    assert quantization_scheme(None, torch.device("cpu")) is None
+    spans = [device.int8_scale_span for device in (CpuBackend(), CudaBackend())]
+    assert len({quantization_scheme("int8", span) for span in spans}) == 2
+    assert quantization_scheme(None, spans[0]) is None
 
 
 def test_rows_for_cuda_are_quantised_to_nearest_with_a_scale_each() -> None:
@@ -124,7 +137,7 @@ def test_cuda_gets_only_shapes_that_it_takes(
 
 def test_an_outlier_in_one_row_changes_no_other() -> None:
     torch.manual_seed(42)
-    layer, x = Int8Linear(torch.randn(64, 128), None), torch.randn(9, 128)
+    layer, x = int8_linear(torch.randn(64, 128), None), torch.randn(9, 128)
     calm = layer(x)
     x[4, 7] = 1e6
     wild = layer(x)
@@ -141,7 +154,7 @@ def test_fewer_bits_make_more_blocks(dtype: torch.dtype, bytes_per_head: int) ->
     shape = KVCacheShape(num_layers=3, num_kv_heads=2, head_dim=64, block_size=16, dtype=dtype)
     assert shape.block_bytes == 3 * 2 * 2 * 16 * bytes_per_head
     config = EngineConfig(model="echo", kv_cache_memory_bytes=2**20)
-    assert num_blocks_for(config, shape, torch.device("cpu")) == 2**20 // shape.block_bytes
+    assert num_blocks_for(config, shape, CpuBackend()) == 2**20 // shape.block_bytes
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["float16", "bfloat16", "int8", "fp8"])

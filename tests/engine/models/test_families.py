@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.errors import PromptTooLong
-from pagemill.engine.execution import model_runner
 from pagemill.engine.llm import LLM
 from pagemill.engine.models.families.registry import FAMILIES
 from pagemill.engine.sampling_params import SamplingParams
@@ -51,7 +51,7 @@ def test_output_equals_the_reference_in_transformers_own_modules(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on devices for which nothing is rewritten: attention alone is ours."""
-    monkeypatch.setattr(model_runner, "fuse", lambda *_, **__: None)
+    monkeypatch.setattr(CpuBackend, "fuse", lambda *_: None)
     checkpoint = CASES[case]()
     checkpoint.write(tmp_path)
     expected = [checkpoint.complete(prompt) for prompt in PROMPTS]

@@ -16,6 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from pagemill.engine.config import EngineConfig, SchedulerConfig
+from pagemill.engine.devices.cpu import CpuBackend
+from pagemill.engine.devices.cuda import CudaBackend
+from pagemill.engine.devices.registry import find_device
 from pagemill.engine.errors import RankLost
 from pagemill.engine.execution.parallel.executor import ParallelStep
 from pagemill.engine.execution.parallel.messages import Loaded, LoadShare
@@ -76,8 +79,8 @@ def test_each_rank_takes_the_gpu_of_its_number(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     for rank in range(2):
-        RankGroup(rank, 2).claim_device(name)
-        RankGroup(rank, 2).claim_device("cpu")
+        find_device(name).claim(rank)
+        find_device("cpu").claim(rank)
     assert taken == [0, 1]
 
 
@@ -120,7 +123,7 @@ def test_nccl_meets_the_others_at_once_and_lets_go_of_them_at_the_end(
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape))
     group = RankGroup(rank, 2)
-    group.connect(str(tmp_path / "store"), torch.device("cuda"))
+    group.connect(str(tmp_path / "store"), CudaBackend().collectives)
     assert Nccl.made.calls == ["allreduce"]
     assert Nccl.made.options._timeout > timedelta(seconds=60)
     assert len(group.gather(torch.ones(2, 3))) == (2 if rank == 0 else 0)
@@ -174,7 +177,7 @@ def test_rank_0_does_not_wait_for_a_rank_that_dies_on_its_way(
     never = threading.Event()
     ranks = RankProcesses(tiny(tmp_path))
 
-    def connect(rendezvous: str, device: torch.device) -> None:
+    def connect(rendezvous: str, collectives: object) -> None:
         (rank,) = ranks._processes
         rank.kill()
         never.wait()
@@ -182,7 +185,7 @@ def test_rank_0_does_not_wait_for_a_rank_that_dies_on_its_way(
     monkeypatch.setattr(ranks.group, "connect", connect)
     try:
         with pytest.raises(RankLost, match="the process of rank 1 was ended by SIGKILL"):
-            ranks.agree(LIMITS, torch.device("cpu"))
+            ranks.agree(LIMITS, CpuBackend())
     finally:
         never.set()
         ranks.close()

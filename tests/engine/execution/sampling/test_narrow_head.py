@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.execution.sampling import narrow_head
 from pagemill.engine.execution.sampling.narrow_head import NarrowHead, NarrowVocabulary
 from pagemill.engine.execution.sampling.processors import SampleWork
 from pagemill.engine.execution.sampling.sampler import Sampler
-from pagemill.engine.layers.int8_linear import Int8Linear
-from pagemill.engine.layers.linear import LinearOptions, PackedLinear, make_linear
+from pagemill.engine.layers.linear import Linear, LinearOptions
 from pagemill.engine.llm import LLM
 from pagemill.engine.plan import NewRow, Sample
 from pagemill.engine.sampling_params import SamplingParams
@@ -30,19 +30,16 @@ SIZE = 200
 needs_own_kernel = pytest.mark.skipif(not fp32.is_supported(), reason="made for AVX2 and AVX-512")
 
 
-def int8_head(out_features: int = SIZE, in_features: int = 19) -> Int8Linear:
-    torch.manual_seed(5)
-    options = LinearOptions(quantization="int8")
-    layer = make_linear(torch.randn(out_features, in_features), torch.randn(out_features), options)
-    assert isinstance(layer, Int8Linear)
-    return layer
+def int8_head(out_features: int = SIZE, in_features: int = 19) -> Linear:
+    return head(out_features, in_features, "int8")
 
 
-def head(out_features: int = SIZE, in_features: int = 19) -> PackedLinear:
+def head(out_features: int = SIZE, in_features: int = 19, quantization: str | None = None) -> Linear:
     torch.manual_seed(5)
-    layer = make_linear(torch.randn(out_features, in_features), torch.randn(out_features), LinearOptions())
-    assert isinstance(layer, PackedLinear)
-    return layer
+    weight, bias = torch.randn(out_features, in_features), torch.randn(out_features)
+    product = CpuBackend().product([weight], bias, LinearOptions(quantization))
+    assert product is not None
+    return Linear(product, in_features, out_features)
 
 
 class Model:
@@ -68,7 +65,9 @@ def test_selected_channels_have_the_bits_that_they_have_in_the_whole_product() -
             channels = torch.tensor(sorted(rng.sample(range(out_features), min(count, out_features))))
             for num_rows in (1, 5, 30):
                 x = torch.randn(num_rows, in_features)
-                assert torch.equal(layer.of_channels(channels)(x), layer(x)[:, channels])
+                selected = layer.of_channels(channels)
+                assert selected is not None
+                assert torch.equal(selected(x), layer(x)[:, channels])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pagemill.engine.config import EngineConfig
+from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.execution.host_cache import HostCache, measure_link
 from pagemill.engine.llm import LLM
@@ -202,7 +203,7 @@ def test_blocks_come_back_bit_for_bit_with_their_scales(dtype: torch.dtype) -> N
     for tensor in tensors:
         tensor.copy_(torch.randint(0, 100, tensor.shape, generator=generator))
     before = [tensor.clone() for tensor in tensors]
-    host = HostCache(layers, 6)
+    host = HostCache(layers, 6, CpuBackend())
     host.swap_out([(1, 5), (7, 0), (3, 1), (8, 3)])  # host runs 0-1, 3, 5
     for tensor in tensors:
         tensor[[1, 7, 3]] = 0
@@ -213,7 +214,7 @@ def test_blocks_come_back_bit_for_bit_with_their_scales(dtype: torch.dtype) -> N
 
 
 def test_the_link_is_measured() -> None:
-    assert measure_link(torch.device("cpu")) > 1e6
+    assert measure_link(CpuBackend()) > 1e6
 
 
 def test_swap_space_that_makes_no_sense_is_refused(tmp_path: Path) -> None:

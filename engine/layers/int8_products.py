@@ -1,4 +1,4 @@
-"""Linear layers of 8-bit integers: weights and activations with scales of their own, sums exact.
+"""Products of 8-bit integers: weights and activations with scales of their own, sums exact.
 
 One activation scale for the whole batch, as torch's own dynamic quantisation has, would let a neighbour's outlier
 change what a request gets. On CPU scales stand for groups of inputs (`pagemill.kernels.grouped_int8`); on CUDA, where
@@ -6,9 +6,6 @@ the library's product has no groups, for a whole row, which costs accuracy (docs
 """
 
 from __future__ import annotations
-
-import importlib.util
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -22,40 +19,15 @@ _FEWEST_CUDA_ROWS = 32
 _CUDA_MULTIPLE = 8
 
 
-def quantization_scheme(quantization: str | None, device: torch.device) -> str | None:
-    """All that decides which numbers an engine with this option computes: part of a checkpoint's fingerprint."""
+def quantization_scheme(quantization: str | None, scale_span: str) -> str | None:
+    """All that decides which numbers an engine with this option computes: part of a checkpoint's fingerprint.
+
+    Args:
+        scale_span: `DeviceBackend.int8_scale_span`.
+    """
     if quantization != "int8":
         return quantization
-    shared = f"{grouped_int8.GROUP} inputs" if device.type == "cpu" else "row"
-    return f"int8 weights and activations, a scale per {shared}"
-
-
-class Int8Linear(nn.Module):
-    """y = x W^T + b by an integer product; takes [..., in_features] and returns x's dtype."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.in_features, self.out_features = weight.shape[1], weight.shape[0]
-        weight = weight.detach()
-        bias = None if bias is None else bias.detach().float().contiguous()
-        self.product: nn.Module
-        if weight.is_cuda:
-            self.product = CudaInt8Product(weight, bias)
-        elif importlib.util.find_spec("numba") is not None:
-            self.product = PackedInt8Product(weight, bias)
-        else:
-            self.product = _PlainProduct(weight, bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features)
-        out: torch.Tensor = self.product(rows)
-        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
-
-    def of_channels(self, channels: torch.Tensor) -> nn.Module | None:
-        """The layer with these outputs alone, the same to the last bit; None where the product has no such thing."""
-        if not isinstance(self.product, PackedInt8Product):
-            return None
-        return _Int8Channels(self.product, channels)
+    return f"int8 weights and activations, a scale per {scale_span}"
 
 
 class PackedInt8Product(nn.Module):
@@ -66,7 +38,7 @@ class PackedInt8Product(nn.Module):
         from pagemill.kernels.cpu.matmul import int8
         from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
 
-        self._multiply = int8.multiply
+        self.multiply = int8.multiply
         self._out_features = len(weight)
         self.packed = int8.pack(weight)
         self.panel = PANEL
@@ -75,12 +47,10 @@ class PackedInt8Product(nn.Module):
             self.bias[: self._out_features] = bias
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._multiply(rows.float(), self.packed, self.bias, self._out_features)
+        return self.multiply(rows.float(), self.packed, self.bias, self._out_features)
 
-    def of_panels(self, panels: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The product with some panels alone: all of their channels, in the order of `panels`."""
-        packed, bias = self.packed[panels], self.bias.view(-1, self.panel)[panels].flatten()
-        return lambda rows: self._multiply(rows.float(), packed, bias, len(bias))
+    def of_channels(self, channels: torch.Tensor) -> nn.Module:
+        return _Int8Channels(self, channels)
 
 
 class _Int8Channels(nn.Module):
@@ -89,21 +59,21 @@ class _Int8Channels(nn.Module):
     def __init__(self, product: PackedInt8Product, channels: torch.Tensor) -> None:
         super().__init__()
         panels, places = torch.unique(channels // product.panel, return_inverse=True)
-        self._multiply = product.of_panels(panels)
+        self._multiply, self._packed = product.multiply, product.packed[panels]
+        self._bias = product.bias.view(-1, product.panel)[panels].flatten()
         self._columns = places * product.panel + channels % product.panel
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self._multiply(x.reshape(-1, x.shape[-1]))[:, self._columns]
-        return out.to(x.dtype).view(*x.shape[:-1], len(self._columns))
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._multiply(rows.float(), self._packed, self._bias, len(self._bias))[:, self._columns]
 
 
-class _PlainProduct(nn.Module):
+class PlainInt8Product(nn.Module):
     """The same numbers by torch alone, slowly: where the kernels' compiler is not installed."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self._numbers, self._scales = grouped_int8.quantise(weight)
-        self._bias = bias
+        self._bias = None if bias is None else bias.float()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return grouped_int8.multiply(rows, self._numbers, self._scales, self._bias)
@@ -119,7 +89,7 @@ class CudaInt8Product(nn.Module):
         self._missing_inputs = -in_features % _CUDA_MULTIPLE
         missing_outputs = -self._out_features % _CUDA_MULTIPLE
         self._numbers = nn.functional.pad(numbers, (0, self._missing_inputs, 0, missing_outputs)).t()
-        self._bias = bias
+        self._bias = None if bias is None else bias.float()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         numbers, scales = quantise_rows(rows)

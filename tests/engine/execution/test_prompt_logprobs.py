@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
-from pagemill.engine.execution.sampling import prompt_scorer
+from pagemill.engine.execution import prompt_scorer
 from pagemill.engine.llm import LLM
 from pagemill.engine.outputs import RequestOutput, SampleState
 from pagemill.engine.plan import TokenLogprobs

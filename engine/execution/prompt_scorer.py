@@ -6,29 +6,22 @@ cache may have. So the model runs up to its last hidden states, and its head run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from pagemill.engine.execution.sampling.logprobs import TopLogprobs
-from pagemill.engine.plan import StepPlan, TokenLogprobs
+from pagemill.engine.execution.forward_pass import Forwarded
+from pagemill.engine.execution.input_batch import InputBatch, StepInputs
+from pagemill.engine.execution.sampling.logprobs import PromptLogprobs, TopLogprobs
+from pagemill.engine.execution.sampling.processors import SampleWork
+from pagemill.engine.layers.attention import AttentionContext, attention_context
+from pagemill.engine.plan import StepPlan
+from pagemill.kernels.types.layer_cache import LayerCache
 
 _SLICE = 128
 """Positions whose logits exist at the same time."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Of one row's chunk, still on the device."""
-
-    work_index: int
-    slices: list[TopLogprobs]
-
-    def to_host(self) -> list[TokenLogprobs]:
-        return [entry for one in self.slices for entry in one.to_host()]
 
 
 class PromptScorer:
@@ -38,46 +31,39 @@ class PromptScorer:
     logits after the product (a softcap, a scale) happens without being written down a second time.
     """
 
-    def __init__(self, module: Any) -> None:
+    replays = False
+
+    def __init__(self, module: Any, caches: list[LayerCache], batch: InputBatch) -> None:
         """`module` is one of transformers' causal language models."""
         self._module = module
         self._decoder = module.get_decoder()
+        self._caches = caches
+        self._batch = batch
         self._output_type: Any = None
 
-    def forward(
-        self,
-        plan: StepPlan,
-        input_ids: torch.Tensor,  # [num_tokens]
-        positions: torch.Tensor,  # [num_tokens]
-        logits_indices: torch.Tensor,  # [num_samples], into the step's tokens
-        token_table: torch.Tensor,  # [num_rows, max_len]
-        num_prompt_tokens: Callable[[int], int],
-    ) -> tuple[torch.Tensor, list[PromptLogprobs]]:
-        """One step, instead of the module's forward.
+    def covers(self, plan: StepPlan) -> bool:
+        return any(work.num_prompt_logprobs is not None for work in plan.work)
 
-        Args:
-            num_prompt_tokens: of the sequence in a row.
-
-        Returns:
-            Logits [num_samples, vocab_size], and the log probabilities that the plan's work asks for.
-        """
-        output = self._decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
-        self._output_type = type(output)
-        hidden = output.last_hidden_state[0]
-        scored, begin = [], 0
-        for index, work in enumerate(plan.work):
-            if work.num_prompt_logprobs is not None:
-                # The last token of the prompt predicts output.
-                first, end = (
-                    work.first_scored,
-                    min(work.start + work.num_tokens + 1, num_prompt_tokens(work.row)),
-                )
-                predicting = hidden[begin + first - 1 - work.start : begin + end - 1 - work.start]
-                slices = self._score(predicting, token_table[work.row, first:end], work.num_prompt_logprobs)
-                scored.append(PromptLogprobs(index, slices))
-            begin += work.num_tokens
-        logits = self._head(hidden[logits_indices]) if len(logits_indices) else hidden[:0]
-        return logits, scored
+    def run(self, plan: StepPlan, inputs: StepInputs, work: list[SampleWork]) -> Forwarded:
+        with attention_context(AttentionContext(inputs.metadata, self._caches)):
+            output = self._decoder(
+                input_ids=inputs.input_ids[None], position_ids=inputs.positions[None], use_cache=False
+            )
+            self._output_type = type(output)
+            hidden = output.last_hidden_state[0]
+            scored, begin = [], 0
+            for index, row in enumerate(plan.work):
+                if row.num_prompt_logprobs is not None:
+                    # The last token that was given predicts output.
+                    given = self._batch.row(row.row).num_prompt_tokens
+                    first, end = row.first_scored, min(row.start + row.num_tokens + 1, given)
+                    predicting = hidden[begin + first - 1 - row.start : begin + end - 1 - row.start]
+                    targets = self._batch.token_table[row.row, first:end]
+                    slices = self._score(predicting, targets, row.num_prompt_logprobs)
+                    scored.append(PromptLogprobs(index, slices))
+                begin += row.num_tokens
+            read = inputs.logits_indices
+            return Forwarded(self._head(hidden[read]) if len(read) else hidden[:0], scored=scored)
 
     def _score(self, hidden: torch.Tensor, targets: torch.Tensor, count: int) -> list[TopLogprobs]:
         slices = []

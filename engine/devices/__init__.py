@@ -1,0 +1,1 @@
+"""The devices that a model runs on, one per file."""

@@ -1,0 +1,152 @@
+"""The CPU: our own kernels for fp32, oneDNN and torch for the rest."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import mmap
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.devices.backend import NO_BATCH_INVARIANCE, DeviceBackend
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.layers.cpu_fusion import CpuFusion
+from pagemill.engine.layers.decoder_layer import FusedDecoderLayer
+from pagemill.engine.layers.decoder_traits import DecoderTraits
+from pagemill.engine.layers.fusion import Fusion
+from pagemill.engine.layers.int8_products import PackedInt8Product, PlainInt8Product
+from pagemill.engine.layers.kv_cache_shape import KVCacheShape
+from pagemill.engine.layers.linear import LinearOptions, MakeProduct, OneDNNProduct, PackedProduct, joined
+from pagemill.kernels import grouped_int8
+
+logger = logging.getLogger(__name__)
+
+# The pool shares its memory with everything else on the machine.
+_POOL_SHARE = 0.25
+_POOL_MAX_BYTES = 4 * 1024**3
+_LOOPBACK = "127.0.0.1"
+
+
+def _has_numba() -> bool:
+    return importlib.util.find_spec("numba") is not None
+
+
+@cache
+def _has_own_products() -> bool:
+    if not _has_numba():
+        return False
+    from pagemill.kernels.cpu.matmul import fp32
+
+    return fp32.is_supported()
+
+
+class CpuBackend(DeviceBackend):
+    device = torch.device("cpu")
+    int8_scale_span = f"{grouped_int8.GROUP} inputs"
+
+    def check(self, config: EngineConfig, dtype: torch.dtype) -> None:
+        if config.batch_invariant and not (self.has_kernels(dtype) and torch._C._has_mkldnn):
+            raise ConfigError(NO_BATCH_INVARIANCE)
+
+    def default_dtype(self, declared: Any) -> torch.dtype:
+        return torch.float32  # half precision is emulated on most CPUs: slower and less exact
+
+    def has_kernels(self, dtype: torch.dtype) -> bool:
+        """Whether the JIT-compiled operators take such a model: they are made for fp32."""
+        return dtype is torch.float32 and _has_numba()
+
+    def product(
+        self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, options: LinearOptions
+    ) -> nn.Module | None:
+        if options.quantization == "int8":
+            return (PackedInt8Product if _has_numba() else PlainInt8Product)(joined(weights), bias)
+        if weights[0].dtype is not torch.float32 or not torch._C._has_mkldnn:
+            return None
+        if _has_own_products():
+            return PackedProduct(weights, bias)
+        return OneDNNProduct(joined(weights), bias, row_invariant=options.row_invariant)
+
+    def fusion(self, traits: DecoderTraits, dtype: torch.dtype, make_product: MakeProduct) -> Fusion | None:
+        return CpuFusion(traits, make_product) if self.has_kernels(dtype) else None
+
+    def warm_up(self, module: nn.Module, dtype: torch.dtype, num_heads: int, shape: KVCacheShape) -> None:
+        """Compile the operators, or load them from the disk."""
+        if self.has_kernels(dtype):
+            _warm_up_kernels(module, num_heads, shape)
+        else:
+            _warm_up_int8_products(module)
+
+    def zeros(self, like: torch.Tensor) -> torch.Tensor:
+        """In memory of its own, of which nothing is touched before it is written.
+
+        `torch.zeros` writes its zeros, two thirds of a second per GiB at every start, and leaves small pages behind,
+        for which advice about huge ones comes too late.
+        """
+        memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # The tensor keeps the mapping, which ends with it.
+        tensor = torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype).view(like.shape)
+        if _has_numba():
+            from pagemill.kernels.cpu.operators import advise_huge_pages
+
+            advise_huge_pages(tensor)
+        return tensor
+
+    def total_bytes(self) -> int:
+        return int(psutil.virtual_memory().total)
+
+    def free_bytes(self, config: EngineConfig) -> int:
+        available = int(psutil.virtual_memory().available * _POOL_SHARE)
+        return min(_POOL_MAX_BYTES, available) // config.tensor_parallel_size
+
+    def collectives(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        # On the loopback device: by default gloo asks what address the machine's name stands for, which needs not
+        # resolve, and would listen there.
+        settings: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        settings._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        settings._timeout = timeout
+        return dist.ProcessGroupGloo(store, rank, size, settings)
+
+
+def _warm_up_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) -> None:
+    from pagemill.kernels.cpu import operators as cpu
+    from pagemill.kernels.cpu.jit.progress import report_compiling
+    from pagemill.kernels.cpu.layer.compile_ahead import compile_apart
+    from pagemill.kernels.cpu.sampling import argmax as cpu_argmax
+
+    layer = next((part for part in module.modules() if isinstance(part, FusedDecoderLayer)), None)
+
+    def warm_up_operators() -> None:
+        cpu.warm_up()
+        cpu_argmax.warm_up()
+        _warm_up_int8_products(module)
+
+    started = time.monotonic()
+    logger.info("preparing the CPU kernels (compiled on first use, 1 to 2 minutes in all; then kept on disk)")
+    with report_compiling(_log_compiling):
+        if layer is not None:
+            compile_apart(layer.parts(shape.dtype), meanwhile=warm_up_operators)
+            layer.warm_up(shape.block_size, shape.dtype)
+        else:
+            warm_up_operators()
+            cpu.warm_up_layers(num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size, shape.dtype)
+    logger.info("CPU kernels ready after %.1f s", time.monotonic() - started)
+
+
+def _warm_up_int8_products(module: nn.Module) -> None:
+    if any(isinstance(part, PackedInt8Product) for part in module.modules()):
+        from pagemill.kernels.cpu.matmul import int8
+
+        int8.warm_up()
+
+
+def _log_compiling(count: int, seconds: float) -> None:
+    logger.info("compiling the CPU kernels: %d compiled after %.0f s", count, seconds)

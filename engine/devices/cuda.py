@@ -1,0 +1,94 @@
+"""A CUDA device: our Triton kernels, cuBLAS for products, NCCL between several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pagemill.engine.config import EngineConfig, StepDefaults
+from pagemill.engine.devices.backend import NO_BATCH_INVARIANCE, DeviceBackend, HostCopy, Mark
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.layers.cuda_fusion import CudaFusion
+from pagemill.engine.layers.decoder_traits import DecoderTraits
+from pagemill.engine.layers.fusion import Fusion
+from pagemill.engine.layers.int8_products import CudaInt8Product
+from pagemill.engine.layers.linear import LinearOptions, MakeProduct, joined
+
+_FP8_CAPABILITY = (8, 9)
+
+
+class CudaBackend(DeviceBackend):
+    device = torch.device("cuda")
+    step_defaults = StepDefaults(max_num_seqs=256, max_num_batched_tokens=8192, overlapped=True)
+    is_apart = captures_graphs = draws_on_device = True
+    int8_scale_span = "row"
+
+    def check(self, config: EngineConfig, dtype: torch.dtype) -> None:
+        if config.batch_invariant:
+            raise ConfigError(NO_BATCH_INVARIANCE)
+        if (size := config.tensor_parallel_size) > (found := torch.cuda.device_count()):
+            raise ConfigError(f"tensor_parallel_size={size} takes as many GPUs; torch finds {found}")
+        is_fp8 = config.kv_cache_dtype == "fp8"
+        if is_fp8 and torch.cuda.get_device_capability(self.device) < _FP8_CAPABILITY:
+            raise ConfigError(
+                "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or newer; int8 takes as little memory"
+            )
+
+    def default_dtype(self, declared: Any) -> torch.dtype:
+        return declared if isinstance(declared, torch.dtype) else torch.bfloat16
+
+    def product(
+        self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, options: LinearOptions
+    ) -> nn.Module | None:
+        return CudaInt8Product(joined(weights), bias) if options.quantization == "int8" else None
+
+    def fusion(self, traits: DecoderTraits, dtype: torch.dtype, make_product: MakeProduct) -> Fusion | None:
+        return CudaFusion(traits, make_product)
+
+    def zeros(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
+
+    def total_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.device)[1])
+
+    def free_bytes(self, config: EngineConfig) -> int:
+        torch.cuda.empty_cache()  # what loading has let go of is free
+        free, total = torch.cuda.mem_get_info(self.device)
+        return max(0, int(free - (1.0 - config.gpu_memory_utilization) * total))
+
+    def to_host(self, tensor: torch.Tensor) -> HostCopy:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        return HostCopy(host, self.mark())
+
+    def mark(self) -> Mark:
+        mark: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record()
+        return mark  # type: ignore[no-any-return]
+
+    def is_alive(self) -> bool:
+        try:
+            torch.cuda.synchronize(self.device)
+            return torch.ones(1, device=self.device).add(1).item() == 2
+        except torch.OutOfMemoryError:
+            return True
+        except RuntimeError:  # `torch.AcceleratorError`, and what older calls raise
+            return False
+
+    def claim(self, rank: int) -> None:
+        """Rank 0 says so too: a program that has chosen another GPU for itself would have two ranks meet on one."""
+        torch.cuda.set_device(rank)
+
+    def collectives(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        # NCCL meets the others in its first collective: now, and not in somebody's first request.
+        group.allreduce([meeting := torch.zeros(1, device=self.device)]).wait()
+        meeting.item()
+        return group

@@ -1,0 +1,105 @@
+"""From a step's inputs to its logits: what a way there is, and the model's own.
+
+The others are `DecodeGraphs` and `PromptScorer`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from pagemill.engine.execution.input_batch import StepInputs
+from pagemill.engine.execution.sampling.logprobs import PromptLogprobs
+from pagemill.engine.execution.sampling.narrow_head import NarrowHead, NarrowVocabulary
+from pagemill.engine.execution.sampling.processors import SampleWork
+from pagemill.engine.layers.attention import AttentionContext, attention_context
+from pagemill.engine.layers.direct_forward import DirectForward
+from pagemill.engine.plan import StepPlan
+from pagemill.kernels.types.layer_cache import LayerCache
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """What a forward pass leaves to the sampler."""
+
+    logits: torch.Tensor
+    """[num_samples, vocab_size], or of the narrow vocabulary."""
+    vocabulary: NarrowVocabulary | None = None
+    """The tokens that the logits are of; None: all."""
+    scored: list[PromptLogprobs] = field(default_factory=list)
+
+
+class ForwardPass(Protocol):
+    replays: bool
+    """A captured graph runs it, with its inputs padded to a bucket."""
+
+    def covers(self, plan: StepPlan) -> bool: ...
+
+    def run(self, plan: StepPlan, inputs: StepInputs, work: list[SampleWork]) -> Forwarded: ...
+
+
+class ModelForward:
+    """Any other step: the model, or what runs it without transformers' forward."""
+
+    replays = False
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        caches: list[LayerCache],
+        direct: DirectForward | None,
+    ) -> None:
+        self._module, self._caches, self._direct = module, caches, direct
+        self._narrow_head = NarrowHead.of(module)
+        self._skips_unread = any(getattr(part, "is_last", False) for part in module.modules())
+
+    def covers(self, plan: StepPlan) -> bool:
+        return True
+
+    def run(self, plan: StepPlan, inputs: StepInputs, work: list[SampleWork]) -> Forwarded:
+        head: AbstractContextManager[None] = nullcontext()
+        vocabulary = self._narrow_head.vocabulary(work) if self._narrow_head is not None else None
+        if self._narrow_head is not None and vocabulary is not None:
+            head = self._narrow_head.only(vocabulary.token_ids)
+        read_tokens = self._read_tokens(plan, inputs)
+        with head, attention_context(AttentionContext(inputs.metadata, self._caches, read_tokens)):
+            return Forwarded(self._logits(plan, inputs, read_tokens), vocabulary)
+
+    def _logits(self, plan: StepPlan, inputs: StepInputs, read_tokens: torch.Tensor | None) -> torch.Tensor:
+        """Logits [num_samples, tokens], of the narrow vocabulary where there is one."""
+        if self._direct is None:
+            # An empty index would mean every token to some families; one row is the least to ask for.
+            read = inputs.logits_indices if plan.samples else inputs.positions.new_zeros(1)
+            return transformers_logits(self._module, inputs, logits_to_keep=read)
+        is_all = len(plan.samples) == len(inputs.positions) and are_first_tokens(plan)
+        return self._direct.logits(
+            inputs.input_ids,
+            inputs.positions,
+            self._caches,
+            inputs.metadata,
+            read_tokens,
+            None if is_all else inputs.logits_indices,
+        )
+
+    def _read_tokens(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor | None:
+        """The tokens whose last hidden states the head reads, once each; None: all of them may be."""
+        if not self._skips_unread or len(plan.samples) >= len(inputs.positions):
+            return None
+        if not plan.samples:
+            return inputs.positions.new_zeros(1)  # as `_logits` asks for it
+        return torch.tensor(sorted({sample.token_index for sample in plan.samples}))
+
+
+def transformers_logits(module: Any, inputs: StepInputs, **options: Any) -> torch.Tensor:
+    logits: torch.Tensor = module(
+        input_ids=inputs.input_ids[None], position_ids=inputs.positions[None], use_cache=False, **options
+    ).logits[0]
+    return logits
+
+
+def are_first_tokens(plan: StepPlan) -> bool:
+    """Whether the samples are of the step's first tokens, once each and in order."""
+    return all(sample.token_index == number for number, sample in enumerate(plan.samples))

@@ -1,0 +1,33 @@
+"""Which parts of a model are compiled, which are fused, and which are transformers' own."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from pagemill.engine.layers.cuda_fusion import PreNormLayer
+from pagemill.engine.layers.decoder_layer import FusedDecoderLayer
+from pagemill.engine.layers.fusion import MergedAttention, RMSNorm, SiluGatedMLP
+from pagemill.engine.layers.linear import Linear
+
+_WAYS = _COMPILED, _FUSED, _OWN = ("compiled", "fused", "transformers' own")
+
+
+def how_parts_run(module: nn.Module, *, is_direct: bool) -> str:
+    """A line for the log, of a model that its device has rewritten.
+
+    Args:
+        is_direct: transformers' forward pass is not used.
+    """
+    modules = [*module.modules()]
+
+    def way(*kinds: type[nn.Module]) -> str:
+        return _FUSED if any(isinstance(part, kinds) for part in modules) else _OWN
+
+    layers = _COMPILED if way(FusedDecoderLayer) == _FUSED else way(PreNormLayer)
+    ways = {"forward pass": _COMPILED if is_direct else _OWN, "decoder layers": layers}
+    for name, kind in (("attention", MergedAttention), ("MLP", SiluGatedMLP), ("norms", RMSNorm)):
+        ways[name] = layers if layers == _COMPILED else way(kind)
+    products = [part.product for part in modules if isinstance(part, Linear)]
+    ways["linear layers"] = _OWN if all(isinstance(product, nn.Linear) for product in products) else _FUSED
+    parts = {one: ", ".join(name for name in ways if ways[name] == one) or "nothing" for one in _WAYS}
+    return "; ".join(f"{one}: {names}" for one, names in parts.items())

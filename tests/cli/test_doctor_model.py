@@ -1,0 +1,47 @@
+"""`pagemill doctor --model`: how a worker here would run a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from pagemill.cli import doctor as cli_doctor
+from pagemill.cli.app import app
+from pagemill.engine.builder import describe_model
+from pagemill.engine.config import EngineConfig
+from tests.engine.tiny_model import save_tiny_llama
+
+
+def finding(model: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What it says of the model, and nothing else."""
+    monkeypatch.setattr(cli_doctor, "examine", lambda *_: ([], True))
+    document = json.loads(CliRunner().invoke(app, ["doctor", "--json", "--model", model]).stdout)
+    (only,) = document["findings"]
+    assert isinstance(only, dict)
+    return only
+
+
+def test_it_repeats_what_a_start_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny_llama(tmp_path)
+    found = finding(str(tmp_path), monkeypatch)
+    told = describe_model(EngineConfig(model=str(tmp_path)))
+    assert (found["check"], found["level"]) == ("model parts", "ok")
+    assert found["message"] == f"{tmp_path}: {told}"
+    assert "forward pass" in told
+
+
+def test_a_model_that_no_worker_would_take_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "resnet"}')
+    found = finding(str(tmp_path), monkeypatch)
+    assert found["level"] == "error"
+    assert "resnet" in found["message"]
+
+
+def test_echo_has_no_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert finding("echo", monkeypatch)["level"] == "note"

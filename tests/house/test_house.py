@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,35 @@ def test_a_bare_name_is_refused(name: str) -> None:
     run = run_python(f"import {name}.config")
     assert run.returncode == 1
     assert f"import pagemill.{name}" in run.stderr
+
+
+FOREIGN = {"os", "torch", "dist", "channel", "kernel", "module_class"}
+"""Names under which parts of other libraries are reached that have no public name."""
+
+
+def foreign_privates(path: Path) -> Iterator[str]:
+    """Private attributes of objects whose class is not in the file."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    own = {
+        node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    own |= {
+        node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    own |= {
+        node.target.id
+        for node in nodes
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr) and node.attr not in own:
+            root = ast.unparse(node).partition(".")[0]
+            if root not in FOREIGN and not (isinstance(node.value, ast.Name) and root in ("self", "cls")):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_no_private_attribute_is_reached_across_modules() -> None:
+    assert [found for path in SOURCES for found in foreign_privates(path)] == []
 
 
 SHARED = (

@@ -122,10 +122,14 @@ class Ledger:
             self.holders[job.idem] = job.id
 
     def _check_free(self, job: KnownJob) -> None:
-        """A key stands for a job that waits, runs, or succeeded (for as long as a record lives)."""
+        """A key stands for a job that waits, runs, or succeeded (for as long as a record lives), unless somebody has
+        asked for its end or its deadline has passed."""
         holder = self.jobs.get(self.holders.get(job.idem or "", ""))
         if holder is not None:
-            assert holder.has_ended, f"{job.id}: the key {job.idem} is {holder.id}'s, which is {holder.state}"
+            is_to_end = holder.is_cancelled or holder.deadline_ms <= self.latest_ms
+            assert holder.has_ended or is_to_end, (
+                f"{job.id}: the key {job.idem} is {holder.id}'s, which is {holder.state}"
+            )
             kept = BATCH_MS if holder.batch else DAY_MS
             is_forgotten = self.latest_ms >= holder.finished_at_ms + kept or holder.is_freed
             assert holder.state != "succeeded" or is_forgotten, f"{holder.id} succeeded under {job.idem}"

@@ -129,6 +129,9 @@ class RunningBatch:
     def _schedule_newest(self, step: StepBuilder, sequence: Sequence) -> bool:
         """What nearly every row of nearly every step needs, in one go: a plain sequence computes its newest token in a
         block that it has. False: nothing has changed, `_schedule_sequence` would know.
+
+        What it buys (five interleaved runs of `benchmarks.scheduler`, fastest step): 0.14 ms instead of 0.20 to plan 64
+        rows, 2.9 instead of 3.7 to plan 1,000.
         """
         request = sequence.request
         if not request.is_plain:

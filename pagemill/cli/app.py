@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Any, TypeVar
@@ -22,6 +23,7 @@ from typer.core import TyperGroup
 
 from pagemill.cli import options, views
 from pagemill.cli.checked import MAX_TEMPERATURE, YEAR_S, Priority, between, checked
+from pagemill.cli.grouped import grouped
 from pagemill.cli.local_worker import LOADING_PATIENCE_S, served_name
 from pagemill.producer.client.handles import JobHandle
 from pagemill.producer.client.sync import Producer
@@ -208,11 +210,11 @@ Timeout = Annotated[
 ]
 
 
-@app.command()
-def submit(
+@dataclass(frozen=True, kw_only=True)
+class SubmitOptions:
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from standard input.")
-    ],
+    ]
     model: Annotated[
         str | None,
         typer.Option(
@@ -220,12 +222,12 @@ def submit(
             callback=checked(keys.ModelName),
             help="A served name. Default: what the live workers serve.",
         ),
-    ] = None,
+    ] = None
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a user's message, through the chat template.")
-    ] = False,
-    system: Annotated[str | None, typer.Option("--system", help="System message; implies --chat.")] = None,
-    max_tokens: options.MaxTokens = None,
+    ] = False
+    system: Annotated[str | None, typer.Option("--system", help="System message; implies --chat.")] = None
+    max_tokens: options.MaxTokens = None
     temperature: Annotated[
         float | None,
         typer.Option(
@@ -233,47 +235,62 @@ def submit(
             callback=between(0.0, MAX_TEMPERATURE),
             help="0: the likeliest token each time. Default: 1.",
         ),
-    ] = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
+    ] = None
+    seed: options.Seed = None
+    stop: options.Stop = None
     choice: Annotated[
         list[str] | None, typer.Option("--choice", help="The output is one of these; may be repeated.")
-    ] = None,
-    continuation: options.Continuation = None,
+    ] = None
+    continuation: options.Continuation = None
     priority: Annotated[
         str | None, typer.Option("--priority", callback=checked(Priority), help="high, normal or low.")
-    ] = None,
-    field: options.Field = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for the end and print the text.")] = False,
-    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is generated.")] = False,
-    timeout: Timeout = None,
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    field: options.Field = None
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the end and print the text.")] = False
+    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is generated.")] = False
+    timeout: Timeout = None
+    redis_url: RedisUrl = None
+    queue: Queue = "default"
+    as_json: AsJson = False
+
+
+@app.command()
+@grouped
+def submit(given: SubmitOptions) -> None:
     """Submit one job. Prints its id, or with --wait or --stream what it generates."""
-    if wait and stream:
+    if given.wait and given.stream:
         raise typer.BadParameter("give --wait or --stream, not both")
-    text = sys.stdin.read() if prompt == "-" else prompt
-    fields: dict[str, Any] = extra_fields(field or []) | scored(continuation)
-    fields |= _prompt_fields(text, chat, system)
-    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop or None}
-    fields |= {name: value for name, value in (options | {"priority": priority}).items() if value is not None}
-    if choice:
-        fields["structured_outputs"] = {"choice": choice}
-    if stream:
-        fields["stream"] = True
-    fields.setdefault("model", model or default_model(redis_url, queue))
-    with Producer(redis_url, queue=queue) as producer:
+    fields = _submitted_fields(given)
+    with Producer(given.redis_url, queue=given.queue) as producer:
         handle = producer.submit(fields)
-        if not (wait or stream):
-            typer.echo(json.dumps({"id": handle.id}) if as_json else handle.id)
+        if not (given.wait or given.stream):
+            typer.echo(json.dumps({"id": handle.id}) if given.as_json else handle.id)
             return
         with _interruptible(handle):
-            if stream:
-                _print_stream(handle, as_json)
+            if given.stream:
+                _print_stream(handle, given.as_json)
             else:
-                views.print_result(handle.result(timeout), as_json)
+                views.print_result(handle.result(given.timeout), given.as_json)
+
+
+def _submitted_fields(given: SubmitOptions) -> dict[str, Any]:
+    text = sys.stdin.read() if given.prompt == "-" else given.prompt
+    fields: dict[str, Any] = extra_fields(given.field or []) | scored(given.continuation)
+    fields |= _prompt_fields(text, given.chat, given.system)
+    chosen = {
+        "max_tokens": given.max_tokens,
+        "temperature": given.temperature,
+        "seed": given.seed,
+        "stop": given.stop or None,
+        "priority": given.priority,
+    }
+    fields |= {name: value for name, value in chosen.items() if value is not None}
+    if given.choice:
+        fields["structured_outputs"] = {"choice": given.choice}
+    if given.stream:
+        fields["stream"] = True
+    fields.setdefault("model", given.model or default_model(given.redis_url, given.queue))
+    return fields
 
 
 @app.command()

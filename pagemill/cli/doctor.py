@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pagemill.cli.app import EXIT_NOT_SUCCEEDED, EXIT_REDIS, AsJson, Queue, RedisUrl, app, describe
+from pagemill.cli.checked import ModelOrPath, checked
 from pagemill.producer.doctor.finding import Finding, worst
 from pagemill.producer.doctor.machine_checks import DEFAULT_HTTP_PORT, machine_findings
 from pagemill.producer.doctor.queue_checks import queue_findings
@@ -43,7 +44,11 @@ def doctor(
     ] = DEFAULT_HTTP_PORT,
     model: Annotated[
         str | None,
-        typer.Option(envvar="PAGEMILL_MODEL", help="A worker's model: says how it would be run here."),
+        typer.Option(
+            envvar="PAGEMILL_MODEL",
+            callback=checked(ModelOrPath),
+            help="A worker's model: says how it would be run here.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -11,7 +11,7 @@ import json
 import signal
 import unicodedata
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +35,7 @@ from pagemill.cli.app import (
     say,
     scored,
 )
+from pagemill.cli.grouped import grouped
 from pagemill.cli.local_worker import (
     LocalWorker,
     WorkerFailed,
@@ -71,77 +72,86 @@ PIPE_WIDTH = 200
 """In a log or a pipe a figure stays on its line."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    source: options.Rows
+    out: options.Output
+    template: options.Template = None
+    template_file: options.TemplateFile = None
+    system: options.System = None
+    no_chat: options.NoChat = False
+    model: options.ServedModel = None
+    choices: options.Choices = None
+    json_schema: options.JsonSchema = None
+    regex: options.Regex = None
+    max_tokens: options.MaxTokens = None
+    temperature: options.RunTemperature = 0.0
+    seed: options.Seed = None
+    stop: options.Stop = None
+    continuation: options.Continuation = None
+    field: options.Field = None
+    gold: options.Gold = None
+    output_column: options.OutputColumn = OUTPUT
+    limit: options.Limit = None
+    max_errors: options.MaxErrors = None
+    price_per_hour: options.PricePerHour = None
+    estimate: options.Estimate = False
+    dry_run: options.DryRun = False
+    detach: options.Detach = False
+    cancel: options.CancelRun = False
+    overwrite: options.Overwrite = False
+    report_file: options.ReportFile = None
+    kind: options.FormatName = None
+    encoding: options.EncodingName = "utf-8"
+    window: options.Window = WINDOW
+    worker_option: options.WorkerOption = None
+    quiet: options.Quiet = False
+    redis_url: RedisUrl = None
+    queue: Queue = "default"
+    as_json: AsJson = False
+
+
 @app.command("run")
-def run(
-    source: options.Rows,
-    out: options.Output,
-    template: options.Template = None,
-    template_file: options.TemplateFile = None,
-    system: options.System = None,
-    no_chat: options.NoChat = False,
-    model: options.ServedModel = None,
-    choices: options.Choices = None,
-    json_schema: options.JsonSchema = None,
-    regex: options.Regex = None,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.RunTemperature = 0.0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    continuation: options.Continuation = None,
-    field: options.Field = None,
-    gold: options.Gold = None,
-    output_column: options.OutputColumn = OUTPUT,
-    limit: options.Limit = None,
-    max_errors: options.MaxErrors = None,
-    price_per_hour: options.PricePerHour = None,
-    estimate: options.Estimate = False,
-    dry_run: options.DryRun = False,
-    detach: options.Detach = False,
-    cancel: options.CancelRun = False,
-    overwrite: options.Overwrite = False,
-    report_file: options.ReportFile = None,
-    kind: options.FormatName = None,
-    encoding: options.EncodingName = "utf-8",
-    window: options.Window = WINDOW,
-    worker_option: options.WorkerOption = None,
-    quiet: options.Quiet = False,
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
-    as_json: AsJson = False,
-) -> None:
+@grouped
+def run(given: RunOptions) -> None:
     """Send every row of a dataset through the model. After any interruption, run the same command again."""
-    check_options(worker_option)
-    fields = _job_fields(choices, json_schema, regex, max_tokens, temperature, seed, stop, field)
-    fields |= scored(continuation)
-    text = _template_text(template, template_file)
-    page = report_file or out.with_name(out.name + ".report.html")
-    with reported(out):
-        dataset = DatasetRun(
-            source=open_source(source, cast("Format | None", kind), encoding),
-            out=out,
-            recipe=Recipe(served_name(model) if model else "-", text, system, not no_chat, fields),
-            limit=TRIAL_ROWS if estimate and limit is None else limit,
-            gold=gold,
-            max_errors=max_errors,
-            window=window,
-            overwrite=overwrite,
-            price_per_hour=price_per_hour,
-            output_column=output_column,
-        )
-        if dry_run:
-            _preview(dataset, model, as_json)
+    check_options(given.worker_option)
+    page = given.report_file or given.out.with_name(given.out.name + ".report.html")
+    with reported(given.out):
+        dataset = _dataset(given)
+        if given.dry_run:
+            _preview(dataset, given.model, given.as_json)
             return
         with contextlib.ExitStack() as stack:
-            url, metrics_url = server(stack, redis_url, queue, model, worker_option or [], quiet)
-            name = served_name(model) if model else default_model(url, queue)
+            url, metrics_url = server(
+                stack, given.redis_url, given.queue, given.model, given.worker_option or [], given.quiet
+            )
+            name = served_name(given.model) if given.model else default_model(url, given.queue)
             dataset.recipe = replace(dataset.recipe, model=name)
-            producer = stack.enter_context(Producer(url, queue=queue))
-            if cancel or detach:
-                _leave(dataset, producer, cancel=cancel, as_json=as_json)
+            producer = stack.enter_context(Producer(url, queue=given.queue))
+            if given.cancel or given.detach:
+                _leave(dataset, producer, cancel=given.cancel, as_json=given.as_json)
                 return
-            summary = _execute(dataset, producer, metrics_url, quiet)
-        _report(dataset, summary, source, page, as_json=as_json)
-    _finish(dataset, summary, estimate=estimate)
+            summary = _execute(dataset, producer, metrics_url, given.quiet)
+        _report(dataset, summary, given.source, page, as_json=given.as_json)
+    _finish(dataset, summary, estimate=given.estimate)
+
+
+def _dataset(given: RunOptions) -> DatasetRun:
+    model = served_name(given.model) if given.model else "-"
+    text = _template_text(given.template, given.template_file)
+    return DatasetRun(
+        source=open_source(given.source, cast("Format | None", given.kind), given.encoding),
+        out=given.out,
+        recipe=Recipe(model, text, given.system, not given.no_chat, _job_fields(given)),
+        limit=TRIAL_ROWS if given.estimate and given.limit is None else given.limit,
+        gold=given.gold,
+        max_errors=given.max_errors,
+        window=given.window,
+        overwrite=given.overwrite,
+        price_per_hour=given.price_per_hour,
+        output_column=given.output_column,
+    )
 
 
 def _leave(dataset: DatasetRun, producer: Producer, *, cancel: bool, as_json: bool) -> None:
@@ -163,30 +173,22 @@ def _template_text(template: str | None, file: Path | None) -> str | None:
     return _read(file, "--template-file")
 
 
-def _job_fields(
-    choices: str | None,
-    json_schema: str | None,
-    regex: str | None,
-    max_tokens: int | None,
-    temperature: float,
-    seed: int | None,
-    stop: list[str] | None,
-    extra: list[str] | None,
-) -> dict[str, Any]:
+def _job_fields(given: RunOptions) -> dict[str, Any]:
+    choices = given.choices
     shapes = {
         "choice": [c.strip() for c in choices.split(",") if c.strip()] if choices is not None else None,
-        "json": _schema_text(json_schema) if json_schema is not None else None,
-        "regex": regex,
+        "json": _schema_text(given.json_schema) if given.json_schema is not None else None,
+        "regex": given.regex,
     }
-    given = {name: value for name, value in shapes.items() if value is not None}
-    if len(given) > 1:
+    shape = {name: value for name, value in shapes.items() if value is not None}
+    if len(shape) > 1:
         raise typer.BadParameter("give one of --choices, --json-schema and --regex")
-    fields: dict[str, Any] = {"temperature": temperature}
-    if given:
-        fields["structured_outputs"] = given
-    options = {"max_tokens": max_tokens, "seed": seed, "stop": stop or None}
+    fields: dict[str, Any] = {"temperature": given.temperature}
+    if shape:
+        fields["structured_outputs"] = shape
+    options = {"max_tokens": given.max_tokens, "seed": given.seed, "stop": given.stop or None}
     fields |= {name: value for name, value in options.items() if value is not None}
-    return fields | extra_fields(extra or [])
+    return fields | extra_fields(given.field or []) | scored(given.continuation)
 
 
 def _schema_text(given: str) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from pagemill.cli.app import EXIT_USAGE, app, check_url, say
+from pagemill.cli.grouped import grouped
 from pagemill.engine.errors import ConfigError
 from pagemill.worker.config import ENV_PREFIX, SECRETS, WorkerConfig
 
@@ -19,28 +21,28 @@ def _number(help: str) -> Any:
     return typer.Option(metavar="INTEGER", help=help)
 
 
-@app.command()
-def worker(
-    context: typer.Context,
+@dataclass(frozen=True, kw_only=True)
+class WorkerFlags:
+    context: typer.Context
     model: Annotated[
         str | None,
         typer.Option(envvar="PAGEMILL_MODEL", help="A Hugging Face directory, smollm2 or echo (no model)."),
-    ] = None,
+    ] = None
     redis_url: Annotated[
         str | None,
         typer.Option(
             envvar="PAGEMILL_REDIS_URL", callback=check_url, help="Default: an embedded Valkey server."
         ),
-    ] = None,
-    queue: Annotated[str | None, typer.Option(help="The queue to serve. Default: default.")] = None,
+    ] = None
+    queue: Annotated[str | None, typer.Option(help="The queue to serve. Default: default.")] = None
     state_dir: Annotated[
         str | None,
         typer.Option(
             metavar="DIRECTORY", help="The embedded server's data. Default: ~/.local/state/pagemill."
         ),
-    ] = None,
-    http_host: Annotated[str | None, typer.Option(help="For metrics and health. Default: 127.0.0.1.")] = None,
-    http_port: Annotated[Given, _number("Default: 9790, or the next free port.")] = None,
+    ] = None
+    http_host: Annotated[str | None, typer.Option(help="For metrics and health. Default: 127.0.0.1.")] = None
+    http_port: Annotated[Given, _number("Default: 9790, or the next free port.")] = None
     drain_grace_s: Annotated[
         str | None,
         typer.Option(
@@ -48,45 +50,51 @@ def worker(
             metavar="FLOAT",
             help="Seconds running jobs may go on after SIGTERM. Default: 10.",
         ),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None,
-    max_model_len: Annotated[Given, _number("Longest prompt + output, in tokens.")] = None,
-    max_num_seqs: Annotated[Given, _number("Sequences in one step.")] = None,
-    max_num_batched_tokens: Annotated[Given, _number("Token budget of a step.")] = None,
-    num_kv_blocks: Annotated[Given, _number("KV blocks in the pool.")] = None,
-    kv_cache_memory_bytes: Annotated[Given, _number("Bytes for the KV cache.")] = None,
-    num_threads: Annotated[Given, _number("CPU threads for the model.")] = None,
+    ] = None
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None
+    max_model_len: Annotated[Given, _number("Longest prompt + output, in tokens.")] = None
+    max_num_seqs: Annotated[Given, _number("Sequences in one step.")] = None
+    max_num_batched_tokens: Annotated[Given, _number("Token budget of a step.")] = None
+    num_kv_blocks: Annotated[Given, _number("KV blocks in the pool.")] = None
+    kv_cache_memory_bytes: Annotated[Given, _number("Bytes for the KV cache.")] = None
+    num_threads: Annotated[Given, _number("CPU threads for the model.")] = None
     tensor_parallel_size: Annotated[
         str | None,
         typer.Option(
             metavar="INTEGER", help="Processes, and GPUs, that share each layer's work. Default: 1."
         ),
-    ] = None,
+    ] = None
     vllm_metric_names: Annotated[
         bool | None, typer.Option("--vllm-metric-names", help="Also export vLLM's names of metrics, vllm:*.")
-    ] = None,
+    ] = None
     live_page: Annotated[
         bool | None, typer.Option("--live-page", help="Serve the live page beyond this machine too.")
-    ] = None,
+    ] = None
     live_page_hosts: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="Further names that the live page answers to.")
-    ] = None,
+    ] = None
     show_prompts: Annotated[
         bool | None, typer.Option("--show-prompts", help="Show how running prompts begin on the live page.")
-    ] = None,
-    log_format: Annotated[str | None, typer.Option(help="console or json. Default: console.")] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    ] = None
+    log_format: Annotated[str | None, typer.Option(help="console or json. Default: console.")] = None
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Any other setting; may be repeated."),
-    ] = None,
-) -> None:
+    ] = None
+
+
+@app.command()
+@grouped
+def worker(given: WorkerFlags) -> None:
     """Serve jobs until SIGTERM or Ctrl-C. Every setting is also read from PAGEMILL_<NAME>."""
-    named = {name: value for name, value in context.params.items() if name != "option"}
-    flags = {name: option.opts[0] for option in context.command.params if (name := option.name) in named}
-    given = {name: value for name, value in named.items() if value is not None}
-    raise typer.Exit(_run(load(_pairs(option or []) | given, flags)))
+    named = {field.name for field in fields(given)} - {"context", "option"}
+    flags = {
+        name: option.opts[0] for option in given.context.command.params if (name := option.name) in named
+    }
+    chosen = {name: value for name in named if (value := getattr(given, name)) is not None}
+    raise typer.Exit(_run(load(_pairs(given.option or []) | chosen, flags)))
 
 
 def check_options(options: list[str] | None) -> None:

@@ -99,6 +99,7 @@ def test_the_whole_walk(tmp_path: Path) -> None:
     assert "pagemill_over_it" in found["peer qwen3-0.6b"][0]
 
 
+@pytest.mark.slow
 def test_a_section_that_does_not_fit_is_left_out(tmp_path: Path) -> None:
     found = _dry_run(tmp_path, "--budget", "20", "--section", "machine", "--section", "decode")
     assert found["machine"][0]["fact"] == "python"
@@ -154,6 +155,7 @@ def _section(ending: str) -> Iterator[dict[str, Any]]:
         time.sleep(3600)
 
 
+@pytest.mark.slow
 def test_a_section_that_fails_keeps_its_rows_and_costs_the_next_one_nothing() -> None:
     device = DeviceProcess()
     try:

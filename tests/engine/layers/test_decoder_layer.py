@@ -156,7 +156,16 @@ def test_same_numbers_in_every_family(family: str, quantization: str | None) -> 
         assert_same(model, step(query_lens, seq_lens, num_padded))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        torch.int8,
+        pytest.param(torch.float16, marks=pytest.mark.slow),  # a minute of compiling each
+        pytest.param(torch.float8_e4m3fn, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_same_numbers_with_every_cache(dtype: torch.dtype) -> None:
     assert_same(fused_model("qwen3"), step([1, 1, 6], [9, 3, 15]), dtype)
 

@@ -157,7 +157,15 @@ def test_fewer_bits_make_more_blocks(dtype: torch.dtype, bytes_per_head: int) ->
     assert num_blocks_for(config, shape, CpuBackend()) == 2**20 // shape.block_bytes
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["float16", "bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize(
+    "kv_cache_dtype",
+    [
+        "bfloat16",
+        "int8",
+        pytest.param("float16", marks=pytest.mark.slow),  # a minute of compiling each
+        pytest.param("fp8", marks=pytest.mark.slow),
+    ],
+)
 def test_a_quantised_cache_follows_fp32(kv_cache_dtype: str, directory: str) -> None:
     """Copy-on-write and the prefix cache included: scales travel with their blocks."""
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0, n=2)

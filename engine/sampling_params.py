@@ -37,9 +37,13 @@ class SamplingParams(SamplingFields):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, tuple(value))
+        shape = self.structured_outputs
         try:
-            if self.structured_outputs is not None:
-                object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
+            if shape is not None:
+                object.__setattr__(self, "structured_outputs", StructuredOutputs.of(shape))
+        except InvalidParameter as error:
+            raise InvalidRequest.of(error.code, f"structured_outputs: {error}") from None
+        try:
             self.check()
         except InvalidParameter as error:
             raise InvalidRequest.of(error.code, str(error)) from None

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 from pagemill import producer
 
 if TYPE_CHECKING:
+    from pagemill.bounds import InvalidParameter
     from pagemill.engine.errors import ConfigError, EngineError, InvalidRequest, ModelLoadError
     from pagemill.engine.llm import LLM
     from pagemill.engine.sampling_params import BeamSearchParams, SamplingParams
     from pagemill.producer import *  # noqa: F403
 
 __all__ = ["LLM", "SamplingParams", "BeamSearchParams"]
-__all__ += ["EngineError", "InvalidRequest", "ConfigError", "ModelLoadError"]
+__all__ += ["EngineError", "InvalidRequest", "ConfigError", "ModelLoadError", "InvalidParameter"]
 __all__ += producer.__all__
 
 _HOMES = {
+    "pagemill.bounds": ("InvalidParameter",),
     "pagemill.engine.llm": ("LLM",),
     "pagemill.engine.sampling_params": ("SamplingParams", "BeamSearchParams"),
     "pagemill.engine.errors": ("EngineError", "InvalidRequest", "ConfigError", "ModelLoadError"),

@@ -67,7 +67,7 @@ class StructuredOutputs:
     def __post_init__(self) -> None:
         given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         if len(given) != 1:
-            raise InvalidParameter("structured_outputs takes exactly one of choice, regex, json, grammar")
+            raise InvalidParameter("give exactly one of choice, regex, json, grammar")
         (kind,) = given
         if kind == "choice":
             self._check_choice()
@@ -91,7 +91,7 @@ class StructuredOutputs:
             return cls(**shape)  # type: ignore[arg-type]
         except TypeError:
             raise InvalidParameter(
-                "structured_outputs takes a StructuredOutputs, or a mapping with one of choice, regex, json, grammar"
+                "give a StructuredOutputs, or a mapping with one of choice, regex, json, grammar"
             ) from None
 
     def _check_choice(self) -> None:

@@ -24,6 +24,8 @@ from pagemill.structured_outputs import MAX_SCHEMA, StructuredOutputs
 MIB = 1 << 20
 BOUNDED_BY_CONSTRUCTION = {
     "engine/config.py": "one answer",
+    "engine/text/tokenizer.py": "one table of 256 characters",
+    "engine/text/token_texts.py": "a text for each token of the vocabulary",
     "engine/devices/cpu.py": "one answer",
     "engine/execution/sampling/narrow_head.py": "8 selections of 256 channels at most",
     "kernels/cpu/matmul/int8.py": "one answer",

@@ -229,10 +229,10 @@ def test_a_schema_is_compiled_once_for_all_requests(llm: LLM) -> None:
     generate(llm, ["once", "for"], *[params(structured_outputs=shape)] * 2)
     generate(llm, ["all"], params(structured_outputs=shape))
     after = llm.engine.stats()
-    assert after.grammar_cache_misses - before.grammar_cache_misses == 1
-    assert after.grammar_cache_hits - before.grammar_cache_hits == 2
+    assert after.grammars.misses - before.grammars.misses == 1
+    assert after.grammars.hits - before.grammars.hits == 2
     (seconds,) = after.histograms["grammar_compile_seconds"].values()
-    assert sum(seconds.counts) == after.grammar_cache_misses
+    assert sum(seconds.counts) == after.grammars.misses
 
 
 def test_they_survive_preemption() -> None:

@@ -65,10 +65,10 @@ def test_a_job_that_outgrows_a_result_ends_alone_with_what_there_is(client: Queu
 
 def test_a_result_just_below_the_bound_is_stored_whole(client: QueueClient) -> None:
     with running_worker(worker_config(client.url, client.queue)):
-        (job_id,) = client.submit({"prompt": "hello", "n": 2, "max_tokens": 3100} | LOGPROBS)
+        (job_id,) = client.submit({"prompt": "hello", "n": 2, "max_tokens": 2330} | LOGPROBS)
         (outcome,) = client.wait([job_id])
     assert outcome.result is not None
-    assert [len(output.logprobs or ()) for output in outcome.result.outputs] == [3100, 3100]
+    assert [len(output.logprobs or ()) for output in outcome.result.outputs] == [2330, 2330]
     stored = client.redis.strlen(f"pagemill:{{{client.queue}}}:out:{job_id}")
     assert MAX_RESULT_BYTES // 2 < stored <= MAX_RESULT_BYTES
 
@@ -89,7 +89,7 @@ def test_a_workers_memory_stays_bounded_and_returns(client: QueueClient, tmp_pat
 
         watcher = threading.Thread(target=watch)
         watcher.start()
-        ids = client.submit(*({"prompt": f"{i}", "n": 2, "max_tokens": 3000} | LOGPROBS for i in range(6)))
+        ids = client.submit(*({"prompt": f"{i}", "n": 2, "max_tokens": 2250} | LOGPROBS for i in range(6)))
         assert all(outcome.result for outcome in client.wait(ids, 300.0))
         done.set()
         watcher.join()

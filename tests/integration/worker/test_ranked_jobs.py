@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from pagemill import InvalidJob
 from tests.worker.harness import QueueClient, running_worker, worker_config
 
 
@@ -11,9 +14,8 @@ def test_ranked_jobs_return_n_outputs(valkey_url: str, queue_name: str) -> None:
         ids = client.submit(
             {"prompt": "hello", "max_tokens": 5, "n": 2, "best_of": 4},
             {"prompt": "hello", "max_tokens": 5, "n": 2, "beam_width": 3, "early_stopping": "never"},
-            {"prompt": "hello", "max_tokens": 5, "beam_width": 3, "temperature": 0.5},
         )
-        best_of, beams, refused = client.wait(ids)
+        best_of, beams = client.wait(ids)
     result = best_of.value()
     assert result is not None
     assert [(output.index, output.text) for output in result.outputs] == [(0, "hello"), (1, "hello")]
@@ -23,6 +25,7 @@ def test_ranked_jobs_return_n_outputs(valkey_url: str, queue_name: str) -> None:
     assert [output.index for output in result.outputs] == [0, 1]
     assert result.outputs[0].text == "hello"
     assert result.outputs[1].text != "hello"
-    assert refused.error is not None
-    assert refused.error.code == "unsupported_feature"
+    with pytest.raises(InvalidJob, match="a beam search takes no temperature") as refused:
+        client.submit({"prompt": "hello", "max_tokens": 5, "beam_width": 3, "temperature": 0.5})
+    assert refused.value.code == "unsupported_feature"
     client.redis.close()

@@ -40,7 +40,7 @@ class StoredLines:
         self.size += self._spool.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     async def store(self, ttl_s: float) -> str | None:
-        """Store the lines; returns the file's id, None if there are none. Raises QueueFull for want of room."""
+        """Store the lines; returns the file's id, None if there are none. Raises QueueFull if out of room."""
         if not self.size:
             return None
         queue, run = self._gateway.config.queue, self._gateway.run

@@ -49,7 +49,7 @@ class _Sample:
             raise diverged()
 
     def take(self, event: StreamEvent) -> tuple[str, tuple[PositionLogprobs, ...] | None]:
-        """Return the text and log probabilities to send now. Raises ApiError if the text contradicts `sent`."""
+        """Return the text and logprobs to send now. Raises ApiError if the text contradicts `sent`."""
         self.seen = event.text if event.type == "snapshot" else self.seen + event.text
         if not self.seen.startswith(self.sent):
             if self.sent.startswith(self.seen):

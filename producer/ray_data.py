@@ -9,7 +9,7 @@
 
 Ray's actors hold no model: they submit and wait, and the queue's workers compute. A job's id is derived from
 the run and from what the job computes, so a batch that Ray reassigns to another actor, after a kill or a lost
-node, finds its jobs: finished ones are read, others waited for, none runs twice. Every input row comes out once.
+node, finds its jobs: finished ones are read, others awaited, none runs twice. Every input row comes out once.
 
 Importing this loads neither Ray nor numpy; `pip install 'pagemill[ray]'` installs Ray.
 """

@@ -1,8 +1,8 @@
 """A pool for Celery's own worker that keeps hundreds of tasks in one continuous batch.
 
 A generation goes through the native queue under the task's id, and the tracer runs once its outcome is known.
-So a task that is delivered twice is generated once, and the generation of a Celery worker that dies continues.
-Other tasks run on threads. Celery is not patched; celery/concurrency/base.py is the interface.
+So a task that is delivered twice is generated once, and a generation outlives its Celery worker. Other tasks
+run on threads. Celery is not patched; celery/concurrency/base.py is the interface.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         }
 
     def _arguments(self, body: Any, content_type: str | None, encoding: str | None) -> tuple[Any, Any]:
-        """Return the task's args and kwargs, decoded as the tracer does: pickle only if the app accepts it."""
+        """Return the task's args and kwargs, decoded as by the tracer: pickle only if the app accepts it."""
         if content_type:
             accept = prepare_accept_content(self.app.conf.accept_content)
             args, kwargs, _ = loads(body, content_type, encoding, accept=accept)

@@ -57,7 +57,7 @@ def register(app: Celery) -> Task[..., Any]:
 
     @app.task(name=TASK_NAME, bind=True, acks_late=True, reject_on_worker_lost=True)  # type: ignore[untyped-decorator]
     def generate(self: Any, prompt: Any = None, /, **fields: Any) -> dict[str, Any]:
-        """Takes a Job's fields as keywords; one argument may be the prompt, the messages or an earlier result."""
+        """Takes a Job's fields; one positional argument: the prompt, the messages or an earlier result."""
         return desk.take(self.request.id)
 
     task: Task[..., Any] = generate

@@ -26,7 +26,7 @@ class RateReply:
 
 
 def take(queue: str, name: str, rate: Rate, count: int = 1, *, returned: int = 0) -> Call[RateReply]:
-    """Take `count` from the bucket `name`, or nothing; `returned`: tokens of an earlier take to put back first.
+    """Take `count` from the bucket `name`, or nothing, after putting `returned` of an earlier take back.
 
     A count above the burst is never allowed.
     """

@@ -1,6 +1,6 @@
 """Pagemill: generation jobs through Redis, into a continuously batched engine with a paged KV cache.
 
-Importing it is light. Names load when they are first used: the producer's bring in redis and pydantic, `LLM` torch.
+Importing it is cheap. Names load on first use: the producer's import redis and pydantic, `LLM` torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command `pagemill`; also `python -m pagemill`.
 
-Imports without torch: the model's libraries load when a worker starts, so that `pagemill status` is quick and
-works where only the light producer is installed.
+Imported without torch: the model's libraries load when a worker starts, so that `pagemill status` is fast and
+works where only the producer is installed.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class InvalidParameter(ValueError):
-    """A parameter is out of its bounds, or contradicts another one. `code` is a job's error code."""
+    """A parameter is out of bounds, or contradicts another one. `code` is a job's error code."""
 
     def __init__(self, message: str, code: str = "invalid_job") -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Items of a list or characters of a string, both ends included. Only the wire has this bound."""
+    """Items of a list or characters of a string, both ends included. Only checked on the wire."""
 
     low: int
     high: int
@@ -53,7 +53,7 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """A value of this very type: no number is made from a string or a bool, and none is infinite."""
+    """A value of exactly this type: strings and bools are not converted to numbers, and none is infinite."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema: Any = handler(source)
@@ -62,7 +62,7 @@ class Exact:
 
 
 def check_ranges(fields: object) -> None:
-    """Holds the numbers among an object's fields to their ranges. Raises InvalidParameter."""
+    """Check the ranges of the numbers among an object's fields. Raises InvalidParameter."""
     kind: Any = type(fields)
     for name, bound in _ranges(kind):
         value = getattr(fields, name)
@@ -72,7 +72,7 @@ def check_ranges(fields: object) -> None:
 
 @cache
 def _ranges(kind: Any) -> tuple[tuple[str, Range], ...]:
-    """The ranges of a class's numbers, whether or not they may be None."""
+    """Return the ranges of a class's numeric fields, optional ones included."""
     return tuple(
         (name, bound)
         for name, hint in get_type_hints(kind, include_extras=True).items()

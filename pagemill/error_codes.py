@@ -1,4 +1,4 @@
-"""The error codes of jobs: what a job or an execution of it ended with. docs/protocol.md explains each."""
+"""The error codes of jobs and of their executions. docs/protocol.md explains each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FINAL_CODES: frozenset[str] = frozenset(
         "unsupported_feature",
     }
 )
-"""The job itself is wrong: running it again gives the same error."""
+"""The job itself is invalid: running it again gives the same error."""
 
 RETRYABLE_CODES: frozenset[str] = frozenset(
     {"engine_error", "out_of_memory", "worker_lost", "output_invalid"}
@@ -49,4 +49,4 @@ RETRYABLE_CODES: frozenset[str] = frozenset(
 END_CODES: frozenset[str] = frozenset(
     {"cancelled", "deadline_exceeded", "attempts_exhausted", "crash_suspect"}
 )
-"""Somebody or something ended the job; no error of one execution."""
+"""The job was ended from outside; not an error of an execution."""

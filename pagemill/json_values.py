@@ -1,4 +1,4 @@
-"""JSON from strangers: what may be stored, sent on and read back."""
+"""Untrusted JSON: checks that it can be stored, forwarded and read back."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ MAX_PARSED_DEPTH = 128
 
 
 class NestedTooDeep(ValueError):
-    """More arrays and objects in one another than are allowed."""
+    """Arrays and objects are nested too deeply."""
 
 
 def check_json(value: Any, depth: int) -> None:
     """Raise ValueError unless `value` is plain JSON: str names, finite numbers, no lone surrogates.
 
     Args:
-        depth: how many arrays and objects may be nested. NestedTooDeep tells of more.
+        depth: the maximum nesting of arrays and objects. NestedTooDeep is raised beyond it.
     """
     match value:
         case None | bool() | int():
@@ -42,7 +42,7 @@ def check_json(value: Any, depth: int) -> None:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a string can be written as UTF-8: no half of a surrogate pair stands alone."""
+    """Return whether a string can be encoded as UTF-8: it has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -51,7 +51,7 @@ def is_unicode(text: str) -> bool:
 
 
 def parse_output(text: str) -> Any:
-    """The value that a generated text stands for; None if it is no JSON or can't be sent on as JSON."""
+    """Parse a generated text as JSON; None if it is invalid or cannot be forwarded as JSON."""
     try:
         value = json.loads(text)
         check_json(value, MAX_PARSED_DEPTH)

@@ -1,7 +1,7 @@
-"""The sampling fields of a job, declared once: types, bounds, defaults, and what contradicts what.
+"""The sampling fields of a job, declared once: types, bounds, defaults, and contradictions.
 
-A job on the wire and the engine's `SamplingParams` are both made from `SamplingFields`, and so is the type of what
-`submit` takes. A further field is declared here, and used where the engine acts on it. Nothing heavy is imported.
+A job on the wire, the engine's `SamplingParams` and the argument types of `submit` are all derived from
+`SamplingFields`. A new field is declared here, and used where the engine acts on it. No heavy imports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_TEMPERATURE = 1e6
 MIN_REPETITION_PENALTY = 1e-3
 MAX_REPETITION_PENALTY = 1e3
 MAX_BIAS = 1e6
-"""Either way. A larger one would swallow the logits that it is added to, in fp32."""
+"""In either direction. A larger bias would absorb the logits that it is added to, in fp32."""
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
@@ -32,8 +32,8 @@ DEFAULT_PROMPT_MAX_TOKENS = 16
 """`max_tokens` of a plain prompt that names none; a chat gets the rest of the context."""
 
 EarlyStopping = Annotated[bool, Exact()] | Literal["never"]
-"""When a beam search ends, once it has as many finished beams as its width. True: at once. False: when no live beam
-would beat the worst of them as it stands. "never": when no live beam can beat it at any length."""
+"""The end of a beam search that has as many finished beams as its width. True: at once. False: when no live
+beam would beat the worst of them as it stands. "never": when no live beam can beat it at any length."""
 
 _Flag = Annotated[bool, Exact()]
 _Samples = Annotated[int, Exact(), Range(1, MAX_N)]
@@ -46,7 +46,7 @@ Bias = Annotated[float, Exact(), Range(-MAX_BIAS, MAX_BIAS)]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFields:
-    """How the tokens of a request are chosen, named as in OpenAI's and vLLM's APIs.
+    """The sampling parameters of a request, named as in OpenAI's and vLLM's APIs.
 
     `temperature` 0 is greedy, and so is any below 1e-5. `top_k` 0 or -1, `top_p` 1.0 and `min_p` 0.0 switch their
     filter off.
@@ -68,7 +68,7 @@ class SamplingFields:
     top_p: Annotated[float, Exact(), Range(0.0, 1.0, above=True)] = 1.0
     min_p: Annotated[float, Exact(), Range(0.0, 1.0)] = 0.0
     seed: Annotated[int, Exact(), Range(0, MAX_SEED)] | None = None
-    """None: one is drawn per request."""
+    """None: drawn per request."""
     stop: Annotated[tuple[ShortText, ...], Length(0, MAX_STOP_STRINGS)] = ()
     stop_token_ids: Annotated[tuple[TokenId, ...], Length(0, MAX_STOP_TOKEN_IDS)] = ()
     include_stop_str_in_output: _Flag = False
@@ -87,16 +87,16 @@ class SamplingFields:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that run side by side for one request."""
+        """Sequences that run concurrently for one request."""
         return self.beam_width or self.best_of or self.n
 
     @property
     def is_ranked(self) -> bool:
-        """What is returned is known only at the end."""
+        """True if the returned samples are known only at the end."""
         return self.beam_width is not None or self.num_sequences > self.n
 
     def check(self) -> None:
-        """Hold numbers to their ranges, and all fields to each other. Raises InvalidParameter."""
+        """Check numbers against their ranges, and fields against each other. Raises InvalidParameter."""
         check_ranges(self)
         for bias in self.logit_bias.values():
             if bias not in Range(-MAX_BIAS, MAX_BIAS):
@@ -104,7 +104,7 @@ class SamplingFields:
         self.check_together()
 
     def check_together(self) -> None:
-        """Raises InvalidParameter where fields contradict each other."""
+        """Check that fields do not contradict each other. Raises InvalidParameter."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter("min_tokens must not exceed max_tokens")
         for name in ("best_of", "beam_width"):

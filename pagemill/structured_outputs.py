@@ -1,4 +1,4 @@
-"""The shape that an output must have, for producers and engines alike."""
+"""The required shape of an output, for producers and engines."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 MAX_CHOICES = 1024
 MAX_STRING = 4096
-"""Characters in one stop string, bad word or choice."""
+"""Most characters in one stop string, bad word or choice."""
 MAX_SCHEMA = 65_536
-"""Characters in a regex, JSON schema or grammar."""
+"""Most characters in a regex, JSON schema or grammar."""
 MAX_SCHEMA_DEPTH = 64
-"""Objects and arrays that may be nested in a JSON schema."""
+"""Maximum nesting of objects and arrays in a JSON schema."""
 
 ShortText = Annotated[str, Exact(), Length(1, MAX_STRING)]
 
 
 class _SchemaObject:
-    """A JSON schema may be given as the object itself."""
+    """Accepts a JSON schema as an object, too."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return {
@@ -37,7 +37,7 @@ class _SchemaObject:
 
 
 def schema_text(schema: Any) -> Any:
-    """An object, true or false as JSON text; anything else as it is. Raises InvalidParameter."""
+    """Return an object, true or false as JSON text; anything else unchanged. Raises InvalidParameter."""
     if not isinstance(schema, dict | bool):
         return schema
     try:
@@ -84,7 +84,7 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, shape: StructuredOutputs | Mapping[str, Any]) -> StructuredOutputs:
-        """The shape, or one made from its fields. Raises InvalidParameter."""
+        """Return the shape, or one made from its fields. Raises InvalidParameter."""
         if isinstance(shape, cls):
             return shape
         try:

@@ -1,6 +1,6 @@
 """The producer: submit generation jobs to Pagemill and collect their results.
 
-Importing it is light. Names load when they are first used, and bring in redis and pydantic only.
+Importing it is cheap. Names load on first use, and import redis and pydantic only.
 """
 
 from __future__ import annotations

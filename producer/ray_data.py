@@ -7,11 +7,11 @@
 
     labelled = through_queue(ray.data.read_parquet("rows/"), job, run="labels-2026-11")
 
-Ray's actors hold no model: they submit and wait, and the workers of the queue compute. A job's id follows from the run
-and from what the job computes, so a batch that Ray gives to another actor, after a kill or a lost node, finds its jobs
-where they are: finished ones are read, others waited for, none runs twice. Every row that went in comes out once.
+Ray's actors hold no model: they submit and wait, and the queue's workers compute. A job's id is derived from
+the run and from what the job computes, so a batch that Ray reassigns to another actor, after a kill or a lost
+node, finds its jobs: finished ones are read, others awaited, none runs twice. Every input row comes out once.
 
-Importing this loads neither Ray nor numpy; `pip install 'pagemill[ray]'` brings Ray.
+Importing this loads neither Ray nor numpy; `pip install 'pagemill[ray]'` installs Ray.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ JobOfRow: TypeAlias = Callable[[Mapping[str, Any]], JobLike]
 Batch: TypeAlias = Mapping[str, Sequence[Any]]
 
 OUTPUT_COLUMNS = ("output", "finish_reason", "error", "prompt_tokens", "completion_tokens")
-"""`error` is the code of a job without a result, and empty otherwise; then `output` is what there is, or empty."""
+"""`error` is the code of a job without a result, whose `output` is empty; otherwise `error` is empty."""
 WINDOW = 256
 BATCH_ROWS = 1024
 SUBMISSIONS = 3
-"""Of jobs that the server has lost, before that is an error."""
+"""Submissions of a job that the server has lost, before that is an error."""
 
 
 def through_queue(
@@ -54,20 +54,20 @@ def through_queue(
     batch_rows: int = BATCH_ROWS,
     num_cpus: float = 0.1,
 ) -> Dataset:
-    """The dataset with OUTPUT_COLUMNS added to every row; lazy, as all of Ray Data.
+    """Return the dataset with OUTPUT_COLUMNS added to every row; lazy, like all of Ray Data.
 
-    `job` makes a job's fields of a row. `run` names the work: under the same name nothing that has ended is
-    computed again, failed rows included; another name begins anew. `actors` times `window` jobs are in the
-    queue at once: twice what the workers run together keeps them busy. Equal rows are one job, also where they
-    are sampled; a job's `key` tells them apart. Without `url`, PAGEMILL_REDIS_URL in the
+    `job` maps a row to a job's fields. `run` names the work: under the same name nothing that has ended is
+    computed again, failed rows included; another name starts afresh. `actors` times `window` jobs are in the
+    queue at once: twice what the workers run together keeps them busy. Equal rows are one job, even if they
+    are sampled; a job's `key` distinguishes them. Without `url`, PAGEMILL_REDIS_URL in the
     actors' environment says where Redis is, and PAGEMILL_HMAC_KEYS there signs the jobs.
 
-    Raises InvalidJob for options that make no sense; in the actors, whatever a Producer raises.
+    Raises InvalidJob for invalid options; in the actors, whatever a Producer raises.
     """
     from ray.data import ActorPoolStrategy
 
     options: dict[str, Any] = {"run": run, "url": url, "queue": queue, "tenant": tenant, "window": window}
-    QueueActor(job, **options).close()  # says here, and not on every node, what is wrong with them
+    QueueActor(job, **options).close()  # reports invalid options here and not on every node
     if actors < 1 or batch_rows < 1:
         raise InvalidJob("actors and batch_rows are 1 or more")
     return dataset.map_batches(
@@ -83,7 +83,7 @@ def through_queue(
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row's job, under the id that every actor gives it; or why it is none."""
+    """A row's job, under the id that every actor gives it; or the error code of an invalid row."""
 
     job_id: str
     job: Job | None
@@ -91,7 +91,7 @@ class _Row:
 
 
 class QueueActor:
-    """What Ray Data calls with one batch of rows after the other; for `map_batches` with options of one's own."""
+    """A callable that processes one batch of rows at a time; for `map_batches` with custom options."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class QueueActor:
         tenant: str = "default",
         window: int = WINDOW,
     ) -> None:
-        """As `through_queue`. Connects with the first batch."""
+        """Takes the options of `through_queue`. Connects with the first batch."""
         if window < 1:
             raise InvalidJob("window is 1 or more")
         self._job = job
@@ -113,7 +113,7 @@ class QueueActor:
         self._producer = Producer(url, queue=queue, tenant=tenant)
 
     def __call__(self, batch: Batch) -> dict[str, Any]:
-        """The batch with OUTPUT_COLUMNS, in its order. Returns when every row's job has ended."""
+        """Return the batch with OUTPUT_COLUMNS, in its order, once every row's job has ended."""
         if taken := [name for name in OUTPUT_COLUMNS if name in batch]:
             raise InvalidJob(f"the rows have columns {', '.join(taken)} already; rename them first")
         rows = [self._prepared(row) for row in _rows(batch)]
@@ -136,13 +136,13 @@ class QueueActor:
             # Equal work of a tenant is one job, in whichever batches Ray puts its rows.
             key = given.key or f"{given.tenant}-{given.digest()}"
             keyed = given.model_copy(update={"key": key})
-            keyed.to_payload()  # too large is said here
+            keyed.to_payload()  # raises if the job is too large
         except InvalidJob as error:
             return _Row("", None, error.code)
         return _Row(preparer.item_id(self._run, key), keyed)
 
     def _ends(self, jobs: Mapping[str, Job]) -> Iterator[tuple[str, Result | str]]:
-        """Each job's result or error code; never more than a window of them is under way."""
+        """Yield each job's result or error code, with at most a window of jobs under way."""
         ids = list(jobs)
         step = max(1, self._window // 4)
         sent = 0
@@ -153,7 +153,7 @@ class QueueActor:
             yield job_id, self._end(job_id, jobs[job_id])
 
     def _submit(self, jobs: Iterable[Job]) -> None:
-        # All under one batch id: from it and the key an item's id is made. Waits while the queue is full.
+        # One batch id, since an item's id is derived from it and the key. Waits while the queue is full.
         self._producer.submit_many(jobs, batch_id=self._run, on_full="block")
 
     def _end(self, job_id: str, job: Job) -> Result | str:
@@ -163,17 +163,17 @@ class QueueActor:
             except JobError as error:
                 return error.code or error.state
             except (JobNotFound, ResultExpired):
-                self._submit([job])  # does nothing where the batch remembers that this one was freed
+                self._submit([job])  # no effect if the batch remembers that this job was freed
         raise JobNotFound(
             f"job {job_id} of run {self._run} was done before, and its result has been removed: name another run"
         )
 
 
 def forget(run: str, url: str | None = None, *, queue: str = "default") -> int:
-    """Free what the server keeps of a run's results once the dataset is stored elsewhere; returns how many.
+    """Free the results of a run on the server, once the dataset is stored elsewhere; returns their number.
 
-    Otherwise they are kept for 7 days. The run's name is used up then: its rows would be looked for in vain.
-    Waits for jobs that have not ended. Raises JobNotFound for a run that nobody has begun.
+    Otherwise they are kept for 7 days. The run's name cannot be reused: its results would not be found.
+    Waits for jobs that have not ended. Raises JobNotFound for a run that was never started.
     """
     with Producer(url, queue=queue) as producer:
         batch = producer.batch(preparer.check_id(run))
@@ -186,14 +186,14 @@ def forget(run: str, url: str | None = None, *, queue: str = "default") -> int:
 
 
 def _rows(batch: Batch) -> Iterator[dict[str, Any]]:
-    """The batch's rows, with Python's own numbers and strings where numpy has scalars."""
+    """Yield the batch's rows, with numpy scalars as Python numbers and strings."""
     for values in zip(*batch.values(), strict=True):
         plain = (value.item() if getattr(value, "shape", None) == () else value for value in values)
         yield dict(zip(batch, plain, strict=True))
 
 
 def _columns(end: Result | str) -> tuple[str, str, str, int, int]:
-    """A row's values for OUTPUT_COLUMNS: always of the same types, so that all blocks have one schema."""
+    """Return a row's values for OUTPUT_COLUMNS, with fixed types, so that all blocks have one schema."""
     if isinstance(end, str):
         return "", "", end, 0, 0
     usage = end.usage

@@ -1,7 +1,7 @@
 """`pagemill submit | status | result | cancel | workers | queue`: the queue from a terminal or a script.
 
 Results go to stdout, everything else to stderr, so that commands work in a pipe; `--json` prints one JSON
-document (streams: one a line). Exit codes: 0 done, 1 the job did not succeed (or is not there, or not in
+document (streams: one per line). Exit codes: 0 done, 1 the job did not succeed (or does not exist, or not in
 time), 2 usage, 3 Redis is not reachable, 5 the queue is full, 130 Ctrl-C.
 """
 
@@ -55,11 +55,11 @@ EXIT_INTERRUPTED = 130
 T = TypeVar("T")
 
 
-UsageError: Any = typer.BadParameter.__base__  # typer has click's own, or in later versions one of its own
+UsageError: Any = typer.BadParameter.__base__  # click's own, or in later versions typer's
 
 
 class ReportingGroup(TyperGroup):
-    """Turns our errors into a line on stderr and an exit code, for every command below it."""
+    """Turns our errors into a line on stderr and an exit code, for all of its commands."""
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         with reported_errors():
@@ -79,13 +79,13 @@ def reported_errors() -> Iterator[None]:
         raise typer.Exit(exit_code(error)) from error
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":
-            raise  # it shows the help
+            raise  # its handler shows the help
         say(_usage(error))
         raise typer.Exit(EXIT_USAGE) from None
 
 
 def _usage(error: Any) -> str:
-    """A usage error as a line: the option, its variable, and what is wrong."""
+    """Format a usage error as one line: the option, its variable, and the problem."""
     message = str(error.message or error.format_message()).replace("Input should", "it should").rstrip(".")
     if (parameter := getattr(error, "param", None)) is not None:
         name = (
@@ -111,7 +111,7 @@ def exit_code(error: PagemillError) -> int:
 
 
 def describe(error: PagemillError) -> str:
-    """The error, and what to type next where there is something."""
+    """Return the error's message, with the command to type next if there is one."""
     match error:
         case RedisUnavailable() if error.__cause__ is not None:
             return (
@@ -132,7 +132,7 @@ def describe(error: PagemillError) -> str:
 
 
 def say(message: str) -> None:
-    """To stderr: stdout belongs to the result."""
+    """Print to stderr: stdout is for the result."""
     typer.echo(message, err=True)
 
 
@@ -158,7 +158,7 @@ def every_command(
         typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    # What may stand before any command.
+    # Options that may precede any command.
     pass
 
 
@@ -167,7 +167,7 @@ app.add_typer(queue_app, name="queue")
 
 
 def check_url(context: typer.Context, parameter: typer.CallbackParam, url: str | None) -> str | None:
-    """For --redis-url: a usage error instead of the driver's, before anything connects."""
+    """Check --redis-url: raise a usage error before anything connects, instead of the driver's error."""
     if url is None:
         return None
     try:
@@ -359,13 +359,13 @@ def queue_resume(redis_url: RedisUrl = None, queue: Queue = "default") -> None:
 
 
 def ask(url: str | None, call: Call[T]) -> T:
-    """Run one call that no Producer makes."""
+    """Run a call that is not a method of Producer."""
     with open_client(find_redis(url), call.keys[0].partition("{")[2].partition("}")[0]) as client:
         return SyncTransport(client).run(call)
 
 
 def default_model(url: str | None, queue: str) -> str:
-    """PAGEMILL_MODEL's served name, else the one model that the live workers serve."""
+    """Return PAGEMILL_MODEL's served name, else the only model that the live workers serve."""
     named = os.environ.get("PAGEMILL_MODEL")
     if named:
         try:
@@ -404,7 +404,7 @@ def _prompt_fields(text: str, chat: bool, system: str | None) -> dict[str, Any]:
 
 
 def scored(continuations: list[str] | None) -> dict[str, Any]:
-    """The fields of a job that scores these texts, none without any."""
+    """Return the fields of a job that scores these texts, none if there are none."""
     return {"task": "score", "continuations": continuations} if continuations else {}
 
 
@@ -422,7 +422,7 @@ def extra_fields(pairs: list[str]) -> dict[str, Any]:
 
 
 def _print_stream(handle: JobHandle, as_json: bool) -> None:
-    """Tokens as they come; at the end the error that stands for any end but success."""
+    """Print tokens as they arrive; raises the error of an end other than success."""
     printer = views.StreamPrinter(as_json)
     for event in handle.stream():
         printer.print(event)

@@ -82,7 +82,7 @@ def celery_worker(
 ) -> None:
     """Serve `pagemill.generate` to any Celery app. Arguments after -- go to Celery's worker."""
     application = _loaded(celery_app)
-    import click  # Celery's
+    import click  # a dependency of Celery
 
     _check_transports(application, broker, backend)
     check_options(worker_option)
@@ -127,7 +127,7 @@ def celery_relay(
 
 
 def _loaded(name: str | None) -> Celery:
-    """The app, or a line on stderr and exit code 2."""
+    """Return the app, or exit with a line on stderr and code 2."""
     try:
         return _load(name)
     except ModuleNotFoundError as error:
@@ -155,7 +155,7 @@ def _load(name: str | None) -> Celery:
 
 
 def _serving(stack: contextlib.ExitStack, url: str | None, queue: str, model: str, options: list[str]) -> str:
-    """The queue's address, with a worker for the model: one that is there, or a child of ours."""
+    """Return the queue's address, with a worker for the model: a running one, or a child process."""
     if has_server(url):
         url = find_redis(url)
         if serving_workers(url, queue, model, say):
@@ -192,7 +192,7 @@ def _configure(
 
 
 def _check_transports(application: Celery, broker: str | None, backend: str | None) -> None:
-    """A usage error for a broker or a backend that Celery has none of; it would say so in a traceback."""
+    """Raise a usage error for a broker or backend unknown to Celery, instead of its traceback."""
     from celery.app.backends import by_url
     from kombu import Connection
 
@@ -205,7 +205,7 @@ def _check_transports(application: Celery, broker: str | None, backend: str | No
             continue
         try:
             load(url)
-        except Exception as error:  # whatever the libraries that it asks for raise
+        except Exception as error:  # any error of the libraries it imports
             scheme = url.partition(":")[0]
             raise typer.BadParameter(
                 f"{option}: Celery can't use {scheme!r} here: {type(error).__name__}"
@@ -213,12 +213,12 @@ def _check_transports(application: Celery, broker: str | None, backend: str | No
 
 
 def _name_custom_pool() -> None:
-    """Celery reads the variable when it is first imported, which may have been before."""
+    """Register our pool with Celery, which reads the variable at its first import, possibly before now."""
     from celery import concurrency
 
     concurrency.ALIASES["custom"] = POOL
 
 
 def _celery_url(url: str) -> str:
-    """Our address as kombu spells it."""
+    """Return our address in kombu's form."""
     return url.replace("unix://", "redis+socket://", 1) if url.startswith("unix://") else url

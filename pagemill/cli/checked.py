@@ -1,4 +1,4 @@
-"""Options held to pydantic types: what a worker, a gateway or a job would refuse later is refused here."""
+"""Validation of options by pydantic types, so that bad values are refused before a worker or job does."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ HttpUrl = Annotated[str, AfterValidator(_check_http_url)]
 
 
 def checked(kind: Any) -> Callable[[Any], Any]:
-    """An option's callback that holds its value, or each of its values, to a pydantic type."""
+    """Return an option callback that validates the value, or each of several, by a pydantic type."""
 
     @cache
     def adapter() -> TypeAdapter[Any]:
@@ -77,5 +77,5 @@ def checked(kind: Any) -> Callable[[Any], Any]:
 
 
 def between(low: float, high: float) -> Callable[[Any], Any]:
-    """An option's callback that holds a number to a range; NaN is in none."""
+    """Return an option callback that checks a number's range; NaN is in none."""
     return checked(Annotated[float, Field(ge=low, le=high)])

@@ -115,7 +115,7 @@ def dead_purge(
 
 
 def _chosen(job_ids: list[str] | None, error: str | None, every: bool) -> list[str] | None:
-    """The ids to act on, None for a whole queue's; a usage error unless the choice is clear."""
+    """Return the ids to act on, None for the whole queue; a usage error unless the choice is clear."""
     if job_ids and (error or every):
         raise typer.BadParameter("give ids, or choose by --error, --all or --replayed; not both")
     if not (job_ids or error or every):

@@ -1,5 +1,5 @@
-"""`pagemill doctor`: checks the server, the queue and this machine. Exit codes: 0 nothing is wrong (warnings may
-be), 1 something is, 3 Redis does not answer."""
+"""`pagemill doctor`: checks the server, the queue and this machine. Exit codes: 0 no error (warnings are
+possible), 1 an error, 3 Redis does not answer."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def doctor(
 
 
 def examine(redis_url: str | None, queue: str, http_port: int) -> tuple[list[Finding], bool]:
-    """Everything found, and whether Redis answers."""
+    """Return all findings, and whether Redis answers."""
     machine = machine_findings(state_dir(), http_port)
     try:
         url = find_redis(redis_url)
@@ -83,7 +83,7 @@ def examine(redis_url: str | None, queue: str, http_port: int) -> tuple[list[Fin
 
 
 def model_parts(model: str) -> Finding:
-    """What a worker with this model, and the settings of this environment, logs of its parts at its start."""
+    """Report the parts that a worker with this model and environment would log at its start."""
     try:
         from pagemill.engine.errors import EngineError
         from pagemill.engine.models.echo import is_echo
@@ -109,7 +109,7 @@ def _inside(client: redis.Redis, queue: str) -> list[Finding]:
 
 
 def print_findings(findings: list[Finding]) -> None:
-    """A table for a terminal; for a pipe a line per finding: level, check, message and remedy, tab-separated."""
+    """Print a table to a terminal, to a pipe tab-separated lines: level, check, message and remedy."""
     if not sys.stdout.isatty():
         for finding in findings:
             typer.echo("\t".join((finding.level, finding.check, finding.message, finding.remedy)).rstrip())

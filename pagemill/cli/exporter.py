@@ -1,4 +1,4 @@
-"""`pagemill exporter`: the command; what it runs is in queue_exporter.py."""
+"""`pagemill exporter`: the command; queue_exporter.py has the implementation."""
 
 from __future__ import annotations
 

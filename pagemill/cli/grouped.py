@@ -1,4 +1,4 @@
-"""Commands with many options: one dataclass has them, and the command takes it whole."""
+"""Commands with many options: a dataclass declares them, and the command takes it as one argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 
 def grouped(command: Callable[[Any], None]) -> Callable[..., None]:
-    """A function with a parameter per field of the dataclass that `command` takes, as typer reads them."""
+    """Return a function for typer with one parameter per field of the dataclass that `command` takes."""
     (parameter,) = signature(command).parameters
     options = get_type_hints(command)[parameter]
     hints = get_type_hints(options, include_extras=True)

@@ -1,4 +1,4 @@
-"""`pagemill inspect ID`: one job's way through the queue, as a timeline."""
+"""`pagemill inspect ID`: one job's history as a timeline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pagemill.producer.wire.calls.history import Execution, JobHistory, history
 from pagemill.producer.wire.schema.errors import JobNotFound
 
 Event = tuple[float | None, str, str, str]
-"""When (unix seconds; None: still to come), what, on which worker, and why."""
+"""Time (unix seconds; None: in the future), event, worker and reason."""
 
 _COLOURS = {
     "succeeded": "green", "running": "cyan", "retried": "yellow", "lost": "yellow", "crashed": "red",
@@ -43,7 +43,7 @@ def inspect(
 
 
 def _say_why_it_waits(job: JobHistory, redis_url: str | None) -> None:
-    """What an operator would type next, where there is something to be done."""
+    """Suggest the operator's next command, if there is something to do."""
     if ask(redis_url, registry.stats_page(job.queue)).totals.paused:
         say(f"queue {job.queue} is paused; go on with: pagemill queue resume --queue {job.queue}")
     if not job.live_workers:
@@ -54,7 +54,7 @@ def _say_why_it_waits(job: JobHistory, redis_url: str | None) -> None:
 
 
 def print_history(job: JobHistory) -> None:
-    """A head of facts and a line per event; for a pipe the same with tabs."""
+    """Print a header of facts and a line per event; tab-separated for a pipe."""
     facts = {
         "id": job.id,
         "state": job.state + (f", to be {job.stop_asked}" if job.stop_asked else ""),
@@ -97,7 +97,7 @@ def print_history(job: JobHistory) -> None:
 
 
 def timeline(job: JobHistory) -> Iterator[Event]:
-    """What happened to the job, in order, and what is to come."""
+    """Yield the job's past events in order, then the expected ones."""
     yield job.created_at, "submitted", "", ""
     for run in job.executions:
         yield run.started_at, "started", run.worker or "", f"attempt {run.attempt}"
@@ -138,7 +138,7 @@ def _progress(job: JobHistory) -> str:
 
 
 def _clock(moment: float | None) -> str:
-    """Local time, with the date unless it is today's."""
+    """Format as local time, with the date unless it is today's."""
     if moment is None:
         return ""
     at = time.localtime(moment)

@@ -1,4 +1,4 @@
-"""A worker of one's own for the time of a run: a child process, with an embedded server where none is given."""
+"""A worker for the duration of a run: a child process, with an embedded server if no URL is given."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from pagemill.producer.wire.server.discovery import find_redis, state_dir
 from pagemill.producer.wire.server.transport import SyncTransport
 
 START_LIMIT_S = 600.0
-"""Covers the packaged model's one-time conversion on a slow machine."""
+"""Enough for the packaged model's one-time conversion on a slow machine."""
 STOP_LIMIT_S = 30.0
 LOADING_PATIENCE_S = 60.0
-"""How long a worker that is still loading may take to name its models."""
+"""Time for a worker that is still loading to report its models."""
 POLL_S = 0.1
 LOG_LINES = 15
 
-# Runs between fork and exec: a run that is killed, or whose terminal is closed, must not leave a model in memory. The
+# Runs before exec: a run that is killed, or whose terminal is closed, must not leave a model in memory. The
 # kernel then sends SIGTERM, and the worker hands its jobs back. Linux only.
 _END_WITH_PARENT = """
 import ctypes, os, signal, sys
@@ -42,14 +42,14 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class WorkerFailed(PagemillError):
-    """The worker did not start, or ended in the middle; the message ends with what it last wrote."""
+    """The worker did not start, or ended early; the message ends with its last output."""
 
 
 class LocalWorker:
-    """Runs `pagemill worker` as a child. As a context manager it ends it with SIGTERM, as an operator would.
+    """Runs `pagemill worker` as a child process; at the end of the context it is stopped with SIGTERM.
 
-    It is a process and not a thread, so that its step loop shares no interpreter with the caller's own work. On Linux
-    it ends with the thread that made this, too.
+    A process and not a thread, so that its step loop shares no interpreter with the caller's work. On Linux
+    it also ends with the thread that created this.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LocalWorker:
         state_dir: Path | None = None,
         options: Sequence[str] = (),
     ) -> None:
-        """`state_dir`: where the embedded server keeps its data, where there is no `url`."""
+        """`state_dir`: the data directory of the embedded server that is used without `url`."""
         if importlib.util.find_spec("torch") is None:
             raise WorkerFailed("a worker needs more than a producer: pip install 'pagemill[worker]'")
         self._queue = queue
@@ -74,9 +74,9 @@ class LocalWorker:
             command += ["--state-dir", str(state_dir)]
         environment = dict(os.environ)
         if url is not None:
-            # Not as an argument: a URL may hold a password, and arguments are everybody's to see.
+            # Not as an argument: a URL may hold a password, and all users can see arguments.
             environment["PAGEMILL_REDIS_URL"] = url
-        # A session of its own: Ctrl-C is handled by the caller, and the worker gets one SIGTERM.
+        # A separate session: the caller handles Ctrl-C, and the worker gets one SIGTERM.
         self._process = subprocess.Popen(
             [*command, *options],
             stdin=subprocess.DEVNULL,
@@ -87,7 +87,7 @@ class LocalWorker:
         )
 
     def wait_ready(self) -> tuple[str, WorkerInfo]:
-        """The server's URL, and what the worker says of itself once it serves. Raises WorkerFailed."""
+        """Wait until the worker serves; returns the server's URL and its own info. Raises WorkerFailed."""
         give_up = time.monotonic() + START_LIMIT_S
         while time.monotonic() < give_up:
             self.check()
@@ -100,12 +100,12 @@ class LocalWorker:
         raise self._failed(f"the worker is not ready after {START_LIMIT_S:.0f} s")
 
     def check(self) -> None:
-        """Raise WorkerFailed if the worker is gone."""
+        """Raise WorkerFailed if the worker has exited."""
         if self._process.poll() is not None:
             raise self._failed(f"the worker ended with exit code {self._process.returncode}")
 
     def stop(self) -> int:
-        """Returns the worker's exit code."""
+        """Stop the worker; returns its exit code."""
         self._process.terminate()
         try:
             return self._process.wait(timeout=STOP_LIMIT_S)
@@ -129,16 +129,16 @@ class LocalWorker:
 
 
 def live_workers(url: str, queue: str) -> list[WorkerInfo]:
-    """The workers of a queue. Raises RedisUnavailable."""
+    """Return the live workers of a queue. Raises RedisUnavailable."""
     with open_client(url, queue) as client:
         return SyncTransport(client).run(registry.workers(queue))
 
 
 def serving_workers(url: str, queue: str, model: str, say: Callable[[str], None]) -> list[WorkerInfo]:
-    """The workers that serve the model. One that is still loading may be about to: a second would halve the machine.
+    """Return the workers that serve the model. Waits for loading ones: a second would halve the machine.
 
     Args:
-        say: is told, once, when there is something to wait for.
+        say: called once with a message if there is something to wait for.
 
     Raises RedisUnavailable.
     """
@@ -157,12 +157,12 @@ def serving_workers(url: str, queue: str, model: str, say: Callable[[str], None]
 
 
 def served_name(model: str) -> str:
-    """The name that a worker serves a model under: a directory's own name."""
+    """Return the name under which a worker serves a model: a directory's base name."""
     return Path(model).name if "/" in model else model
 
 
 def has_server(url: str | None) -> bool:
-    """Whether there is an address to connect to."""
+    """Return whether there is an address to connect to."""
     try:
         find_redis(url, state_dir())
     except RedisUnavailable:

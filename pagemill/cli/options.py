@@ -1,4 +1,4 @@
-"""Options that several commands have, and the many of `pagemill run`: one name each, for their signatures."""
+"""Option types shared by several commands, and those of `pagemill run`, for use in signatures."""
 
 from __future__ import annotations
 

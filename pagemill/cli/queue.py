@@ -1,4 +1,4 @@
-"""`pagemill queue limit | weights`: what a queue takes and gives at most, and whose jobs come more often."""
+"""`pagemill queue limit | weights`: limits of a queue, and weights of its tenants."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`pagemill run`: every row of a dataset through the queue, whatever happens on the way.
+"""`pagemill run`: runs every row of a dataset through the queue, and survives interruptions.
 
 Exit codes: 0 all rows done, 1 incomplete, 2 usage, 3 Redis is not reachable, 4 finished with failed rows, 5 the
-queue is full, 130 Ctrl-C. After 1, 3, 5 and 130 the same command goes on where this one stopped.
+queue is full, 130 Ctrl-C. After 1, 3, 5 and 130 the same command resumes the run.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ TRIAL_ROWS = 100
 PREVIEW_ROWS = 3
 SAMPLED_ROWS = 1_000
 GRACE_S = 1
-"""Of a worker started here, after Ctrl-C: what it hands back goes on from its checkpoint."""
+"""Drain seconds of a worker started here, after Ctrl-C; its jobs continue later from their checkpoints."""
 PIPE_WIDTH = 200
-"""In a log or a pipe a figure stays on its line."""
+"""Console width for a log or a pipe, so that figures are not wrapped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ def _dataset(given: RunOptions) -> DatasetRun:
 
 
 def _leave(dataset: DatasetRun, producer: Producer, *, cancel: bool, as_json: bool) -> None:
-    """What ends without an output: cancelling, and submitting for another day."""
+    """Handle --cancel and --detach, which end without an output."""
     count = dataset.cancel(producer) if cancel else dataset.detach(producer).submitted
     if as_json:
         typer.echo(json.dumps({"cancelled" if cancel else "submitted": count}))
@@ -209,7 +209,7 @@ def _read(path: Path, option: str) -> str:
 
 @contextlib.contextmanager
 def _stopped_as_by_ctrl_c() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a run with its journal written and its worker drained, too."""
+    """Make SIGTERM and SIGHUP act like Ctrl-C, so that the journal is written and the worker drained."""
     others = [number for number in stop_signals() if number != signal.SIGINT]
     before = {number: signal.signal(number, signal.default_int_handler) for number in others}
     try:
@@ -221,7 +221,7 @@ def _stopped_as_by_ctrl_c() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reported(out: Path) -> Any:
-    """Every way to stop early: what happened, that nothing is lost, and what to type."""
+    """Report an early stop: the cause, that nothing is lost, and the command to type."""
     again = "run the same command again to go on; nothing that was done is lost"
     try:
         with _stopped_as_by_ctrl_c():
@@ -252,7 +252,7 @@ def server(
     options: list[str],
     quiet: bool,
 ) -> tuple[str, str | None]:
-    """Where the queue is and where a worker's metrics are; starts a worker if the model asks for one."""
+    """Return the URLs of the queue and of a worker's metrics; starts a worker if the model requires one."""
     serving = []
     if model is None or has_server(url):
         url = find_redis(url)
@@ -274,7 +274,7 @@ def server(
 
 
 def _serving(url: str, queue: str, model: str | None, quiet: bool) -> list[WorkerInfo]:
-    """Those whose metrics are of interest, or that make a worker of our own superfluous."""
+    """Return the workers to take metrics from, or that make starting one unnecessary."""
     if model is None or not _is_local(model):
         alive = live_workers(url, queue)
         return [info for info in alive if model is None or served_name(model) in info.models]
@@ -282,7 +282,7 @@ def _serving(url: str, queue: str, model: str | None, quiet: bool) -> list[Worke
 
 
 def _is_local(model: str) -> bool:
-    """Whether a worker here could load it: what is packaged or built in, or a directory."""
+    """Return whether a local worker could load the model: packaged, built in, or a directory."""
     return model in ("smollm2", "echo") or Path(model).is_dir()
 
 
@@ -297,7 +297,7 @@ def _execute(dataset: DatasetRun, producer: Producer, metrics_url: str | None, q
 
 
 def _report(dataset: DatasetRun, summary: Summary, source: Path, page: Path, *, as_json: bool) -> None:
-    """The report's files, and its figures on standard output; the output itself is complete by now."""
+    """Write the report's files, and print its figures to stdout; the output itself is complete by now."""
     about = {"input": str(source), "output": str(dataset.out), "model": dataset.recipe.model}
     if as_json:
         typer.echo(json.dumps({**about, **summary.as_json()}))
@@ -312,7 +312,7 @@ def _report(dataset: DatasetRun, summary: Summary, source: Path, page: Path, *, 
 
 
 def _finish(dataset: DatasetRun, summary: Summary, *, estimate: bool) -> None:
-    """What remains to be said, and the exit code."""
+    """Print the closing messages, and exit with the code of the run."""
     if estimate:
         _print_estimate(dataset, summary)
     if summary.unfinished:
@@ -352,7 +352,7 @@ def _print_estimate(dataset: DatasetRun, summary: Summary) -> None:
 
 
 def _preview(dataset: DatasetRun, model: str | None, as_json: bool) -> None:
-    """The first prompts as they would be sent, and what a sample of the rows says about the rest."""
+    """Print the first prompts as they would be sent, and estimates from a sample of the rows."""
     counter = TokenCounter(model)
     tokens = rows = bad = 0
     for row, job in islice(dataset.previews(SAMPLED_ROWS), SAMPLED_ROWS):
@@ -380,14 +380,14 @@ def _preview(dataset: DatasetRun, model: str | None, as_json: bool) -> None:
 
 
 def prompt_text(job: Job) -> str:
-    """A job's prompt for people."""
+    """Return a job's prompt in readable form."""
     if job.messages is not None:
         return "\n".join(f"[{message.role}] {_visible(message.content)}" for message in job.messages)
     return _visible(job.prompt) if job.prompt is not None else f"{len(job.prompt_token_ids or ())} token ids"
 
 
 def _visible(text: str) -> str:
-    """Control characters as escapes: data must not move the cursor or set the title of whoever looks at it."""
+    """Escape control characters: data must not move the cursor or set the title of the terminal."""
     return "".join(
         char if char in "\n\t" or unicodedata.category(char) != "Cc" else f"\\x{ord(char):02x}"
         for char in text

@@ -45,7 +45,7 @@ def top(
     as_json: AsJson = False,
 ) -> None:
     """Watch a worker and its queue in the terminal. KV blocks, throughput, running jobs, ends; needs no torch."""
-    logging.getLogger().addHandler(logging.NullHandler())  # what can't be had is on the screen
+    logging.getLogger().addHandler(logging.NullHandler())  # unavailable data is shown on the screen
     source = TopSource(_redis(redis_url, url), queue, url=url, worker_id=worker)
     try:
         if as_json or once:
@@ -59,7 +59,7 @@ def top(
 
 
 def _redis(redis_url: str | None, url: str | None) -> str | None:
-    """Where the queue is. A worker that is named can be watched without it."""
+    """Return the queue's URL. With a worker's URL it is optional."""
     try:
         return find_redis(redis_url)
     except RedisUnavailable:
@@ -78,7 +78,7 @@ def _watch(source: TopSource, every_s: float) -> None:
 
 
 def _print_once(source: TopSource, as_json: bool) -> None:
-    """One look; the first only asks the worker for its block map, so there are two."""
+    """Print one view; it takes two reads, since the first only requests the worker's block map."""
     view = source.read()
     if view.live is not None and view.live["engine"] is not None:
         time.sleep(FIRST_MAP_S)

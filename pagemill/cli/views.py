@@ -1,4 +1,4 @@
-"""What the commands print: tables for a terminal, tab-separated lines for a pipe, JSON when asked for."""
+"""Output of the commands: tables for a terminal, tab-separated lines for a pipe, JSON on request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STATES = (*ACTIVE_STATES, *END_STATES)
 
 
 def print_result(result: Result, as_json: bool) -> None:
-    """The text of every sample, after its log-probability where it was scored."""
+    """Print the text of every sample, after its log-probability if it was scored."""
     if as_json:
         _print_model(result)
         return
@@ -30,7 +30,7 @@ def print_result(result: Result, as_json: bool) -> None:
 
 
 class StreamPrinter:
-    """Prints the first sample's text as it comes. A snapshot replaces what came before, so it starts afresh."""
+    """Prints the first sample's text as it arrives. A snapshot replaces earlier text, so it starts over."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
@@ -135,7 +135,7 @@ def print_queue(queue: str, stats: QueueStats, as_json: bool) -> None:
 
 
 def print_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """A table for a terminal; for a pipe tab-separated lines under one line of names, nothing cut off."""
+    """Print a table to a terminal; to a pipe a header and tab-separated lines, untruncated."""
     if not sys.stdout.isatty():
         for row in ([columns] if columns else []) + list(rows):
             typer.echo("\t".join(str(value) for value in row))
@@ -154,12 +154,12 @@ def _print_model(model: BaseModel) -> None:
 
 
 def ago(moment: float | None) -> str | None:
-    """How long ago; the server's clock and ours may differ, so never in the future."""
+    """Format the time since a moment; never negative, as the server's clock and ours may differ."""
     return None if moment is None else f"{max(0.0, time.time() - moment):.1f} s ago"
 
 
 def print_fields(fields: Mapping[str, Any]) -> None:
-    """A record, a field a line; what is nested as JSON."""
+    """Print a record, one field per line; nested values as JSON."""
     rows = [
         (name, value if isinstance(value, str | int | float) else json.dumps(value, ensure_ascii=False))
         for name, value in fields.items()

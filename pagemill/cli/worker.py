@@ -14,7 +14,7 @@ from pagemill.engine.errors import ConfigError
 from pagemill.worker.config import ENV_PREFIX, SECRETS, WorkerConfig
 
 Given = str | None
-"""As it was typed: WorkerConfig knows what it has to be."""
+"""A value as typed: WorkerConfig validates it."""
 
 
 def _number(help: str) -> Any:
@@ -98,7 +98,7 @@ def worker(given: WorkerFlags) -> None:
 
 
 def check_options(options: list[str] | None) -> None:
-    """A usage error for a --worker-option that makes no sense, before anything is started for it."""
+    """Raise a usage error for an invalid --worker-option, before anything is started."""
     if options:
         load({"model": "echo"} | _pairs(options, "--worker-option"), {}, "--worker-option")
 
@@ -106,7 +106,7 @@ def check_options(options: list[str] | None) -> None:
 def load(
     settings: Mapping[str, Any], flags: Mapping[str, str], other_flags: str = "--option"
 ) -> WorkerConfig:
-    """A worker's settings, or a usage error that names the flag, if there is one, and the variable."""
+    """Load a worker's settings; a usage error names the flag, if there is one, and the variable."""
     try:
         return WorkerConfig.load(**settings)
     except ConfigError as error:

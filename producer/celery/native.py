@@ -1,4 +1,4 @@
-"""Celery as a producer: a task whose `.delay()` goes straight to the native queue, with the native guarantees.
+"""Celery as a producer: a task whose `.delay()` submits straight to the native queue, with its guarantees.
 
     from pagemill.producer.celery import generation_task
 
@@ -6,9 +6,9 @@
     generate = generation_task(app, model="smollm2")
     generate.delay(prompt="The capital of France is", max_tokens=20).get()
 
-No Celery worker holds the job while it waits and runs. The job's end writes an entry into an outbox, in the same
-script; a relay (`pagemill celery-relay --celery-app shop:app`) hands it to Celery's own tracer, at least once. So
-results, links, chains, groups and chords are Celery's, and what is generated is committed exactly once.
+No Celery worker holds the job while it waits and runs. The script that ends the job also writes an entry into
+an outbox; a relay (`pagemill celery-relay --celery-app shop:app`) hands it to Celery's own tracer, at least
+once. So results, links, chains, groups and chords are Celery's, and a generation is committed exactly once.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ METADATA = "celery"
 
 
 class GenerationTask(Task):  # type: ignore[misc]
-    """The class of the task that `generation_task` makes. Jobs have the task's id."""
+    """The class of the task that `generation_task` returns. Jobs have the task's id."""
 
     abstract = True
     producer: Producer
     model: str | None = None
 
     def run(self, prompt: Any = None, /, **fields: Any) -> dict[str, Any]:
-        """Only the relay's tracer comes here, after the job has ended."""
+        """Return the outcome. Called only by the relay's tracer, after the job has ended."""
         return desk.take(self.request.id)
 
     def apply_async(
@@ -54,9 +54,9 @@ class GenerationTask(Task):  # type: ignore[misc]
         shadow: str | None = None,
         **options: Any,
     ) -> AsyncResult:
-        """Submit the job; Celery's options for time (countdown, eta, expires, time_limit) become the job's.
+        """Submit the job; Celery's time options (countdown, eta, expires, time_limit) become the job's.
 
-        Raises InvalidJob, QueueFull, RedisUnavailable: at once, in the caller, not in a worker later.
+        Raises InvalidJob, QueueFull, RedisUnavailable: at once in the caller, not later in a worker.
         """
         chosen = task_id or uuid()
         message = self._message(chosen, args, kwargs, link, link_error, shadow, options)
@@ -84,7 +84,7 @@ class GenerationTask(Task):  # type: ignore[misc]
         shadow: str | None,
         options: dict[str, Any],
     ) -> Any:
-        """The message that Celery would have sent; it holds the links, the chain and the chord."""
+        """Return the message that Celery would have sent; it holds the links, the chain and the chord."""
         parent = current_task.request if current_task else None
         known = {name: options[name] for name in _MESSAGE_OPTIONS if options.get(name) is not None}
         known.setdefault("root_id", (parent.root_id or parent.id) if parent else task_id)
@@ -124,7 +124,7 @@ _MESSAGE_OPTIONS = (
 
 def generation_task(app: Celery, *, model: str | None = None, url: str | None = None, queue: str = "default",
                     name: str = TASK_NAME) -> GenerationTask:  # fmt: skip
-    """Register the task in an app and return it. `url` and `queue`: as for a Producer."""
+    """Register the task in an app and return it. `url` and `queue` are as in Producer."""
     task: GenerationTask = app.register_task(
         type(
             "generate",
@@ -136,7 +136,7 @@ def generation_task(app: Celery, *, model: str | None = None, url: str | None = 
 
 
 def told_message(metadata: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The headers and the links that a job's metadata holds for the relay; None if it holds none."""
+    """Return the headers and the links that a job's metadata holds for the relay; None if it holds none."""
     text = (metadata or {}).get(METADATA)
     if not isinstance(text, str):
         return None

@@ -1,8 +1,8 @@
 """A pool for Celery's own worker that keeps hundreds of tasks in one continuous batch.
 
-A generation goes through the native queue under the task's id, and the tracer runs when its outcome is there. So
-a task that is delivered twice is generated once, and one whose Celery worker dies goes on where it is. Other tasks
-run on threads beside. Nothing of Celery is patched; celery/concurrency/base.py is the interface.
+A generation goes through the native queue under the task's id, and the tracer runs once its outcome is known.
+So a task that is delivered twice is generated once, and a generation outlives its Celery worker. Other tasks
+run on threads. Celery is not patched; celery/concurrency/base.py is the interface.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ PROGRESS_S = 1.0
 RETRY_S = 0.5
 STOP_S = 30.0
 FIRST_PID = 2**22
-"""Above every process id there is, so that a stray kill would hit nobody."""
+"""Above any real process id, so that a stray kill has no target."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """What `pagemill celery-worker` tells the pool, which Celery itself creates."""
+    """The settings that `pagemill celery-worker` passes to the pool, which Celery itself creates."""
 
     url: str
     queue: str
@@ -58,13 +58,13 @@ class Generation:
     wants_progress: bool
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_over: bool = False
-    """No PROGRESS is written any more: the tracer is about to write the end."""
+    """Set before the tracer writes the end; no PROGRESS may be written after it."""
     is_submitted: bool = False
     generated_tokens: int = 0
 
 
 class EnginePool(BasePool):  # type: ignore[misc]
-    """Celery's pool interface over an AsyncProducer on a thread of its own."""
+    """Celery's pool interface over an AsyncProducer on its own thread."""
 
     settings: PoolSettings
     """Set on the class before Celery creates the pool."""
@@ -92,14 +92,14 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._spawn(self._report_progress())
 
     def on_stop(self) -> None:
-        """Celery's warm shutdown: what is under way ends first."""
+        """Celery's warm shutdown: wait for tasks under way."""
         while self.num_running and self._loop_thread.is_alive():
             time.sleep(0.05)
         self._threads.shutdown(wait=True)
         self._close()
 
     def on_terminate(self) -> None:
-        """A cold shutdown: jobs stay in the native queue, messages go back to the broker, and meet again."""
+        """Celery's cold shutdown: jobs stay in the native queue; redelivered messages find them there."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._close()
 
@@ -139,7 +139,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._spawn(self._generate(generation, self._arguments(body, content_type, content_encoding)))
 
     def terminate_job(self, pid: int, signal: Any = None) -> None:
-        """`revoke(terminate=True)`: cancel the job, and run no tracer: Celery announces the end itself."""
+        """Cancel the job for `revoke(terminate=True)`. Runs no tracer: Celery announces the end itself."""
         with self._lock:
             generation = self._running.pop(pid, None)
         if generation is not None:
@@ -161,7 +161,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         }
 
     def _arguments(self, body: Any, content_type: str | None, encoding: str | None) -> tuple[Any, Any]:
-        """The task's args and kwargs, decoded as the tracer will decode them: no pickle unless the app takes it."""
+        """Return the task's args and kwargs, decoded as by the tracer: pickle only if the app accepts it."""
         if content_type:
             accept = prepare_accept_content(self.app.conf.accept_content)
             args, kwargs, _ = loads(body, content_type, encoding, accept=accept)
@@ -187,7 +187,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
     async def _outcome(
         self, generation: Generation, fields: dict[str, Any]
     ) -> dict[str, Any] | BaseException | None:
-        """The result, SoftTimeLimitExceeded, or None when the hard limit has ended the task."""
+        """Return the result, SoftTimeLimitExceeded, or None when the hard limit has ended the task."""
         limits = [limit for limit in (generation.soft_timeout, generation.timeout) if limit]
         try:
             async with asyncio.timeout(min(limits) if limits else None):
@@ -207,7 +207,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
                 generation.is_submitted = True
                 return plain_result(await handle.result())
             except (RedisUnavailable, QueueFull):
-                await asyncio.sleep(RETRY_S)  # the id makes a second submit harmless
+                await asyncio.sleep(RETRY_S)  # the id makes the submit idempotent
 
     async def _cancel(self, generation: Generation) -> None:
         assert self._producer is not None
@@ -217,7 +217,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
             logger.warning("task %s could not be cancelled: %s", generation.task_id, error)
 
     def _finish(self, generation: Generation, outcome: dict[str, Any] | BaseException | None) -> None:
-        """On a tracer's thread. None: the hard limit has told Celery already."""
+        """Run the tracer, on its thread. None: not needed, Celery knows of the hard limit already."""
         with generation.lock:
             generation.is_over = True
         try:
@@ -231,7 +231,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
                 self._running.pop(generation.pid, None)
 
     async def _report_progress(self) -> None:
-        """Write PROGRESS for what has moved, one status call for all."""
+        """Write PROGRESS for tasks with new tokens, with one status call for all."""
         while True:
             await asyncio.sleep(PROGRESS_S)
             with self._lock:
@@ -240,7 +240,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
             try:
                 statuses = await self._producer.statuses([generation.job_id for generation in running])
             except PagemillError:
-                continue  # one is gone, or the server is: the next look tells
+                continue  # a job or the server is gone: retried at the next interval
             for generation, status in zip(running, statuses, strict=True):
                 if status.progress.generated_tokens > generation.generated_tokens:
                     generation.generated_tokens = status.progress.generated_tokens
@@ -252,7 +252,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
             if not generation.is_over:
                 try:
                     self.app.backend.store_result(generation.task_id, meta, "PROGRESS")
-                except Exception as error:  # whatever the backend raises: progress is a courtesy
+                except Exception as error:  # any error of the backend: progress is optional
                     logger.warning("no progress for task %s: %s", generation.task_id, error)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:

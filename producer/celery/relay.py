@@ -1,7 +1,7 @@
-"""Hands the ends of jobs that Celery tasks submitted to Celery's tracer: results, links, chains, chords.
+"""Passes the ends of jobs that Celery tasks submitted to Celery's tracer: results, links, chains, chords.
 
-Entries are claimed from the outbox and settled after the tracer has run. A relay that dies in between leaves
-them to the next one, so a link may run twice; a result is the same however often it is written.
+Entries are claimed from the outbox and settled after the tracer has run. If a relay dies in between, the next
+one takes them over, so a link may run twice; writing a result is idempotent.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Relay:
         self._stop.set()
 
     def relay(self) -> int:
-        """One look into the outbox; returns how many ends were taken."""
+        """Check the outbox once; returns the number of ends taken."""
         notices = self._transport.run(outbox.claim(self._queue, AT_ONCE, CLAIM_MS, relay=RELAY))
         for notice in notices:
             again_ms = self._try(notice)

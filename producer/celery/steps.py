@@ -1,4 +1,4 @@
-"""What a Celery worker with our pool does beside: keep its messages, and take no more than the engine has room for."""
+"""Bootsteps of a Celery worker with our pool: keep its messages, and adapt the prefetch to the engine."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from pagemill.producer.wire.server.transport import SyncTransport
 logger = logging.getLogger(__name__)
 
 VISIBILITY_S = 30
-"""A message that nobody has refreshed for so long is delivered again."""
+"""Seconds without a refresh after which a message is delivered again."""
 REFRESH_S = 5.0
 ADJUST_S = 1.0
 SLACK = 8
-"""Generations that may wait in the native queue, so that the engine never runs dry."""
+"""Generations that may wait in the native queue, so that the engine never idles."""
 
 TRANSPORT_OPTIONS: dict[str, Any] = {
-    # Keys of our own: on the shared ones a short timeout makes other workers' long tasks run twice.
+    # Separate keys: on the shared ones a short timeout would make other workers' long tasks run twice.
     "unacked_key": "pagemill:celery:unacked",
     "unacked_index_key": "pagemill:celery:unacked_index",
     "unacked_mutex_key": "pagemill:celery:unacked_mutex",
@@ -38,7 +38,7 @@ TRANSPORT_OPTIONS: dict[str, Any] = {
 
 
 class _Periodic(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Calls `tick` again and again on a thread while the consumer lives."""
+    """Calls `tick` periodically on a thread while the consumer lives."""
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
     interval_s = 1.0
@@ -63,7 +63,7 @@ class _Periodic(bootsteps.StartStopStep):  # type: ignore[misc]
             try:
                 self.tick(consumer)
             except (redis.RedisError, PagemillError, OSError, RuntimeError, AttributeError) as error:
-                # The connection is being made again, or the consumer is going away: the next tick tells.
+                # Reconnecting, or the consumer is stopping: retried at the next tick.
                 logger.debug("%s: %s", self.name, error)
 
 
@@ -82,7 +82,7 @@ class VisibilityRefresher(_Periodic):
 
 
 class PrefetchAdapter(_Periodic):
-    """Takes more messages while the engine has room, and fewer when generations queue up before it."""
+    """Prefetches more messages while the engine has room, and fewer when generations queue up."""
 
     interval_s = ADJUST_S
 
@@ -105,9 +105,9 @@ class PrefetchAdapter(_Periodic):
 
 
 def wanted_change(waiting: int, running: int, prefetch: int, limit: int) -> int:
-    """By how much the prefetch count should move: down by what queues up, up by half while nothing does.
+    """Return the change of the prefetch count: down by what queues up, up by half while nothing does.
 
-    `limit` is the most that is ever taken; at least one message is.
+    `limit` is the upper bound of the count; the lower is 1.
     """
     if waiting > SLACK:
         return max(1, min(prefetch, running) - (waiting - SLACK)) - prefetch

@@ -1,8 +1,8 @@
-"""The Celery task `pagemill.generate`: what it takes, what it returns, what it raises.
+"""The Celery task `pagemill.generate`: its arguments, results and errors.
 
-The body of the task does not generate. By the time Celery's tracer runs it, the outcome is known and left for it
-under the task's id; the tracer then does everything Celery promises: result backend, links, chains, chords,
-events, signals. What it returns and raises is plain, so that callers need none of our code.
+The body of the task does not generate. When Celery's tracer runs it, the outcome is already stored under the
+task's id; the tracer then does everything Celery promises: result backend, links, chains, chords, events,
+signals. Results and errors are plain types, so that callers need none of our code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PLAIN_ERRORS: dict[str, type[Exception]] = {"invalid": ValueError, "other": Run
 
 
 class OutcomeDesk:
-    """Outcomes that wait for the tracer, by task id."""
+    """Outcomes waiting for the tracer, by task id."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,7 +33,7 @@ class OutcomeDesk:
             self._outcomes[task_id] = outcome
 
     def take(self, task_id: str) -> dict[str, Any]:
-        """The outcome's value; raises the outcome if it is an error."""
+        """Return the outcome; raises it if it is an error."""
         with self._lock:
             outcome = self._outcomes.pop(task_id, None)
         if outcome is None:
@@ -50,14 +50,14 @@ desk = OutcomeDesk()
 
 
 def register(app: Celery) -> Task[..., Any]:
-    """The task, in this app. Registering it twice gives the same one."""
+    """Register the task in the app and return it. Idempotent."""
     if TASK_NAME in app.tasks:
         found: Task[..., Any] = app.tasks[TASK_NAME]
         return found
 
     @app.task(name=TASK_NAME, bind=True, acks_late=True, reject_on_worker_lost=True)  # type: ignore[untyped-decorator]
     def generate(self: Any, prompt: Any = None, /, **fields: Any) -> dict[str, Any]:
-        """The fields of a Job as keywords; one argument may be the prompt, the messages, or an earlier result."""
+        """Takes a Job's fields; one positional argument: the prompt, the messages or an earlier result."""
         return desk.take(self.request.id)
 
     task: Task[..., Any] = generate
@@ -65,9 +65,9 @@ def register(app: Celery) -> Task[..., Any]:
 
 
 def job_fields(args: Any, kwargs: Mapping[str, Any], model: str | None) -> dict[str, Any]:
-    """The fields of the job that a task's arguments ask for. Raises InvalidJob.
+    """Return the fields of the job that a task's arguments ask for. Raises InvalidJob.
 
-    The argument before the keywords is how a chain hands on what the task before it returned.
+    A chain passes the previous task's result as the positional argument.
     """
     if len(args) > 1:
         raise InvalidJob(f"{TASK_NAME} takes at most one argument before its keywords")
@@ -80,12 +80,12 @@ def job_fields(args: Any, kwargs: Mapping[str, Any], model: str | None) -> dict[
 
 
 def plain_result(result: Result) -> dict[str, Any]:
-    """A Result as JSON takes it, with the first text in front."""
+    """Return a Result as plain JSON values, with the first text in front."""
     return {"text": result.text, **result.model_dump(mode="json")}
 
 
 def plain_error(error: Exception) -> Exception:
-    """An error that unpickles where none of our code is: ValueError for a wrong job, else RuntimeError."""
+    """Return an error that unpickles without our code: ValueError for an invalid job, else RuntimeError."""
     code = error.code if isinstance(error, JobError | InvalidJob) else type(error).__name__
     kind = "invalid" if isinstance(error, InvalidJob) or code in FINAL_CODES else "other"
     return _PLAIN_ERRORS[kind](f"{code}: {error}")

@@ -1,1 +1,1 @@
-"""The producers, for threads and for asyncio: two drivers of the same flows."""
+"""The producers for threads and for asyncio: two drivers of the same flows."""

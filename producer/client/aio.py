@@ -27,7 +27,7 @@ from pagemill.producer.wire.server.transport import AsyncTransport
 T = TypeVar("T")
 
 MAX_CONNECTIONS = 32
-"""Ten thousand tasks may call at once; they take turns on these."""
+"""Connections that concurrent calls share; thousands of tasks may call at once."""
 
 
 class AsyncProducer(AsyncDriver):
@@ -50,7 +50,7 @@ class AsyncProducer(AsyncDriver):
         on_full: OnFull = "raise",
         **fields: Unpack[JobFields],
     ) -> AsyncJobHandle:
-        """As Producer.submit."""
+        """Like Producer.submit."""
         chosen = preparer.new_job_id() if job_id is None else preparer.check_id(job_id)
         with publishing(self.queue, job, fields) as traceparent:
             item = self.preparer.job(job, fields, chosen, traceparent=traceparent)
@@ -64,7 +64,7 @@ class AsyncProducer(AsyncDriver):
         on_invalid: OnInvalid = "record",
         on_full: OnFull = "block",
     ) -> AsyncBatchHandle:
-        """As Producer.submit_many."""
+        """Like Producer.submit_many."""
         chosen = preparer.new_batch_id() if batch_id is None else preparer.check_id(batch_id)
         with publishing(self.queue) as traceparent:
             items = self.preparer.items(
@@ -74,23 +74,23 @@ class AsyncProducer(AsyncDriver):
         return AsyncBatchHandle(self, chosen)
 
     def job(self, job_id: str) -> AsyncJobHandle:
-        """As Producer.job."""
+        """Like Producer.job."""
         return AsyncJobHandle(self, preparer.check_id(job_id))
 
     def batch(self, batch_id: str) -> AsyncBatchHandle:
-        """As Producer.batch."""
+        """Like Producer.batch."""
         return AsyncBatchHandle(self, preparer.check_id(batch_id))
 
     async def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
-        """As Producer.statuses."""
+        """Like Producer.statuses."""
         return await self.run_flow(flows.statuses(self.queue, job_ids))
 
     def dead_letters(self) -> AsyncDeadLetters:
-        """As Producer.dead_letters."""
+        """Like Producer.dead_letters."""
         return AsyncDeadLetters(self)
 
     async def close(self) -> None:
-        """Close the connections. A later use opens new ones."""
+        """Close the connections. Later use opens new ones."""
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
@@ -104,8 +104,8 @@ class AsyncProducer(AsyncDriver):
         await self.close()
 
     async def run_flow(self, flow: Flow[T]) -> T:
-        """Drive a flow that emits nothing to its value."""
-        self._connected()  # no server to be found is said at once, and not tried again
+        """Drive a flow that emits nothing, and return its value."""
+        self._connected()  # outside the loop: not finding a server is an error at once, not retried
         try:
             effect = next(flow)
             while True:
@@ -122,7 +122,7 @@ class AsyncProducer(AsyncDriver):
             flow.close()
 
     async def iterate_flow(self, flow: Flow[None]) -> AsyncIterator[Any]:
-        """Drive a flow as its items are asked for."""
+        """Drive a flow, yielding its items as they are requested."""
         try:
             effect = next(flow)
             while True:
@@ -142,10 +142,10 @@ class AsyncProducer(AsyncDriver):
             flow.close()
 
     async def _perform_cancellably(self, effect: Effect) -> Any:
-        """Perform an effect; a cancellation that comes meanwhile is never lost.
+        """Perform an effect without losing a cancellation that arrives meanwhile.
 
-        The driver sends under `asyncio.wait_for`, which in Python 3.11 returns as if nothing had been when what it
-        waits for ends in the moment of the cancellation.
+        The driver sends under `asyncio.wait_for`, which in Python 3.11 swallows a cancellation that coincides
+        with the end of the awaited call.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -183,7 +183,7 @@ class AsyncProducer(AsyncDriver):
 
 
 class _Connection:
-    """A client, its transport, a listener."""
+    """A client, its transport and a listener."""
 
     def __init__(self, url: str, queue: str) -> None:
         retry = Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=2)

@@ -19,7 +19,7 @@ from pagemill.producer.wire.schema.outputs import (
 
 
 class AsyncJobHandle:
-    """One job, as JobHandle."""
+    """One job; like JobHandle."""
 
     __slots__ = ("_producer", "id")
 
@@ -47,7 +47,7 @@ class AsyncJobHandle:
 
 
 class AsyncBatchHandle:
-    """A batch, as BatchHandle."""
+    """A batch; like BatchHandle."""
 
     __slots__ = ("_producer", "id")
 
@@ -77,7 +77,7 @@ class AsyncBatchHandle:
 
 
 class AsyncDeadLetters:
-    """The dead letters of a queue, as DeadLetters."""
+    """The dead letters of a queue; like DeadLetters."""
 
     __slots__ = ("_producer",)
 

@@ -23,7 +23,7 @@ logger.addFilter(RepeatedErrors())
 
 
 class AsyncListener:
-    """As Listener, on the event loop it is first used on."""
+    """Like Listener, on the event loop it is first used on."""
 
     def __init__(self, transport: AsyncTransport, queue: str) -> None:
         self._transport = transport
@@ -33,7 +33,7 @@ class AsyncListener:
         self._task: asyncio.Task[None] | None = None
 
     async def wait(self, topic: str, timeout: float | None, *, polled: bool) -> None:
-        """Return when there may be news on the topic, or after the timeout."""
+        """Return when the topic may have news, or after the timeout."""
         event = asyncio.Event()
         waiter = self._room.enter(topic, event.set, polled=polled)
         try:
@@ -45,7 +45,7 @@ class AsyncListener:
             self._room.leave(waiter)
 
     async def close(self) -> None:
-        """Wake everybody and end the task."""
+        """Wake all waiters and end the task."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()

@@ -1,4 +1,4 @@
-"""What the two producers are made with, spelled once."""
+"""The base of the two producers: their shared options."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 
 class ProducerBase:
-    """Where a producer's jobs go, whose they are, and how they are signed and stored.
+    """The options of a producer: server, queue, tenant, signing and durability.
 
     Without `url`, PAGEMILL_REDIS_URL says where Redis is, else the embedded server of a local worker is used.
     With `hmac_key` (without it: the first of PAGEMILL_HMAC_KEYS, if that is set) every job is signed. With
     `durability="fsync"` a submit returns once it is in the server's append-only file on disk. Raises InvalidJob
-    for options that make no sense, InvalidAddress for an address.
+    for invalid options, InvalidAddress for an invalid address.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ProducerBase:
         self._init_connection()
 
     def _init_connection(self) -> None:
-        """Be ready to connect at first use."""
+        """Prepare to connect at first use."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -61,14 +61,14 @@ class ProducerBase:
 
 
 class Driver(ProducerBase):
-    """A producer for threads, as the rest of this package knows it: what drives flows."""
+    """The interface of the producer for threads that the rest of this package uses: it drives flows."""
 
     def run_flow(self, flow: Flow[T]) -> T:
-        """Drive a flow that emits nothing to its value."""
+        """Drive a flow that emits nothing, and return its value."""
         raise NotImplementedError
 
     def iterate_flow(self, flow: Flow[None]) -> Iterator[Any]:
-        """Drive a flow as its items are asked for."""
+        """Drive a flow, yielding its items as they are requested."""
         raise NotImplementedError
 
 
@@ -76,16 +76,16 @@ class AsyncDriver(ProducerBase):
     """The same for asyncio."""
 
     async def run_flow(self, flow: Flow[T]) -> T:
-        """As `Driver.run_flow`."""
+        """Like `Driver.run_flow`."""
         raise NotImplementedError
 
     def iterate_flow(self, flow: Flow[None]) -> AsyncIterator[Any]:
-        """As `Driver.iterate_flow`."""
+        """Like `Driver.iterate_flow`."""
         raise NotImplementedError
 
 
 def _signing_keys(given: str | bytes | None) -> Keys:
-    """The key to sign with: the one given, else the first of PAGEMILL_HMAC_KEYS. Raises InvalidJob."""
+    """Return the signing key: the one given, else the first of PAGEMILL_HMAC_KEYS. Raises InvalidJob."""
     if given is not None:
         return Keys([given])
     first = os.environ.get(HMAC_KEYS_VARIABLE, "").split(",")[0].strip()

@@ -17,12 +17,12 @@ from pagemill.producer.wire.schema.errors import InvalidJob, JobNotFound, QueueF
 from pagemill.producer.wire.schema.signing import split_payload
 
 OPEN_AT_ONCE = 50
-"""Letters whose payloads are read in one call: each may have a megabyte."""
+"""Letters whose payloads are read in one call; each payload may be a megabyte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which letters: of that error (None: any), and of those perhaps only the ones that were replayed."""
+    """A filter for letters: by error (None: any), and optionally only those that were replayed."""
 
     error: str | None = None
     replayed: bool = False
@@ -33,18 +33,18 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What became of dead jobs that were to run again; each is in one of the three, by its id."""
+    """The outcome of replaying dead jobs; each job's id is in exactly one of the three."""
 
     jobs: dict[str, str] = field(default_factory=dict)
     """Dead job -> the new job."""
     already: dict[str, str] = field(default_factory=dict)
-    """Dead job -> the job it had been replayed as before, or that has its idempotency key now."""
+    """Dead job -> the job of its earlier replay, or the one that now has its idempotency key."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Dead job -> why it can't run again."""
+    """Dead job -> the reason it cannot run again."""
 
 
 def letters(queue: str, error: str | None) -> Flow[None]:
-    """Emits DeadLetters, the latest death first."""
+    """Emit DeadLetters, the latest death first."""
     reader = _Reader(queue)
     while (page := (yield from reader.next_page())) is not None:
         for letter in page:
@@ -53,7 +53,7 @@ def letters(queue: str, error: str | None) -> Flow[None]:
 
 
 def show(queue: str, job_id: str) -> Flow[OpenedLetter]:
-    """One letter. Raises JobNotFound."""
+    """Return one letter. Raises JobNotFound."""
     found: list[OpenedLetter | None] = yield dead_letters.open_letters(queue, [job_id])
     if found[0] is None:
         raise JobNotFound(f"no dead job {job_id}: it lives, ended otherwise, or was purged")
@@ -61,7 +61,7 @@ def show(queue: str, job_id: str) -> Flow[OpenedLetter]:
 
 
 def replay(queue: str, preparer: Preparer, job_ids: Sequence[str] | None, error: str | None) -> Flow[Replay]:
-    """Submit dead jobs again, in the order they died: these, or all (of that error). Raises QueueFull."""
+    """Resubmit dead jobs in the order of death: the given ones, or all (with the error). Raises QueueFull."""
     done = Replay()
     wanted = yield from _choose(queue, job_ids, Wanted(error))
     for start in range(0, len(wanted), OPEN_AT_ONCE):
@@ -78,7 +78,7 @@ def replay(queue: str, preparer: Preparer, job_ids: Sequence[str] | None, error:
 
 
 def purge(queue: str, job_ids: Sequence[str] | None, wanted: Wanted) -> Flow[int]:
-    """Forget dead jobs: these, or all that are wanted; returns how many."""
+    """Delete dead jobs: the given ones, or all that are wanted; returns their number."""
     chosen = yield from _choose(queue, job_ids, wanted)
     purged = 0
     for start in range(0, len(chosen), CHUNK_JOBS):
@@ -88,7 +88,7 @@ def purge(queue: str, job_ids: Sequence[str] | None, wanted: Wanted) -> Flow[int
 
 
 def submitted_fields(payload: bytes) -> dict[str, Any] | None:
-    """The job as it was submitted; None when that can't be read."""
+    """Return the job as submitted; None if it cannot be read."""
     try:
         fields = json.loads(split_payload(payload).envelope)
     except (ValueError, RecursionError):
@@ -97,7 +97,7 @@ def submitted_fields(payload: bytes) -> dict[str, Any] | None:
 
 
 def _choose(queue: str, job_ids: Sequence[str] | None, wanted: Wanted) -> Flow[list[str]]:
-    """The ids to act on, the oldest death first. All are read before the first is touched."""
+    """Return the ids to act on, the oldest death first. All are read before any is changed."""
     if job_ids is not None:
         return list(dict.fromkeys(job_ids))
     chosen: list[str] = []
@@ -108,7 +108,7 @@ def _choose(queue: str, job_ids: Sequence[str] | None, wanted: Wanted) -> Flow[l
 
 
 class _Reader:
-    """Reads the dead letters page by page, each once: deaths meanwhile push others onto the next page."""
+    """Reads the dead letters page by page, each once, although new deaths push letters onto the next page."""
 
     def __init__(self, queue: str) -> None:
         self._queue = queue
@@ -116,7 +116,7 @@ class _Reader:
         self._seen: set[str] = set()
 
     def next_page(self) -> Flow[list[DeadLetter] | None]:
-        """None after the last one."""
+        """Return the next page, None after the last one."""
         page: LetterPage = yield dead_letters.page(self._queue, self._skip)
         if page.seen == 0:
             return None
@@ -133,7 +133,7 @@ def _prepare(
     dead_ids: dict[str, str],
     done: Replay,
 ) -> Iterator[Submission]:
-    """Submissions for the letters that can be; `dead_ids` learns whose each is."""
+    """Yield submissions for the letters that can be replayed; records each one's dead job in `dead_ids`."""
     for job_id, letter in zip(ids, opened, strict=True):
         if letter is None:
             done.refused[job_id] = "no dead job of that id"

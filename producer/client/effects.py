@@ -1,8 +1,8 @@
-"""What a flow may ask of its driver.
+"""The effects that a flow may request of its driver.
 
-A flow is a generator that holds one multi-step operation of the protocol: it yields effects, is sent what
-came of them, and returns its value. Producer drives flows with threads, AsyncProducer with asyncio; neither
-knows the protocol, and no flow does any input or output.
+A flow is a generator that implements one multi-step operation of the protocol: it yields effects, is sent
+their results, and returns a value. Producer drives flows with threads, AsyncProducer with asyncio; neither
+knows the protocol, and no flow does any I/O.
 """
 
 from __future__ import annotations
@@ -18,36 +18,37 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Sent back: something to `Finish`. The call is on its way; its reply is read when it is asked for."""
+    """Start a call. Sent back: a value to `Finish` with; the reply is read then."""
 
     call: Call[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Sent back: the parsed reply of a call that was begun."""
+    """Finish a call that was begun. Sent back: the parsed reply."""
 
     pending: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """Sent back: None, once everything the server was told is as durable as the producer was asked for."""
+    """Wait until everything sent is as durable as the producer's setting requires. Sent back: None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Sent back: None, after so many seconds."""
+    """Pause for some seconds. Sent back: None."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Sent back: None, once there may be news on the topic, or after `timeout` seconds (None: no limit).
+    """Wait until the topic may have news, at most `timeout` seconds (None: no limit). Sent back: None.
 
-    Topics: a job id (it may have ended), `batch:<id>`, `feed:<job id>`. News may be missed or be none, so the
-    flow looks for itself afterwards. `polled`: the driver polls for the end of a job, for all waits at once.
+    Topics: a job id (it may have ended), `batch:<id>`, `feed:<job id>`. News may be missed or spurious, so
+    the flow checks for itself afterwards. `polled`: the driver polls for the end of a job, for all waits at
+    once.
     """
 
     topic: str
@@ -57,7 +58,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Hand an item to whoever iterates. Sent back: None, when the next one is asked for."""
+    """Yield an item to the caller that iterates. Sent back: None, when the next one is requested."""
 
     item: Any
 

@@ -51,7 +51,7 @@ def call(effect: Call[T]) -> Flow[T]:
 
 
 def _patiently(step: Flow[T], pace: _Pace) -> Flow[T | None]:
-    """A step that outlives a reconnect: None when the server is away now, after a pause."""
+    """Run a step that tolerates an unreachable server: it then returns None, after a pause."""
     try:
         return (yield from step)
     except RedisUnavailable:
@@ -62,7 +62,7 @@ def _patiently(step: Flow[T], pace: _Pace) -> Flow[T | None]:
 
 
 def statuses(queue: str, job_ids: Sequence[str]) -> Flow[list[JobStatus]]:
-    """One status per id. Raises JobNotFound for the first unknown one."""
+    """Return one status per id. Raises JobNotFound for the first unknown one."""
     found: list[JobStatus] = []
     for start in range(0, len(job_ids), STATUS_CHUNK):
         chunk = job_ids[start : start + STATUS_CHUNK]
@@ -80,7 +80,7 @@ def status(queue: str, job_id: str) -> Flow[JobStatus]:
 
 
 def cancel(queue: str, job_id: str) -> Flow[bool]:
-    """True: the job has ended by this, or will. False: it had ended. Raises JobNotFound."""
+    """Cancel a job. True: it has ended by this, or will. False: it had ended. Raises JobNotFound."""
     replies: list[str] = yield transitions.cancel(queue, [job_id])
     if replies[0] == "missing":
         raise JobNotFound(f"no job {job_id}: never submitted, or its record has been removed")
@@ -88,7 +88,7 @@ def cancel(queue: str, job_id: str) -> Flow[bool]:
 
 
 def wait_result(queue: str, job_id: str, timeout: float | None) -> Flow[Result]:
-    """The result, or the error that stands for the job's end. Goes on through reconnects."""
+    """Return the job's result, or raise the error that stands for its end. Survives reconnects."""
     pace = _Pace(timeout)
     while True:
         outcome = yield from _patiently(call(reads.outcome(queue, job_id)), pace)
@@ -102,7 +102,7 @@ def wait_result(queue: str, job_id: str, timeout: float | None) -> Flow[Result]:
 
 
 def batch_counts(queue: str, batch_id: str) -> Flow[BatchCounts]:
-    """Raises JobNotFound for an unknown batch."""
+    """Return the batch's counts. Raises JobNotFound for an unknown batch."""
     counts: BatchCounts | None = yield batches.counts(queue, batch_id)
     if counts is None:
         raise JobNotFound(f"no batch {batch_id}: never submitted, or removed after its time")
@@ -110,7 +110,7 @@ def batch_counts(queue: str, batch_id: str) -> Flow[BatchCounts]:
 
 
 def wait_batch(queue: str, batch_id: str, timeout: float | None) -> Flow[BatchCounts]:
-    """The counts once every job has ended."""
+    """Return the counts once every job has ended."""
     pace = _Pace(timeout)
     while True:
         counts = yield from _patiently(batch_counts(queue, batch_id), pace)
@@ -126,7 +126,7 @@ def wait_batch(queue: str, batch_id: str, timeout: float | None) -> Flow[BatchCo
 
 
 def batch_results(queue: str, batch_id: str, *, ordered: bool, after: str | None) -> Flow[None]:
-    """Emits a BatchItem for each end, from the cursor on, and returns when all jobs have ended."""
+    """Emit a BatchItem for each end, from the cursor on, and return when all jobs have ended."""
     position = 0
     if after is not None:
         letter, position = batches.split_cursor(after)
@@ -153,7 +153,7 @@ def batch_results(queue: str, batch_id: str, *, ordered: bool, after: str | None
 
 
 def ack_batch(queue: str, batch_id: str, cursor: str) -> Flow[int]:
-    """Free the jobs up to the cursor; returns how many."""
+    """Free the jobs up to the cursor; returns their number."""
     freed, start, end = 0, 0, batches.split_cursor(cursor)[1]
     count: int
     reached: int
@@ -166,7 +166,7 @@ def ack_batch(queue: str, batch_id: str, cursor: str) -> Flow[int]:
 
 
 def cancel_batch(queue: str, batch_id: str) -> Flow[int]:
-    """Stop every job that has not ended; returns how many."""
+    """Stop every job that has not ended; returns their number."""
     stopped, start = 0, 0
     count: int
     seen: int
@@ -178,7 +178,7 @@ def cancel_batch(queue: str, batch_id: str) -> Flow[int]:
 
 
 def stream(queue: str, job_id: str) -> Flow[None]:
-    """Emits StreamEvents until the job has ended. Raises JobNotFound."""
+    """Emit StreamEvents until the job has ended. Raises JobNotFound."""
     reader = _FeedReader()
     pace = _Pace()
     while True:
@@ -190,7 +190,7 @@ def stream(queue: str, job_id: str) -> Flow[None]:
         for event in reader.read(feed):
             yield Emit(event)
         if feed.deltas:
-            # There may be more of them, and the end is told only after the last.
+            # There may be more events, and the end is reported only after the last one.
             pace.reset()
             continue
         if feed.end is not None:
@@ -200,16 +200,16 @@ def stream(queue: str, job_id: str) -> Flow[None]:
 
 
 class _FeedReader:
-    """What one reader has seen of a feed, and the events that bring it up to date."""
+    """One reader's position in a feed; turns news into the events that bring the reader up to date."""
 
     def __init__(self) -> None:
         self.epoch = 0
         self.position = 0
         self._fresh = True
-        """Nothing read of this epoch yet: what is there already comes as snapshots."""
+        """Nothing of this epoch has been read yet: existing output is sent as snapshots."""
         self._seen: dict[int, Output] = {}
         self._stale: set[int] = set()
-        """Samples of which the reader's user has an earlier epoch's text: a snapshot has to replace it."""
+        """Samples whose text was sent in an earlier epoch: a snapshot has to replace it."""
 
     def read(self, feed: Feed) -> list[StreamEvent]:
         if feed.epoch != self.epoch:
@@ -240,7 +240,7 @@ class _FeedReader:
         return events
 
     def _rest(self, attempt: int, output: Output) -> list[StreamEvent]:
-        """What the result has beyond the feed. The feed is gone once the result is there."""
+        """Return events for what the result has beyond the feed, which is removed once the result exists."""
         seen = self._seen.get(output.index) or Output(index=output.index)
         self._seen[output.index] = output
         if output.index in self._stale:
@@ -266,7 +266,7 @@ def _snapshot(attempt: int, seen: Output) -> StreamEvent:
 
 
 def _gain(attempt: int, seen: Output, grown: Output) -> StreamEvent:
-    """What `grown` has beyond `seen`."""
+    """Return a token event for what `grown` has beyond `seen`."""
     offset = len(seen.token_ids)
     return StreamEvent(
         type="token",

@@ -31,15 +31,15 @@ class JobHandle:
         return f"JobHandle({self.id!r})"
 
     def status(self) -> JobStatus:
-        """What the job is doing."""
+        """Return the job's status."""
         return self._producer.run_flow(flows.status(self._producer.queue, self.id))
 
     def progress(self) -> Progress:
-        """How far it is."""
+        """Return the job's progress."""
         return self.status().progress
 
     def result(self, timeout: float | None = None) -> Result:
-        """Wait for the end, at most `timeout` seconds (None: as long as it takes, through reconnects).
+        """Wait for the result, at most `timeout` seconds (None: no limit, through reconnects).
 
         Raises JobFailed, JobDead, JobCancelled or JobExpired for an end without a result, ResultTimeout when
         the job has not ended in time (it goes on), ResultExpired when the result has been removed.
@@ -47,11 +47,11 @@ class JobHandle:
         return self._producer.run_flow(flows.wait_result(self._producer.queue, self.id, timeout))
 
     def cancel(self) -> bool:
-        """True: the job will not succeed. False: it had ended before."""
+        """Cancel the job. True: it will not succeed. False: it had ended before."""
         return self._producer.run_flow(flows.cancel(self._producer.queue, self.id))
 
     def stream(self) -> Iterator[StreamEvent]:
-        """Tokens as they are checkpointed, and one `end`. Late readers get a `snapshot` first."""
+        """Yield tokens as they are checkpointed, then one `end`. Late readers get a `snapshot` first."""
         return self._producer.iterate_flow(flows.stream(self._producer.queue, self.id))
 
 
@@ -68,21 +68,21 @@ class BatchHandle:
         return f"BatchHandle({self.id!r})"
 
     def counts(self) -> BatchCounts:
-        """Jobs by state; they sum to the total."""
+        """Return the numbers of jobs by state; they sum to the total."""
         return self._producer.run_flow(flows.batch_counts(self._producer.queue, self.id))
 
     def results(self, ordered: bool = False, after: str | None = None) -> Iterator[BatchItem]:
-        """Each end as it happens (ordered: in the order of the submits), until all jobs have ended.
+        """Yield each end as it happens (ordered: in the order of submission), until all jobs have ended.
 
         Never raises for a job: an item holds a result or an error. `after` is the cursor of the last item
-        that was dealt with, so that another reader, or another day, goes on from there.
+        processed, so that another reader, or a later one, continues from there.
         """
         return self._producer.iterate_flow(
             flows.batch_results(self._producer.queue, self.id, ordered=ordered, after=after)
         )
 
     def ack(self, cursor: str) -> int:
-        """Free the items up to this cursor on the server; returns how many. They cannot be read again."""
+        """Free the items up to this cursor on the server; returns their number. They cannot be read again."""
         return self._producer.run_flow(flows.ack_batch(self._producer.queue, self.id, cursor))
 
     def wait(self, timeout: float | None = None) -> BatchCounts:
@@ -90,7 +90,7 @@ class BatchHandle:
         return self._producer.run_flow(flows.wait_batch(self._producer.queue, self.id, timeout))
 
     def cancel(self) -> int:
-        """Stop every job that has not ended; returns how many."""
+        """Stop every job that has not ended; returns their number."""
         return self._producer.run_flow(flows.cancel_batch(self._producer.queue, self.id))
 
 
@@ -106,18 +106,18 @@ class DeadLetters:
         self._producer = producer
 
     def list(self, error: str | None = None) -> Iterator[DeadLetter]:
-        """The letters, the latest death first; of one error code, or of one cause of used-up attempts."""
+        """Yield the letters, the latest death first; `error` is a code, or a cause of used-up attempts."""
         return self._producer.iterate_flow(dead_letter_flow.letters(self._producer.queue, error))
 
     def show(self, job_id: str) -> OpenedLetter:
-        """One letter with its payload and what had been generated. Raises JobNotFound."""
+        """Return one letter with its payload and its partial output. Raises JobNotFound."""
         return self._producer.run_flow(dead_letter_flow.show(self._producer.queue, job_id))
 
     def replay(self, job_ids: Sequence[str] | None = None, *, error: str | None = None) -> Replay:
-        """Submit dead jobs again, as new ones: these, all of one error, or all.
+        """Resubmit dead jobs as new ones: the given ones, all with one error, or all.
 
         A letter is replayed once, however often this is called; again only if its replay was cancelled,
-        expired or failed. The new job has no deadline or delay, a `ttl` counts anew. Raises QueueFull.
+        expired or failed. The new job has no deadline or delay, a `ttl` starts anew. Raises QueueFull.
         """
         flow = dead_letter_flow.replay(self._producer.queue, self._producer.preparer, job_ids, error)
         return self._producer.run_flow(flow)
@@ -125,6 +125,6 @@ class DeadLetters:
     def purge(
         self, job_ids: Sequence[str] | None = None, *, error: str | None = None, replayed: bool = False
     ) -> int:
-        """Forget letters: these, all of one error, or all; `replayed`: of those, the ones that run again."""
+        """Delete letters: the given ones, all with one error, or all; `replayed`: only replayed ones."""
         wanted = dead_letter_flow.Wanted(error, replayed)
         return self._producer.run_flow(dead_letter_flow.purge(self._producer.queue, job_ids, wanted))

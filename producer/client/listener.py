@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
 
 IDLE_EXIT_S = 5.0
-"""A listener nobody has waited on for so long ends; the next wait starts another."""
+"""Idle time after which a listener ends; the next wait starts another."""
 RECONNECT_PAUSE_S = 0.5
 
 
 class Listener:
-    """Wakes waits on pub/sub hints, and polls so that a lost hint delays but never hangs anybody."""
+    """Wakes waits on pub/sub hints, and polls so that a lost hint causes a delay but never a hang."""
 
     def __init__(self, transport: SyncTransport, queue: str) -> None:
         self._transport = transport
@@ -37,7 +37,7 @@ class Listener:
         self._closed = False
 
     def wait(self, topic: str, timeout: float | None, *, polled: bool) -> None:
-        """Return when there may be news on the topic, or after the timeout."""
+        """Return when the topic may have news, or after the timeout."""
         event = threading.Event()
         waiter = self._room.enter(topic, event.set, polled=polled)
         try:
@@ -47,7 +47,7 @@ class Listener:
             self._room.leave(waiter)
 
     def close(self) -> None:
-        """Wake everybody and end the thread."""
+        """Wake all waiters and end the thread."""
         with self._lock:
             self._closed = True
             thread = self._thread
@@ -86,7 +86,7 @@ class Listener:
             return ended
 
     def _listen(self) -> None:
-        """Until nobody has waited for a while, or the connection is lost."""
+        """Listen until there has been no wait for a while, or the connection is lost."""
         with self._transport.client.pubsub(ignore_subscribe_messages=True) as pubsub:
             pubsub.subscribe(keys.ended_channel(self._queue), self._feed_channel)
             last_busy = time.monotonic()

@@ -1,4 +1,4 @@
-"""From what a caller hands in to submissions: validated, named, seeded and signed."""
+"""Preparation of a caller's jobs as submissions: validated, named, seeded and signed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ JobLike: TypeAlias = Job | Mapping[str, Any]
 OnInvalid: TypeAlias = Literal["record", "raise"]
 
 _MAX_REASON = 2000
-"""Characters of what is wrong with a row that are kept with it."""
+"""Characters of an error message that are stored with an invalid row."""
 
 
 def new_job_id() -> str:
@@ -36,7 +36,7 @@ def new_batch_id() -> str:
 
 
 def item_id(batch_id: str, key: str) -> str:
-    """The id of a batch's item. It follows from batch and key, so a second submit meets the first."""
+    """Return the id of a batch's item, derived from batch and key, so that a second submit finds the job."""
     return hashlib.blake2b(f"{batch_id}\0{key}".encode(), digest_size=12).hexdigest()
 
 
@@ -47,9 +47,9 @@ def check_id(name: str) -> str:
 
 
 def seed_of(job_id: str) -> int:
-    """The seed of a job that brings none, so that every execution of it draws the same noise.
+    """Return the seed of a job without one, so that every execution of it draws the same noise.
 
-    It follows from the id, so that submitting an id again submits the same job.
+    It is derived from the id, so that submitting an id again submits the same job.
     """
     digest = hashlib.blake2b(job_id.encode(), digest_size=8, person=b"pagemill-seed").digest()
     return int.from_bytes(digest, "big") >> 1
@@ -73,9 +73,9 @@ class Preparer:
         relay: str | None = None,
         waiter: str | None = None,
     ) -> Submission:
-        """One job, from a Job or a mapping with `fields` on top; `traceparent` replaces its own.
+        """Prepare one job, from a Job or a mapping with `fields` on top; `traceparent` replaces its own.
 
-        `relay`: who is told of its end through an outbox. `waiter`: who waits for it, and may end it by leaving.
+        `relay`: notified of its end through an outbox. `waiter`: waits for it, and may end it by leaving.
 
         Raises InvalidJob.
         """
@@ -88,7 +88,7 @@ class Preparer:
         return self._signed(item, built.tenant)
 
     def replay(self, payload: bytes, dead_id: str) -> Submission:
-        """A dead job once more, from its payload: a new job that may start at once. Raises InvalidJob."""
+        """Prepare a dead job's payload as a new job that may start at once. Raises InvalidJob."""
         job = Job.from_payload(payload)
         again = job.model_copy(update={"delay": None, "run_at": None, "deadline": None, "key": None})
         job_id = new_job_id()
@@ -104,10 +104,10 @@ class Preparer:
         by_content: bool,
         traceparent: str | None = None,
     ) -> Iterator[Submission]:
-        """Submissions for the items of a batch, made as they are asked for; `traceparent` is for those without.
+        """Yield submissions for the items of a batch, lazily; `traceparent` is for items without one.
 
-        An item without a key gets its position for one; or, in a batch that may be submitted again
-        (`by_content`), the hash of its work and how many equal items came before it.
+        The key of an item without one is its position or, in a batch that may be submitted again
+        (`by_content`), the hash of its work and its number among equal items.
         """
         names = _Names(by_content)
         forms = JobForms()
@@ -169,7 +169,7 @@ class _Names:
         self._seen: dict[str, int] | None = {} if by_content else None
 
     def of(self, key: str | None, digest: Callable[[], str]) -> str:
-        """The item's own key, if it has one."""
+        """Return the item's own key, else a generated one."""
         if key:
             return key
         if self._seen is None:
@@ -180,7 +180,7 @@ class _Names:
 
 
 def _fill(form: JobForm, row: dict[str, Any], batch_id: str, names: _Names) -> Submission | None:
-    """The row by its form; None if it is better looked at on its own."""
+    """Prepare a row by its form; None if the row needs full validation."""
     text, key = read_text(row), read_key(row)
     metadata, is_sound = read_metadata(row)
     if text is None or key is None or not is_sound:
@@ -191,13 +191,13 @@ def _fill(form: JobForm, row: dict[str, Any], batch_id: str, names: _Names) -> S
 
 
 def record_invalid(item: Submission, error: InvalidJob) -> Submission:
-    """A submission that the queue refuses, as the failed item of its batch that it will be."""
+    """Return a submission that the queue refused as a failed item of its batch."""
     header = json.loads(item.header)
     return _invalid(item.job_id, header["key"], header.get("metadata"), error)
 
 
 def _record_row(given: object, position: int, batch_id: str, error: InvalidJob) -> Submission:
-    """A row that is no job, as the failed item it will be. Its key and metadata are kept if they can be."""
+    """Return an invalid row as a failed item of its batch. Its key and metadata are kept if valid."""
     fields: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
     key, metadata = fields.get("key"), fields.get("metadata")
     if not (isinstance(key, str) and 0 < len(key) <= MAX_KEY and key.isprintable()):

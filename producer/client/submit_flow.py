@@ -1,4 +1,4 @@
-"""Submitting as flows: cutting chunks, being refused, waiting for room."""
+"""Submitting as flows: cutting chunks, handling refusals, waiting for room."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CHUNK_BYTES = 1 << 20
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
 RETRY_PAUSES_S = (0.1, 0.3, 0.6)
-"""Between tries to reach a server that is away."""
+"""Seconds between attempts to reach a server that is away."""
 
 
 def send(call: Call[list[SubmitReply]]) -> Flow[list[SubmitReply]]:
-    """Send a submit, again after short pauses if the server is away: the ids make a second one harmless."""
+    """Send a submit, with retries after short pauses if the server is away: the ids make it idempotent."""
     for pause in RETRY_PAUSES_S:
         try:
             replies: list[SubmitReply] = yield call
@@ -36,7 +36,7 @@ def send(call: Call[list[SubmitReply]]) -> Flow[list[SubmitReply]]:
 
 
 def submit(queue: str, item: Submission, on_full: OnFull) -> Flow[str]:
-    """Submit one job; returns the id it goes by, another's if the idempotency key was known."""
+    """Submit one job; returns its id, or that of the earlier job with its idempotency key."""
     pause = FIRST_PAUSE_S
     while True:
         try:
@@ -82,17 +82,17 @@ def submit_many(
             pending = yield Begin(batch.call(chunk))
             sent = chunk
     except Exception:
-        # A bad row, or whatever the caller's iterable raised: what came before it stays submitted.
+        # A bad row, or an error of the caller's iterable: earlier rows stay submitted.
         if sent is not None:
             yield from batch.settle(sent, pending)
         raise
     if sent is not None:
         yield from batch.settle(sent, pending)
-    yield Sync()  # once: the server's file is in order, the last chunk is behind all others
+    yield Sync()  # once is enough: the server's file is sequential, and the last chunk comes last
 
 
 class _Batch:
-    """One bulk submit: what is sent, and what is made of the answers."""
+    """One bulk submit: sends chunks and handles the replies."""
 
     def __init__(self, queue: str, batch_id: str, on_full: OnFull, on_invalid: OnInvalid) -> None:
         self._queue = queue
@@ -104,7 +104,7 @@ class _Batch:
         return transitions.submit(self._queue, chunk, batch_id=self._batch_id)
 
     def settle(self, chunk: list[Submission], pending: Any) -> Flow[None]:
-        """See a chunk that was sent through: all of it is accepted in the end."""
+        """Wait until all of a chunk that was sent is accepted, resending as needed."""
         pause = FIRST_PAUSE_S
         reply = _received(pending)
         while True:
@@ -128,7 +128,7 @@ class _Batch:
             reply = send(self.call(chunk))
 
     def _left(self, chunk: list[Submission], replies: list[SubmitReply]) -> tuple[list[Submission], bool]:
-        """What is to be sent again, and whether for want of room. Raises InvalidJob."""
+        """Return the items to send again, and whether because the queue is full. Raises InvalidJob."""
         left, is_full = [], False
         for item, answer in zip(chunk, replies, strict=True):
             if answer.status == "full":
@@ -163,7 +163,7 @@ def _received(pending: Any) -> Flow[list[SubmitReply]]:
 
 
 def cut_chunks(submissions: Iterator[Submission]) -> Iterator[list[Submission]]:
-    """Chunks of at most 250 jobs and 1 MiB, unless one job is larger; without any job, one empty chunk."""
+    """Yield chunks of at most 250 jobs and 1 MiB, unless one job is larger; without jobs, one empty chunk."""
     chunk: list[Submission] = []
     size, chunks = 0, 0
     for item in submissions:

@@ -1,4 +1,4 @@
-"""The producer for threads: submits jobs, and hands out handles to what becomes of them."""
+"""The producer for threads: submits jobs, and returns handles to them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Producer(Driver):
             handle = producer.submit(prompt="The capital of France is", model="smollm2")
             print(handle.result(timeout=60).text)
 
-    ProducerBase says what it is made with. Every method may raise RedisUnavailable.
+    ProducerBase documents the options. Every method may raise RedisUnavailable.
     """
 
     def _init_connection(self) -> None:
@@ -57,7 +57,7 @@ class Producer(Driver):
     ) -> JobHandle:
         """Submit one job: a Job, a mapping, or its fields as keywords.
 
-        The id is minted here, so a submit that is repeated after a lost reply adds nothing: after
+        The id is generated here, so repeating a submit after a lost reply adds nothing: after
         RedisUnavailable, `submit(..., job_id=error.job_id)` is safe. `on_full`: "raise" raises QueueFull,
         "block" waits for room. Raises InvalidJob, IdempotencyConflict.
         """
@@ -74,10 +74,10 @@ class Producer(Driver):
         on_invalid: OnInvalid = "record",
         on_full: OnFull = "block",
     ) -> BatchHandle:
-        """Submit an iterable of jobs as a batch; reads it lazily, and returns when all are accepted.
+        """Submit an iterable of jobs, read lazily, as a batch; returns when all are accepted.
 
         A job's `key` names it inside the batch. Submitting the same keys under the same `batch_id` again
-        attaches to what is there and adds only what is missing. `on_invalid`: "record" makes a bad row a
+        attaches to the existing jobs and adds only the missing ones. `on_invalid`: "record" makes a bad row a
         failed item of the batch, "raise" raises InvalidJob (what came before stays submitted). `on_full`:
         "block" waits for room, "raise" raises QueueFull.
         """
@@ -90,23 +90,23 @@ class Producer(Driver):
         return BatchHandle(self, chosen)
 
     def job(self, job_id: str) -> JobHandle:
-        """A handle to a job that was submitted elsewhere, or before. Asks the server nothing yet."""
+        """Return a handle to a job that was submitted elsewhere or earlier, without asking the server."""
         return JobHandle(self, preparer.check_id(job_id))
 
     def batch(self, batch_id: str) -> BatchHandle:
-        """A handle to a batch that was submitted elsewhere, or before. Asks the server nothing yet."""
+        """Return a handle to a batch that was submitted elsewhere or earlier, without asking the server."""
         return BatchHandle(self, preparer.check_id(batch_id))
 
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
-        """The status of many jobs at once. Raises JobNotFound."""
+        """Return the status of many jobs at once. Raises JobNotFound."""
         return self.run_flow(flows.statuses(self.queue, job_ids))
 
     def dead_letters(self) -> DeadLetters:
-        """The queue's dead letters: of all tenants, for who looks after it."""
+        """Return the queue's dead letters, of all tenants, for its operator."""
         return DeadLetters(self)
 
     def close(self) -> None:
-        """Close the connections. A later use opens new ones."""
+        """Close the connections. Later use opens new ones."""
         with self._lock:
             connection, self._connection = self._connection, None
         if connection is not None and connection.pid == os.getpid():
@@ -121,8 +121,8 @@ class Producer(Driver):
         self.close()
 
     def run_flow(self, flow: Flow[T]) -> T:
-        """Drive a flow that emits nothing to its value."""
-        self._connected()  # no server to be found is said at once, and not tried again
+        """Drive a flow that emits nothing, and return its value."""
+        self._connected()  # outside the loop: not finding a server is an error at once, not retried
         begun: list[Pending[Any]] = []
         try:
             effect = next(flow)
@@ -144,7 +144,7 @@ class Producer(Driver):
                 pending.abandon()
 
     def iterate_flow(self, flow: Flow[None]) -> Iterator[Any]:
-        """Drive a flow as its items are asked for."""
+        """Drive a flow, yielding its items as they are requested."""
         try:
             effect = next(flow)
             while True:
@@ -185,7 +185,7 @@ class Producer(Driver):
     def _connected(self) -> _Connection:
         connection = self._connection
         if connection is None or connection.pid != os.getpid():
-            # A lock that was held while the process forked is never released in the child.
+            # A lock that was held during a fork is never released in the child.
             lock = self._lock if connection is None or connection.pid == os.getpid() else threading.Lock()
             with lock:
                 connection = self._connection
@@ -196,7 +196,7 @@ class Producer(Driver):
 
 
 class _Connection:
-    """What belongs to one process: a client, its transport, a listener."""
+    """The state of one process: a client, its transport and a listener."""
 
     def __init__(self, url: str, queue: str) -> None:
         self.pid = os.getpid()

@@ -1,6 +1,6 @@
 """The producer's part in a trace: a `publish` span, whose context travels in the job as `traceparent`.
 
-Only where the application itself has loaded OpenTelemetry and set up its SDK; nobody else pays for an import.
+Active only if the application has loaded OpenTelemetry and set up its SDK; others do not pay for the import.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagemill.producer.wire.schema.job import Job
 def publishing(
     queue: str, given: object = None, fields: Mapping[str, Any] | None = None
 ) -> Iterator[str | None]:
-    """A span around a submit; yields the traceparent for its jobs, None where nothing is traced.
+    """Open a span around a submit; yields the traceparent for its jobs, None if there is no tracing.
 
     The parent is the job's own traceparent (in `fields`, or in the Job or mapping that was `given`), else the
     application's current span. An error is recorded on the span.
@@ -46,7 +46,7 @@ def publishing(
 
 
 def traced(job: object, traceparent: str) -> Any:
-    """A batch's row with the batch's context, unless it brings its own or is no job at all."""
+    """Return a batch's row with the batch's context, unless it has its own or is no job."""
     if isinstance(job, Job):
         return job if job.traceparent else job.model_copy(update={"traceparent": traceparent})
     if isinstance(job, Mapping) and job.get("traceparent") is None:
@@ -55,7 +55,7 @@ def traced(job: object, traceparent: str) -> Any:
 
 
 def _own_traceparent(given: object, fields: Mapping[str, Any]) -> str | None:
-    """What the caller said; whether it makes sense is checked with the rest of the job."""
+    """Return the caller's traceparent, unchecked: it is validated with the rest of the job."""
     own = fields.get("traceparent")
     if own is None and isinstance(given, Mapping):
         own = given.get("traceparent")

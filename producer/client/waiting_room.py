@@ -1,4 +1,4 @@
-"""Who waits for what, shared by the two listeners. Knows no threads' or loops' ways, and no server."""
+"""The registry of waits, shared by the two listeners. Independent of threads, event loops and the server."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 FIRST_POLL_S = 0.05
 LAST_POLL_S = 1.0
 IDLE_TICK_S = 0.25
-"""Longest a listener sleeps, so that a new wait is polled for soon."""
+"""Longest sleep of a listener, so that a new wait is polled soon."""
 POLL_CHUNK = 500
 SWEEP_S = 1.0
-"""While anybody waits, time is run for the queue: a deadline passes though no worker lives."""
+"""Interval of sweeps while there are waits, so that deadlines pass even without a live worker."""
 LEASE_PATIENCE_MS = 10_000
-"""Lost leases are for workers to find. After an outage theirs have all lapsed, and they renew them first."""
+"""Lapsed leases are left to the workers this long: after an outage all have lapsed, and are renewed first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,20 +55,20 @@ class WaitingRoom:
                     del self._waiters[waiter.topic]
 
     def call(self, topics: Iterable[str]) -> None:
-        """Wake who waits for these topics."""
+        """Wake the waiters for these topics."""
         with self._lock:
             woken = [waiter for topic in topics for waiter in self._waiters.pop(topic, ())]
         for waiter in woken:
             waiter.wake()
 
     def call_all(self) -> None:
-        """Wake everybody: something may have been missed."""
+        """Wake all waiters: hints may have been missed."""
         with self._lock:
             topics = list(self._waiters)
         self.call(topics)
 
     def due(self) -> list[str]:
-        """The jobs whose end should be asked for now. Each wait is asked for less often as it gets older."""
+        """Return the jobs to poll now. A wait is polled less often as it gets older."""
         now = time.monotonic()
         due = []
         with self._lock:
@@ -82,7 +82,7 @@ class WaitingRoom:
         return due
 
     def is_sweep_due(self) -> bool:
-        """Whether somebody waits, and lapsed leases, due jobs and deadlines should be looked at now."""
+        """Return whether there are waits and a sweep of leases, due jobs and deadlines is due."""
         now = time.monotonic()
         if not self._waiters or now < self._next_sweep:
             return False
@@ -90,13 +90,13 @@ class WaitingRoom:
         return True
 
     def tick(self) -> float:
-        """How long the listener may sleep: while there is a young wait, only a moment."""
+        """Return the seconds that the listener may sleep; short while there is a recent wait."""
         with self._lock:
             young = any(w.interval < IDLE_TICK_S for waiters in self._waiters.values() for w in waiters)
         return FIRST_POLL_S if young else IDLE_TICK_S
 
 
 def topic_of(channel: bytes, message: bytes, feed_channel: str) -> str:
-    """The topic a hint is about."""
+    """Return the topic of a hint."""
     text = message.decode()
     return f"feed:{text}" if channel.decode() == feed_channel else text

@@ -1,1 +1,1 @@
-"""Dataset runs: a file of rows in, the same rows with the model's output out, whatever happens between."""
+"""Dataset runs: read a file of rows, and write the rows with the model's output, despite interruptions."""

@@ -1,4 +1,4 @@
-"""The progress of a run on standard error: a bar on a terminal, a line now and then in a log."""
+"""The progress of a run on standard error: a bar on a terminal, occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RunBar:
         self._kv.stop()
 
     def kv_figures(self) -> tuple[float | None, float | None]:
-        """Mean KV utilisation and mean waste (slots of blocks in use that hold no token) of the run."""
+        """Return the run's mean KV utilisation and mean waste (slots of blocks in use that hold no token)."""
         return self._kv.mean(KV_METRIC), self._kv.mean(WASTE_METRIC)
 
     def update(self, tally: Tally) -> None:
@@ -81,7 +81,7 @@ class RunBar:
 
 
 class KvGauge:
-    """The KV utilisation and waste of one worker, scraped once a second on a thread; None where there is none."""
+    """The KV utilisation and waste of one worker, scraped once a second on a thread; None if unknown."""
 
     def __init__(self, url: str | None) -> None:
         self.ratio: float | None = None
@@ -101,7 +101,7 @@ class KvGauge:
             self._thread.join(timeout=2 * SCRAPE_INTERVAL_S)
 
     def mean(self, metric: str) -> float | None:
-        """The mean over the scrapes that found blocks in use."""
+        """Return the mean over the scrapes that found blocks in use."""
         values = self._samples[metric]
         return sum(values) / len(values) if values else None
 

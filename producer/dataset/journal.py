@@ -1,7 +1,7 @@
-"""What a run has so far, beside its output: one SQLite file that survives SIGKILL at any point.
+"""The state of a run, beside its output: one SQLite file that survives SIGKILL at any point.
 
-Outputs go in together with the position up to which the batch has been read, in one synchronous transaction:
-only then is the server told to forget them. SQLite's exclusive lock keeps a second run away.
+Outputs are stored together with the position read in the batch, in one synchronous transaction; only then is
+the server told to free them. SQLite's exclusive lock prevents a second run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CREATE TEMP TABLE occurrences (digest TEXT PRIMARY KEY, count INTEGER NOT NULL) 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a row's job ended without a result."""
+    """The reason that a row's job ended without a result."""
 
     code: str
     message: str
@@ -43,7 +43,7 @@ class Failure:
 
 
 class Journal:
-    """One run's memory. Not safe between threads. Raises DatasetError when the file cannot be written."""
+    """One run's state. Not thread-safe. Raises DatasetError if the file cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -90,13 +90,13 @@ class Journal:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Everything inside is on the disk afterwards, or nothing is."""
+        """Write all changes of the block to disk, or none."""
         try:
             self._db.execute("BEGIN")
             try:
                 yield
             except BaseException:
-                if self._db.in_transaction:  # a full disk has SQLite roll back by itself
+                if self._db.in_transaction:  # SQLite has rolled back by itself if the disk is full
                     self._db.execute("ROLLBACK")
                 raise
             self._db.execute("COMMIT")
@@ -118,7 +118,7 @@ class Journal:
             self._execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", fact)
 
     def occurrence(self, digest: str) -> int:
-        """How often this content has come up in this reading of the rows, this time included."""
+        """Count and return the occurrences of this content in the current reading of the rows."""
         found = self._execute(
             "INSERT INTO occurrences VALUES (?, 1) "
             "ON CONFLICT (digest) DO UPDATE SET count = count + 1 RETURNING count",
@@ -127,23 +127,23 @@ class Journal:
         return int(found[0])
 
     def start_reading(self) -> None:
-        """The rows are about to be read from the first one on."""
+        """Reset the counts of occurrences, before the rows are read from the start."""
         self._execute("DELETE FROM occurrences")
 
     def forget_pending(self) -> None:
-        """Nothing is under way."""
+        """Forget all work under way."""
         self._execute("DELETE FROM pending")
 
     def forget_retryable(self) -> int:
-        """Failures that another try may mend are tried again; returns how many there are."""
+        """Mark retryable failures to be tried again; returns their number."""
         self._execute("UPDATE failures SET retryable = 2 WHERE retryable = 1")
         found = self._execute("SELECT count(*) FROM failures WHERE retryable = 2").fetchone()
         return int(found[0])
 
     def needs(self, key: str) -> str | None:
-        """The name to submit this work under, None if it is done, under way, or has failed for good.
+        """Return the name to submit this work under; None if it is done, under way, or has failed for good.
 
-        Work that is tried again gets a new name, since the batch remembers the old one.
+        Work that is retried gets a new name, since the batch remembers the old one.
         """
         if self._execute("SELECT 1 FROM outputs WHERE key = ?", (key,)).fetchone():
             return None
@@ -155,7 +155,7 @@ class Journal:
         return key if failed is None else f"{key}~{failed[1]}"
 
     def record(self, name: str, result: dict[str, Any] | None, failure: Failure | None) -> bool:
-        """Keep the end of a job; returns whether it was one of the pending ones."""
+        """Store the end of a job; returns whether it was pending."""
         key = name.partition("~")[0]
         if result is not None:
             text = json.dumps(result, ensure_ascii=False, separators=(",", ":"))
@@ -180,12 +180,12 @@ class Journal:
         return None if found is None else Failure(found[0], found[1], bool(found[2]))
 
     def results(self) -> Iterator[dict[str, Any]]:
-        """Every output, in no order that means anything."""
+        """Yield every output, in arbitrary order."""
         for (text,) in self._db.execute("SELECT result FROM outputs"):
             yield json.loads(text)
 
     def spool(self, rows: Iterable[Row]) -> None:
-        """Keep rows that cannot be read a second time, in one transaction."""
+        """Store rows that cannot be read a second time, in one transaction."""
         with self.transaction():
             self._db.executemany(
                 "INSERT OR REPLACE INTO spool VALUES (?, ?, ?)",
@@ -213,7 +213,7 @@ class Journal:
                 yield Row(number, json.loads(fields))
 
     def remove(self) -> None:
-        """Close and delete: the output is complete."""
+        """Close and delete the journal, once the output is complete."""
         self.close()
         self.path.unlink(missing_ok=True)
 

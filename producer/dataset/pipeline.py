@@ -17,13 +17,13 @@ from pagemill.producer.dataset.work import WINDOW, Tally
 
 
 class Pipeline:
-    """What to do with every row: a prompt template, a model, the shape of the output.
+    """The processing of every row: a prompt template, a model, the shape of the output.
 
         pipeline = Pipeline("Is this review good or bad? {{ text }}", model="smollm2", choices=["good", "bad"])
         summary = pipeline.run("reviews.jsonl", out="labelled.jsonl")
 
     `fields` are further fields of a Job, for instance max_tokens=64. Without a template the column `messages`
-    or `prompt` is the prompt. Raises DatasetError for what makes no sense.
+    or `prompt` is the prompt. Raises DatasetError for invalid options.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Pipeline:
         on_progress: Callable[[Tally], None] | None = None,
         on_row: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> Summary:
-        """Run over a file or any iterable of rows, and write `out`; call it again after any interruption.
+        """Run over a file or any iterable of rows, and write `out`; call again after any interruption.
 
         `on_progress` is called a few times a second, `on_row` with every output line in the input's order as
         `out` is written. Bad rows are in `out`.errors.jsonl. Raises DatasetError, TooManyErrors,

@@ -1,4 +1,4 @@
-"""From a row to a job: template, system message, model, sampling, shape of the output."""
+"""Making a job of a row: template, system message, model, sampling, shape of the output."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
 
 PROMPT_COLUMNS = ("messages", "prompt", "prompt_token_ids")
-"""Without a template the first of these columns is the prompt."""
+"""Columns for the prompt without a template; the first one present is used."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is done with every row. `fields` are further fields of a Job, applied to each.
+    """The processing of every row. `fields` are further fields of a Job, applied to each.
 
     With a template, `chat` sends the text as a user's message through the model's chat template.
     """
@@ -37,7 +37,7 @@ class Recipe:
 
     @property
     def is_scored(self) -> bool:
-        """Rows are given log-probabilities instead of texts."""
+        """True if rows get log-probabilities instead of texts."""
         return self.fields.get("task") == "score"
 
     @cached_property
@@ -50,11 +50,11 @@ class Recipe:
 
     @cached_property
     def _is_repeatable(self) -> bool:
-        """Equal jobs, perhaps of another run that goes on, come out the same."""
+        """True if equal jobs, perhaps of a resumed run, have equal outputs."""
         return self.is_scored or self.fields.get("temperature") == 0 or self.fields.get("seed") is not None
 
     def check(self, first: Row | None) -> None:
-        """Raise DatasetError for a recipe that no row can succeed with, before anything is submitted."""
+        """Raise DatasetError for a recipe with which no row can succeed, before anything is submitted."""
         probe = {"prompt": "x", "model": self.model, **self.fields}
         try:
             Job.parse(probe)
@@ -73,7 +73,7 @@ class Recipe:
             )
 
     def job(self, row: Row) -> Job | RowError:
-        """The job of a row, or why it has none."""
+        """Return the job of a row, or the error that prevents it."""
         if row.error is not None:
             return row.error
         assert row.fields is not None
@@ -114,5 +114,5 @@ class Recipe:
 
 
 def raw_text(fields: Mapping[str, Any]) -> str:
-    """A row as the errors file shows it."""
+    """Return a row as shown in the errors file."""
     return shorten(json.dumps(fields, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""A run's report: on the terminal, as JSON, as one HTML file that needs nothing else."""
+"""A run's report: on the terminal, as JSON, or as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BAR_WIDTH = 30
 
 
 def figures(summary: Summary) -> list[tuple[str, str]]:
-    """The report's lines: (name, value)."""
+    """Return the report's lines as (name, value)."""
     facts = summary.as_json()
     lines = [
         ("rows", f"{summary.rows:,} = {summary.succeeded:,} done + {summary.failed:,} failed"),
@@ -56,7 +56,7 @@ def write_json(summary: Summary, path: Path, about: dict[str, Any]) -> None:
 
 
 def write_html(summary: Summary, path: Path, about: dict[str, Any]) -> None:
-    """One self-contained page. Everything that comes from the data is escaped."""
+    """Write one self-contained page. All text from the data is escaped."""
     source = files("pagemill.producer.dataset").joinpath("report.html.j2").read_text()
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
     facts = summary.as_json()
@@ -85,13 +85,13 @@ def write_html(summary: Summary, path: Path, about: dict[str, Any]) -> None:
 
 
 def bars(counts: dict[str, int]) -> list[tuple[str, str, int]]:
-    """(label, a bar of block characters, count) for the terminal."""
+    """Return (label, bar of block characters, count) for the terminal."""
     most = max(counts.values(), default=1)
     return [(label, "█" * max(1, round(BAR_WIDTH * n / most)), n) for label, n in counts.items()]
 
 
 def _matrix(summary: Summary) -> dict[str, Any] | None:
-    """Gold values down, outputs across; None without a gold column or with too many values."""
+    """Return the confusion matrix: gold values by outputs; None without gold or with too many values."""
     if not summary.confusion:
         return None
     golds = sorted({gold for gold, _ in summary.confusion})

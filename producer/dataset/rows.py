@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 MAX_LINE_BYTES = 64 << 20
-"""A longer line is skipped as one bad row, without being held in memory."""
+"""Longest line; a longer one is skipped as one bad row, without being held in memory."""
 MAX_RAW_CHARACTERS = 2_000
-"""How much of a bad row the errors file repeats."""
+"""Characters of a bad row that the errors file quotes."""
 MAX_DEPTH = 64
 ARROW_BATCH_ROWS = 1_024
 
@@ -37,16 +37,16 @@ SUFFIXES: dict[str, Format] = {
 
 
 class DatasetError(Exception):
-    """The run cannot start or go on; the message says what to do."""
+    """The run cannot start or continue; the message says what to do."""
 
 
 class DiskFailed(DatasetError):
-    """A write was refused in the middle of a run; what had been written before is kept."""
+    """A write failed in the middle of a run; earlier writes are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """Why a row is not one. `raw` is what was there, cut to a sensible length."""
+    """The error of an invalid row. `raw` is its text, truncated."""
 
     code: str
     message: str
@@ -63,19 +63,19 @@ class Row:
 
 
 class Source(Protocol):
-    """Where rows come from. It can be read more than once, and gives the same rows each time."""
+    """A source of rows. It can be read more than once, with the same rows each time."""
 
     name: str
 
     def rows(self) -> Iterator[Row]: ...
 
     def count(self) -> int | None:
-        """How many rows there are, if that is cheap to know."""
+        """Return the number of rows, if it is cheap to determine."""
         ...
 
 
 def open_source(path: Path, kind: Format | None = None, encoding: str = "utf-8") -> Source:
-    """The source for a path, by its suffix or `kind`. Raises DatasetError."""
+    """Return the source for a path, by its suffix or `kind`. Raises DatasetError."""
     if path.is_dir():
         return ArrowSource(_dataset_files(path), str(path), _read_arrow_stream)
     if not path.exists():
@@ -133,7 +133,7 @@ class CsvSource:
         self._encoding = "utf-8-sig" if encoding.lower() in ("utf-8", "utf8") else encoding
 
     def rows(self) -> Iterator[Row]:
-        # Bytes that are no text become lone surrogates, which only their own row is refused for.
+        # Undecodable bytes become lone surrogates, so that only their own row is refused.
         try:
             file = self._path.open(encoding=self._encoding, errors="surrogateescape", newline="")
         except LookupError:
@@ -217,7 +217,7 @@ class ArrowSource:
 
 
 class MemorySource:
-    """Rows from Python, for instance a list of dicts. An iterator is read once: the journal spools it."""
+    """Rows from Python, such as a list of dicts. An iterator is read once: the journal spools it."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]], name: str = "rows") -> None:
         self.name = name
@@ -243,7 +243,7 @@ def _where(error: json.JSONDecodeError) -> str:
 
 
 def checked_row(number: int, fields: Any) -> Row:
-    """A row from a mapping, its values made JSON: dates as ISO text, bytes as base64, NaN as null."""
+    """Make a row of a mapping, with JSON values: dates as ISO text, bytes as base64, NaN as null."""
     if not isinstance(fields, Mapping):
         kind = "null" if fields is None else type(fields).__name__
         message = f"a row must be an object with named fields, not {kind}"
@@ -255,7 +255,7 @@ def checked_row(number: int, fields: Any) -> Row:
 
 
 def _lines(path: Path) -> Iterator[bytes | None]:
-    """The lines of a file; None for one that is too long to hold."""
+    """Yield the lines of a file; None for one that is too long."""
     with path.open("rb") as file:
         is_first = True
         while line := file.readline(MAX_LINE_BYTES):
@@ -279,7 +279,7 @@ def _parse_line(line: bytes | None, encoding: str) -> tuple[dict[str, Any] | Non
         message = f"not {encoding} text (byte {error.start}); name the file's --encoding"
         return None, RowError("invalid_encoding", message, raw)
     try:
-        # Without the line's end: in a string that was cut off it would be blamed as a control character.
+        # Without the newline: after a truncated string, the error would be about a control character.
         fields = json.loads(text.rstrip("\r\n"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         reason = _where(error) if isinstance(error, json.JSONDecodeError) else str(error) or "nested too deep"
@@ -338,13 +338,13 @@ def _is_unicode(text: str) -> bool:
 
 
 def shorten(text: str) -> str:
-    """`text` as the errors file repeats it."""
+    """Return `text` as quoted in the errors file."""
     clean = text.encode("utf-8", errors="replace").decode()
     return clean if len(clean) <= MAX_RAW_CHARACTERS else clean[:MAX_RAW_CHARACTERS] + " ..."
 
 
 def _dataset_files(directory: Path) -> list[Path]:
-    """The Arrow files of what `datasets` wrote with save_to_disk."""
+    """Return the Arrow files that `datasets` wrote with save_to_disk."""
     state = directory / "state.json"
     if (directory / "dataset_dict.json").exists():
         splits = json.loads((directory / "dataset_dict.json").read_text()).get("splits", [])

@@ -1,9 +1,9 @@
-"""A dataset run: start it, kill it, start it again; it ends with the same file and pays for nothing twice.
+"""A dataset run: it can be killed and restarted, ends with the same file, and computes nothing twice.
 
-Work is known by its content: the hash of prompt, model and sampling (and, where equal jobs give different
-outputs, how many equal ones came before), never by a row's number. While it runs, OUT.partial holds what there
-is (journal.py). At the end the rows are read once more and written with their outputs, in order, to a temporary
-file that takes OUT's name. Running again after that takes OUT for what has been done, and does what is new.
+Work is identified by its content: the hash of prompt, model and sampling (and, where equal jobs give
+different outputs, the number of earlier equal ones), never by a row's number. During the run OUT.partial
+holds its state (journal.py). At the end the rows are read once more and written with their outputs, in order,
+to a temporary file that is renamed to OUT. A later run takes OUT as work done, and does only what is new.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SPOOL_ROWS = 1_000
 
 @dataclass
 class DatasetRun:
-    """One run. `limit`: only so many rows, for a trial. `gold`: the column that outputs are compared with."""
+    """One run. `limit`: at most this many rows, for a trial. `gold`: the column to compare outputs with."""
 
     source: Source
     out: Path
@@ -64,7 +64,7 @@ class DatasetRun:
         return self.out.with_name(self.out.name + ".errors.jsonl")
 
     def execute(self, producer: Producer) -> Summary:
-        """Run to the end. Raises DatasetError, TooManyErrors, and what the producer raises; see `resume_hint`."""
+        """Run to the end. Raises DatasetError, TooManyErrors and the producer's errors; see `resume_hint`."""
         with self._opened() as journal:
             with _Stopwatch(journal):
                 loop = WorkLoop(
@@ -78,19 +78,19 @@ class DatasetRun:
             return self._finish(journal)
 
     def detach(self, producer: Producer) -> Tally:
-        """Submit everything, and collect nothing: `execute` does that, in another process, on another day."""
+        """Submit everything without collecting: `execute` collects later, possibly in another process."""
         with self._opened() as journal:
             loop = WorkLoop(producer, journal, on_news=self.on_news)
             loop.run(lambda: self._works(journal), collect=False)
             return loop.tally
 
     def cancel(self, producer: Producer) -> int:
-        """Cancel the jobs that an earlier start has under way; returns how many. What it has is kept."""
+        """Cancel the jobs that an earlier start has under way; returns their number. Its outputs are kept."""
         with Journal(self.journal_path) as journal:
             return WorkLoop(producer, journal).cancel()
 
     def previews(self, count: int) -> Iterator[tuple[Row, Job | RowError]]:
-        """The first rows and their jobs, without a server."""
+        """Yield the first rows and their jobs, without a server."""
         self._check(self._first_row())
         for row in islice(self.source.rows(), count):
             yield row, self.recipe.job(row)
@@ -134,7 +134,7 @@ class DatasetRun:
             yield Work(_work_key(job, name), job) if isinstance(job, Job) else None
 
     def _jobs(self, journal: Journal) -> Iterator[tuple[Row, Job | RowError, str]]:
-        """Every row, its job, and the name that the row's output line carries."""
+        """Yield every row, its job, and the name for the row's output line."""
         journal.start_reading()
         for row in self._rows():
             job = self.recipe.job(row)
@@ -196,7 +196,7 @@ class DatasetRun:
         errors.write({"row": row.number, "raw": error.raw, "code": error.code, "message": error.message})
 
     def _line(self, row: Row, name: str, kept: dict[str, Any]) -> dict[str, Any]:
-        """The input's columns, the output, and where it comes from. An earlier run's `_pagemill` goes."""
+        """Return the input's columns, the output and its origin. An earlier run's `_pagemill` is replaced."""
         samples = kept["outputs"]
         meta = {
             "key": name,
@@ -208,10 +208,10 @@ class DatasetRun:
         return {**columns, self.output_column: self._output_value(samples), META: meta}
 
     def _output_value(self, samples: list[dict[str, Any]]) -> Any:
-        """What the row's `output` holds.
+        """Return the value of the row's `output`.
 
-        A text; the parsed value where a shape was asked for; a list for n > 1. Of scores a log-probability, or one for
-        each continuation.
+        A text; the parsed value if a shape was asked for; a list for n > 1. For scores a log-probability, or
+        one per continuation.
         """
         if self.recipe.is_scored:
             scores = [sample["logprob"] for sample in samples]
@@ -221,14 +221,14 @@ class DatasetRun:
         return values[0] if len(values) == 1 else values
 
     def _begin(self, journal: Journal) -> None:
-        """What an output that is there already tells, and that it has been read: both or neither."""
+        """Record the work in an existing output, and that it has been read, atomically."""
         with journal.transaction():
             if self.out.exists() and not self.overwrite:
                 self._adopt(journal)
             journal.set_facts(began=str(int(time.time())))
 
     def _adopt(self, journal: Journal) -> None:
-        """Take an output that is there already for work that has been done."""
+        """Record the rows of an existing output as work done."""
         for row in open_source(self.out).rows():
             meta = (row.fields or {}).get(META)
             if isinstance(meta, str):
@@ -246,7 +246,7 @@ class DatasetRun:
                 journal.record(digest, kept, None)
 
     def _kept(self, output: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
-        """What the journal would hold for an output line, as far as the line tells."""
+        """Reconstruct the journal's result from an output line, as far as possible."""
         wants_json, samples = _wants_schema(self.recipe), int(self.recipe.fields.get("n") or 1)
         is_encoded = wants_json or samples > 1 or self.recipe.is_scored
         if isinstance(output, str) and self.out.suffix.lower() in TEXT_CELLS and is_encoded:
@@ -267,7 +267,7 @@ class DatasetRun:
 
 
 class _Stopwatch:
-    """Adds the time inside the block to the journal's `seconds`, also when the block is left by an error."""
+    """Adds the block's duration to the journal's `seconds`, even if the block raises."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -277,18 +277,18 @@ class _Stopwatch:
         self._started = time.monotonic()
 
     def __exit__(self, *exception: object) -> None:
-        with contextlib.suppress(DiskFailed):  # a full disk is the error that is under way, or the next one
+        with contextlib.suppress(DiskFailed):  # a full disk is already being reported, or will be
             before = float(self._journal.fact("seconds") or 0.0)
             self._journal.set_facts(seconds=repr(before + time.monotonic() - self._started))
 
 
 def _work_key(job: Job, name: str) -> str:
-    """Equal deterministic jobs share a run."""
+    """Return the key of a job's work; equal deterministic jobs share one."""
     return name.partition("-")[0] if job.is_repeatable else name
 
 
 def _name(continuation: Any) -> str:
-    """What a continuation is called in an output: its text, or its token ids."""
+    """Return a continuation's name in an output: its text, or its token ids."""
     return continuation if isinstance(continuation, str) else " ".join(map(str, continuation))
 
 
@@ -317,7 +317,7 @@ class _SpooledSource:
 
 
 def _spooled(source: MemorySource, journal: Journal) -> Source:
-    """The rows of an iterator on the disk, so that they can be read again to write the output."""
+    """Store the rows of an iterator on disk, so that they can be read again to write the output."""
     rows = source.rows()
     journal.clear_spool()
     while chunk := list(islice(rows, SPOOL_ROWS)):

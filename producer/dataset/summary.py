@@ -1,4 +1,4 @@
-"""What a run came to, row by row in constant memory: counts, labels, tokens, latencies, agreement with gold."""
+"""The summary of a run, in constant memory: counts, labels, tokens, latencies, agreement with gold."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Distribution:
             self._values[place] = value
 
     def quantile(self, share: float) -> float | None:
-        """The value that `share` of the values are at or below; None without values."""
+        """Return the value that `share` of the values are at or below; None without values."""
         if not self._values:
             return None
         ordered = sorted(self._values)
@@ -44,7 +44,7 @@ class Distribution:
 
 
 class LabelCounts:
-    """How often each output came; free text is no label, and many different ones are lumped together."""
+    """The count of each output; beyond MAX_LABELS distinct ones, as in free text, they count as OTHER."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -56,7 +56,7 @@ class LabelCounts:
 
     @property
     def are_labels(self) -> bool:
-        """Whether the outputs look like labels: few different ones, each short."""
+        """True if the outputs look like labels: few distinct ones, each short."""
         return bool(self._counts) and OTHER not in self._counts
 
     def as_json(self) -> dict[str, int]:
@@ -72,30 +72,30 @@ class Summary:
     failed: int = 0
     unfinished: int = 0
     merged: int = 0
-    """Rows that were served by another row's run."""
+    """Rows served by another row's job."""
     adopted: int = 0
-    """Rows taken from an output that was there; they count in nothing that is per second."""
+    """Rows taken from an existing output; rates per second exclude them."""
     adopted_tokens: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     seconds: float = 0.0
-    """Wall clock, summed over every time the run was started."""
+    """Wall-clock time, summed over all starts of the run."""
     schema_valid: int = 0
-    """Rows whose output parsed as the shape that was asked for."""
+    """Rows whose output parsed as the requested shape."""
     wants_schema: bool = False
     price_per_hour: float | None = None
     kv_utilization: float | None = None
-    """Mean share of the KV blocks that were in use, as far as it was watched."""
+    """Mean share of the KV blocks in use, as far as observed."""
     kv_waste: float | None = None
-    """Mean share of the slots of blocks in use that held no token."""
+    """Mean share of slots without a token in the blocks in use."""
     error_codes: Counter[str] = field(default_factory=Counter)
     first_failure: str | None = None
-    """Row, code and reason of the first row that failed: often what ails them all."""
+    """Row, code and reason of the first failure: often the cause of all."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     labels: LabelCounts = field(default_factory=LabelCounts)
     confusion: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(gold, output) -> rows; what is beyond its size is lumped together."""
+    """(gold, output) -> rows; pairs beyond its size limit are lumped together."""
     gold: str | None = None
     compared: int = 0
     agreed: int = 0
@@ -105,7 +105,7 @@ class Summary:
     prompt_lengths: Distribution = field(default_factory=Distribution)
 
     def add_success(self, kept: dict[str, Any], output: Any, gold: Any, *, is_merged: bool) -> None:
-        """One row with its output. Tokens of a run that serves several rows count once."""
+        """Add one row with its output. The tokens of a job that serves several rows count once."""
         self.rows += 1
         self.succeeded += 1
         is_adopted = "timing" not in kept
@@ -149,7 +149,7 @@ class Summary:
 
     @property
     def accuracy(self) -> float | None:
-        """The share of rows with a gold value whose output equals it."""
+        """Return the share of rows with a gold value whose output equals it."""
         return self.agreed / self.compared if self.compared else None
 
     @property
@@ -197,5 +197,5 @@ class Summary:
 
 
 def as_label(value: Any) -> str:
-    """A gold value and an output in the form in which they are compared."""
+    """Return a gold value or an output in the form used for comparison."""
     return value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

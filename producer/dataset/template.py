@@ -1,6 +1,6 @@
 """Prompt templates: Jinja2 in its sandbox, rendered with a row's columns.
 
-A template comes from whoever starts the run, never from a row or the queue.
+A template comes from the user who starts the run, never from a row or the queue.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pagemill.producer.dataset.rows import DatasetError
 
 ROW_NAME = "row"
-"""The whole row, for columns whose names are no identifiers: {{ row["review text"] }}."""
+"""The whole row, for columns whose names are not identifiers: {{ row["review text"] }}."""
 MAX_RENDERED_CHARACTERS = 1 << 20
 
 
@@ -34,7 +34,7 @@ class PromptTemplate:
         )
         environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": False}
         environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-        environment.globals.pop("range", None)  # a typing error must not loop for an hour
+        environment.globals.pop("range", None)  # a typo must not loop for an hour
         try:
             self._template = environment.from_string(source)
             self.names = frozenset(meta.find_undeclared_variables(environment.parse(source)))
@@ -42,7 +42,7 @@ class PromptTemplate:
             raise DatasetError(f"the template's line {error.lineno}: {error.message}") from None
 
     def check_columns(self, columns: Mapping[str, Any]) -> None:
-        """Raise DatasetError if no such column is in this row, naming the ones there are."""
+        """Raise DatasetError if the row lacks a column of the template, naming the existing ones."""
         unknown = sorted(self.names - columns.keys() - {ROW_NAME})
         if unknown:
             raise DatasetError(
@@ -50,7 +50,7 @@ class PromptTemplate:
             )
 
     def render(self, fields: Mapping[str, Any]) -> str:
-        """The text for one row. Raises TemplateFailed."""
+        """Return the text for one row. Raises TemplateFailed."""
         try:
             pieces, size = [], 0
             for piece in self._template.generate({ROW_NAME: fields, **fields}):

@@ -1,4 +1,4 @@
-"""Counting a prompt's tokens on the producer's side: exactly with the model's tokenizer file, else about."""
+"""Counting a prompt's tokens in the producer: exact with the model's tokenizer file, else estimated."""
 
 from __future__ import annotations
 

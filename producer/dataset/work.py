@@ -1,4 +1,4 @@
-"""The loop of a run: submit what is missing, collect what has ended, never more than a window in flight."""
+"""The loop of a run: submit missing jobs, collect ended ones, with at most a window in flight."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ WINDOW = 20_000
 CHUNK = 1_000
 WAIT_S = 0.5
 PATIENCE_S = 300.0
-"""How long a server may be away in the middle of a run."""
+"""Seconds that a server may be away in the middle of a run."""
 LOST_AFTER_S = 10.0
-"""So long without news, and the server is asked whether it still knows the jobs that are under way."""
+"""Seconds without news after which the server is asked whether it still knows the jobs under way."""
 
 
 _NOT_KEPT: Any = {"id": True, "metadata": True, "fingerprint": True, "outputs": {"__all__": {"token_ids"}}}
 
 
 class TooManyErrors(Exception):
-    """The run has more failures than it was allowed; the message says which."""
+    """The run has more failures than allowed; the message says which."""
 
 
 @dataclass(slots=True)
@@ -56,14 +56,14 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One job to be done, under the key that its output is kept by."""
+    """One job, with the key of its output."""
 
     key: str
     job: Job
 
 
 class WorkLoop:
-    """Does the work of one run through one queue, and keeps what comes of it in the journal."""
+    """Does the work of one run through one queue, and stores the outcomes in the journal."""
 
     def __init__(
         self,
@@ -85,10 +85,10 @@ class WorkLoop:
         self._reached = time.monotonic()
 
     def run(self, works: Callable[[], Iterator[Work | None]], *, collect: bool = True) -> None:
-        """Do everything `works` gives (None: a row that has no job); it is called again if the server has lost jobs.
+        """Do everything `works` yields (None: a row without a job); called again if the server has lost jobs.
 
-        `collect=False`: submit, and leave the collecting to another day. Raises TooManyErrors, and what the
-        producer raises; whatever has been collected by then is kept.
+        `collect=False`: submit only, to be collected later. Raises TooManyErrors and the producer's errors;
+        everything collected by then is kept.
         """
         self._attach()
         self._reached = time.monotonic()
@@ -101,7 +101,7 @@ class WorkLoop:
             self._new_batch()
 
     def cancel(self) -> int:
-        """Cancel what this run, or an earlier one of the same journal, has under way."""
+        """Cancel the jobs that this run, or an earlier one of the same journal, has under way."""
         self._attach()
         try:
             return self._producer.batch(self._batch_id).cancel()
@@ -109,13 +109,13 @@ class WorkLoop:
             return 0
 
     def _attach(self) -> None:
-        """Go on with the batch that the journal names, if the server still knows it."""
+        """Resume the batch that the journal names, if the server still knows it."""
         self._batch_id = self._journal.fact("batch_id") or ""
         self._position = int(self._journal.fact("position") or 0)
         if not self._batch_id or self._is_forgotten():
             self._new_batch()
         elif self._position:
-            # The last run may have been killed between keeping the outputs and saying so.
+            # The last run may have been killed between storing outputs and acknowledging them.
             self._producer.batch(self._batch_id).ack(f"e{self._position}")
 
     def _is_forgotten(self) -> bool:
@@ -151,7 +151,7 @@ class WorkLoop:
             self._on_news(self.tally)
 
     def _send(self, chunk: list[Job]) -> None:
-        """Submit a chunk, through a restart of the server too: the names make a second try harmless."""
+        """Submit a chunk, even through a restart of the server: the names make a retry idempotent."""
         give_up = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -168,7 +168,7 @@ class WorkLoop:
         return None if name is None else work.job.model_copy(update={"key": name})
 
     def _collect_rest(self) -> bool:
-        """Wait for what is in flight. False: the server no longer knows it."""
+        """Wait for the jobs in flight. False: the server no longer knows them."""
         self._collect()
         quiet_since = time.monotonic()
         while self.tally.in_flight:
@@ -190,7 +190,7 @@ class WorkLoop:
         return counts.ended < self._position or (counts.done and counts.ended == self._position)
 
     def _collect(self, *, wait: bool = False) -> int:
-        """Take in what has ended; returns how many jobs that was."""
+        """Collect the jobs that have ended; returns their number."""
         collected = 0
         while True:
             try:
@@ -216,7 +216,7 @@ class WorkLoop:
                 self._record(item)
             self._journal.set_facts(position=str(page.position))
         self._position = page.position
-        with contextlib.suppress(RedisUnavailable):  # it is said again with the next page
+        with contextlib.suppress(RedisUnavailable):  # acknowledged again with the next page
             self._producer.batch(self._batch_id).ack(f"e{page.position}")
         self._on_news(self.tally)
         if self._max_errors is not None and self.tally.failed > self._max_errors:
@@ -236,7 +236,7 @@ class WorkLoop:
             )
         kept = None
         if result is not None:
-            # Token ids stay out: nobody reads them, and they are the largest part.
+            # Without token ids: they are unused, and the largest part.
             kept = result.model_dump(exclude=_NOT_KEPT) | {"created": int(time.time())}
         if self._journal.record(item.key, kept, failure):
             tally.in_flight -= 1

@@ -16,7 +16,7 @@ PARQUET_ROWS = 4_096
 OUTPUT = "output"
 META = "_pagemill"
 TEXT_CELLS = (".csv", ".tsv", ".parquet")
-"""Outputs in which everything but text is JSON in a text."""
+"""File types whose cells hold values other than text as JSON text."""
 
 
 class Writer(Protocol):
@@ -25,7 +25,7 @@ class Writer(Protocol):
         ...
 
     def close(self) -> None:
-        """Everything is on the disk afterwards."""
+        """Flush everything to disk."""
         ...
 
 
@@ -33,7 +33,7 @@ class Writer(Protocol):
 def replacing(
     path: Path, samples: Iterable[Mapping[str, Any]] = (), output_column: str = OUTPUT
 ) -> Iterator[Writer]:
-    """A writer for what `path` will be at the end of the block; an error leaves `path` as it was.
+    """Open a writer whose file replaces `path` at the end of the block; an error leaves `path` as it was.
 
     `samples`: for Parquet, every input row, to find the columns' types. Raises DatasetError.
     """
@@ -56,7 +56,7 @@ def replacing(
 
 
 def check_output(path: Path) -> None:
-    """Raise DatasetError for an output that could not be written at the end."""
+    """Raise DatasetError early for an output that could not be written at the end."""
     if path.suffix.lower() not in (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"):
         raise DatasetError(f"{path}: the output's name must end with .jsonl, .csv, .tsv or .parquet")
     if not path.parent.is_dir():
@@ -79,7 +79,7 @@ class JsonLinesWriter:
 
 
 class CsvWriter:
-    """Values that are no text are written as JSON."""
+    """Writes CSV, with values other than text as JSON."""
 
     def __init__(self, path: Path, delimiter: str) -> None:
         self._file = path.open("w", encoding="utf-8", newline="")
@@ -143,7 +143,7 @@ def _writer(path: Path, suffix: str, samples: Iterable[Mapping[str, Any]], outpu
 
 
 def _schema(samples: Iterable[Mapping[str, Any]], output_column: str) -> Any:
-    """The type of every column, found by reading all rows: a type guessed from the first may not hold."""
+    """Return every column's type, found by reading all rows: one guessed from the first may not hold."""
     import pyarrow
 
     schema = pyarrow.schema([])
@@ -185,7 +185,7 @@ def _cell(value: Any) -> str:
 
 
 def _sync_directory(directory: Path) -> None:
-    """A rename is on the disk once its directory is."""
+    """Sync the directory: only then is a rename durable."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

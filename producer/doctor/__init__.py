@@ -1,1 +1,1 @@
-"""`pagemill doctor`: what may cost jobs or keep them from running, checked one thing at a time."""
+"""`pagemill doctor`: checks for problems that may lose jobs or keep them from running."""

@@ -1,4 +1,4 @@
-"""What a check found: good, doubtful or bad, in words, with what to do."""
+"""The finding of a check: its level, a message, and a remedy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Level = Literal["ok", "note", "warning", "error"]
-"""note: a fact without a verdict, or what could not be looked at. error: jobs are or will be lost, or don't run."""
+"""note: a fact without a verdict, or a check that could not run. error: jobs get lost, or don't run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +15,10 @@ class Finding:
     level: Level
     message: str
     remedy: str = ""
-    """What to do, where there is something."""
+    """The suggested action, if there is one."""
 
 
 def worst(findings: list[Finding]) -> Level:
-    """The gravest level among them."""
+    """Return the most severe level among the findings."""
     order: tuple[Level, ...] = ("error", "warning", "note", "ok")
     return next((level for level in order if any(item.level == level for item in findings)), "ok")

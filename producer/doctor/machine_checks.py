@@ -1,4 +1,4 @@
-"""This machine: versions, GPU, ports, limits. Reads files and asks nvidia-smi; imports no model library."""
+"""Checks of this machine: versions, GPU, ports, limits. Imports no model library; runs nvidia-smi."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def gpu() -> Finding:
 
 
 def http_port(port: int) -> Finding:
-    """Who has the worker's default port. Another's is no error: a worker takes the next free one."""
+    """Check the worker's default port. A port in use is no error: a worker takes the next free one."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -125,7 +125,7 @@ def open_files() -> Finding:
 
 
 def disk(state_dir: Path) -> Finding:
-    """Where an embedded server would keep its data."""
+    """Check the free space where an embedded server would keep its data."""
     existing = next(path for path in (state_dir, *state_dir.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     told = f"{_gib(free)} free for {state_dir}"
@@ -144,7 +144,7 @@ def _installed(package: str) -> str | None:
 
 
 def _readiness(url: str) -> dict[str, object] | None:
-    """What a worker says there; None if no worker answers."""
+    """Return a worker's readiness report; None if no worker answers."""
     try:
         try:
             with urllib.request.urlopen(url, timeout=2) as answer:

@@ -1,4 +1,4 @@
-"""The queue: does somebody serve what waits in it?"""
+"""Checks of the queue: are the jobs that wait in it being served?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Redis server: will it keep what it is given, and does it speak our language?"""
+"""Checks of the Redis server: does it keep its data, and does it support our commands?"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Info = Mapping[str, Any]
 
 
 def server_findings(client: redis.Redis, queue: str) -> list[Finding]:
-    """Everything about the server; whether scripts run comes last.
+    """Run all checks of the server; the check that scripts run comes last.
 
     Raises RedisUnavailable when it does not answer.
     """
@@ -58,7 +58,7 @@ def _info_findings(client: redis.Redis) -> Iterator[Finding]:
 
 
 def version(info: Info) -> Finding:
-    """Redis 6.2 to 8, or Valkey 7.2 to 9."""
+    """Check for Redis 6.2 to 8, or Valkey 7.2 to 9."""
     kind = "valkey" if "valkey_version" in info else "redis"
     text = str(info.get("valkey_version") or info.get("redis_version") or "?")
     numbers = tuple(int(part) for part in re.findall(r"\d+", text)[:2])
@@ -169,7 +169,7 @@ def fsync(info: Info, policy: str | None) -> Finding:
 
 
 def clock_skew(client: redis.Redis) -> Finding:
-    """Leases run by the server's clock alone; deadlines that producers give in unix time do not."""
+    """Compare clocks. Leases use the server's alone; deadlines that producers give in unix time do not."""
     best: tuple[float, float] | None = None
     for _ in range(5):
         sent = time.time()
@@ -198,7 +198,7 @@ def scripts_run(client: redis.Redis, queue: str) -> Finding:
     try:
         SyncTransport(client).run(registry.stats_page(queue))
     except (exceptions.ResponseError, AccessDenied, RedisUnavailable) as error:
-        client.ping()  # a server that has gone meanwhile refuses nothing
+        client.ping()  # a server that has gone away did not refuse the scripts
         return Finding(
             "scripts", "error", f"the server refuses our scripts: {error}",
             "the user needs EVALSHA and SCRIPT LOAD on the keys of its queues",
@@ -207,7 +207,7 @@ def scripts_run(client: redis.Redis, queue: str) -> Finding:
 
 
 def _config(client: redis.Redis, name: str) -> str | None:
-    """A setting; None where CONFIG is refused, as managed servers do."""
+    """Return a setting; None where CONFIG is refused, as on managed servers."""
     try:
         value = client.config_get(name).get(name)
     except exceptions.ResponseError:

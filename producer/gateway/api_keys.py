@@ -1,11 +1,11 @@
-"""API keys: a file of hashes that says whose jobs a key's are, how urgent, and how many.
+"""API keys: a file of hashes with each key's tenant, priority and rate.
 
     {"keys": [{"name": "shop", "sha256": "<64 hex digits>", "tenant": "shop", "priority": "high",
                "rate": 20, "burst": 40, "models": ["smollm2"], "disabled": false}]}
 
-A key is 32 random bytes, so that its plain SHA-256 tells nothing of it, and looking the hash up tells no attacker
-anything about how near a guess was. The file is read again when it has changed; one that makes no sense is logged
-and the keys stay as they were.
+A key is 32 random bytes, so its plain SHA-256 reveals nothing about it, and the timing of a lookup by hash
+does not reveal how close a guess was. The file is reloaded when it changes; an invalid file is logged and the
+previous keys stay in effect.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _Digest = Annotated[str, StringConstraints(strict=True, pattern=r"^[0-9a-f]{64}$
 
 
 class KeyFileError(Exception):
-    """The file of keys makes no sense; the message says where."""
+    """The key file is invalid; the message says where."""
 
 
 class ApiKey(BaseModel):
-    """What a key stands for; the key itself is not here."""
+    """The settings of a key; the key itself is not stored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -50,9 +50,9 @@ class ApiKey(BaseModel):
     rate: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] | None = None
     """Requests per second, over all gateways; None: as many as the queue takes."""
     burst: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """How many of them at once; a second's worth, unless said."""
+    """Requests allowed at once; None: one second's worth."""
     models: tuple[str, ...] | None = None
-    """Those that it may use; None: all."""
+    """Models that the key may use; None: all."""
     disabled: bool = False
 
     def bucket(self) -> Rate | None:
@@ -65,7 +65,7 @@ class ApiKey(BaseModel):
 
 
 EVERYBODY = ApiKey(name="everybody", sha256="0" * 64)
-"""Where no keys are asked for."""
+"""The caller of a gateway without keys."""
 
 
 class _KeyFile(BaseModel):
@@ -82,7 +82,7 @@ class _KeyFile(BaseModel):
 
 
 def new_key() -> tuple[str, str]:
-    """A key to hand out, and its hash for the file."""
+    """Return a new key to hand out, and its hash for the file."""
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     return key, digest(key)
 
@@ -92,7 +92,7 @@ def digest(key: str) -> str:
 
 
 def read_keys(path: Path) -> dict[str, ApiKey]:
-    """The file's keys by their hash. Raises KeyFileError."""
+    """Return the file's keys by their hash. Raises KeyFileError."""
     try:
         found = _KeyFile.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -105,7 +105,7 @@ def read_keys(path: Path) -> dict[str, ApiKey]:
 
 
 class ApiKeys:
-    """The keys of a gateway; without a file, everybody may come in. Raises KeyFileError."""
+    """The keys of a gateway; without a file, access is open. Raises KeyFileError."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -115,11 +115,11 @@ class ApiKeys:
 
     @property
     def is_open(self) -> bool:
-        """Nobody is asked for a key."""
+        """True if requests need no key."""
         return self._path is None
 
     def identify(self, authorization: str | None) -> ApiKey:
-        """Whose request it is. Raises ApiError: 401 for a key that is missing or unknown, 403 for one that is shut."""
+        """Return the request's key. Raises ApiError: 401 if missing or unknown, 403 if disabled."""
         if self._path is None:
             return EVERYBODY
         self._look()
@@ -160,7 +160,7 @@ class ApiKeys:
 
 
 def add_key(path: Path, key: ApiKey) -> None:
-    """Write a key into a file, which only its owner can read if it is new. Raises KeyFileError."""
+    """Add a key to a file; a new file is readable by its owner only. Raises KeyFileError."""
     there = list(read_keys(path).values()) if path.exists() else []
     try:
         after = _KeyFile(keys=(*there, key))

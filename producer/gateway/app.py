@@ -34,7 +34,7 @@ _READY_PATIENCE_S = 2.0
 
 
 def build_app(config: GatewayConfig, metrics: GatewayMetrics | None = None) -> RequestLimits:
-    """Ready to be served; connects when it is first asked. Raises KeyFileError."""
+    """Build the application; it connects on the first request. Raises KeyFileError."""
     gateway = Gateway(config, metrics or GatewayMetrics())
     runner = BatchRunner(gateway)
     routes = _routes(gateway, runner)
@@ -108,7 +108,7 @@ def _model_routes(gateway: Gateway) -> list[Route]:
 
 
 def _operator_routes(gateway: Gateway) -> list[Route]:
-    """What probes, scrapers and tools ask, without a key."""
+    """Routes for probes, scrapers and tools, without a key."""
 
     async def healthy(request: Request) -> Response:
         return JsonResponse({"status": "alive"})
@@ -136,7 +136,7 @@ def _operator_routes(gateway: Gateway) -> list[Route]:
 
 
 def _by_method(**endpoints: Endpoint) -> Endpoint:
-    """One endpoint for a path, so that a method it does not have is answered with those it has."""
+    """Combine a path's endpoints, so that a 405 can list the allowed methods."""
 
     async def endpoint(request: Request) -> Response:
         return await endpoints["GET" if request.method == "HEAD" else request.method](request)
@@ -162,7 +162,7 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own: no such path, no such method."""
+    """Answer Starlette's own errors: unknown path, method not allowed."""
     assert isinstance(error, HTTPException)
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
     return ApiError(error.status_code, str(error.detail), code, headers=error.headers or {}).response()

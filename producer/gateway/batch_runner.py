@@ -1,9 +1,9 @@
 """Runs the open batches that this gateway holds a lease on.
 
-A gateway that dies leaves a lease that lapses, and another, or the same one restarted, goes on: it submits the file's
-requests again under the same names, which changes nothing about those that arrived, and waits for the ends, which
-the queue keeps until the files are written. Their ids and bytes follow from the batch, so that writing them twice is
-writing them once.
+When a gateway dies its leases lapse, and another one, or the same one restarted, continues: it submits the
+file's requests again under the same names, which does not affect those already submitted, and waits for the
+outcomes, which the queue keeps until the files are written. File ids and contents are derived from the batch,
+so writing them is idempotent.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ from pagemill.producer.wire.schema.outputs import BatchItem
 logger = logging.getLogger(__name__)
 
 CHUNK = 200
-"""Requests that are read, submitted or answered before anything else may run."""
+"""Requests that are read, submitted or answered before yielding to other tasks."""
 
 
 class _Lost(Exception):
-    """The lease is somebody else's, or the batch has ended."""
+    """The lease was lost to another gateway, or the batch has ended."""
 
 
 class BatchRunner:
-    """Looks for batches that nobody runs, and runs a few at a time."""
+    """Looks for batches without a holder, and runs a few at a time."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._news = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
         self._is_blind = False
-        """The queue does not answer."""
+        """True while the queue does not answer."""
 
     def look_now(self) -> None:
-        """There may be something to do."""
+        """Look for open batches now instead of at the next poll."""
         self._news.set()
 
     async def run(self) -> None:
-        """Until cancelled; what runs then is let go of, for others to go on with."""
+        """Run until cancelled; batches under way are then released for other gateways to continue."""
         config = self._gateway.config
         try:
             while True:
@@ -85,7 +85,7 @@ class BatchRunner:
                     api_batches.claim(config.queue, int(1000 * config.batch_lease_s))
                 )
             except PagemillError as error:
-                if not self._is_blind:  # said once, not at every try
+                if not self._is_blind:  # logged once, not at every try
                     logger.warning("open batches cannot be looked for now: %s", error)
                 self._is_blind = True
                 return
@@ -105,7 +105,7 @@ class BatchRunner:
 
 
 class BatchRun:
-    """One batch, while the lease lasts."""
+    """One batch, for as long as the lease is held."""
 
     def __init__(self, gateway: Gateway, claim: Claim) -> None:
         self._gateway = gateway
@@ -118,7 +118,7 @@ class BatchRun:
         self._pause_s = min(1.0, gateway.config.batch_lease_s / 5)
 
     async def run(self) -> None:
-        """To its end, or until the lease is lost. A queue that is away makes it a later gateway's work."""
+        """Run to the end or until the lease is lost. If the queue is away, a gateway continues later."""
         work = asyncio.ensure_future(self._work())
         keeping = asyncio.ensure_future(self._keep())
         try:
@@ -139,7 +139,7 @@ class BatchRun:
             await asyncio.gather(work, keeping, return_exceptions=True)
 
     async def _keep(self) -> None:
-        """Renew the lease, and hear of a cancel, whatever the work is at."""
+        """Renew the lease and check for a cancel, independently of the work."""
         while True:
             await asyncio.sleep(self._pause_s)
             status = await self._save()
@@ -178,7 +178,7 @@ class BatchRun:
         return self._gateway.producer.batch(self._id)
 
     async def _fetch(self, path: Path) -> None:
-        """Raises RefusedFile when the file is gone."""
+        """Copy the file's chunks to `path`. Raises RefusedFile when the file is gone."""
         file_id = self._about["input_file_id"]
         file = await self._gateway.run(stored_files.find(self._queue, self._tenant, file_id))
         with path.open("wb") as copy:
@@ -189,9 +189,9 @@ class BatchRun:
                 copy.write(chunk)
 
     async def _submit(self, requests: BatchRequests) -> None:
-        """All requests that are jobs, in the file's order; those that arrived before are not doubled.
+        """Submit all requests that are jobs, in the file's order; those already submitted are not duplicated.
 
-        The queue's answer to a batch that is being cancelled would be to run what comes later: so it is asked first.
+        Jobs added to a batch after its cancel would run, so the status is checked before each chunk.
         """
         chunks = _chunks(self._allowed(requests))
         while chunk := await asyncio.to_thread(next, chunks, None):
@@ -201,7 +201,7 @@ class BatchRun:
             await self._gateway.producer.submit_many(jobs, batch_id=self._id, on_invalid="record")
 
     def _allowed(self, requests: BatchRequests) -> Iterator[BatchRequest]:
-        """The file's requests; what the API key may not ask for is refused as what cannot be run is."""
+        """Yield the file's requests; those for a model that the API key may not use become failures."""
         models = self._about["models"]
         for request in requests:
             if models is not None and isinstance(request.job, Job) and request.job.model not in models:
@@ -218,7 +218,7 @@ class BatchRun:
         return job.model_copy(update=own)
 
     async def _wait(self) -> None:
-        """Until every job that was submitted has ended; clients see how far it is."""
+        """Wait until every submitted job has ended, and publish progress for clients."""
         while True:
             try:
                 counts = await self._batch.counts()
@@ -253,7 +253,7 @@ class BatchRun:
             await self._batch.ack(f"s{summary.total}")
 
     async def _room(self) -> int:
-        """Bytes that the output may have: what was computed may take as much again as the tenant's quota of files."""
+        """Return the bytes the output may have: the tenant's files, it included, may take twice the quota."""
         files = await self._gateway.run(stored_files.find_all(self._queue, self._tenant))
         others = sum(file.size for file in files if file.id != _file_id(self._id, "output"))
         return max(0, 2 * self._gateway.config.max_tenant_bytes - others)
@@ -261,7 +261,7 @@ class BatchRun:
     async def _answer(
         self, requests: BatchRequests, output: StoredLines, errors: StoredLines
     ) -> BatchSummary:
-        """Go through the file and the ends side by side; both are in the same order, or nearly."""
+        """Walk the file and the outcomes side by side; both are in (nearly) the same order."""
         answers, room = BatchAnswers(output, errors), await self._room()
         full = Failure(
             "output_too_large", "the tenant's files leave no room for it: delete some, and send it again"
@@ -286,7 +286,7 @@ class BatchRun:
         return "expired" if summary.codes.get("deadline_exceeded") else "completed"
 
     async def _save(self, **values: Any) -> str:
-        """Raises _Lost."""
+        """Save values, renew the lease and return the status. Raises _Lost."""
         status = await self._gateway.run(api_batches.save(self._queue, self._claim, values, self._lease_ms))
         if status is None:
             raise _Lost
@@ -299,14 +299,14 @@ class BatchRun:
 
 
 class _Ends:
-    """The ends of a batch's jobs, asked for in the order of their submits."""
+    """The outcomes of a batch's jobs, requested in the order of submission."""
 
     def __init__(self, batch: AsyncBatchHandle) -> None:
         self._items: AsyncIterator[BatchItem] = batch.results(ordered=True)
         self._early: dict[str, BatchItem] = {}
 
     async def of(self, key: str) -> BatchItem | None:
-        """None: it was never submitted."""
+        """Return the job's outcome; None if it was never submitted."""
         if (found := self._early.pop(key, None)) is not None:
             return found
         with contextlib.suppress(StopAsyncIteration, JobNotFound):

@@ -1,4 +1,4 @@
-"""/v1/batches: opened, looked at and cancelled here; batch_runner.py runs them."""
+"""/v1/batches: creates, lists, retrieves and cancels batches; batch_runner.py runs them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _REFUSALS = {
         f"metadata has at most {MAX_METADATA} texts of 512 characters, their names 64",
     ),
 }
-"""The code and message for a field that is wrong."""
+"""The code and message for an invalid field."""
 
 
 class Batch(BaseModel):
@@ -100,7 +100,7 @@ def batch_body(batch: ApiBatch) -> dict[str, Any]:
 
 
 class BatchEndpoints:
-    """The four things to do with batches."""
+    """The four endpoints for batches."""
 
     def __init__(self, gateway: Gateway, runner: BatchRunner) -> None:
         self._gateway = gateway
@@ -164,7 +164,7 @@ class BatchEndpoints:
 
 
 def _read_batch(body: dict[str, Any], file_ttl_s: float) -> tuple[dict[str, Any], float]:
-    """What is kept of a request for a batch, and its window in seconds. Raises ApiError."""
+    """Return the stored part of a batch request, and its window in seconds. Raises ApiError."""
     try:
         asked = BatchRequest.model_validate(body)
     except ValidationError as error:
@@ -183,7 +183,7 @@ def _read_batch(body: dict[str, Any], file_ttl_s: float) -> tuple[dict[str, Any]
 
 
 def _refusal(body: dict[str, Any], error: ValidationError) -> ApiError:
-    """The answer to a request for a batch that is wrong: the first unknown field, or else the first wrong one."""
+    """Return the error for an invalid batch request: its first unknown field, else its first invalid one."""
     for name in body:
         if name not in BatchRequest.model_fields:
             return ApiError(400, f"parameter {name[:64]} is not supported", "unsupported_feature", name[:64])
@@ -193,7 +193,7 @@ def _refusal(body: dict[str, Any], error: ValidationError) -> ApiError:
 
 
 def _id_of(request: Request) -> str:
-    """The id in the path. Raises ApiError for what can't be one."""
+    """Return the id in the path. Raises ApiError if it is malformed."""
     name = str(request.path_params["batch_id"])
     if not BATCH_ID.fullmatch(name):
         raise not_found("batch", name)

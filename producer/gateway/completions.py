@@ -19,7 +19,7 @@ from pagemill.producer.wire.schema.outputs import Result
 
 
 async def answer(gateway: Gateway, request: Request, url: str) -> Response:
-    """One request for completions. Raises ApiError, ClientGone and the queue's errors."""
+    """Answer one request for completions. Raises ApiError, ClientGone and the queue's errors."""
     started = time.monotonic()
     caller = await gateway.admit(request)
     ask = await read_ask(request, url, caller, gateway.config)
@@ -60,7 +60,7 @@ async def _whole(gateway: Gateway, request: Request, ask: Ask, waiter: Waiter) -
 
 
 async def _all(*waits: object) -> list[Result]:
-    """All results, or the first error; then nobody waits for the others any more."""
+    """Return all results, or raise the first error and stop waiting for the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
     try:
         return list(await asyncio.gather(*tasks))
@@ -70,7 +70,7 @@ async def _all(*waits: object) -> list[Result]:
 
 
 async def _streamed(gateway: Gateway, request: Request, ask: Ask, waiter: Waiter, started: float) -> Response:
-    """The answer begins with the first news: what goes wrong before has a status of its own."""
+    """Stream the answer. It starts with the first event, so that an earlier error has its own status."""
     stream = CompletionStream(ask, waiter.handles)
     chunks = stream.chunks()
     try:

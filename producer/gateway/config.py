@@ -1,4 +1,4 @@
-"""What a gateway is started with."""
+"""The settings of a gateway."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Bytes = Annotated[int, Field(ge=1, le=2**40)]
 class GatewayConfig:
     """Limits are per gateway unless they say otherwise; sizes in bytes, times in seconds.
 
-    Raises pydantic's ValidationError for what makes no sense.
+    Raises pydantic's ValidationError for invalid values.
     """
 
     redis_url: RedisAddress | None = None
@@ -31,41 +31,41 @@ class GatewayConfig:
     host: HostName = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     keys_path: Path | None = None
-    """Without a file everybody is the tenant `default`."""
+    """Without a file all callers are the tenant `default`."""
     models: tuple[ModelName, ...] = ()
-    """Names that are taken though no worker serves them yet, for workers that are started on demand."""
+    """Models accepted before any worker serves them, for workers that are started on demand."""
 
     timeout_s: _Seconds = 600.0
     """A request's deadline; a client may ask for an earlier one."""
     max_body_bytes: _Bytes = 2 * MIB
     max_stored_bytes: _Bytes = 4 * MIB
-    """In Redis, for one request with several prompts: each is stored with all of the request's settings."""
+    """Bytes in Redis of a request with several prompts: each is stored with all of the request's settings."""
     max_in_flight: _Count = 2_000
-    """Requests under way, beyond which a new one is answered 503."""
+    """Concurrent requests; further ones are answered 503."""
     max_connections: _Count = 20_000
-    """Beyond them the connection that has waited longest for a request is closed."""
+    """Beyond this number the connection that has been idle longest is closed."""
     head_timeout_s: _Seconds = 10.0
-    """For a request's head, and for the first byte of a new connection."""
+    """Timeout for a request's head, and for the first byte of a new connection."""
     body_timeout_s: _Seconds = 30.0
-    """For a body that comes slower than `min_body_rate`."""
+    """Timeout for a body that arrives slower than `min_body_rate`."""
     min_body_rate: _Bytes = 32 << 10
     send_timeout_s: _Seconds = 60.0
-    """For a client that takes nothing of its answer."""
+    """Timeout for a client that reads nothing of its answer."""
     ping_s: _Seconds = 15.0
-    """A stream that has nothing to say sends a comment so often."""
+    """Interval between the comments that an idle stream sends."""
     drain_s: Annotated[int, Field(ge=0, le=86_400)] = 20
-    """How long open requests may go on after SIGTERM."""
+    """Time that open requests get after SIGTERM."""
 
     max_file_bytes: _Bytes = 100 * MIB
     max_tenant_files: _Count = 1_000
-    """Of one tenant, on all gateways together, as the next two."""
+    """Per tenant, across all gateways, like the next two."""
     max_tenant_bytes: _Bytes = 1024 * MIB
     max_tenant_batches: _Count = 50
-    """Open ones."""
+    """Open batches."""
     max_uploads: _Count = 4
     max_batch_requests: _Count = 50_000
     file_ttl_s: Annotated[float, Field(ge=1.0, le=366 * DAY_S)] = 7 * DAY_S
     max_running_batches: _Count = 4
     batch_poll_s: _Seconds = 1.0
-    """How often open batches without a gateway are looked for."""
+    """Interval between searches for open batches that no gateway runs."""
     batch_lease_s: Annotated[float, Field(ge=0.05, le=600.0)] = 10.0

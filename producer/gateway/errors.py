@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients know them: a status code and `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in OpenAI's format: a status code and `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _JOB_STATUS = {
     "cancelled": 410,
     "unsigned": 500,
 }
-"""By the job's code. 410, because a client tries anything softer again, and somebody wanted it to end."""
+"""Status by the job's error code. 410 for a cancelled job, because clients retry milder statuses."""
 
 
 @dataclass(slots=True)
 class ApiError(Exception):
-    """An answer that is an error. The message never quotes a prompt."""
+    """An error answer. The message never quotes a prompt."""
 
     status: int
     message: str
@@ -65,7 +65,7 @@ class ApiError(Exception):
 
 
 class JsonResponse(Response):
-    """JSON that is ASCII, so that whatever a client sent can be named in it."""
+    """A response in ASCII-only JSON, so that it can quote any text a client sent."""
 
     media_type = "application/json"
 
@@ -91,7 +91,7 @@ def stopping() -> ApiError:
 
 
 def as_api_error(error: PagemillError) -> ApiError:
-    """Whatever came of the queue, as an answer."""
+    """Return the error answer for an error of the queue."""
     match error:
         case InvalidJob():
             status = _JOB_STATUS.get(error.code, 400)
@@ -99,7 +99,7 @@ def as_api_error(error: PagemillError) -> ApiError:
         case QueueFull():
             return retry_later(429, str(error), "queue_full")
         case RedisUnavailable() | AccessDenied():
-            # Whose address it is, and why, is for the log.
+            # The address and the cause belong in the log, not in the answer.
             return retry_later(503, "the queue is not reachable now", "queue_unavailable")
         case IdempotencyConflict():
             return ApiError(409, "the idempotency key belongs to another request", "idempotency_conflict")

@@ -1,6 +1,6 @@
-"""/v1/files: uploads for batches and what batches wrote, in Redis.
+"""/v1/files: uploads for batches and the outputs of batches, in Redis.
 
-An id is looked up among the tenant's own and nowhere else: it is never a path, and another tenant's is not found.
+An id is looked up only among the tenant's own files: it is never a path, and finds no other tenant's file.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def file_body(file: StoredFile) -> dict[str, Any]:
 
 
 class FileEndpoints:
-    """The five things to do with files."""
+    """The five endpoints for files."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -97,7 +97,7 @@ class FileEndpoints:
 
     async def content(self, request: Request) -> Response:
         file = await self._find(request)
-        # The name in the header is ours: what the file was called is the uploader's word.
+        # The header uses our own file name: the original one is untrusted input.
         headers = {
             "content-length": str(file.size),
             "content-disposition": f'attachment; filename="{file.id}.jsonl"',
@@ -161,7 +161,7 @@ class FileEndpoints:
 
 
 class _Form:
-    """A multipart form whose file lies in a temporary file, and is gone with the block."""
+    """A multipart form; its upload is a temporary file that is removed at the end of the block."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -188,7 +188,7 @@ class _Form:
 
 
 def _read_form(form: FormData, default_ttl_s: float) -> tuple[UploadFile, float]:
-    """The file, and how long it is to be kept. Raises ApiError."""
+    """Return the file and the time to keep it, in seconds. Raises ApiError."""
     for name in form:
         if name not in _FIELDS:
             shown = name[:64]
@@ -210,7 +210,7 @@ def _read_form(form: FormData, default_ttl_s: float) -> tuple[UploadFile, float]
 
 
 def read_ttl(given: Any, place: str, default_s: float) -> float:
-    """Seconds that a file is kept, from OpenAI's `{"anchor": "created_at", "seconds": n}`. Raises ApiError."""
+    """Read OpenAI's `{"anchor": "created_at", "seconds": n}` as seconds to keep a file. Raises ApiError."""
     if given is None or given == {}:
         return default_s
     try:
@@ -224,7 +224,7 @@ def read_ttl(given: Any, place: str, default_s: float) -> float:
 
 
 def _id_of(request: Request) -> str:
-    """The id in the path. Raises ApiError for what can't be one."""
+    """Return the id in the path. Raises ApiError if it is malformed."""
     name = str(request.path_params["file_id"])
     if not FILE_ID.fullmatch(name):
         raise not_found("file", name)
@@ -232,6 +232,6 @@ def _id_of(request: Request) -> str:
 
 
 def _shown_name(name: str | None) -> str:
-    """The last part of what the uploader calls it, as text that can be printed; nothing is ever opened by it."""
+    """Return the last part of the uploader's file name as printable text; it is never used to open a file."""
     last = re.split(r"[/\\]", name or "")[-1]
     return "".join(letter for letter in last if letter.isprintable())[:_MAX_NAME] or "upload.jsonl"

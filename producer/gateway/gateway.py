@@ -1,4 +1,4 @@
-"""What the endpoints share: the queue, the keys, the models, and who may ask for what."""
+"""The state that endpoints share: the queue, the API keys and their limits, the models."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from pagemill.producer.wire.server.scripts import Call
 T = TypeVar("T")
 
 CLOSE_S = 10.0
-"""How long the end may take once open requests have had their time: their last words, and those of batches."""
+"""Seconds for the final calls of requests and batches, after open requests have had their drain time."""
 
 
 class Gateway:
-    """One gateway, for one event loop. Raises KeyFileError for a file of keys that makes no sense."""
+    """One gateway, for one event loop. Raises KeyFileError for an invalid key file."""
 
     def __init__(self, config: GatewayConfig, metrics: GatewayMetrics) -> None:
         self.config = config
@@ -40,14 +40,14 @@ class Gateway:
         self._in_background: set[asyncio.Task[Any]] = set()
 
     async def admit(self, request: Request) -> ApiKey:
-        """Whose request it is. Raises ApiError: 401, 403, or 429 beyond the key's rate."""
+        """Count the request and return its key. Raises ApiError: 401, 403, or 429 beyond the key's rate."""
         caller = self.identify(request)
         if (bucket := caller.bucket()) is not None:
             await self._take(caller.name, bucket)
         return caller
 
     async def admit_prompts(self, caller: ApiKey, prompts: int) -> None:
-        """Count an admitted request as one for each of its prompts. Raises ApiError: 429, or 400 for too many ever."""
+        """Count an admitted request once per prompt. Raises ApiError: 429, or 400 for more than the burst."""
         bucket = caller.bucket()
         if bucket is None or prompts == 1:
             return
@@ -70,7 +70,7 @@ class Gateway:
             raise error
 
     def identify(self, request: Request) -> ApiKey:
-        """As `admit`, without counting."""
+        """Like `admit`, without counting."""
         if self.keys.is_open:
             if self.config.host in LOOPBACK:
                 check_host(request.headers)
@@ -78,19 +78,19 @@ class Gateway:
         return self.keys.identify(request.headers.get("authorization"))
 
     async def run(self, call: Call[T]) -> T:
-        """One call that no handle makes."""
+        """Run a call that is not a method of any handle."""
         return await self.producer.run_flow(flows.call(call))
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
-        """See it through, at the end too."""
+        """Run the coroutine to its end; `close` waits for it."""
         task = asyncio.create_task(work)
         self._in_background.add(task)
         task.add_done_callback(self._in_background.discard)
 
     async def close(self, batches: asyncio.Task[Any] | None = None) -> None:
-        """End what runs batches, and see through what the last requests leave behind; all in `CLOSE_S`.
+        """Stop the batch runner and finish the background work of the last requests, within `CLOSE_S`.
 
-        The server has cancelled those requests, and does not wait until they have said which jobs end with them.
+        The server cancels those requests, but does not wait until they have cancelled their jobs.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
@@ -105,7 +105,7 @@ class Gateway:
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The work's value; its body has been read. Raises ClientGone when the client hangs up first."""
+    """Return the work's value; the body must have been read. Raises ClientGone on an earlier hang-up."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected(request))
     try:

@@ -1,4 +1,4 @@
-"""What a gateway counts: the only module of the producer that imports monitoring, and with it prometheus_client."""
+"""The metrics of a gateway. Only this module of the producer imports monitoring, and so prometheus_client."""
 
 from __future__ import annotations
 

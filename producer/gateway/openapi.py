@@ -1,4 +1,4 @@
-"""The gateway's description, OpenAPI 3.1. pydantic writes the schemas, from the models that requests are judged by."""
+"""The gateway's OpenAPI 3.1 description. pydantic makes the schemas from the models that check requests."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Error(BaseModel):
 
 
 def _request(name: str, url: str, base: type[_Request]) -> type[BaseModel]:
-    """A request for completions: `base` with a job's fields. Null is as good as nothing, in any field."""
+    """Return a completion request's model: `base` with a job's fields. Null means unset, in any field."""
     job = {field: info.rebuild_annotation() for field, info in Job.model_fields.items()}
     fields: dict[str, Any] = {field: job[field] for field in job if field in formats.FIELDS[url]}
     fields |= dict.fromkeys(formats.ANNOTATIONS, str)
@@ -143,7 +143,7 @@ _REFERRED_TO = (
 
 @cache
 def description() -> dict[str, Any]:
-    """The whole document."""
+    """Return the whole document."""
     _, schemas = models_json_schema(
         [(model, "validation") for model in _REFERRED_TO], ref_template=_REF + "{model}"
     )

@@ -1,4 +1,4 @@
-"""Lists in pages, as OpenAI's: `limit`, and `after`, the id of the last row of the page before."""
+"""Paginated lists in OpenAI's style: `limit`, and `after`, the id of the previous page's last row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Paging:
 
 
 def read_paging(request: Request, others: Collection[str] = (), *, longest: int = 100) -> Paging:
-    """The query's paging. Raises ApiError, also for a parameter that is not one of ours or of `others`."""
+    """Read the query's paging. Raises ApiError, also for a parameter that is neither ours nor in `others`."""
     query = request.query_params
     known = {"limit", "after", *others} | ({"order"} if others else set())
     for name in query:
@@ -33,7 +33,7 @@ def read_paging(request: Request, others: Collection[str] = (), *, longest: int 
 
 
 def page_body(rows: list[dict[str, Any]], paging: Paging) -> dict[str, Any]:
-    """The first `limit` of the rows; one row more says that there are more."""
+    """Return the page with the first `limit` rows; a further row means that there are more."""
     shown = rows[: paging.limit]
     return {
         "object": "list",

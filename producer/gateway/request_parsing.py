@@ -1,4 +1,4 @@
-"""From a request's body to the jobs it asks for."""
+"""Parsing of a request's body into the jobs it asks for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Ask:
 
 
 async def read_ask(request: Request, url: str, caller: ApiKey, config: GatewayConfig) -> Ask:
-    """Raises ApiError and InvalidJob."""
+    """Read a request for completions. Raises ApiError and InvalidJob."""
     body = await read_object(request)
     is_stream = _flag(body.pop("stream", None), "stream")
     include_usage = _read_stream_options(body.pop("stream_options", None), is_stream)
@@ -56,7 +56,7 @@ async def read_ask(request: Request, url: str, caller: ApiKey, config: GatewayCo
         jobs.append(parse_job(fields | own))
         size += len(jobs[-1].to_payload()) if len(rows) > 1 else 0  # one job has a limit of its own
         if size > config.max_stored_bytes:
-            # What the prompts share is stored with each of them: a small body may be much to store.
+            # Shared settings are stored with every prompt, so a small body may need much storage.
             most = f"at most {config.max_stored_bytes} bytes are stored"
             message = f"{len(rows)} prompts, each with the request's settings, are too many: {most}"
             raise ApiError(413, message, "request_too_large", "prompt")
@@ -64,7 +64,7 @@ async def read_ask(request: Request, url: str, caller: ApiKey, config: GatewayCo
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """The body, a JSON object. Raises ApiError."""
+    """Read the body, a JSON object. Raises ApiError."""
     check_json(request)
     try:
         found = json.loads(await request.body(), parse_constant=_refuse_constant)
@@ -79,7 +79,7 @@ async def read_object(request: Request) -> dict[str, Any]:
 
 
 def check_json(request: Request, *, may_be_unsaid: bool = False) -> None:
-    """A browser asks nobody before it posts any other kind from a foreign page. Raises ApiError."""
+    """Require JSON: browsers post other types across origins without a preflight. Raises ApiError."""
     said = request.headers.get("content-type", "")
     if said.partition(";")[0].strip().lower() != "application/json" and (said or not may_be_unsaid):
         raise ApiError(415, "the content type must be application/json", "unsupported_media_type")
@@ -96,7 +96,7 @@ def _flag(value: Any, name: str) -> bool:
 
 
 def _read_stream_options(options: Any, is_stream: bool) -> bool:
-    """Whether the stream is to end with the usage."""
+    """Return whether the stream should end with the usage."""
     if options is None:
         return False
     if not is_stream:
@@ -129,7 +129,7 @@ def _read_timeout(request: Request, longest_s: float) -> float:
 
 
 def _read_idempotency_key(request: Request) -> str | None:
-    """A client that sends a request again under the same key gets the job that it started before."""
+    """Read the key; a request that is repeated under the same key gets the job it started before."""
     name = request.headers.get("idempotency-key")
     if name is not None and not (0 < len(name) <= MAX_KEY - 4 and name.isascii() and name.isprintable()):
         raise ApiError(400, "the idempotency key is too long, or no plain text", "invalid_idempotency_key")

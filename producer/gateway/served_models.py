@@ -1,4 +1,4 @@
-"""Which models there are: what live workers serve, and what the operator named."""
+"""The available models: those that live workers serve, and those that the operator named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagemill.producer.wire.calls.registry import WorkerInfo
 
 FRESH_S = 1.0
 REMEMBERED_S = 60.0
-"""A worker that is being replaced is back by then; until then its model's jobs wait for it."""
+"""Enough to replace a worker; until then its model's jobs are accepted and wait."""
 
 
 class Model(BaseModel):
@@ -34,7 +34,7 @@ def _model(name: str, created: int) -> Model:
 
 
 class ServedModels:
-    """Asks the queue at most once a second, however many requests there are."""
+    """The models of a queue; asks it at most once a second, regardless of the number of requests."""
 
     def __init__(self, producer: AsyncProducer, named: tuple[str, ...]) -> None:
         self._producer = producer
@@ -46,13 +46,13 @@ class ServedModels:
         self._lock = asyncio.Lock()
 
     async def all(self, caller: ApiKey) -> list[Model]:
-        """What the caller may use, by name."""
+        """Return the models that the caller may use, sorted by name."""
         await self._look()
         known = self._named | {name: model for name, (model, _) in self._seen.items()}
         return [known[name] for name in sorted(known) if caller.allows(name)]
 
     async def check(self, name: str, caller: ApiKey) -> None:
-        """Raise ApiError unless the caller may use the model: 403, 404, or 503 while no worker is there to ask."""
+        """Raise ApiError unless the caller may use the model: 403, 404, or 503 while no worker is ready."""
         if not caller.allows(name):
             raise ApiError(403, f"the API key may not use the model {name!a}", "model_not_allowed", "model")
         if name in self._named:

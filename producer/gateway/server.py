@@ -1,4 +1,4 @@
-"""The process around the application: sockets, signals, limits of the machine."""
+"""The process around the application: sockets, signals, resource limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pagemill.producer.wire.process.stop_signals import stop_signals
 BACKLOG = 2048
 KEEP_ALIVE_S = 30
 _OTHER_FILES = 256
-"""Descriptors that are no connections of clients."""
+"""File descriptors reserved for other uses than client connections."""
 
 
 def build_server(config: GatewayConfig) -> uvicorn.Server:
@@ -52,7 +52,7 @@ def build_server(config: GatewayConfig) -> uvicorn.Server:
 
 
 class _Server(uvicorn.Server):
-    """Ends like a worker: a drain that a signal asked for is a success, and not the signal's doing."""
+    """Exits like a worker: a drain after a signal is a success, not a death by the signal."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -73,10 +73,10 @@ def _is_main_thread() -> bool:
 
 
 def bind(config: GatewayConfig) -> socket.socket:
-    """The listening socket; the caller hands it to `Server.run`. Raises OSError for a port that is taken."""
+    """Return the listening socket, for `Server.run`. Raises OSError for a port that is taken."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # asyncio sends small answers at once (TCP_NODELAY) where a socket says that it is TCP. Without, the end of each
-    # waits 40 ms for the client to acknowledge its beginning.
+    # asyncio sets TCP_NODELAY only on a socket created with IPPROTO_TCP. Without it the end of each small
+    # answer waits 40 ms for the client to acknowledge its beginning.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -88,7 +88,7 @@ def bind(config: GatewayConfig) -> socket.socket:
 
 
 def _raise_file_limit() -> int:
-    """As many open files as the machine lets us have; returns how many that is."""
+    """Raise the limit of open files, at most to 65,536; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
     if soft < wanted:

@@ -1,4 +1,4 @@
-"""Lines on their way into a stored file: through a temporary file, since a file's size comes before its bytes."""
+"""Lines for a stored file, spooled to a temporary file because the size must be known before the bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IN_MEMORY = 1 << 20
 
 
 class StoredLines:
-    """JSON lines for the file `file_id` of a tenant. Writing the same again gives the same file."""
+    """JSON lines for the file `file_id` of a tenant. Writing the same lines again gives the same file."""
 
     def __init__(self, gateway: Gateway, tenant: str, file_id: str, filename: str) -> None:
         self._gateway = gateway
@@ -26,7 +26,7 @@ class StoredLines:
         self._filename = filename
         self._spool = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115  # closed by __exit__
         self.size = 0
-        """Bytes so far."""
+        """Bytes written so far."""
 
     def __enter__(self) -> Self:
         return self
@@ -40,7 +40,7 @@ class StoredLines:
         self.size += self._spool.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     async def store(self, ttl_s: float) -> str | None:
-        """The file's id; None when there are no lines. Raises QueueFull when the server has no room."""
+        """Store the lines; returns the file's id, None if there are none. Raises QueueFull if out of room."""
         if not self.size:
             return None
         queue, run = self._gateway.config.queue, self._gateway.run
@@ -53,7 +53,7 @@ class StoredLines:
             purpose="batch_output",
             created_at=int(time.time()),
         )
-        # How much a batch may write was decided when it was begun: see BatchRun.
+        # No quota here: BatchRun limits the size of a batch's output.
         await run(stored_files.begin(queue, self._tenant, file, max_files=1 << 31, max_bytes=1 << 50))
         self._spool.seek(0)
         for number in range(file.chunks):

@@ -1,7 +1,7 @@
 """Answers as server-sent events: a job's stream as OpenAI's chunks.
 
-What was sent cannot be taken back. A job that begins again after a retry is followed in silence until it has
-something new; should it say something else than before, the stream ends with an error.
+Sent text cannot be taken back. When a job restarts after a retry, nothing is sent until it has new text; if
+its text differs from what was sent, the stream ends with an error.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from pagemill.producer.wire.schema.errors import PagemillError, ResultTimeout
 from pagemill.producer.wire.schema.outputs import PositionLogprobs, Result, StreamEvent, Usage
 
 GRACE_S = 5.0
-"""The queue ends a job at its deadline by itself; this is for a queue that does not."""
+"""Margin after the deadline, at which the queue itself ends a job, for a queue that does not."""
 END_PATIENCE_S = 10.0
-"""The result is there when the stream has ended."""
+"""Timeout for the result, which normally exists once the stream has ended."""
 _DONE = b"data: [DONE]\n\n"
 _PING = b": waiting\n\n"
 _MERGED_EVENTS = 64
-"""Events of several jobs that wait for a slow client; the rest waits in Redis."""
+"""Events of several jobs buffered for a slow client; the rest stays in Redis."""
 
 
 @dataclass(slots=True)
 class _Sample:
-    """What a client has of one sample, and where its job is."""
+    """The text of one sample that was sent, and the text its job has generated in this run."""
 
     sent: str = ""
     sent_positions: int = 0
@@ -44,12 +44,12 @@ class _Sample:
     has_begun: bool = False
 
     def check_end(self) -> None:
-        """Raises ApiError when the job has ended before it came to what was sent."""
+        """Raise ApiError if the job has ended before it reached the text that was sent."""
         if self.seen != self.sent:
             raise diverged()
 
     def take(self, event: StreamEvent) -> tuple[str, tuple[PositionLogprobs, ...] | None]:
-        """The text and the log probabilities to send now. Raises ApiError when the job contradicts itself."""
+        """Return the text and logprobs to send now. Raises ApiError if the text contradicts `sent`."""
         self.seen = event.text if event.type == "snapshot" else self.seen + event.text
         if not self.seen.startswith(self.sent):
             if self.sent.startswith(self.seen):
@@ -80,18 +80,18 @@ class CompletionStream:
         self._ended: set[int] = set()
         self._created = int(time.time())
         self.has_failed = False
-        """A fault of the server's ended it after its head."""
+        """A server error ended the stream after its head."""
 
     def unfinished(self) -> list[AsyncJobHandle]:
-        """Jobs that go on though nobody listens."""
+        """Return the jobs that have not ended."""
         return [handle for number, handle in enumerate(self._handles) if number not in self._ended]
 
     def usage(self) -> Usage:
-        """Of the jobs that have ended."""
+        """Return the usage of the jobs that have ended."""
         return total_usage(result.usage for result in self._results.values())
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Events to send. Before the first one errors are raised, after it they are sent."""
+        """Yield events to send. Errors before the first event are raised, later ones are sent."""
         has_begun = False
         try:
             async for number, event in self._timely(self._events()):
@@ -112,7 +112,7 @@ class CompletionStream:
     async def _timely(
         self, events: AsyncIterator[tuple[int, StreamEvent]]
     ) -> AsyncIterator[tuple[int, StreamEvent]]:
-        """A queue that answers ends its jobs at their deadline. Raises ResultTimeout for one that does not."""
+        """Pass events on. Raises ResultTimeout if the queue has not ended the jobs at their deadline."""
         while True:
             try:
                 async with asyncio.timeout_at(self._ends_at):
@@ -156,7 +156,7 @@ class CompletionStream:
         return chunks
 
     def _begin(self, number: int, index: int) -> list[bytes]:
-        """A chat's first chunk says who speaks."""
+        """Return a chat's first chunk, which holds the role, unless it was sent."""
         sample = self._samples[number, index]
         if sample.has_begun or not is_chat(self._ask.url):
             return []
@@ -207,7 +207,7 @@ class CompletionStream:
 
 
 async def _merged(handles: Sequence[AsyncJobHandle]) -> AsyncIterator[tuple[int, StreamEvent]]:
-    """The events of several jobs as they come. Raises what the first that fails raises."""
+    """Merge the events of several jobs as they arrive. Raises the first error of any job."""
     queue: asyncio.Queue[tuple[int, StreamEvent] | Exception | None] = asyncio.Queue(_MERGED_EVENTS)
 
     async def pump(number: int, handle: AsyncJobHandle) -> None:
@@ -240,7 +240,7 @@ def _event(body: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """An answer of server-sent events. `closed` is called once, however it ends."""
+    """A response of server-sent events. `closed` is called once, however it ends."""
 
     media_type = "text/event-stream"
 
@@ -273,7 +273,7 @@ class EventStream(Response):
                 if not gone.done():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except asyncio.CancelledError:
-            # The gateway ends: what the client has is not all.
+            # The gateway is stopping: the client must know that its answer is incomplete.
             await send({"type": "http.response.body", "body": _event(stopping().body()), "more_body": False})
             raise
         finally:

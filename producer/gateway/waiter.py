@@ -1,4 +1,4 @@
-"""One request that waits for its jobs, counted with all others that wait for them, on whatever gateway."""
+"""A request that waits for its jobs, counted together with the waiters on all other gateways."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ logger = logging.getLogger(__name__)
 
 
 class Waiter:
-    """Counted from the submit on. A gateway that dies leaves its waiters counted: their jobs run to their ends."""
+    """Counted from the submit on. If a gateway dies its waiters stay counted: their jobs run to the end."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.handles: list[AsyncJobHandle] = []
-        """Its jobs, or those that have their idempotency keys."""
+        """The request's jobs, or earlier ones with the same idempotency keys."""
         self._gateway = gateway
         self._id = secrets.token_hex(6)
 
     async def submit(self, jobs: Iterable[Job]) -> None:
-        """All of them, or the first error; then it waits for none. Raises as AsyncProducer.submit."""
+        """Submit all jobs; on an error leave those submitted before. Raises as AsyncProducer.submit does."""
         try:
             for job in jobs:
                 await self._submit(job)
@@ -37,14 +37,14 @@ class Waiter:
             raise
 
     def leave(self, handles: Sequence[AsyncJobHandle]) -> None:
-        """Wait no longer, whatever becomes of the request meanwhile: what nobody else waits for ends."""
+        """Stop waiting, in the background: jobs without another waiter end."""
         if handles:
             self._gateway.in_background(self._leave([handle.id for handle in handles]))
 
     async def _submit(self, job: Job) -> None:
         producer = self._gateway.producer
         handle = AsyncJobHandle(producer, new_job_id())
-        self.handles.append(handle)  # it may have arrived where its reply has not
+        self.handles.append(handle)  # even if the reply is lost, the submit may have arrived
         with publishing(producer.queue, job) as traceparent:
             item = producer.preparer.job(job, {}, handle.id, traceparent=traceparent, waiter=self._id)
             handle.id = await producer.run_flow(submit_flow.submit(producer.queue, item, "raise"))

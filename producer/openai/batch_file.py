@@ -1,6 +1,6 @@
-"""Batch files of OpenAI's Batch API: a file written for it runs here unchanged, and so does what reads its output.
+"""Batch files of OpenAI's Batch API: input files run unchanged, and the output has the same format.
 
-Lines and answers are lines.py's; this is the file on a disk, with a journal beside it.
+lines.py handles lines and answers; this module handles the file on disk, with a journal beside it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class BatchFile:
     model: str | None = None
     window: int = WINDOW
     deadline: float | None = None
-    """Unix seconds; what has not ended by then is expired, what has is delivered."""
+    """Unix seconds; requests that have not ended by then expire, the others are delivered."""
 
     @property
     def errors_path(self) -> Path:
@@ -38,7 +38,7 @@ class BatchFile:
         return self.out.with_name(self.out.name + ".partial")
 
     def check(self) -> int:
-        """As BatchRequests.check, and the output must not be there. Raises DatasetError."""
+        """Like BatchRequests.check; also, the output must not exist. Raises DatasetError."""
         check_output(self.out)
         try:
             return self._requests().check()
@@ -47,13 +47,13 @@ class BatchFile:
             raise DatasetError(f"{place}: {error.reason}") from None
 
     def models(self) -> set[str]:
-        """The models that the lines name."""
+        """Return the models that the lines name."""
         return self._requests().models()
 
     def execute(
         self, producer: Producer, on_news: Callable[[Tally], None] = lambda tally: None
     ) -> BatchSummary:
-        """Run to the end and write both files. Call it again after any interruption."""
+        """Run to the end and write both files. Call again after any interruption."""
         self.check()
         with Journal(self.journal_path) as journal:
             journal.forget_retryable()
@@ -61,12 +61,12 @@ class BatchFile:
             return self._finish(journal)
 
     def cancel(self, producer: Producer) -> int:
-        """Cancel what an earlier start has under way; `deliver` then writes what had finished."""
+        """Cancel the jobs that an earlier start has under way; `deliver` then writes the finished ones."""
         with Journal(self.journal_path) as journal:
             return WorkLoop(producer, journal).cancel()
 
     def deliver(self, producer: Producer) -> BatchSummary:
-        """Collect what has ended and write both files, without submitting anything."""
+        """Collect the jobs that have ended and write both files, without submitting anything."""
         self.check()
         with Journal(self.journal_path) as journal:
             WorkLoop(producer, journal).run(lambda: iter(()))

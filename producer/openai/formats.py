@@ -1,7 +1,7 @@
 """OpenAI's formats: a request's body read as jobs, results written as completions.
 
-Only fields that do something here are taken. Any other is refused by its name, unless its value is one that asks for
-nothing. Formats: the API's reference, "Chat completions" and "Completions".
+Only supported fields are accepted. Any other is refused by name, unless its value has no effect. Formats: the
+API's reference, "Chat completions" and "Completions".
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _SPELLED = re.compile(r"bytes:(\\x[0-9a-f]{2})+")
 MAX_PROMPTS = 128
 """Prompts in one request for completions."""
 _MAX_SHOWN = 64
-"""Characters of an unknown field's name that an error repeats."""
+"""Characters of an unknown field's name that an error quotes."""
 
 _SAMPLING = frozenset(SAMPLING_FIELDS) - {"prompt_logprobs"}
 _COMMON = _SAMPLING | {"model", "response_format"}
 ANNOTATIONS = frozenset({"user", "safety_identifier", "prompt_cache_key"})
-"""Texts that change nothing about the output."""
+"""Text fields that do not affect the output."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
@@ -40,18 +40,18 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "suffix": ("",),
 }
-"""Fields that are not supported, with the values that ask for nothing."""
+"""Unsupported fields, with the values that have no effect."""
 FIELDS: Mapping[str, frozenset[str]] = {
     CHAT_URL: _COMMON | {"messages", "max_completion_tokens", "top_logprobs"},
     COMPLETIONS_URL: _COMMON | {"prompt", "echo"},
 }
-"""What a request may ask for, by URL."""
+"""Fields that a request may have, by URL."""
 
 
 def read_jobs(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The jobs' fields, one job per prompt; `stream` and `stream_options` are the caller's business.
+    """Return the jobs' fields, one job per prompt; the caller handles `stream` and `stream_options`.
 
-    Raises InvalidJob for a field that is not supported. The values are for `Job.parse` to judge.
+    Raises InvalidJob for an unsupported field. `Job.parse` checks the values.
     """
     fields = _supported(url, body)
     if url == COMPLETIONS_URL:
@@ -69,7 +69,7 @@ def read_jobs(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def read_job(url: str, body: Any) -> dict[str, Any]:
-    """The fields of a request that is to be one job, as a batch's lines are. Raises InvalidJob."""
+    """Return the fields of a request that must be a single job, as in a batch's lines. Raises InvalidJob."""
     if url not in URLS:
         raise InvalidJob(f"only {' and '.join(URLS)} are supported", "unsupported_feature", "url")
     if not isinstance(body, Mapping):
@@ -103,14 +103,14 @@ def _supported(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_metadata(value: Any) -> None:
-    """OpenAI's metadata annotates what is stored; nothing is stored here."""
+    """Check OpenAI's metadata. It annotates stored completions, and none are stored here."""
     is_flat = isinstance(value, Mapping) and all(isinstance(text, str) for text in value.values())
     if not is_flat or sum(len(name) + len(text) for name, text in value.items()) > MAX_METADATA_BYTES:
         raise InvalidJob("metadata is an object of short texts", param="metadata")
 
 
 def _prompts(given: Any) -> list[dict[str, Any]]:
-    """A text, a list of texts, a list of token ids, or a list of such lists."""
+    """Read a text, a list of texts, a list of token ids, or a list of such lists."""
     if given is None:
         raise InvalidJob("prompt is missing", param="prompt")
     if isinstance(given, str):
@@ -128,7 +128,7 @@ def _prompts(given: Any) -> list[dict[str, Any]]:
 
 
 def _read_echo(fields: dict[str, Any]) -> dict[str, Any]:
-    """`echo` with `max_tokens=0` asks for the log-probabilities of the prompt: nothing is sampled."""
+    """Read `echo`: with `max_tokens=0` it requests log-probabilities of the prompt, without sampling."""
     is_wanted = fields.pop("echo", False)
     if not isinstance(is_wanted, bool):
         raise InvalidJob("echo: Input should be a valid boolean", param="echo")
@@ -142,7 +142,7 @@ def _read_echo(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_chat_logprobs(fields: dict[str, Any]) -> None:
-    """Chat's own spelling: `logprobs: true` with `top_logprobs`."""
+    """Read chat's form of logprobs: `logprobs: true` with `top_logprobs`."""
     is_wanted, top = fields.pop("logprobs", False), fields.pop("top_logprobs", None)
     if not isinstance(is_wanted, bool):
         raise InvalidJob("logprobs: Input should be a valid boolean", param="logprobs")
@@ -153,10 +153,10 @@ def _read_chat_logprobs(fields: dict[str, Any]) -> None:
 
 
 def _message(number: int, message: Any) -> Any:
-    """Text parts joined, `developer` as the system that it is; anything that is not text is refused."""
+    """Join text parts, and read the role `developer` as `system`. Parts other than text are refused."""
     if not isinstance(message, Mapping):
         return message
-    # What an answer was is sent back as it came, with fields that hold nothing.
+    # Clients send earlier answers back unchanged, with their empty fields.
     told = {name: value for name, value in message.items() if value not in (None, [])}
     if told.get("role") == "developer":
         told["role"] = "system"
@@ -184,7 +184,7 @@ def completion_id(url: str, name: str) -> str:
 def completion(
     url: str, name: str, *, created: int, model: str, choices: Sequence[dict[str, Any]], usage: Usage
 ) -> dict[str, Any]:
-    """The answer to a request, whole."""
+    """Return the whole answer to a request."""
     return {
         "id": completion_id(url, name),
         "object": "chat.completion" if is_chat(url) else "text_completion",
@@ -205,7 +205,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 
 def total_usage(parts: Iterable[Usage]) -> Usage:
-    """Of a request with several prompts."""
+    """Return the summed usage of a request with several prompts."""
     found = list(parts)
     return Usage(
         prompt_tokens=sum(part.prompt_tokens for part in found),
@@ -215,7 +215,7 @@ def total_usage(parts: Iterable[Usage]) -> Usage:
 
 
 def choice(url: str, sample: Output, index: int | None = None) -> dict[str, Any]:
-    """One sample of a whole answer; `index` replaces its own."""
+    """Return one sample of a whole answer; `index` replaces its own."""
     return {
         "index": sample.index if index is None else index,
         **(
@@ -231,7 +231,7 @@ def choice(url: str, sample: Output, index: int | None = None) -> dict[str, Any]
 def logprobs_body(
     url: str, positions: Sequence[PositionLogprobs] | None, offset: int = 0
 ) -> dict[str, Any] | None:
-    """Log probabilities of successive tokens; `offset`: characters of the output before them."""
+    """Return log probabilities of successive tokens; `offset`: characters of the output before them."""
     if positions is None:
         return None
     if is_chat(url):
@@ -247,7 +247,7 @@ def logprobs_body(
 
 
 def _offsets(tokens: list[bytes], at: int) -> list[int]:
-    """Where tokens begin, in characters; one that ends a character begins where that did."""
+    """Return each token's start in characters; a token that completes a character starts where it does."""
     offsets, decoder = [], getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         offsets.append(at)
@@ -260,19 +260,19 @@ def _token(token: TokenLogprob) -> dict[str, Any]:
 
 
 def token_bytes(token: TokenLogprob) -> bytes:
-    """A token's bytes: those of its text, or those that the text spells where it is part of a character."""
+    """Return a token's bytes: its text's, or those that the text spells if it is part of a character."""
     if _SPELLED.fullmatch(token.text):
         return bytes.fromhex(token.text.removeprefix("bytes:").replace("\\x", ""))
     return token.text.encode()
 
 
 def _certain(logprob: float | None) -> float:
-    """OpenAI's field is a number always; a token that was forced is certain."""
+    """Return 0 for None: OpenAI's field is always a number, and a forced token is certain."""
     return 0.0 if logprob is None else logprob
 
 
 def parse_job(fields: dict[str, Any]) -> Job:
-    """As Job.parse, blaming the names that OpenAI has for what is wrong. Raises InvalidJob."""
+    """Like Job.parse, with OpenAI's field names in errors. Raises InvalidJob."""
     try:
         return Job.parse(fields)
     except InvalidJob as error:

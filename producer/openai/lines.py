@@ -38,7 +38,7 @@ class BatchSummary:
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """One line: the job it asks for, or why it asks for none."""
+    """One line: the job it asks for, or the reason it is invalid."""
 
     number: int
     custom_id: str
@@ -46,14 +46,14 @@ class BatchRequest:
     job: Job | Failure
 
     def work_key(self) -> str:
-        """Equal deterministic requests share a run; others are told apart by their custom_id."""
+        """Return a key that equal deterministic requests share; others are distinguished by custom_id."""
         assert isinstance(self.job, Job)
         digest = self.job.digest()
         return digest if self.job.is_repeatable else f"{digest}-{self.custom_id}"
 
 
 class RefusedFile(DatasetError):
-    """The file as a whole is no batch. `line` is where that shows, None where it shows nowhere."""
+    """The file as a whole is not a valid batch. `line` is the offending line, if there is one."""
 
     def __init__(self, reason: str, code: str, line: int | None = None) -> None:
         super().__init__(reason)
@@ -63,9 +63,9 @@ class RefusedFile(DatasetError):
 
 
 class BatchRequests:
-    """The requests of one file, read as often as they are iterated over.
+    """The requests of one file, read again by each iteration.
 
-    `model`: instead of the lines' own, for files written for a model that is not here. `deadline`: unix seconds.
+    `model`: replaces the lines' own, for files written for a model not served here. `deadline`: unix seconds.
     """
 
     def __init__(self, path: Path, model: str | None = None, deadline: float | None = None) -> None:
@@ -74,9 +74,9 @@ class BatchRequests:
         self._source = JsonLinesSource(path)
 
     def check(self, *, max_requests: int | None = None, url: str | None = None) -> int:
-        """Refuse the file before anything runs: as the API does, for ids that are missing or repeated.
+        """Check the file before anything runs: like the API, refuse missing or repeated ids.
 
-        `url`: what every line must ask. Returns the number of requests. Raises RefusedFile.
+        `url`: the one that every line must have. Returns the number of requests. Raises RefusedFile.
         """
         seen: dict[bytes, int] = {}
         count = 0
@@ -101,7 +101,7 @@ class BatchRequests:
         return count
 
     def models(self) -> set[str]:
-        """The models that the lines name."""
+        """Return the models that the lines name."""
         if self.model is not None:
             return {self.model}
         bodies = ((row.fields or {}).get("body") for row in self._source.rows())
@@ -120,13 +120,13 @@ class BatchRequests:
 
 
 class LineWriter(Protocol):
-    """Where lines go."""
+    """A destination for lines."""
 
     def write(self, line: dict[str, Any], /) -> None: ...
 
 
 class BatchAnswers:
-    """Writes the lines of both files and adds up what they say."""
+    """Writes the lines of both files and sums their counts and usage."""
 
     def __init__(self, output: LineWriter, errors: LineWriter) -> None:
         self.summary = BatchSummary()
@@ -150,7 +150,7 @@ class BatchAnswers:
 
 
 def job_of(line: Mapping[str, Any], model: str | None = None, deadline: float | None = None) -> Job:
-    """The job that a request line asks for. Raises InvalidJob for a field that is not supported."""
+    """Return the job that a request line asks for. Raises InvalidJob for an unsupported field."""
     url = line.get("url")
     if line.get("method") != "POST" or url not in URLS:
         raise InvalidJob(f"only POST to {' and '.join(URLS)} is supported", "unsupported_feature")
@@ -163,7 +163,7 @@ def job_of(line: Mapping[str, Any], model: str | None = None, deadline: float | 
 
 
 def success_line(name: str, url: str, key: str, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """The output line of one request; `kept` is its result (`outputs`, `usage`, `model`) and when it was `created`."""
+    """Return a request's output line; `kept` is its result (`outputs`, `usage`, `model`) and `created`."""
     body = completion(
         url,
         key[:24],
@@ -181,7 +181,7 @@ def success_line(name: str, url: str, key: str, kept: Mapping[str, Any]) -> dict
 
 
 def error_line(name: str, failure: Failure) -> dict[str, Any]:
-    """The error file's line of one request."""
+    """Return the error file's line of one request."""
     codes = {"deadline_exceeded": "batch_expired", "cancelled": "batch_cancelled"}
     if failure.code in codes:
         error = {"code": codes[failure.code], "message": failure.message}

@@ -1,1 +1,1 @@
-"""What a request passes before the application sees it: the connection, its limits, and where it comes from."""
+"""Checks before the application sees a request: the connection, its limits, and the request's origin."""

@@ -1,6 +1,6 @@
-"""What every request passes first: how many there may be, how large and how slow a body may be, and the figures.
+"""Limits on concurrent requests and on the size and slowness of bodies, and the metrics of all requests.
 
-Plain ASGI around the application. A body is counted as it comes, whatever its head says about it.
+Plain ASGI around the application. A body is counted as it arrives, whatever its head declares.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from pagemill.producer.gateway.metrics import GatewayMetrics
 
 MAX_HEAD_BYTES = 32 << 10
 FORM_BYTES = 64 << 10
-"""What a form may have beside its file."""
+"""Bytes that a form may have beside its file."""
 MAX_HELD_BYTES = 256 << 20
-"""Of bodies in memory, all requests together. Uploads go to a temporary file."""
+"""Bytes of bodies in memory, over all requests. Uploads go to a temporary file."""
 LINGER_S = 5.0
 LINGER_BYTES = 256 << 20
-"""How much of a refused body is still taken in, so that its sender gets to see the answer."""
+"""Bytes of a refused body that are still read, so that the client sees the answer."""
 STATUS_CLIENT_GONE = 499
 
 
 class ClientGone(Exception):
-    """Nobody is there to answer."""
+    """The client has disconnected."""
 
 
 class RequestLimits:
-    """The outermost application. `routes`: how each endpoint is called in the metrics."""
+    """The outermost application. `routes`: the name of each endpoint in the metrics."""
 
     def __init__(
         self, app: ASGIApp, config: GatewayConfig, metrics: GatewayMetrics, routes: Mapping[object, str]
@@ -54,18 +54,18 @@ class RequestLimits:
         try:
             await self._answer(request, scope)
         except asyncio.CancelledError:
-            # Nothing but the end of the gateway's drain cancels a request; the server would answer it 500.
+            # A request is only cancelled at the end of the gateway's drain; the server would answer it 500.
             if request.has_begun:
                 raise
             await stopping().response()(scope, request.receive, request.send)
         except Exception:
-            # The framework wraps what is raised after an answer has begun.
+            # No `except ClientGone`: the framework wraps what is raised after an answer has begun.
             if not request.is_gone:
                 raise
             request.status = STATUS_CLIENT_GONE
             if (abort := scope.get("state", {}).get("abort")) is not None:
                 abort()
-                # The connection hears of it before the server asks where the answer is.
+                # Lets the connection notice before the server checks for an answer.
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
         finally:
@@ -77,7 +77,7 @@ class RequestLimits:
 
     async def _answer(self, request: LimitedRequest, scope: Scope) -> None:
         try:
-            # Probes and metrics tell how it is, busy or not.
+            # Probes and metrics are answered even when the gateway is busy.
             if self.metrics.in_flight > self.config.max_in_flight and scope["path"].startswith("/v1/"):
                 self.metrics.refused["busy"] += 1
                 raise retry_later(503, "the gateway has too many requests under way", "busy")
@@ -98,7 +98,7 @@ class LimitedRequest:
         self.status = STATUS_CLIENT_GONE
         self.is_gone = False
         self.has_begun = False
-        """Its answer, that is."""
+        """True once the answer has begun."""
         self._limits = limits
         self._config = limits.config
         self._receive = receive
@@ -109,7 +109,7 @@ class LimitedRequest:
         length = headers.get("content-length", "")
         self._length = int(length) if length.isdecimal() else 0
         self._is_complete = not (self._length or "transfer-encoding" in headers)
-        # Somebody on the way may have gone by the other one, and taken what follows for something else.
+        # A proxy may have gone by the other header and seen a different end of the body (request smuggling).
         self._is_ambiguous = "transfer-encoding" in headers and "content-length" in headers
         self._is_upload = scope["method"] == "POST" and scope["path"].rstrip("/") == "/v1/files"
         config = limits.config
@@ -119,7 +119,7 @@ class LimitedRequest:
         self._request_id = f"req_{secrets.token_hex(12)}"
 
     def check_head(self) -> None:
-        """Refuse at once a head that is too long, that says so of its body, or that says two things of it."""
+        """Refuse a head that is too long, or that declares a body that is too long or has two lengths."""
         if self._head_bytes > MAX_HEAD_BYTES:
             raise ApiError(431, f"the request's head has more than {MAX_HEAD_BYTES} bytes", "head_too_large")
         if self._is_ambiguous:
@@ -129,7 +129,7 @@ class LimitedRequest:
 
     async def receive(self) -> Message:
         """The application's `receive`. Raises ClientGone inside a body, and ApiError: 408, 413, or 503 when all
-        bodies are too much.
+        bodies together are too large.
         """
         message = await (self._receive_in_time() if self._wants_body() else self._receive())
         if self._wants_body():
@@ -142,7 +142,7 @@ class LimitedRequest:
         return message
 
     def _wants_body(self) -> bool:
-        """Not once the answer has begun: who still asks listens for a hang-up."""
+        """False once the answer has begun: a `receive` after that only waits for a hang-up."""
         return not (self._is_complete or self.has_begun)
 
     async def _receive_in_time(self) -> Message:
@@ -156,7 +156,7 @@ class LimitedRequest:
         return await self._receive()
 
     async def send(self, message: Message) -> None:
-        """The application's `send`. Raises ClientGone when the client takes nothing."""
+        """The application's `send`. Raises ClientGone when the client stops reading."""
         is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
         if message["type"] == "http.response.start":
             self.status = message["status"]
@@ -185,7 +185,7 @@ class LimitedRequest:
             raise ClientGone from None
 
     async def _linger(self) -> None:
-        """Take in what the client is still sending: closing now would cost it the answer."""
+        """Read what the client is still sending: closing now would lose it the answer."""
         taken = 0
         try:
             async with asyncio.timeout(LINGER_S):

@@ -1,7 +1,7 @@
-"""Which pages in a browser may use a gateway that asks for no keys: none of another origin.
+"""Same-origin checks for a gateway without keys: pages of another origin may not use it.
 
-Where keys are asked for, nothing of this is needed: a browser adds no Authorization header by itself, and no answer of
-ours lets a foreign page's script add one.
+A gateway with keys does not need them: a browser adds no Authorization header by itself, and no answer of the
+gateway lets another origin's script add one.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def check_host(headers: Headers) -> None:
-    """A page must not reach this machine under a name of its own (DNS rebinding). Raises ApiError.
+    """Refuse pages that reach this machine under their own name (DNS rebinding). Raises ApiError.
 
-    The whole header is compared: in `a@localhost` and `localhost#a` some read another name than others.
+    The whole header is compared: parsers differ on the name in `a@localhost` and `localhost#a`.
     """
     if not _LOOPBACK_HOST.fullmatch(headers.get("host", "")):
         raise ApiError(403, "without API keys the gateway answers to localhost only", "host_not_allowed")
 
 
 def check_origin(method: str, headers: Headers) -> None:
-    """A page elsewhere must not change anything, though it could not read the answer. Raises ApiError.
+    """Refuse changes from cross-origin pages, though they could not read the answer. Raises ApiError.
 
-    As Go's net/http.CrossOriginProtection: today's browsers say whether the page is of our origin, older ones say of
-    which origin it is, and what is no browser says neither.
+    As in Go's net/http.CrossOriginProtection: current browsers say whether the page is same-origin, older
+    ones name its origin, and other clients send neither header.
     """
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if site is not None:

@@ -1,1 +1,1 @@
-"""Every call of a script, as a function that returns a `Call`."""
+"""Every script call, as a function that returns a `Call`."""

@@ -1,7 +1,7 @@
 """Batches of the HTTP interface, as calls: opened by any gateway, run by the one that holds the lease.
 
-A batch is a file's requests, submitted as a batch of the queue under the same id. What is kept here is what the
-queue does not know: the files, the status that clients see, and who is at work on it.
+A batch is a file's requests, submitted as a batch of the queue under the same id. The record here adds what
+the queue does not know: the files, the status that clients see, and the lease holder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pagemill.producer.wire.server.scripts import Call
 LEASE_MS = 10_000
 _DAY_MS = 86_400_000
 RETENTION_MS = 35 * _DAY_MS
-"""How long the record of a batch is kept."""
+"""Time that a batch's record is kept."""
 
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
@@ -25,7 +25,7 @@ CreateReply = Literal["created", "no_file", "full"]
 
 @dataclass(frozen=True, slots=True)
 class ApiBatch:
-    """A batch's record: `values` as they were saved, by name."""
+    """A batch's record: its saved `values` by name."""
 
     id: str
     values: dict[str, str]
@@ -37,7 +37,7 @@ class ApiBatch:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A batch that is ours for the length of a lease."""
+    """A batch held for the length of a lease."""
 
     batch: ApiBatch
     token: int
@@ -46,27 +46,27 @@ class Claim:
 def create(
     queue: str, batch_id: str, tenant: str, file_id: str, doc: str, *, window_s: float, max_open: int
 ) -> Call[CreateReply]:
-    """Open a batch over a file, which is kept as long as the batch may run."""
+    """Open a batch over a file; the file is kept as long as the batch may run."""
     needed_ms = int(1000 * window_s) + _DAY_MS
     args = (batch_id, tenant, file_id, doc, RETENTION_MS, needed_ms, max_open)
     return Call("api_batch_create", (keys.prefix(queue),), args, lambda reply: reply.decode())
 
 
 def claim(queue: str, lease_ms: int = LEASE_MS) -> Call[Claim | None]:
-    """Take an open batch that nobody holds."""
+    """Claim an open batch that has no holder."""
     return Call("api_batch_claim", (keys.prefix(queue),), (lease_ms,), _claim)
 
 
 def save(queue: str, held: Claim, values: dict[str, Any], lease_ms: int = LEASE_MS) -> Call[str | None]:
-    """Write values and renew the lease. Returns the status, None when the claim is no longer good.
+    """Write values and renew the lease. Returns the status, None if the claim is no longer valid.
 
-    A batch that is being cancelled keeps that status. With a lease of 0 somebody else goes on.
+    A batch that is being cancelled keeps that status. A lease of 0 releases the batch to others.
     """
     return _save(queue, held, values, lease_ms)
 
 
 def end(queue: str, held: Claim, values: dict[str, Any]) -> Call[str | None]:
-    """Write the last values, its final status among them."""
+    """Write the last values, including the final status."""
     return _save(queue, held, values, -1)
 
 
@@ -77,7 +77,7 @@ def _save(queue: str, held: Claim, values: dict[str, Any], lease_ms: int) -> Cal
 
 
 def find(queue: str, tenant: str, batch_id: str) -> Call[ApiBatch | None]:
-    """The tenant's batch of that id."""
+    """Return the tenant's batch with that id."""
     args = (tenant, batch_id, "", 1)
     return Call(
         "api_batch_list", (keys.prefix(queue),), args, lambda reply: _batch(*reply[0]) if reply else None
@@ -85,13 +85,13 @@ def find(queue: str, tenant: str, batch_id: str) -> Call[ApiBatch | None]:
 
 
 def find_all(queue: str, tenant: str, after: str, limit: int) -> Call[list[ApiBatch]]:
-    """The tenant's batches, newest first, from behind the id `after` on ("": from the first)."""
+    """Return the tenant's batches, newest first, starting after the id `after` ("": from the first)."""
     args = (tenant, "", after, limit)
     return Call("api_batch_list", (keys.prefix(queue),), args, lambda reply: [_batch(*row) for row in reply])
 
 
 def cancel(queue: str, tenant: str, batch_id: str) -> Call[ApiBatch | None]:
-    """Ask its holder to cancel it. One that writes its files already, or has ended, is left alone."""
+    """Ask a batch's holder to cancel it. A batch that is writing its files, or has ended, is left alone."""
     return Call(
         "api_batch_cancel",
         (keys.prefix(queue),),

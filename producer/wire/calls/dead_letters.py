@@ -17,7 +17,7 @@ PAGE_LETTERS = 250
 
 
 class DeadLetter(WireModel):
-    """A job that is dead. It stays for 14 days, or until it is purged."""
+    """A dead job, kept for 14 days or until it is purged."""
 
     id: str
     queue: str
@@ -27,56 +27,56 @@ class DeadLetter(WireModel):
     code: str
     """attempts_exhausted or crash_suspect."""
     cause: str = ""
-    """The code of the last attempt's error, where attempts were used up."""
+    """The error code of the last attempt, if attempts were used up."""
     message: str
     created_at: float
     died_at: float
     attempts: int = 0
     """Executions that ended in the job's own retryable error."""
     crashes: int = 0
-    """Workers that died while they ran it without getting further."""
+    """Workers that died while running it without making progress."""
     batch: str | None = None
     key: str | None = None
     metadata: dict[str, Any] | None = None
     replayed_as: str | None = None
-    """The job that it was last submitted as again."""
+    """The job of its last replay."""
 
     def matches(self, error: str | None) -> bool:
-        """`error` is its code or its cause; None matches all."""
+        """Return whether `error` is the letter's code or cause; None matches all."""
         return error is None or error in (self.code, self.cause)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedLetter:
-    """A dead letter with what it holds."""
+    """A dead letter with its contents."""
 
     letter: DeadLetter
     payload: bytes
-    """The envelope; empty when it is gone."""
+    """The envelope; empty if it is gone."""
     partial: tuple[Output, ...]
-    """What its executions had generated."""
+    """The partial output of its executions."""
 
 
 @dataclass(frozen=True, slots=True)
 class LetterPage:
-    """`seen` letters were looked at; those that are gone by now are left out."""
+    """A page of letters. `seen` letters were examined; those that are gone by now are left out."""
 
     seen: int
     letters: list[DeadLetter]
 
 
 def page(queue: str, skip: int) -> Call[LetterPage]:
-    """Some letters, the latest death first."""
+    """Return some letters, the latest death first."""
     return Call("dead_list", (keys.prefix(queue),), (skip, PAGE_LETTERS), partial(_page, queue))
 
 
 def open_letters(queue: str, job_ids: Sequence[str]) -> Call[list[OpenedLetter | None]]:
-    """Per id its letter; None for a job that is not dead."""
+    """Return one letter per id; None for a job that is not dead."""
     return Call("dead_show", (keys.prefix(queue),), tuple(job_ids), partial(_opened, queue))
 
 
 def purge(queue: str, job_ids: Sequence[str]) -> Call[int]:
-    """Forget letters; returns how many of them there were."""
+    """Delete letters; returns the number that existed."""
     return Call("dead_purge", (keys.prefix(queue),), tuple(job_ids), int)
 
 

@@ -1,7 +1,7 @@
-"""A job's way through the queue: when it came, which workers ran it, and how each execution ended.
+"""A job's history: when it was submitted, which workers ran it, and how each execution ended.
 
-The record of a job knows its present or last execution; those that did not end it are kept in a short list beside
-it (`history:<id>`), so that a job that runs through costs nothing extra.
+A job's record holds its current or last execution; those that did not end it are kept in a short list beside
+it (`history:<id>`), so that a job that needs one execution costs nothing extra.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pagemill.producer.wire.server.scripts import Call
 ExecutionEnd = Literal[
     "running", "retried", "released", "lost", "crashed", "succeeded", "failed", "cancelled", "expired", "dead"
 ]
-"""released: handed back unfinished. lost: its lease lapsed. crashed: the same, and nothing had come of it."""
+"""released: handed back unfinished. lost: its lease lapsed. crashed: the same, without progress."""
 
 
 class Execution(WireModel):
-    """One worker's go at the job."""
+    """One worker's execution of the job."""
 
     worker: str | None
     attempt: int
@@ -34,7 +34,7 @@ class Execution(WireModel):
 
 
 class JobHistory(WireModel):
-    """One job from its submit to now. Times are unix seconds by the server's clock."""
+    """One job since its submit. Times are unix seconds by the server's clock."""
 
     id: str
     queue: str
@@ -45,28 +45,28 @@ class JobHistory(WireModel):
     batch: str | None
     key: str | None
     leader: str | None
-    """The equal job whose end it shares; it does not run itself."""
+    """The equal job whose end this one shares; it does not run itself."""
     replay_of: str | None
-    """The dead job that it runs again."""
+    """The dead job that this one replays."""
     created_at: float
     finished_at: float | None
     deadline: float | None
     due_at: float | None
-    """When a delayed job, or a retry, may run."""
+    """Earliest start of a delayed job or a retry."""
     attempts_failed: int
     crashes: int
     stop_asked: str | None
-    """cancelled or expired, while its worker has not ended it yet."""
+    """cancelled or expired, until its worker has ended it."""
     live_workers: int
     """Workers that serve its model now."""
     progress: Progress
     executions: tuple[Execution, ...]
-    """Oldest first; of a job that was run very often the last ones."""
+    """Oldest first; only the last ones of a job with very many."""
     error: ErrorInfo | None
 
 
 def history(queue: str, job_id: str) -> Call[JobHistory | None]:
-    """What is known of a job; None if nothing is. Holds no prompt and no output."""
+    """Return a job's history; None if it is unknown. Contains no prompt and no output."""
     return Call("history", (keys.prefix(queue),), (job_id,), lambda reply: _history(queue, job_id, reply))
 
 
@@ -117,7 +117,7 @@ def _past(entry: dict[str, Any]) -> Execution:
 
 
 def _last(record: dict[str, str], past: list[Execution], error: ErrorInfo | None) -> list[Execution]:
-    """The execution that the record itself tells of, unless it is in the list already."""
+    """Return the execution in the record itself, unless the list has it already."""
     started_at = _seconds(record.get("started_at"))
     state = record["state"]
     is_over = state in END_STATES

@@ -1,4 +1,4 @@
-"""What a queue takes and gives at most, and whose jobs come more often: set per queue, as calls."""
+"""Limits of a queue and weights of its tenants, as calls."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ MAX_LIMIT = 1e12
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """None: no limit of the queue's own."""
+    """The limits of a queue; None: not set."""
 
     jobs: int | None = None
-    """Jobs that may wait; without it the producer's own default (1,000,000) holds."""
+    """Jobs that may wait; unset, the producer's default (1,000,000) applies."""
     payload_bytes: int | None = None
     """Bytes of one job; never more than 1 MiB."""
     rate: float | None = None
-    """Jobs that may start per second, on all workers together."""
+    """Jobs that may start per second, across all workers."""
     burst: int | None = None
-    """How many of them at once, after a pause."""
+    """Jobs that may start at once after a pause."""
 
 
 def limits(queue: str) -> Call[QueueLimits]:
-    """The queue's limits as they are."""
+    """Return the queue's current limits."""
     return Call("limits", (keys.prefix(queue),), (), _limits)
 
 
 def set_limits(queue: str, wanted: QueueLimits) -> Call[QueueLimits]:
-    """Set all limits of a queue; None takes one away. Raises InvalidJob for one that makes no sense.
+    """Set all limits of a queue; None removes one. Raises InvalidJob for an invalid limit.
 
-    A rate without a burst lets a second's worth start at once, at least one job.
+    A rate without a burst allows one second's worth to start at once, at least one job.
     """
     burst = wanted.burst
     if burst is None and wanted.rate is not None:
@@ -55,12 +55,12 @@ def set_limits(queue: str, wanted: QueueLimits) -> Call[QueueLimits]:
 
 
 def weights(queue: str) -> Call[dict[str, int]]:
-    """The weights of tenants that have another than 1."""
+    """Return the tenants' weights other than 1."""
     return Call("weights", (keys.prefix(queue),), (), _weights)
 
 
 def set_weights(queue: str, wanted: Mapping[str, int]) -> Call[dict[str, int]]:
-    """Set the weights of some tenants; 1 is everybody's. Raises InvalidJob for one that makes no sense."""
+    """Set the weights of some tenants; the default is 1. Raises InvalidJob for an invalid weight."""
     for tenant, weight in wanted.items():
         if not keys.TENANT_PATTERN.fullmatch(tenant):
             raise InvalidJob(keys.TENANT_RULE)

@@ -1,4 +1,4 @@
-"""The outboxes: ended jobs whose webhook, or whose relay, has yet to be told. The end writes the entry, atomically."""
+"""The outboxes: ended jobs with a webhook or relay to notify. An entry is written atomically with the end."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pagemill.producer.wire.server.scripts import Call
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One delivery to make. Nobody else is given it until the claim lapses."""
+    """One delivery to make, exclusive to its claimant until the claim lapses."""
 
     url: str
-    """The webhook's; a relay's name in a relay's box."""
+    """The webhook's URL; in a relay's outbox the relay's name."""
     tries: int
-    """This one included."""
+    """Delivery attempts, this one included."""
     tenant: str
     finished_at: float
     outcome: Outcome
@@ -26,13 +26,13 @@ class Notice:
 def claim(queue: str, limit: int, claim_ms: int, *, relay: str = "") -> Call[list[Notice]]:
     """Take up to `limit` deliveries that are due; they come again after `claim_ms` unless settled.
 
-    Of the webhooks; or of the jobs that were submitted for this relay.
+    Webhook deliveries, or those of jobs that were submitted for `relay`.
     """
     return Call("outbox_claim", (keys.prefix(queue),), (limit, claim_ms, relay), _notices)
 
 
 def settle(queue: str, job_id: str, tries: int, again_ms: int | None, *, relay: str = "") -> Call[bool]:
-    """Delivered or given up (None), or try again in `again_ms`. False: another worker has claimed it since."""
+    """Settle a delivery: over (None), or due again in `again_ms`. False: another worker has claimed it."""
     args = (job_id, tries, -1 if again_ms is None else again_ms, relay)
     return Call("outbox_settle", (keys.prefix(queue),), args, bool)
 

@@ -1,4 +1,4 @@
-"""How often somebody may ask, counted on the server for all gateways together."""
+"""Rate limits, counted on the server for all gateways together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill.producer.wire.server.scripts import Call
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A bucket that holds `burst` and gets `per_second` new ones."""
+    """A token bucket that holds `burst` tokens and gains `per_second`."""
 
     per_second: float
     burst: int
@@ -22,11 +22,11 @@ class RateReply:
     allowed: bool
     remaining: int
     wait_s: float
-    """Until there are so many again."""
+    """Seconds until the requested count is available."""
 
 
 def take(queue: str, name: str, rate: Rate, count: int = 1, *, returned: int = 0) -> Call[RateReply]:
-    """Take `count` from the bucket `name`, or nothing; `returned`: what an earlier take took, and is put back first.
+    """Take `count` from the bucket `name`, or nothing, after putting `returned` of an earlier take back.
 
     A count above the burst is never allowed.
     """

@@ -1,4 +1,4 @@
-"""What a producer reads about jobs, as calls: status, outcome, token feed."""
+"""Reads of a producer, as calls: status, outcome, token feed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pagemill.producer.wire.schema.outputs import (
 from pagemill.producer.wire.server.scripts import Call
 
 FEED_ENTRIES = 256
-"""Deltas that one read of a feed returns at most."""
+"""Most deltas that one read of a feed returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Outcome:
     error: ErrorInfo | None = None
 
     def value(self) -> Result | None:
-        """The result; None while the job has not ended. Raises what stands for any other end."""
+        """Return the result; None while the job has not ended. Raises the error of any other end."""
         if self.state is None:
             raise JobNotFound(f"no job {self.job_id}: never submitted, or its record has been removed")
         if self.state == "succeeded" and self.result is None:
@@ -50,7 +50,7 @@ class Outcome:
         return self.result
 
     def job_error(self) -> JobError:
-        """The exception that stands for this end; only for a job that ended without a result."""
+        """Return the exception for this end; only for a job that ended without a result."""
         assert self.state in JOB_ERRORS
         error = self.error or ErrorInfo(
             code="", message=f"the job is {self.state}; the reason has been removed"
@@ -60,9 +60,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """News of a streaming job: deltas since the position asked for, and the outcome once it has ended.
+    """News of a streaming job: deltas since the requested position, and the outcome once it has ended.
 
-    `epoch` changes when the job begins again from its prompt; the deltas then count from position 0.
+    `epoch` changes when the job restarts from its prompt; the deltas then count from position 0.
     """
 
     state: State | None
@@ -73,34 +73,34 @@ class Feed:
 
     @property
     def end(self) -> EndState | None:
-        """The terminal state, once it is reached."""
+        """The terminal state, once reached."""
         return next((state for state in END_STATES if state == self.state), None)
 
 
 def statuses(queue: str, job_ids: Sequence[str]) -> Call[list[JobStatus | None]]:
-    """What the jobs are doing; None for an unknown one."""
+    """Return the jobs' statuses; None for an unknown job."""
     parse = partial(_statuses, queue, tuple(job_ids))
     return Call("status", (keys.prefix(queue),), tuple(job_ids), parse)
 
 
 def ends(queue: str, job_ids: Sequence[str]) -> Call[list[bool]]:
-    """Which jobs have ended, or are unknown."""
+    """Return for each job whether it has ended or is unknown."""
     return Call("ends", (keys.prefix(queue),), tuple(job_ids), lambda reply: [bool(ended) for ended in reply])
 
 
 def outcome(queue: str, job_id: str) -> Call[Outcome]:
-    """The end of a job, if it has come."""
+    """Return the end of a job, if it has ended."""
     return Call("outcome", (keys.prefix(queue),), (job_id,), read_outcome)
 
 
 def feed(queue: str, job_id: str, epoch: int, position: int) -> Call[Feed]:
-    """Deltas from `position` on, counted in the feed of `epoch`."""
+    """Return deltas from `position` on, counted in the feed of `epoch`."""
     args = (job_id, epoch, position, FEED_ENTRIES)
     return Call("feed", (keys.prefix(queue),), args, partial(_feed, job_id))
 
 
 def read_outcome(record: list[Any]) -> Outcome:
-    """An end record as the scripts return it."""
+    """Parse an end record as the scripts return it."""
     job_id, state, key, metadata, out, leader, created_at, finished_at, entries = record
     word: Any = state.decode() or None
     own_metadata = _object(metadata)
@@ -121,7 +121,7 @@ def read_outcome(record: list[Any]) -> Outcome:
 
 
 def _own_result(out: bytes, job_id: str) -> Result:
-    """A result as that of `job_id`: equal jobs share the one of the job that ran."""
+    """Return a result as that of `job_id`: equal jobs share the result of the job that ran."""
     result = Result.model_validate_json(out)
     if result.id == job_id:
         return result
@@ -129,7 +129,7 @@ def _own_result(out: bytes, job_id: str) -> Result:
 
 
 def _error(out: bytes, entries: list[bytes]) -> ErrorInfo:
-    """The error as recorded; where the worker gave no partial output, the checkpoint tells it."""
+    """Return the recorded error; partial output that the worker did not give comes from the checkpoint."""
     error = ErrorInfo.model_validate_json(out)
     return error if error.partial else error.model_copy(update={"partial": partial_outputs(entries)})
 
@@ -185,7 +185,7 @@ def _object(text: bytes | None) -> dict[str, Any] | None:
 
 
 def unpack_progress(packed: str | None, updated_at: str | bytes | None) -> Progress:
-    """Progress as a job's record holds it."""
+    """Parse progress as stored in a job's record."""
     if not packed:
         return Progress()
     phase, *counts = packed.split(" ")

@@ -14,27 +14,27 @@ WORKER_TTL_MS = 10_000
 
 
 class WorkerInfo(WireModel):
-    """What a worker says about itself with every heartbeat."""
+    """The state that a worker reports with every heartbeat."""
 
     id: str
     models: tuple[str, ...]
     state: str = "ready"
     """loading, ready, draining or unwell."""
     url: str | None = None
-    """Where its /metrics are."""
+    """The address of its /metrics."""
     host: str = ""
     pid: int = 0
     started_at: float = 0.0
     running: int = 0
-    """Jobs it holds."""
+    """Jobs that the worker holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueStats:
-    """A queue at a glance. `waiting` and `oldest_s` are by (priority, tenant, model)."""
+    """The figures of a queue. `waiting` and `oldest_s` are keyed by (priority, tenant, model)."""
 
     counts: dict[str, int]
-    """Jobs by state: now for the active states, ever for the terminal ones."""
+    """Jobs by state: current for the active states, all-time for the terminal ones."""
     waiting: dict[tuple[str, str, str], int]
     oldest_s: dict[tuple[str, str, str], float]
     leases: int
@@ -42,7 +42,7 @@ class QueueStats:
     """Jobs in the dead-letter set."""
     paused: bool
     followers: int = 0
-    """Queued jobs that wait for the end of an equal one; they are in no waiting set."""
+    """Queued jobs that wait for an equal one to end; they are in no waiting set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +50,25 @@ class StatsPage:
     """The figures of a queue, and some of its lanes: name to (jobs, age of the oldest in seconds)."""
 
     totals: QueueStats
-    """Without the lanes."""
+    """The figures without the lanes."""
     lanes: dict[str, tuple[int, float]]
     cursor: str
-    """Of the next page; "0" after the last."""
+    """The cursor of the next page; "0" after the last."""
 
 
 def heartbeat(queue: str, info: WorkerInfo, ttl_ms: int = WORKER_TTL_MS) -> Call[None]:
-    """Register the worker, or say that it still lives. After `ttl_ms` without one it counts as gone."""
+    """Register the worker, or keep it registered. After `ttl_ms` without a heartbeat it counts as gone."""
     args: tuple[str | int, ...] = (info.id, ttl_ms, info.model_dump_json(), *info.models)
     return Call("heartbeat", (keys.prefix(queue),), args, _nothing)
 
 
 def leave(queue: str, worker_id: str) -> Call[None]:
-    """Take the worker off the list. Its leases, if any, lapse by themselves."""
+    """Remove the worker. Its leases, if any, lapse by themselves."""
     return Call("leave", (keys.prefix(queue),), (worker_id,), _nothing)
 
 
 def workers(queue: str) -> Call[list[WorkerInfo]]:
-    """The workers that live."""
+    """Return the live workers."""
     return Call(
         "workers",
         (keys.prefix(queue),),
@@ -78,17 +78,17 @@ def workers(queue: str) -> Call[list[WorkerInfo]]:
 
 
 def set_paused(queue: str, paused: bool) -> Call[None]:
-    """Pause: nothing is pulled, running jobs finish, submits are accepted."""
+    """Pause or resume a queue. Paused: nothing is pulled, running jobs finish, submits are accepted."""
     return Call("pause", (keys.prefix(queue),), (int(paused),), _nothing)
 
 
 def stats_page(queue: str, cursor: str = "0") -> Call[StatsPage]:
-    """What waits, what runs, what ended. Needs no live worker."""
+    """Return a queue's figures and a page of its lanes. Needs no live worker."""
     return Call("stats", (keys.prefix(queue),), (cursor,), _stats_page)
 
 
 def stats(run: Callable[[Call[StatsPage]], StatsPage], queue: str) -> QueueStats:
-    """The same with all lanes: a page of a thousand after the other, so that no call takes long."""
+    """Return the figures with all lanes, read in pages of a thousand, so that no call takes long."""
     page = run(stats_page(queue))
     lanes = dict(page.lanes)
     while page.cursor != "0":
@@ -105,7 +105,7 @@ def stats(run: Callable[[Call[StatsPage]], StatsPage], queue: str) -> QueueStats
 
 
 def doorbells(queue: str, models: Sequence[str]) -> list[str]:
-    """What an idle worker blocks on: `BLPOP <doorbells> <timeout>`, then `pull`, whatever came of it."""
+    """Return the keys that an idle worker blocks on: `BLPOP <doorbells> <timeout>`, then always `pull`."""
     return [keys.doorbell(queue, model) for model in models]
 
 

@@ -1,6 +1,6 @@
-"""Files kept in Redis in pieces, as calls: a tenant's uploads, and what batches write.
+"""Files stored in Redis in chunks, as calls: a tenant's uploads and the outputs of batches.
 
-Begin, write every chunk, finish: only then can the file be read. Each tenant has a number of files and of bytes.
+Begin, write every chunk, finish: only then can the file be read. Tenants have quotas of files and bytes.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pagemill.producer.wire.server.scripts import Call
 
 CHUNK_BYTES = 256 << 10
 UPLOAD_MS = 900_000
-"""What is begun and not finished by then is forgotten."""
+"""An upload that is not finished by then is discarded."""
 
 DeleteReply = Literal["deleted", "missing", "in_use"]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file that is whole. Times are unix seconds."""
+    """A complete file. Times are unix seconds."""
 
     id: str
     expires_at: float
@@ -39,19 +39,19 @@ def num_chunks(size: int) -> int:
 def begin(
     queue: str, tenant: str, file: StoredFile, *, max_files: int, max_bytes: int, upload_ms: int = UPLOAD_MS
 ) -> Call[bool]:
-    """Reserve the file's room; `expires_at` is not looked at. False: the tenant has none left."""
+    """Reserve room for the file; `expires_at` is ignored. False: the tenant's quota is used up."""
     text = json.dumps({"filename": file.filename, "purpose": file.purpose, "created_at": file.created_at})
     args = (tenant, file.id, file.size, file.chunks, text, upload_ms, max_files, max_bytes)
     return Call("file_begin", (keys.prefix(queue),), args, bool)
 
 
 def write(queue: str, file_id: str, number: int, chunk: bytes, upload_ms: int = UPLOAD_MS) -> Call[None]:
-    """Store one chunk, of CHUNK_BYTES but for the last."""
+    """Store one chunk; all but the last have CHUNK_BYTES."""
     return Call("file_chunk", (keys.prefix(queue),), (file_id, number, upload_ms, chunk), _nothing)
 
 
 def finish(queue: str, tenant: str, file_id: str, ttl_s: float) -> Call[StoredFile | None]:
-    """Make it readable for so long. None: something of it is missing, begin again."""
+    """Make the file readable for `ttl_s` seconds. None: parts are missing, begin again."""
 
     def parse(reply: list[Any]) -> StoredFile | None:
         return _file([file_id.encode(), *reply]) if reply else None
@@ -60,7 +60,7 @@ def finish(queue: str, tenant: str, file_id: str, ttl_s: float) -> Call[StoredFi
 
 
 def find(queue: str, tenant: str, file_id: str) -> Call[StoredFile | None]:
-    """The tenant's file of that id."""
+    """Return the tenant's file with that id."""
     return Call(
         "file_list",
         (keys.prefix(queue),),
@@ -70,7 +70,7 @@ def find(queue: str, tenant: str, file_id: str) -> Call[StoredFile | None]:
 
 
 def find_all(queue: str, tenant: str) -> Call[list[StoredFile]]:
-    """All of the tenant's files, newest first."""
+    """Return all of the tenant's files, newest first."""
 
     def parse(reply: list[list[Any]]) -> list[StoredFile]:
         return sorted(map(_file, reply), key=lambda file: (file.created_at, file.id), reverse=True)
@@ -79,12 +79,12 @@ def find_all(queue: str, tenant: str) -> Call[list[StoredFile]]:
 
 
 def read(queue: str, file_id: str, number: int) -> Call[bytes | None]:
-    """One chunk; None once the file is gone."""
+    """Return one chunk; None once the file is gone."""
     return Call("file_read", (keys.prefix(queue),), (file_id, number), lambda reply: reply)
 
 
 def delete(queue: str, tenant: str, file_id: str) -> Call[DeleteReply]:
-    """in_use: an open batch needs it."""
+    """Delete a file. in_use: an open batch needs it."""
     return Call("file_delete", (keys.prefix(queue),), (tenant, file_id), lambda reply: reply.decode())
 
 

@@ -1,10 +1,10 @@
-"""The fast way from a row to a submission: rows that differ in prompt, key and metadata alone.
+"""The fast path from a row to a submission, for rows that differ only in prompt, key and metadata.
 
-In a bulk submit most rows ask for the same thing of another text. What they share is validated and encoded
-once; the rest of a row is a string or two. A row that is in any way unusual is left to `Job` and `prepare`,
-which say what is wrong with it; for every other one the outcome is the same, as the tests compare. It is a second
-way to a submission because it takes a third of the time at 64 rows and a fifth at 1,000 (five interleaved runs: 22 and
-14 us a row instead of 74 and 71).
+In a bulk submit most rows ask for the same work on another text. The shared part is validated and encoded
+once; the rest of a row is a string or two. Unusual rows are left to `Job` and `prepare`, which report what is
+wrong; for all others the result is the same, which the tests check. The second path exists because it takes a
+third of the time at 64 rows and a fifth at 1,000 (five interleaved runs: 22 and 14 us a row instead of 74 and
+71).
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _ROLES: Final = frozenset({"system", "user", "assistant", "tool"})
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A row's prompt, taken apart once for all that is made of it."""
+    """A row's prompt, parsed once for all uses."""
 
     member: str
     """`"prompt":...` or `"messages":...` as JSON."""
     tokens: int
     work: bytes
-    """As `Job.prompt_work`."""
+    """Like `Job.prompt_work`."""
     affinity: str | None
 
 
 class JobForm:
-    """What rows of one shape have in common; made from one of them that was validated."""
+    """The shared part of rows of one shape; made from one validated row."""
 
     __slots__ = (
         "_envelope",
@@ -75,11 +75,11 @@ class JobForm:
         self._output_tokens = job.output_tokens()
 
     def digest(self, text: Text) -> str:
-        """As Job.digest."""
+        """Like Job.digest."""
         return work_digest(self._settings, text.work)
 
     def fill(self, text: Text, job_id: str, key: str, metadata: str | None, seed: int | None) -> Submission:
-        """As `prepare`. `metadata` is JSON. Raises InvalidJob when the job is too large."""
+        """Like `prepare`. `metadata` is JSON. Raises InvalidJob if the job is too large."""
         quoted = encode_basestring_ascii(key)
         envelope = f'{{"v":{self._version},"key":{quoted},'
         header = f'{{"id":"{job_id}","lane":"{self._lane}","cost":{text.tokens + self._output_tokens}'
@@ -100,23 +100,23 @@ class JobForm:
 
 
 class JobForms:
-    """The forms of one bulk submit: made when a shape is seen for the second time."""
+    """The forms of one bulk submit, made when a shape is seen for the second time."""
 
     def __init__(self) -> None:
         self._forms: dict[bytes, JobForm | None] = {}
 
     def find(self, row: Mapping[str, Any]) -> tuple[bytes, JobForm | None]:
-        """The row's shape, and its form if it is known. An empty shape: this row has none."""
+        """Return the row's shape, and its form if known. An empty shape: the row has none."""
         shape = {name: value for name, value in row.items() if name not in _VARYING}
         try:
-            # Unlike equality it tells 1 from 1.0 and True, and it knows plain types only.
+            # Unlike equality, marshal distinguishes 1 from 1.0 and True, and it accepts plain types only.
             name = (row.get("messages") is not None).to_bytes() + marshal.dumps(shape, 2)
         except ValueError:
             return b"", None
         return name, self._forms.get(name)
 
     def learn(self, shape: bytes, job: Job) -> None:
-        """`job` is a valid row of this shape."""
+        """Learn a shape from `job`, a valid row of it."""
         if not shape or job.idempotency_key is not None or job.prompt_token_ids is not None:
             return
         if shape in self._forms:
@@ -128,7 +128,7 @@ class JobForms:
 
 
 def read_text(row: Mapping[str, Any]) -> Text | None:
-    """The row's prompt, or None if it is better looked at by `Job`."""
+    """Return the row's prompt; None if `Job` has to check it."""
     prompt, messages = row.get("prompt"), row.get("messages")
     try:
         if messages is None:
@@ -139,7 +139,7 @@ def read_text(row: Mapping[str, Any]) -> Text | None:
 
 
 def read_key(row: Mapping[str, Any]) -> str | None:
-    """The row's key; empty when it has none, None if it is better looked at by `Job`."""
+    """Return the row's key; empty if it has none, None if `Job` has to check it."""
     key = row.get("key")
     if key is None:
         return ""
@@ -147,7 +147,7 @@ def read_key(row: Mapping[str, Any]) -> str | None:
 
 
 def read_metadata(row: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """The row's metadata as JSON, and whether there is nothing wrong with it."""
+    """Return the row's metadata as JSON, and whether it is valid."""
     metadata = row.get("metadata")
     if metadata is None:
         return None, True

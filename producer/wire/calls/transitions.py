@@ -1,8 +1,7 @@
 """The life of a job as atomic transitions. Each function returns a `Call`; nothing here talks to a server.
 
-A worker's transitions carry the fencing token that `pull` issued. A token that is no longer the job's is
-refused and changes nothing. What a producer reads is in reads.py, batches in batches.py, workers in
-registry.py.
+A worker's transitions carry the fencing token that `pull` issued. A stale token is refused and changes
+nothing. Reads are in reads.py, batches in batches.py, workers in registry.py.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ DEFAULT_QUEUE_LIMIT = 1_000_000
 """Jobs that may be queued or delayed, unless the queue's own limit is set."""
 LEASE_MS = 6000
 SWEEP_LIMIT = 64
-"""Lapsed leases, due jobs and deadlines that one sweep handles at most, each."""
+"""Most lapsed leases, due jobs and deadlines, each, that one sweep handles."""
 RETRY_CAP_S = 60.0
 _TIMES = frozenset({"delay", "ttl", "run_at", "deadline"})
 _HEADER_FIELDS = _TIMES | {"max_attempts", "n"}
@@ -41,7 +40,7 @@ CancelReply = Literal["cancelled", "requested", "done", "missing"]
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One job on its way in: its id, the header the script reads, and the envelope it stores."""
+    """One job to submit: its id, the header that the script reads, and the envelope that it stores."""
 
     job_id: str
     header: bytes
@@ -50,12 +49,12 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class SubmitReply:
-    """What became of one submission.
+    """The outcome of one submission.
 
     created; exists: this id was submitted before; same or conflict: the idempotency key belongs to
-    `job_id`, with an equal or another payload. Not stored at all: full, the queue's limit is reached;
-    too_large, its limit of a payload's bytes; gone, the job to be replayed is not among the dead.
-    `same` is also said of a dead job that was replayed before, as `job_id`.
+    `job_id`, with an equal or a different payload. Not stored: full, the queue's limit is reached;
+    too_large, beyond its limit of bytes per payload; gone, the job to replay is not a dead letter.
+    `same` also stands for a dead job that was replayed before, as `job_id`.
     """
 
     status: SubmitStatus
@@ -64,16 +63,16 @@ class SubmitReply:
 
 @dataclass(frozen=True, slots=True)
 class PulledJob:
-    """A job that this worker now holds, until its lease lapses."""
+    """A job that a worker holds until its lease lapses."""
 
     job_id: str
     token: int
     payload: bytes
     """The envelope: `Job.from_payload(payload)` validates it."""
     fingerprint: str
-    """Of what computed the checkpoint; empty when there is none."""
+    """The fingerprint of the model that computed the checkpoint; empty if there is none."""
     entries: tuple[bytes, ...]
-    """The checkpoint as it is stored, unread: what is no good in it is this job's trouble alone."""
+    """The checkpoint as stored, not parsed, so that a bad entry affects this job alone."""
     attempt: int
     """1 for the first execution; grows with retryable errors, not with crashes or hand-backs."""
     crashes: int
@@ -85,13 +84,13 @@ class PulledJob:
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """The entries added up, nothing else checked. Raises ValueError when they are no checkpoint."""
+        """Return the merged entries, otherwise unchecked. Raises ValueError if they are not a checkpoint."""
         return merge_checkpoint(self.entries, self.fingerprint)
 
 
 @dataclass(frozen=True, slots=True)
 class SweepReply:
-    """What a sweep did, in how many ms the next delayed job is due (None: none is), and the crashes of the dead."""
+    """The counts of a sweep, the ms until the next delayed job (None: none), and the crashes of dead jobs."""
 
     reclaimed: int = 0
     dead: int = 0
@@ -108,9 +107,9 @@ class PullReply:
     swept: SweepReply
     paused: bool
     queued: int
-    """Jobs that still wait for a worker, of all models."""
+    """Jobs of all models that still wait for a worker."""
     limited_ms: int | None = None
-    """In how long the queue's rate limit lets the next job start; None: it may now."""
+    """Time until the queue's rate limit allows the next job to start; None: now."""
 
     @property
     def cancelled(self) -> int:
@@ -128,9 +127,9 @@ class PullReply:
 @dataclass(frozen=True, slots=True)
 class RenewReply:
     lost: list[str]
-    """Held no longer: stop them, commit nothing."""
+    """No longer held: stop them, commit nothing."""
     cancelled: list[str]
-    """Still held, but to be stopped and committed as cancelled or expired, with what there is."""
+    """Still held: stop them, and commit them as cancelled or expired with their partial output."""
 
 
 def prepare(
@@ -144,13 +143,13 @@ def prepare(
     relay: str | None = None,
     waiter: str | None = None,
 ) -> Submission:
-    """A job as `submit` takes it; `key`, `seed` and `digest` stand in where the job has none of its own.
+    """Prepare a job for `submit`; `key`, `seed` and `digest` are used where the job has none of its own.
 
-    `replay_of` names the dead job that it runs again, `relay` who is told of its end through an outbox, `waiter`
-    (letters and digits, at most 32) who waits for it and may end it by leaving (waiters.py).
-    Raises InvalidJob when the job is too large.
+    `replay_of` is the dead job that it replays, `relay` the relay to notify of its end through an outbox,
+    `waiter` (letters and digits, at most 32) a client that waits for it and may end it by leaving
+    (waiters.py). Raises InvalidJob if the job is too large.
     """
-    # Spelled out, because it is a fifth of a submit's cost otherwise; ids and lanes need no escaping.
+    # Formatted by hand: a JSON encoder takes a fifth of a submit's cost. Ids and lanes need no escaping.
     header = f'"id":"{job_id}","lane":"{lane_of(job)}","cost":{job.cost_tokens()}'
     affinity = job.affinity()
     if affinity is not None:
@@ -179,7 +178,7 @@ def lane_of(job: Job) -> str:
 
 
 def header_options(job: Job) -> dict[str, str | int]:
-    """What the submit script must know beyond id, lane and cost; most jobs have nothing of it."""
+    """Return the header's fields beyond id, lane and cost; most jobs have none."""
     given = job.model_fields_set & _HEADER_FIELDS
     options: dict[str, str | int] = {}
     for name in given & _TIMES:
@@ -210,7 +209,7 @@ def submit(
     batch_id: str | None = None,
     limit: int = DEFAULT_QUEUE_LIMIT,
 ) -> Call[list[SubmitReply]]:
-    """Store jobs and let them wait; all that fit under the queue's limit, in order. One reply per job."""
+    """Enqueue jobs in order, as many as the queue's limit allows. One reply per job."""
     jobs = [part for item in submissions for part in (item.header, item.payload)]
     ids = tuple(item.job_id for item in submissions)
     parse = partial(_submit_replies, ids)
@@ -230,9 +229,10 @@ def pull(
 ) -> Call[PullReply]:
     """Sweep, then lease up to `max_jobs` jobs that together cost at most `max_cost_tokens`.
 
-    `longest` is how many tokens one sample can have on this worker: no job counts as more than that per sample.
-    `holding` is how many jobs the worker has now. At 0 the first job comes whatever it costs (the engine says
-    never_fits, if so), and a suspect may come, alone. While this worker holds a suspect, no job comes.
+    `longest` is the most tokens that a sample can have on this worker: a job's cost is capped to it per
+    sample. `holding` is the number of jobs the worker holds. At 0 the first job is leased regardless of its
+    cost (the engine reports never_fits if it has to), and a suspect may be, alone. While a worker holds a
+    suspect, none is.
     """
     limits = (lease_ms, max_jobs, max_cost_tokens, holding)
     args: tuple[str | int, ...] = (worker_id, *limits, longest, ",".join(map(str, VERSIONS)), *models)
@@ -243,7 +243,7 @@ def renew(
     queue: str, worker_id: str, held: Sequence[tuple[str, int]], lease_ms: int = LEASE_MS
 ) -> Call[RenewReply]:
     """Extend the leases of (job id, token) pairs whose token is still the job's."""
-    del worker_id  # the token alone says whose the job is
+    del worker_id  # the token alone identifies the holder
     pairs = [part for pair in held for part in pair]
     return Call("renew", (keys.prefix(queue),), (lease_ms, *pairs), _renew_reply)
 
@@ -261,10 +261,10 @@ def checkpoint(
 ) -> Call[CheckpointReply]:
     """Write progress, and append what was generated since the last checkpoint; all deltas or none.
 
-    A phase other than "waiting" marks the job as having entered a step: call it with no deltas before a
-    job's first step, since only then a lost lease counts as a crash. `restart` drops what was checkpointed
-    before: for an execution that begins at the prompt again. `sign` makes an entry of a delta's JSON; equal
-    deltas must give equal entries. `cancelled`: written, but stop the job.
+    A phase other than "waiting" marks the job as having entered a step: call this without deltas before a
+    job's first step, since only then does a lost lease count as a crash. `restart` drops the earlier
+    checkpoint, for an execution that starts over from the prompt. `sign` makes an entry of a delta's JSON;
+    equal deltas must give equal entries. `cancelled`: written, but stop the job.
     """
     args: list[str | bytes | int] = [job_id, token, _pack_progress(progress), fingerprint, int(restart)]
     for delta in deltas:
@@ -288,8 +288,8 @@ def commit(
 ) -> Call[CommitReply]:
     """End the job. `succeeded` takes a Result as JSON, every other state an ErrorInfo.
 
-    `progress` is the job's last: with it a status never lags behind the result (it is dated by the server).
-    A job whose cancel or expiry was recorded before ends so, whatever `state` says; the reply says which.
+    `progress` is the job's last: with it a status never lags behind the result (the server dates it). A job
+    whose cancel or expiry was recorded before ends that way regardless of `state`; the reply says which.
     """
     outcome = result_json if state == "succeeded" else error_json
     assert outcome is not None, f"{state} needs {'a result' if state == 'succeeded' else 'an error'}"
@@ -300,7 +300,7 @@ def commit(
 def retry(
     queue: str, job_id: str, token: int, error: ErrorInfo, delay_s: float, *, restart: bool = False
 ) -> Call[RetryReply]:
-    """Count a failed attempt; the job comes back after `delay_s` at its old rank, or is dead at its cap.
+    """Count a failed attempt; the job returns after `delay_s` at its old rank, or is dead at its cap.
 
     `restart`: drop the checkpoint, so that the next attempt starts from the prompt.
     """
@@ -316,19 +316,19 @@ def retry(
 
 
 def release(queue: str, job_id: str, token: int) -> Call[ReleaseReply]:
-    """Hand the job back at its old rank. Counts neither as attempt nor as crash."""
+    """Hand the job back at its old rank. Counts as neither an attempt nor a crash."""
     return Call("release", (keys.prefix(queue),), (job_id, token), _word)
 
 
 def cancel(queue: str, job_ids: Sequence[str]) -> Call[list[CancelReply]]:
-    """End waiting jobs, and ask for the end of running ones (`requested`)."""
+    """End waiting jobs, and request the end of running ones (`requested`)."""
     return Call("cancel", (keys.prefix(queue),), tuple(job_ids), words)
 
 
 def sweep(queue: str, limit: int = SWEEP_LIMIT, patience_ms: int = 0) -> Call[SweepReply]:
-    """Reclaim lapsed leases, promote due jobs, end what is past its deadline, purge what is past its time.
+    """Reclaim lapsed leases, promote due jobs, end jobs past their deadline, purge expired records.
 
-    `patience_ms`: leases that lapsed later than that are left alone.
+    `patience_ms`: leases that lapsed less than this ago are left alone.
     """
     return Call("sweep", (keys.prefix(queue),), (limit, patience_ms), _sweep_reply)
 
@@ -343,7 +343,7 @@ def _word(reply: bytes) -> Any:
 
 
 def words(reply: list[bytes]) -> Any:
-    """A reply of words, one for each id that was asked about."""
+    """Parse a reply of words, one per requested id."""
     return [word.decode() for word in reply]
 
 
@@ -401,7 +401,7 @@ def _renew_reply(reply: list[list[bytes]]) -> RenewReply:
 
 
 def _pack_progress(progress: Progress) -> str:
-    """Short enough to stay in the job hash's compact encoding (64 bytes a value)."""
+    """Return progress in a form short enough for the job hash's compact encoding (64 bytes a value)."""
     counts = (
         progress.prompt_tokens_done,
         progress.prompt_tokens,

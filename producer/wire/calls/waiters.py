@@ -1,7 +1,7 @@
-"""Who waits for a job, counted on the server: a job that was submitted with a `waiter` ends when the last one leaves.
+"""Waiters of a job, counted on the server: a job submitted with a `waiter` ends when the last one leaves.
 
-Whoever submits under an idempotency key that is known waits for the job that has it. One that names no waiter may
-wait for ever, so then, and beyond some 70 waiters, the job is not ended by anybody's leaving.
+A submit under a known idempotency key waits for the job that has it. A submit without a waiter may wait for
+ever, so after one, and beyond some 70 waiters, the job no longer ends when waiters leave.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ HangUpReply = Literal["cancelled", "requested", "done", "missing", "kept"]
 
 
 def hang_up(queue: str, waiter: str, job_ids: Sequence[str]) -> Call[list[HangUpReply]]:
-    """Wait no longer for some jobs. One that nobody else waits for ends as by `cancel`; any other is `kept`."""
+    """Stop waiting for some jobs. A job without another waiter ends as by `cancel`; any other is `kept`."""
     return Call("hang_up", (keys.prefix(queue),), (waiter, *job_ids), words)

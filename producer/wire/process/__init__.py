@@ -1,1 +1,1 @@
-"""What the long-lived processes of both sides have in common: how they are stopped, and what their loops log."""
+"""Shared parts of the long-lived processes of both sides: stop signals, and the logging of their loops."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 EVERY_S = 60.0
 MAX_KINDS = 64
-"""Kinds of errors that are remembered; beyond, the one seen longest ago is forgotten."""
+"""Kinds of errors that are remembered; beyond that the least recently seen is dropped."""
 
 Kind = tuple[str, str, str, str]
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
@@ -23,14 +23,14 @@ class _Seen:
     told_at: float
     """Monotonic seconds."""
     count: int = 0
-    """Since then, untold."""
+    """Records suppressed since then."""
 
 
 class RepeatedErrors(logging.Filter):
-    """For a loop's logger: an error is logged once with its traceback, then at most once a minute with a count.
+    """A loop's log filter: logs an error once with its traceback, then at most once a minute with a count.
 
-    Concerns records with a traceback, and those logged with `extra=IN_LOOP`. Records are the same if message and
-    error are, its place included, whatever numbers they have in them. Thread-safe.
+    Applies to records with a traceback, and to those logged with `extra=IN_LOOP`. Records are the same if
+    message, error and the error's location are, ignoring numbers in them. Thread-safe.
     """
 
     def __init__(self, every_s: float = EVERY_S) -> None:
@@ -40,8 +40,8 @@ class RepeatedErrors(logging.Filter):
         self._seen: OrderedDict[Kind, _Seen] = OrderedDict()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is logged; of one that was counted, the message says how often."""
-        is_in_loop = record.__dict__.pop("in_loop", False)  # for us: no line shows it
+        """Return whether to log the record; appends the count to one that was suppressed before."""
+        is_in_loop = record.__dict__.pop("in_loop", False)  # meant for this filter, not for formatters
         if not (record.exc_info or is_in_loop):
             return True
         now = time.monotonic()
@@ -69,7 +69,7 @@ class RepeatedErrors(logging.Filter):
 
 
 IN_LOOP = {"in_loop": True}
-"""`extra` of a record without a traceback that a loop may repeat."""
+"""`extra` for a record without a traceback that a loop may repeat."""
 
 
 def _kind(record: logging.LogRecord) -> Kind:

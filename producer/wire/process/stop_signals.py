@@ -6,9 +6,9 @@ import signal
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """SIGTERM, SIGINT, and SIGHUP: a terminal that closes must not cost a job its place.
+    """Return SIGTERM, SIGINT and SIGHUP: closing a terminal must not cost a job its place.
 
-    Under `nohup` SIGHUP is ignored when the process starts, and stays so. Windows has none.
+    SIGHUP is left out if it is ignored at the start, as under `nohup`. Windows has none.
     """
     hangup = getattr(signal, "SIGHUP", None)
     if hangup is None or signal.getsignal(hangup) is signal.SIG_IGN:

@@ -1,1 +1,1 @@
-"""What is stored and sent: jobs, results, errors, key names."""
+"""The stored and transmitted types: jobs, results, errors, key names."""

@@ -1,4 +1,4 @@
-"""From the list of deltas that a checkpoint is in Redis to the samples it stands for."""
+"""Merging the list of deltas that forms a checkpoint in Redis into samples."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pagemill.producer.wire.schema.signing import unsigned_entry
 
 
 def read_deltas(entries: Iterable[bytes]) -> list[Delta]:
-    """Raises ValueError (pydantic's) for an entry that is no delta."""
+    """Parse entries as deltas. Raises ValueError (pydantic's) for an invalid entry."""
     return [Delta.model_validate_json(unsigned_entry(entry)) for entry in entries]
 
 
 def merge_checkpoint(
     entries: Iterable[bytes], fingerprint: str = "", seed: int | None = None
 ) -> Checkpoint | None:
-    """The samples that the entries add up to; None when there are none.
+    """Merge the entries into samples; None if there are no entries.
 
-    Raises ValueError when an entry is no delta, or does not go on where the one before it ended.
+    Raises ValueError if an entry is no delta, or does not continue where the one before it ended.
     """
     samples: dict[int, _Sample] = {}
     for delta in read_deltas(entries):
@@ -37,7 +37,7 @@ def merge_checkpoint(
 
 
 def partial_outputs(entries: Iterable[bytes]) -> tuple[Output, ...]:
-    """What a job had generated when it ended without a result; nothing if that can't be read."""
+    """Return the partial output of a job that ended without a result; nothing if it cannot be read."""
     try:
         checkpoint = merge_checkpoint(entries)
     except ValueError:

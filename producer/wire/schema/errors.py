@@ -1,20 +1,20 @@
-"""What can go wrong between a producer, the queue and a worker.
+"""The exceptions of producers, the queue and workers.
 
 PagemillError
-├── InvalidJob             the job makes no sense, or asks for what is not supported (also a ValueError)
+├── InvalidJob             the job is invalid, or asks for something unsupported (also a ValueError)
 ├── QueueFull              the queue's limit or the server's memory is reached
 ├── IdempotencyConflict    the idempotency key belongs to a job with another payload
 ├── RedisUnavailable       no server, or the call's outcome is unknown: retry with the same id
-├── InvalidAddress         the server's address makes no sense (also a ValueError)
-├── RedisRefused           the server answers what no server of ours would: nothing has happened
-├── AccessDenied           the server's user may not do this: nothing has happened
-├── ResultTimeout          the wait ended, the job goes on (also a TimeoutError)
+├── InvalidAddress         the server's address is invalid (also a ValueError)
+├── RedisRefused           the server gives an answer that it should not: nothing has happened
+├── AccessDenied           the server's user lacks the right: nothing has happened
+├── ResultTimeout          the wait ended, the job continues (also a TimeoutError)
 ├── JobNotFound            no such job, or its record has been removed
 ├── ResultExpired          the job ended, its result has been removed
 └── JobError               the job ended without a result
     ├── JobFailed          final error of the job itself
     ├── JobDead            retryable errors or crashes used up its cap
-    ├── JobCancelled       somebody cancelled it
+    ├── JobCancelled       it was cancelled
     └── JobExpired         its deadline passed
 """
 
@@ -35,7 +35,7 @@ class PagemillError(Exception):
 class InvalidJob(PagemillError, ValueError):
     """The job was refused. `code` is one of `FINAL_CODES`. The message never quotes the prompt.
 
-    `param` names the field that is to blame, where it is one.
+    `param` names the offending field, if there is one.
     """
 
     def __init__(self, message: str, code: str = "invalid_job", param: str | None = None) -> None:
@@ -69,22 +69,22 @@ class RedisUnavailable(PagemillError):
 
 
 class AccessDenied(PagemillError):
-    """The user that the server knows us as may not do this. docs/security.md lists the rights that are needed."""
+    """The server's user lacks the right for a call. docs/security.md lists the rights that are needed."""
 
 
 class InvalidAddress(PagemillError, ValueError):
-    """The server's address makes no sense: its form, or the database that it names. It is never quoted."""
+    """The server's address is invalid: its form, or the database it names. The message never quotes it."""
 
 
 class RedisRefused(PagemillError):
-    """The server refuses a call that it should take: keys that somebody else wrote, an unsupported version, a bug.
+    """The server refuses a call that it should accept: foreign keys, an unsupported version, a bug.
 
-    Nothing has happened, and trying again will not help.
+    Nothing has happened, and a retry will not help.
     """
 
 
 class ResultTimeout(PagemillError, TimeoutError):
-    """The wait ended before the job did. The job goes on."""
+    """The wait ended before the job did. The job continues."""
 
 
 class JobNotFound(PagemillError, LookupError):

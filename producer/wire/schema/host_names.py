@@ -1,4 +1,4 @@
-"""Names of machines in settings: what is listened on, and lists of who may be called or asked for."""
+"""Host names in settings: listening addresses, and lists of allowed hosts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a job is: its fields, limits and envelope. What comes back is in outputs.py and re-exported here.
+"""A job: its fields, limits and envelope. Results are in outputs.py and re-exported here.
 
 The envelope is the job's JSON with its non-default fields and `v`, the envelope version. Workers validate it
-again when they pull, so that a job written by anybody fails alone.
+again when they pull, so that an invalid job from any source fails alone.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ MAX_MESSAGES = 1024
 MAX_SECONDS = 366 * 86400.0
 """Longest delay, ttl or timeout."""
 BYTES_PER_TOKEN = 3
-"""A low guess for text, so that a job is rather thought too dear than too cheap."""
+"""A low estimate for text, so that a job's cost is rather over- than underestimated."""
 CHAT_TOKENS_GUESS = 256
-"""What a chat that names no max_tokens is expected to generate."""
+"""Expected output tokens of a chat without max_tokens."""
 
 _Seconds = Annotated[float, Exact(), Range(0.0, MAX_SECONDS, above=True)]
 _UnixTime = Annotated[float, Exact(), Range(0.0, 1e11)]
@@ -166,17 +166,17 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
     stream: _Bool = False
     """Checkpoint often, so that `stream()` sees tokens early."""
     webhook: Annotated[str, StringConstraints(strict=True)] | None = None
-    """An https URL to be told of the end. Workers call the hosts they are allowed to, none by default."""
+    """An https URL to notify of the end. Workers call allowed hosts only, none by default."""
     traceparent: (
         Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")]
         | None
     ) = None
-    # Declared with the other sampling fields; pydantic does not see a default factory there.
+    # Declared again, because pydantic does not see the default factory in SamplingFields.
     logit_bias: Annotated[Mapping[int, Bias], Length(0, MAX_LOGIT_BIAS)] = Field(default_factory=dict)
 
     @classmethod
     def parse(cls, fields: dict[str, Any]) -> Job:
-        """A job from its fields. Raises InvalidJob with every reason, and never quotes the input."""
+        """Create a job from its fields. Raises InvalidJob with every reason, and never quotes the input."""
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
@@ -184,7 +184,7 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
 
     @classmethod
     def from_payload(cls, payload: bytes) -> Job:
-        """A job from its envelope; a signature in front of it is left to whoever checks. Raises InvalidJob."""
+        """Create a job from its envelope, without checking a signature in front. Raises InvalidJob."""
         payload = split_payload(payload).envelope
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise InvalidJob(
@@ -203,8 +203,8 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
         return job
 
     def to_payload(self, *, key: str | None = None, seed: int | None = None) -> bytes:
-        """The envelope; `key` and `seed` stand in where the job has none. Raises InvalidJob over the limit."""
-        # The serializer itself gives bytes; the method in front of it would decode them.
+        """Return the envelope; `key` and `seed` fill in missing ones. Raises InvalidJob over the limit."""
+        # The serializer itself returns bytes; model_dump_json would decode them.
         body = self.__pydantic_serializer__.to_json(self, exclude_defaults=True)
         added = b""
         if key is not None and self.key is None:
@@ -218,33 +218,33 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
 
     @property
     def version(self) -> int:
-        """Of its envelope."""
+        """The version of the envelope."""
         return TASKS[self.task].version
 
     @property
     def needs_seed(self) -> bool:
-        """Its result depends on a seed, and it has none."""
+        """True if the result depends on a seed and the job has none."""
         return self.seed is None and not TASKS[self.task].is_certain
 
     @property
     def is_repeatable(self) -> bool:
-        """Equal jobs have equal results."""
+        """True if equal jobs have equal results."""
         return self.temperature == 0.0 or not self.needs_seed
 
     @property
     def width(self) -> int:
-        """Sequences that it takes at most."""
+        """Most sequences that the job needs at once."""
         return self.num_sequences if self.task == "generate" else len(self.continuations or (None,))
 
     def sampling(self) -> dict[str, Any]:
-        """Keyword arguments for the engine's SamplingParams, `max_tokens` resolved for plain prompts."""
+        """Return arguments for the engine's SamplingParams, with `max_tokens` resolved for plain prompts."""
         fields = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         if self.max_tokens is None and self.messages is None:
             fields["max_tokens"] = DEFAULT_PROMPT_MAX_TOKENS
         return fields
 
     def cost_tokens(self) -> int:
-        """A guess of the KV tokens the job will hold: its prompt, and its output once per sample."""
+        """Estimate the KV tokens of the job: its prompt, and its output once per sample."""
         if self.prompt_token_ids is not None:
             prompt_tokens = len(self.prompt_token_ids)
         elif self.prompt is not None:
@@ -254,7 +254,7 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
         return prompt_tokens + self.output_tokens()
 
     def output_tokens(self) -> int:
-        """How many tokens it has at most after its prompt, or a guess of that."""
+        """Return the most tokens after the prompt, or an estimate."""
         if self.task == "score":
             texts = self.continuations or ()
             return sum(text_tokens(text.encode()) if isinstance(text, str) else len(text) for text in texts)
@@ -262,7 +262,7 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
         return (self.max_tokens or default) * self.num_sequences
 
     def affinity(self) -> str | None:
-        """Equal for jobs whose prompts begin alike; see affinity.py."""
+        """Return a name that is equal for jobs whose prompts begin alike; see affinity.py."""
         if self.prompt is not None:
             return prompt_affinity(self.prompt)
         if self.prompt_token_ids is not None:
@@ -270,17 +270,17 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
         return chat_affinity((message.role, message.content) for message in self.messages or ())
 
     def digest(self) -> str:
-        """A hash of what the job computes: prompt, model and sampling, not when, for whom or how soon."""
+        """Return a hash of the job's work: prompt, model and sampling, not schedule, tenant or priority."""
         return work_digest(self.settings_work(), self.prompt_work())
 
     def settings_work(self) -> bytes:
-        """What the job computes, but for its prompt."""
-        # The seed of a greedy job is not used.
+        """Return the job's work without its prompt, as bytes."""
+        # A greedy job does not use its seed.
         fields = _WORK_FIELDS if self.temperature > 0.0 else _WORK_FIELDS - {"seed"}
         return self.model_dump_json(include=fields, exclude_defaults=True).encode()
 
     def prompt_work(self) -> bytes:
-        """The prompt in a form that no other prompt has."""
+        """Return the prompt in an unambiguous form."""
         if self.prompt is not None:
             return b"p" + self.prompt.encode()
         if self.prompt_token_ids is not None:
@@ -351,7 +351,7 @@ _WORK_FIELDS = {*SAMPLING_FIELDS, "model", "task", "continuations"}
 
 
 def metadata_json(value: dict[str, Any]) -> str:
-    """Raises ValueError for what is not plain JSON, or too much of it."""
+    """Return metadata as JSON. Raises ValueError if it is not plain JSON, or too large."""
     check_json(value, MAX_METADATA_DEPTH)
     text = json.dumps(value, ensure_ascii=False)
     if len(text.encode()) > MAX_METADATA_BYTES:
@@ -360,7 +360,7 @@ def metadata_json(value: dict[str, Any]) -> str:
 
 
 def work_digest(settings: bytes, prompt: bytes) -> str:
-    """Of `Job.settings_work` and `Job.prompt_work`."""
+    """Return the hash of `Job.settings_work` and `Job.prompt_work`."""
     return hashlib.blake2b(settings + prompt, digest_size=12).hexdigest()
 
 
@@ -369,17 +369,17 @@ def too_large(size: int) -> InvalidJob:
 
 
 def text_tokens(text: bytes) -> int:
-    """A guess of the tokens in so much UTF-8."""
+    """Estimate the tokens in UTF-8 text."""
     return len(text) // BYTES_PER_TOKEN + 1
 
 
 def turn_tokens(content: bytes) -> int:
-    """The same for a message, with what the chat template puts around it."""
+    """Estimate the tokens of a message, including those that the chat template adds."""
     return text_tokens(content) + 4
 
 
 def _structure(response_format: Any) -> dict[str, Any] | None:
-    """OpenAI's response_format as structured_outputs."""
+    """Convert OpenAI's response_format to structured_outputs."""
     match response_format:
         case {"type": "text"}:
             return None
@@ -397,7 +397,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _code(error: ValidationError) -> str:
-    """The code of the first complaint that has one of its own."""
+    """Return the code of the first validation error that has a specific one."""
     causes = (
         item.get("ctx", {}).get("error") for item in error.errors(include_input=False, include_url=False)
     )
@@ -406,7 +406,7 @@ def _code(error: ValidationError) -> str:
 
 
 def _param(error: ValidationError) -> str | None:
-    """The place of the first complaint that has one."""
+    """Return the location of the first validation error that has one."""
     complaints = error.errors(include_input=False, include_url=False, include_context=False)
     return next((".".join(map(str, item["loc"])) for item in complaints if item["loc"]), None)
 
@@ -418,7 +418,7 @@ def _no_such_field(name: str) -> str:
 
 
 def _reasons(error: ValidationError) -> str:
-    """Every complaint with its place, without a word of the input."""
+    """Return the validation errors with their locations, without quoting the input."""
     reasons = []
     for item in error.errors(include_input=False, include_url=False, include_context=False)[:8]:
         place = ".".join(str(part) for part in item["loc"] if isinstance(part, int | str))

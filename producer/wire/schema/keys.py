@@ -1,4 +1,4 @@
-"""The Redis names that Python spells. The scripts spell those that they alone use; docs/protocol.md lists all.
+"""The Redis names that Python uses. Names used only by scripts are defined there; docs/protocol.md lists all.
 
 All of them start with `pagemill:{<queue>}:`. The braces make the queue name the hash tag, so that one queue
 lives in one Cluster slot and every script touches one slot. A script gets the prefix as its one declared key.
@@ -42,23 +42,23 @@ Id = Annotated[str, _named(ID_PATTERN, ID_RULE)]
 
 PRIORITY_CLASSES = {"high": "0", "normal": "1", "low": "2"}
 SUSPECT_CLASS = "s"
-"""The class of jobs whose workers keep dying: each runs alone."""
+"""The class of jobs whose workers keep dying; each of them runs alone."""
 
 
 def prefix(queue: str) -> str:
-    """What every key and channel of a queue starts with; also the one KEYS entry of every script."""
+    """Return the prefix of all keys and channels of a queue; also the one KEYS entry of every script."""
     if not QUEUE_PATTERN.fullmatch(queue):
         raise InvalidJob(QUEUE_RULE)
     return f"pagemill:{{{queue}}}:"
 
 
 def lane(version: int, priority: str, tenant: str, model: str) -> str:
-    """A waiting set: `<version>:<class>:<tenant>:<model>`. The model may hold colons, so it is last."""
+    """Return a lane, `<version>:<class>:<tenant>:<model>`. The model may contain colons, so it is last."""
     return f"{version}:{PRIORITY_CLASSES[priority]}:{tenant}:{model}"
 
 
 def split_lane(name: str) -> tuple[int, str, str, str]:
-    """The version, priority, tenant and model of a lane. A suspect's lane counts as high."""
+    """Return the version, priority, tenant and model of a lane. A suspect's lane counts as high."""
     version, letter, tenant, model = name.split(":", 3)
     names = {letter: priority for priority, letter in PRIORITY_CLASSES.items()}
     return int(version), names.get(letter, "high"), tenant, model
@@ -85,7 +85,7 @@ def checkpoint(queue: str, job_id: str) -> str:
 
 
 def metadata(queue: str, job_id: str) -> str:
-    """String: the caller's metadata, where there is any."""
+    """String: the caller's metadata, if there is any."""
     return f"{prefix(queue)}md:{job_id}"
 
 
@@ -95,7 +95,7 @@ def waiting(queue: str, lane_name: str) -> str:
 
 
 def doorbell(queue: str, model: str) -> str:
-    """List: one element per reason to look; idle workers block on it with BLPOP."""
+    """List: one element per reason to pull; idle workers block on it with BLPOP."""
     return f"{prefix(queue)}bell:{model}"
 
 
@@ -115,5 +115,5 @@ def feed_channel(queue: str) -> str:
 
 
 def synced(queue: str) -> str:
-    """String: written before waiting for the server's disk, so that there is something to wait for."""
+    """String: written before waiting for the server's disk, so that there is a write to wait for."""
     return f"{prefix(queue)}synced"

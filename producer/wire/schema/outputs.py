@@ -1,4 +1,4 @@
-"""What comes back over the wire: status, progress, results, stream events, batches, checkpoints.
+"""The types of replies: status, progress, results, stream events, batches, checkpoints.
 
 Times are unix seconds (float, UTC) by the server's clock, durations are seconds.
 """
@@ -19,7 +19,7 @@ END_STATES: tuple[EndState, ...] = ("succeeded", "failed", "cancelled", "expired
 
 
 class WireModel(BaseModel):
-    """Strict about unknown fields, immutable, and silent about its input when it refuses it."""
+    """A base that refuses unknown fields, is immutable, and does not quote its input in errors."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, hide_input_in_errors=True, allow_inf_nan=False, protected_namespaces=()
@@ -27,12 +27,12 @@ class WireModel(BaseModel):
 
 
 class TokenLogprob(WireModel):
-    """One token and its log probability; None where the token was forced, or nothing predicts it."""
+    """One token and its log probability; None if the token was forced, or nothing predicts it."""
 
     token_id: int
     logprob: float | None
     text: str = ""
-    """Of part of a character its bytes, as `bytes:\\xe4\\xbd`."""
+    """The token's text; for part of a character its bytes, as `bytes:\\xe4\\xbd`."""
 
 
 class PositionLogprobs(WireModel):
@@ -51,9 +51,9 @@ class Output(WireModel):
     finish_reason: FinishReason | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None
     logprob: float | None = None
-    """Of a continuation that was scored: the sum over its tokens. No other output has it in its JSON."""
+    """The sum over the tokens of a scored continuation. Left out of the JSON of other outputs."""
     parsed: Any = None
-    """The value the text stands for, when the job asked for a structure."""
+    """The parsed value of the text, if the job asked for a structure."""
 
 
 class Usage(WireModel):
@@ -73,7 +73,7 @@ class Timing(WireModel):
 
 
 class Result(WireModel):
-    """What a job that succeeded came to."""
+    """The result of a job that succeeded."""
 
     id: str
     outputs: tuple[Output, ...] = Field(min_length=1)
@@ -81,17 +81,17 @@ class Result(WireModel):
     model: str
     seed: int | None = None
     tier: str = "continues"
-    """How exact a resumed run is: bitwise, token or continues."""
+    """The exactness of a resumed run: bitwise, token or continues."""
     fingerprint: str = ""
-    """Names weights, dtype and device class; results with the same one are comparable."""
+    """Identifies weights, dtype and device class; results with the same one are comparable."""
     attempt: int = 1
     resumed_tokens: int = 0
-    """Output tokens taken over from a checkpoint."""
+    """Output tokens that came from a checkpoint."""
     copied_from: str | None = None
-    """The equal job that ran, when this one waited for its end (`dedupe`)."""
+    """The equal job that ran, if this one waited for its end (`dedupe`)."""
     timing: Timing = Timing()
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
-    """One entry per prompt token where the job asked for them; the first is None, for nothing comes before it."""
+    """One entry per prompt token, if requested; the first is None, since nothing precedes it."""
     metadata: dict[str, Any] | None = None
 
     @property
@@ -108,18 +108,18 @@ class Result(WireModel):
 
 
 class ErrorInfo(WireModel):
-    """Why an execution or a job ended without a result."""
+    """The reason that an execution or a job ended without a result."""
 
     code: str
     message: str
     cause: str = ""
-    """The code of the last attempt's error, when `code` is attempts_exhausted."""
+    """The error code of the last attempt, if `code` is attempts_exhausted."""
     retryable: bool = False
     partial: tuple[Output, ...] = ()
 
 
 class Progress(WireModel):
-    """How far a job is. Token counts are sums over its samples."""
+    """The progress of a job. Token counts are sums over its samples."""
 
     phase: Phase = "waiting"
     prompt_tokens_done: int = 0
@@ -139,27 +139,27 @@ class JobStatus(WireModel):
     tenant: str
     priority: str
     attempt: int = 0
-    """The execution that is under way or was the last; 0 before the first."""
+    """The number of the current or last execution; 0 before the first."""
     crashes: int = 0
     position: int | None = None
     created_at: float
     started_at: float | None = None
-    """When its last execution began."""
+    """The start of the last execution."""
     finished_at: float | None = None
     deadline: float | None = None
     worker: str | None = None
     progress: Progress = Progress()
     error: str | None = None
-    """Why it failed, was retried, or waits."""
+    """The reason that the job failed, was retried, or waits."""
     leader: str | None = None
-    """The equal job whose end will be, or was, this one's too: it does not run itself."""
+    """The equal job whose end this one shares; it does not run itself."""
     replay_of: str | None = None
-    """The dead job that this one runs again."""
+    """The dead job that this one replays."""
     metadata: dict[str, Any] | None = None
 
     @property
     def done(self) -> bool:
-        """The job has reached a terminal state."""
+        """True if the job has reached a terminal state."""
         return self.state in END_STATES
 
 
@@ -177,7 +177,7 @@ class StreamEvent(WireModel):
     token_ids: tuple[int, ...] = ()
     text: str = ""
     logprobs: tuple[PositionLogprobs, ...] | None = None
-    """One entry per token, where the job asked for them."""
+    """One entry per token, if the job asked for them."""
     state: EndState | None = None
 
 
@@ -200,12 +200,12 @@ class BatchCounts(WireModel):
 
     @property
     def done(self) -> bool:
-        """Every job that has been submitted has ended."""
+        """True if every submitted job has ended."""
         return self.ended == self.total
 
 
 class BatchItem(WireModel):
-    """The end of one job of a batch: its result or its error. Reading on from `cursor` gives the next."""
+    """The end of one job of a batch: its result or its error. Reading from `cursor` gives the next."""
 
     id: str
     key: str
@@ -217,7 +217,7 @@ class BatchItem(WireModel):
 
 
 class Delta(WireModel):
-    """What one sample gained since its last checkpoint, from output position `offset` on."""
+    """The tokens and text of one sample since its last checkpoint, from output position `offset` on."""
 
     index: int = Field(ge=0)
     offset: int = Field(ge=0)
@@ -238,7 +238,7 @@ class CheckpointSample(WireModel):
 
 
 class Checkpoint(WireModel):
-    """Where a takeover goes on. Only the tokens: KV is never stored."""
+    """The state from which another worker continues. Only the tokens: KV is never stored."""
 
     v: int = 1
     fingerprint: str = ""

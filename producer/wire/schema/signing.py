@@ -1,15 +1,15 @@
-"""Optional signatures: who holds a key vouches for a job, and a worker for a checkpoint.
+"""Optional signatures of jobs, by producers that hold a key, and of checkpoints, by workers.
 
-HMAC-SHA256, put in front of the JSON as its first members, so that what is signed is exactly the bytes that
-follow and the whole is still JSON:
+HMAC-SHA256, put in front of the JSON as its first members, so that exactly the bytes that follow are signed
+and the whole is still JSON:
 
     job         {"mac":"<hex>","signed_at":<unix ms>,  + the envelope without its first brace
                 over queue, job id, tenant, signed_at and the envelope
     checkpoint  {"mac":"<hex>",                        + the delta without its first brace
                 over queue, job id, fingerprint and the delta
 
-Keys are rotated without a gap: `Keys` checks with two and signs with the first. With no key nothing is signed
-and nothing checked.
+Keys are rotated without a gap: `Keys` checks with two and signs with the first. Without a key nothing is
+signed or checked.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pagemill.producer.wire.schema.errors import InvalidJob
 MIN_KEY_BYTES = 16
 MAX_KEYS = 2
 MAX_SKEW_S = 3600.0
-"""Between a signature's time and the submit's by the server's clock: what was recorded once cannot be submitted
-again when its job has long been forgotten."""
+"""Most seconds between a signature's time and the submit's by the server's clock, so that a recorded payload
+cannot be replayed once its job has been forgotten."""
 
 _JOB = re.compile(rb'\{"mac":"([0-9a-f]{64})","signed_at":([0-9]{1,15}),')
 _ENTRY = re.compile(rb'\{"mac":"([0-9a-f]{64})",')
@@ -35,7 +35,7 @@ _ENTRY = re.compile(rb'\{"mac":"([0-9a-f]{64})",')
 
 @dataclass(frozen=True, slots=True)
 class SignedPayload:
-    """A payload taken apart; `mac` is None when there is no signature, and `envelope` then all of it."""
+    """A parsed payload; without a signature `mac` is None and `envelope` the whole payload."""
 
     envelope: bytes
     mac: str | None = None
@@ -43,7 +43,7 @@ class SignedPayload:
 
 
 def split_payload(payload: bytes) -> SignedPayload:
-    """Checks nothing."""
+    """Split a payload into signature and envelope, without checking either."""
     match = _JOB.match(payload)
     if match is None:
         return SignedPayload(payload)
@@ -51,13 +51,13 @@ def split_payload(payload: bytes) -> SignedPayload:
 
 
 def unsigned_entry(entry: bytes) -> bytes:
-    """A checkpoint entry without its signature. Checks nothing."""
+    """Return a checkpoint entry without its signature. Checks nothing."""
     match = _ENTRY.match(entry)
     return entry if match is None else b"{" + entry[match.end() :]
 
 
 class Keys:
-    """The keys of one producer or worker: none, one, or two while they are being changed.
+    """The keys of one producer or worker: none, one, or two during a rotation.
 
     Raises InvalidJob for keys that are too short or too many.
     """
@@ -78,7 +78,7 @@ class Keys:
         return bool(self._keys)
 
     def sign_payload(self, envelope: bytes, *, queue: str, job_id: str, tenant: str) -> bytes:
-        """The envelope as it is stored; unchanged without a key."""
+        """Return the envelope in its stored form; unchanged without a key."""
         if not self._keys:
             return envelope
         signed_at = int(time.time() * 1000)
@@ -88,7 +88,7 @@ class Keys:
     def check_payload(
         self, payload: SignedPayload, *, queue: str, job_id: str, tenant: str, submitted_at: float
     ) -> None:
-        """Raises InvalidJob (`unsigned`) unless one of the keys signed it. Without a key all pass.
+        """Raise InvalidJob (`unsigned`) unless one of the keys signed the payload. Without a key all pass.
 
         `submitted_at`: unix seconds by the server's clock.
         """
@@ -103,14 +103,14 @@ class Keys:
             raise InvalidJob("the job was signed at another time than it was submitted", "unsigned")
 
     def sign_entry(self, entry: bytes, *, queue: str, job_id: str, fingerprint: str) -> bytes:
-        """A checkpoint entry as it is stored; unchanged without a key."""
+        """Return a checkpoint entry in its stored form; unchanged without a key."""
         if not self._keys:
             return entry
         mac = _mac(self._keys[0], b"checkpoint", queue, job_id, fingerprint, body=entry)
         return b'{"mac":"%b",%b' % (mac.encode(), entry[1:])
 
     def is_entry_ours(self, entry: bytes, *, queue: str, job_id: str, fingerprint: str) -> bool:
-        """Whether a worker with one of the keys wrote it. Without a key: yes."""
+        """Return whether a worker with one of the keys wrote the entry; True without a key."""
         if not self._keys:
             return True
         match = _ENTRY.match(entry)
@@ -125,6 +125,6 @@ class Keys:
 
 
 def _mac(key: bytes, purpose: bytes, *names: str, body: bytes) -> str:
-    """Names hold no NUL byte and the body comes last, so no two inputs give the same message."""
+    """Compute the MAC. Names hold no NUL byte and the body comes last, so messages are unambiguous."""
     parts = (b"pagemill-" + purpose + b"-1", *(name.encode() for name in names), body)
     return hmac.digest(key, b"\0".join(parts), hashlib.sha256).hex()

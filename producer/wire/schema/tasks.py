@@ -1,4 +1,4 @@
-"""What a job may be for. A task has its fields, and envelopes of a version that only workers which know it pull."""
+"""The tasks of jobs. Each has its own fields, and an envelope version pulled only by workers that know it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ TaskName = Literal["generate", "score"]
 @dataclass(frozen=True, slots=True)
 class Task:
     version: int
-    """Of the envelope."""
+    """The envelope version."""
     fields: frozenset[str]
-    """What it takes of the fields that not every task takes."""
+    """The fields it accepts among those that not every task accepts."""
     is_certain: bool
-    """Equal jobs have equal results, whatever they are seeded with."""
+    """True if equal jobs have equal results regardless of the seed."""
 
 
 TASKS: Final[dict[TaskName, Task]] = {

@@ -1,4 +1,4 @@
-"""What may stand in a job's `webhook` field. Which hosts are called is the worker's to say."""
+"""URLs in a job's `webhook` field. The worker decides which hosts are called."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class WebhookUrl:
     """A name or an address, in lower case."""
     port: int
     path: str
-    """With the query."""
+    """The path with the query."""
 
     @classmethod
     def parse(cls, url: str) -> WebhookUrl:
-        """Raises ValueError, which does not quote the URL: it often holds a token."""
+        """Parse a URL. Raises ValueError, which does not quote the URL: it often holds a token."""
         wrong = ValueError(
             "a webhook is an https URL of at most 2048 ASCII characters, without user or fragment"
         )
@@ -49,9 +49,9 @@ class WebhookUrl:
 
 
 def _is_host(text: str) -> bool:
-    """A name as DNS has them (a foreign one in its xn-- form), without the final dot, or an address in full."""
+    """Return whether it is a DNS name (IDNs in xn-- form) without a final dot, or an address in full form."""
     try:
         return "%" not in text and bool(ip_address(text))
     except ValueError:
-        # What ends in a number is an address to the resolver, in one of its older ways to write one.
+        # Resolvers take a name that ends in a number for an address in a legacy notation.
         return _NAME.fullmatch(text) is not None and _NUMBER.fullmatch(text.rpartition(".")[2]) is None

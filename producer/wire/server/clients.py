@@ -35,7 +35,7 @@ CONNECTION_OPTIONS: dict[str, Any] = {
     "socket_keepalive": True,
     "health_check_interval": 30,
 }
-"""For every client of ours. A blocking command must return before `socket_timeout`."""
+"""Options of all clients. A blocking command must return before `socket_timeout`."""
 
 _SCHEME = re.compile(r"(rediss?)\+(sentinel|cluster)")
 _DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
@@ -46,7 +46,7 @@ _SENTINEL_OPTIONS = {"sentinel_username": "username", "sentinel_password": "pass
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """A parsed URL: `url` is one the driver reads; `nodes` is empty unless somebody has to be asked first."""
+    """A parsed URL: `url` is for the driver; `nodes` are Sentinels or Cluster nodes to ask first, if any."""
 
     url: str
     kind: str
@@ -56,7 +56,7 @@ class ServerAddress:
 
     @classmethod
     def parse(cls, url: str) -> ServerAddress:
-        """Raises InvalidAddress, which never quotes the URL: it may hold a password."""
+        """Parse a URL. Raises InvalidAddress, which never quotes the URL: it may hold a password."""
         scheme, separator, rest = url.partition("://")
         match = _SCHEME.fullmatch(scheme)
         if match is None or not separator:
@@ -84,7 +84,7 @@ class ServerAddress:
         return cls(plain, kind, nodes, service if kind == "sentinel" else "", asked)
 
     def locator(self, queue: str) -> Locator | None:
-        """Who says where the queue is; None for a single server."""
+        """Return the locator of the queue's server; None for a single server."""
         if self.kind == "server":
             return None
         options = connection.parse_url(self.url)
@@ -108,10 +108,10 @@ RedisAddress = Annotated[str, AfterValidator(_address)]
 
 
 def open_client(url: str, queue: str, **options: Any) -> redis.Redis:
-    """A client (decode_responses off) for `queue`'s server, wherever that is at the moment.
+    """Return a client (decode_responses off) for `queue`'s server, wherever that is at the moment.
 
-    `options` go on top of the URL's and of `CONNECTION_OPTIONS`. Connects when first used. Raises
-    InvalidAddress for a URL that makes no sense.
+    `options` override the URL's and `CONNECTION_OPTIONS`. Connects on first use. Raises InvalidAddress for an
+    invalid URL.
     """
     address = ServerAddress.parse(url)
     parsed = connection.parse_url(address.url)
@@ -123,9 +123,9 @@ def open_client(url: str, queue: str, **options: Any) -> redis.Redis:
 
 
 def open_masters(url: str) -> list[redis.Redis]:
-    """A client for every server that may hold queues: each master of a Cluster, else the one server there is.
+    """Return a client for every server that may hold queues: each master of a Cluster, else the one server.
 
-    A Cluster is asked at once: raises redis' ConnectionError when no node answers. InvalidAddress as `open_client`.
+    A Cluster is asked at once: raises redis' ConnectionError if no node answers, else as `open_client`.
     """
     address = ServerAddress.parse(url)
     locator = address.locator("default")
@@ -139,7 +139,7 @@ def open_masters(url: str) -> list[redis.Redis]:
 
 
 def open_async_client(url: str, queue: str, *, max_connections: int, **options: Any) -> redis.asyncio.Redis:
-    """As `open_client`, for asyncio. At most `max_connections`; who finds them all in use waits."""
+    """Like `open_client`, for asyncio. With all `max_connections` in use, callers wait."""
     address = ServerAddress.parse(url)
     parsed = async_connection.parse_url(address.url)
     given = connection_options(url) | dict(parsed) | options
@@ -151,7 +151,7 @@ def open_async_client(url: str, queue: str, *, max_connections: int, **options: 
 
 
 def connection_options(url: str) -> dict[str, Any]:
-    """`CONNECTION_OPTIONS`, as far as `url` takes them: the driver knows no keepalive for a unix socket."""
+    """Return the `CONNECTION_OPTIONS` that suit `url`: the driver has no keepalive for a unix socket."""
     is_unix = url.startswith("unix:")
     return {
         name: value
@@ -161,7 +161,7 @@ def connection_options(url: str) -> dict[str, Any]:
 
 
 def redacted(url: str) -> str:
-    """The URL without its passwords, for logs."""
+    """Return the URL without its passwords, for logs."""
     shown = re.sub(r"(?<=://)([^/@]*):[^/]*@(?=[^@]*$)", r"\1:***@", url)
     return re.sub(r"(?i)([?&][^=&]*password=)[^&]*", r"\1***", shown)
 
@@ -172,10 +172,10 @@ def has_password(url: str) -> bool:
 
 @contextmanager
 def _noticing_moves() -> Iterator[None]:
-    """A reply that says this server is no longer the one: a lost connection, so that the next asks anew.
+    """Turn a redirection into a lost connection, so that the next connection locates the server again.
 
-    ASK is one too. It would send a script to a server that has only part of the queue's keys yet; waiting
-    until the slot has moved as a whole is the only safe answer.
+    ASK counts too. Following it would send a script to a server that has only part of the queue's keys;
+    waiting until the whole slot has moved is the only safe answer.
     """
     try:
         yield
@@ -189,7 +189,7 @@ def _noticing_moves() -> Iterator[None]:
 
 
 class _Locating:
-    """Mixed into the driver's connections: asks where to connect, each time."""
+    """A mixin of the driver's connections that locates the server at each connect."""
 
     _locator: Locator
 
@@ -211,7 +211,7 @@ class _Locating:
 
 
 class _AsyncLocating:
-    """As `_Locating`, for asyncio."""
+    """Like `_Locating`, for asyncio."""
 
     _locator: Locator
 
@@ -249,7 +249,7 @@ class _AsyncLocatedTLS(_AsyncLocating, async_connection.SSLConnection):  # type:
 
 
 def _check(url: str) -> None:
-    """Raise InvalidAddress for what the driver would take for something else, or refuse once it connects."""
+    """Raise InvalidAddress for a URL that the driver would misread, or refuse only when it connects."""
     parts = _split(url)
     try:
         options = connection.parse_url(url)
@@ -272,12 +272,12 @@ def _check(url: str) -> None:
 
 
 def _split(url: str) -> SplitResult:
-    """Raises InvalidAddress for what is wrong with hosts and ports."""
+    """Split a URL. Raises InvalidAddress for invalid hosts and ports."""
     try:
         parts = urlsplit(url)
         port = parts.port if "," not in parts.netloc else None
     except ValueError as error:
-        # Of a password that is not percent-encoded, the rest is taken for the port, and quoted.
+        # urlsplit's own message may quote part of a password that is not percent-encoded, as the port.
         message = "the port is no number from 1 to 65535; in a password, percent-encode @ : / # ?"
         raise InvalidAddress(message if "Port" in str(error) else "its host makes no sense") from None
     if port == 0:

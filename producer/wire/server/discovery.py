@@ -1,6 +1,6 @@
-"""Where the server is: an address that is given, PAGEMILL_REDIS_URL, or the embedded server's server.json.
+"""Finding the server: by a given address, PAGEMILL_REDIS_URL, or the embedded server's server.json.
 
-Only finding is done here; a worker starts the embedded server and writes the file.
+This module only finds it; a worker starts the embedded server and writes the file.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ SERVER_FILE = "server.json"
 
 
 def state_dir() -> Path:
-    """Where the embedded server keeps its files."""
+    """Return the directory of the embedded server's files."""
     given = os.environ.get(STATE_DIR_VARIABLE)
     return Path(given) if given else Path.home() / ".local" / "state" / "pagemill"
 
 
 def find_redis(url: str | None = None, directory: Path | None = None) -> str:
-    """The URL to connect to. Raises RedisUnavailable, saying what to type, when there is none."""
+    """Return the URL to connect to. Raises RedisUnavailable, with a hint what to type, if there is none."""
     if given := url or os.environ.get(URL_VARIABLE):
         return with_credentials(given)
     found = _embedded_url(directory or state_dir())
@@ -39,9 +39,9 @@ def find_redis(url: str | None = None, directory: Path | None = None) -> str:
 
 
 def with_credentials(url: str) -> str:
-    """The URL with user and password from the environment, where it has none of its own.
+    """Return the URL with user and password from the environment, unless it has its own.
 
-    A URL on a command line is seen by every user of the machine; an environment is not.
+    Every user of the machine can see a URL on a command line, but not the environment.
     """
     username, password = os.environ.get(USERNAME_VARIABLE, ""), os.environ.get(PASSWORD_VARIABLE)
     scheme, separator, rest = url.partition("://")
@@ -51,7 +51,7 @@ def with_credentials(url: str) -> str:
 
 
 def _embedded_url(directory: Path) -> str | None:
-    """The running embedded server's address; its unix socket, where it has one."""
+    """Return the running embedded server's address: its unix socket, if it has one."""
     try:
         record = json.loads((directory / SERVER_FILE).read_text(encoding="utf-8"))
         pid, url = int(record["pid"]), str(record["url"])

@@ -1,8 +1,8 @@
-"""`durability="fsync"`: an answer only when the server's append-only file has it on disk.
+"""`durability="fsync"`: a submit returns only once the server's append-only file has it on disk.
 
-WAITAOF (Redis 7.2, Valkey 7.2) waits until everything this connection wrote is on disk. It does nothing inside
-a script, and a connection that wrote nothing is not waited for at all. So `sync` first writes one small key on
-the connection it asks on: the file is sequential, whatever the server was told before is on disk with it.
+WAITAOF (Redis 7.2, Valkey 7.2) waits until everything this connection wrote is on disk. It does nothing
+inside a script, nor on a connection that wrote nothing. So `sync` first writes a small key on the same
+connection: the file is sequential, so all earlier writes to the server are then on disk too.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import InvalidJob, RedisUnavailable
 
 Durability = Literal["server", "fsync"]
-"""server: as the server's own `appendfsync` has it."""
+"""server: according to the server's `appendfsync`."""
 
 SYNC_TIMEOUT_MS = 4000
-"""Under `appendfsync everysec` it takes up to a second, or two on a slow disk. Below every socket timeout."""
+"""Under `appendfsync everysec` a sync takes up to 1 s, or 2 s on a slow disk. Below every socket timeout."""
 MARKER_TTL_MS = 86_400_000
 
 
 def sync_commands(queue: str) -> tuple[tuple[Any, ...], ...]:
-    """What to send in one pipeline: a write, so that there is something to wait for, and the wait."""
+    """Return the commands of one pipeline: a write, so that there is something to wait for, and the wait."""
     marker = keys.synced(queue)
     return (
-        # The first passes at maxmemory where the second does not; the second is for when there is no marker yet.
+        # PEXPIRE works even at maxmemory, when SET is refused; SET is for when there is no marker yet.
         ("PEXPIRE", marker, MARKER_TTL_MS),
         ("SET", marker, "1", "PX", MARKER_TTL_MS),
         ("WAITAOF", 1, 0, SYNC_TIMEOUT_MS),
@@ -36,9 +36,9 @@ def sync_commands(queue: str) -> tuple[tuple[Any, ...], ...]:
 
 
 def sync(client: redis.Redis, queue: str) -> None:
-    """Wait until everything the server was told before is on its disk.
+    """Wait until all earlier writes to the server are on its disk.
 
-    Raises RedisUnavailable when that is not known (call it again), InvalidJob when this server can't say.
+    Raises RedisUnavailable if that is unknown (call it again), InvalidJob if the server does not support it.
     """
     with client.pipeline(transaction=False) as pipeline:
         for command in sync_commands(queue):
@@ -53,7 +53,7 @@ def sync(client: redis.Redis, queue: str) -> None:
 
 
 async def sync_async(client: redis.asyncio.Redis, queue: str) -> None:
-    """As `sync`."""
+    """Like `sync`."""
     async with client.pipeline(transaction=False) as pipeline:
         for command in sync_commands(queue):
             pipeline.execute_command(*command)
@@ -67,7 +67,7 @@ async def sync_async(client: redis.asyncio.Redis, queue: str) -> None:
 
 
 def _is_on_disk(replies: list[Any]) -> bool:
-    """False when the server has no WAITAOF, or no append-only file."""
+    """Return whether the writes are on disk; False if the server has no WAITAOF, or no append-only file."""
     touched, written, waited = replies
     if isinstance(waited, exceptions.ResponseError):
         return False
@@ -83,7 +83,7 @@ def _is_on_disk(replies: list[Any]) -> bool:
 
 
 def _check_setting(setting: dict[Any, Any], refusal: Any) -> None:
-    """Without WAITAOF, a server that syncs before every reply does as well. Raises InvalidJob for any other."""
+    """Accept a server without WAITAOF only if it syncs before every reply. Raises InvalidJob otherwise."""
     values = {_text(name): _text(value) for name, value in setting.items()}
     if (values.get("appendonly"), values.get("appendfsync")) != ("yes", "always"):
         raise InvalidJob(

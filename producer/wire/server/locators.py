@@ -1,8 +1,8 @@
-"""Which server holds a queue now: the master that Sentinel names, or the owner of the queue's Cluster slot.
+"""Locators of a queue's current server: the master that Sentinel names, or the owner of its Cluster slot.
 
-A queue lives in one slot, so at any moment one server has all of it, and an ordinary client on the right
-server is all that is needed: the driver library's own cluster client refuses EVALSHA in pipelines. What is
-left to do is to ask again whenever a connection is made, and to drop connections that turn out to be stale.
+A queue lives in one slot, so at any moment one server has all of it, and an ordinary client on that server is
+enough: the driver library's own cluster client refuses EVALSHA in pipelines. It remains to locate the server
+again for each new connection, and to drop connections that turn out to be stale.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ SlotRange = tuple[int, int, Address]
 """The first and the last slot, and the master that owns them."""
 
 ASK_TIMEOUT_S = 2.0
-"""For one question to one server; then the next is asked."""
+"""Timeout of one query to one server; then the next one is asked."""
 
 
 class Locator(Protocol):
-    """Says where to connect. Thread-safe; blocks for a network round trip or a few."""
+    """Finds the address to connect to. Thread-safe; blocks for one or a few network round trips."""
 
     def locate(self) -> Address:
-        """Raises redis' ConnectionError when nobody knows."""
+        """Return the current address. Raises redis' ConnectionError if no server knows it."""
         ...
 
 
 class SentinelLocator:
-    """The master of a service, as the first Sentinel that answers names it."""
+    """Finds the master of a service, as named by the first Sentinel that answers."""
 
     def __init__(self, sentinels: Sequence[Address], service: str, options: dict[str, Any]) -> None:
         """`options`: credentials and TLS of the Sentinels themselves."""
@@ -47,17 +47,17 @@ class SentinelLocator:
             except redis.ResponseError as error:
                 raise redis.ConnectionError(f"Sentinel refuses to name {self._service}: {error}") from error
             finally:
-                # Sentinels restart with other addresses: a connection kept for hours helps nobody.
+                # Sentinels restart with other addresses, so idle connections to them would only go stale.
                 for client in self._sentinel.sentinels:
                     client.connection_pool.disconnect()
         return str(host), int(port)
 
 
 class ClusterLocator:
-    """The master that owns a key's slot, as the first node that answers names it."""
+    """Finds the master that owns a key's slot, as named by the first node that answers."""
 
     def __init__(self, seeds: Sequence[Address], key: str, options: dict[str, Any]) -> None:
-        """`options`: credentials and TLS. Nodes that are learned of are asked too, should the seeds be gone."""
+        """`options`: credentials and TLS. Discovered nodes are asked too, in case the seeds are gone."""
         self.slot: int = crc.key_slot(key.encode())
         self._options = options
         self._lock = threading.Lock()
@@ -74,7 +74,7 @@ class ClusterLocator:
         raise redis.ConnectionError("no Cluster node can be asked: " + "; ".join(reasons))
 
     def masters(self) -> list[Address]:
-        """Every master that owns slots. Raises as `locate` does."""
+        """Return every master that owns slots. Raises as `locate` does."""
         reasons: list[str] = []
         for node, ranges in self._answers(reasons):
             if ranges:
@@ -83,7 +83,7 @@ class ClusterLocator:
         raise redis.ConnectionError("no Cluster node can be asked: " + "; ".join(reasons))
 
     def _answers(self, reasons: list[str]) -> Iterator[tuple[Address, list[SlotRange]]]:
-        """What each node that answers says, one node after the other; why the others don't goes into `reasons`."""
+        """Yield the slots that each responding node reports; the others' failures go into `reasons`."""
         with self._lock:
             nodes = list(dict.fromkeys((*self._known, *self._seeds)))
         for node in nodes:
@@ -102,7 +102,7 @@ class ClusterLocator:
             **self._options,
         ) as client:
             connection = client.connection_pool.get_connection()
-            # Read raw: how the driver parses this reply changed between its versions.
+            # Read raw, because the driver's parsing of this reply differs between its versions.
             connection.send_command("CLUSTER", "SLOTS")
             reply: list[Any] = connection.read_response()
         return reply
@@ -110,7 +110,7 @@ class ClusterLocator:
     def _owned(self, ranges: list[Any], asked: Address) -> list[SlotRange]:
         owned = []
         for first, last, master, *_ in ranges:
-            # A node that does not know its own address says so with an empty one: it is the one we reached.
+            # A node that does not know its own address sends an empty one: it is the node we reached.
             host = _text(master[0])
             address = (host if host and host != "?" else asked[0], int(master[1]))
             owned.append((int(first), int(last), address))

@@ -1,4 +1,4 @@
-"""The Lua scripts and the value that stands for one call of one of them. No input or output happens here."""
+"""The Lua scripts, and the value type of a script call. No I/O happens here."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _INCLUDE = re.compile(r"^-- @include (\w+)\n", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One atomic transition, not yet run: a transport sends it and hands back `parse(reply)`.
+    """One atomic transition, not yet run: a transport sends it and returns `parse(reply)`.
 
-    Every script tolerates being sent twice, so a call whose reply was lost may be sent again.
+    Every script tolerates being sent twice, so a call whose reply was lost may be repeated.
     """
 
     script: str
@@ -31,7 +31,7 @@ class Call(Generic[T]):
 
 @cache
 def source(name: str) -> str:
-    """The script's text, with the files it includes put in their place, each once."""
+    """Return the script's text, with each included file inlined once."""
     return _expand(name, set())
 
 
@@ -45,7 +45,7 @@ def _expand(name: str, seen: set[str]) -> str:
 
 @cache
 def names() -> tuple[str, ...]:
-    """Every script that can be called; the files that only others include are left out."""
+    """Return every script that can be called, without the files that others include."""
     texts = {
         path.name.removesuffix(".lua"): path.read_text(encoding="utf-8")
         for path in (files("pagemill.producer.wire") / "lua").iterdir()
@@ -56,5 +56,5 @@ def names() -> tuple[str, ...]:
 
 @cache
 def sha1(name: str) -> str:
-    """What EVALSHA calls the script."""
+    """Return the script's digest for EVALSHA."""
     return hashlib.sha1(source(name).encode(), usedforsecurity=False).hexdigest()

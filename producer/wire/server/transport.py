@@ -1,8 +1,8 @@
 """Two small drivers that run `Call`s: one over redis.Redis, one over redis.asyncio.Redis.
 
-Scripts go by EVALSHA. A server that does not know one (NOSCRIPT: new, restarted, failed over) is taught all
-of them and asked again. The driver library's errors become ours here and nowhere else. What server that is,
-clients.py knows.
+Scripts go by EVALSHA. A server that does not know one (NOSCRIPT: new, restarted, failed over) is sent all of
+them and asked again. The driver library's errors become ours here and nowhere else. clients.py finds the
+server.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ T = TypeVar("T")
 
 _PIPELINE_CALLS = 500
 _SCRIPT_TRIES = 5
-"""How often a call is sent to a server that forgets its scripts meanwhile: one that restarts, or is flushed."""
+"""Attempts to send a call to a server that loses its scripts meanwhile, by a restart or a flush."""
 _NO_PERMISSION = ("NOPERM", "ACL failure in script", "The user executing the script can't", "DENIED ")
-"""How servers say it; inside scripts each in its own way."""
+"""Messages of a refused permission; servers differ in those from inside scripts."""
 _NO_SUCH_DATABASE = ("DB index", "Invalid Database", "SELECT is not allowed")
 _NOT_NOW = (
     "READONLY",
@@ -53,7 +53,7 @@ _NOT_NOW_ERRORS = (
     exceptions.AskError,
     exceptions.TryAgainError,
 )
-"""Where the driver has a class, it takes the word away."""
+"""For errors that have a class, the driver strips the code from the message."""
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ def wrap_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
-    """Around the driver alone: whatever a foreign reply makes it raise, it was one that no Redis server gives."""
+    """Turn any error of the driver's parsing into ours: the reply did not come from a Redis server."""
     try:
         with wrap_errors():
             yield
@@ -83,7 +83,7 @@ def _foreign(error: Exception) -> RedisUnavailable:
 
 def _translated(error: Exception) -> PagemillError:
     message = str(error).rstrip(".")
-    # Redis 6.2 wraps a script's error in a sentence of its own, so the word is looked for anywhere.
+    # Redis 6.2 wraps a script's error in another message, so the code is searched for anywhere.
     if isinstance(error, exceptions.OutOfMemoryError) or "OOM command not allowed" in message:
         return QueueFull("the Redis server has reached its maxmemory")
     if any(word in message for word in _NO_SUCH_DATABASE):
@@ -126,11 +126,11 @@ class SyncTransport:
         raise unknown
 
     def begin(self, call: Call[T]) -> Pending[T]:
-        """Send a call and return at once, so that the caller can work while the server does."""
+        """Send a call and return at once, so that the caller can work meanwhile."""
         return Pending(self, call)
 
     def run_many(self, calls: Sequence[Call[T]]) -> list[T]:
-        """Run calls in one round trip, each atomic, together not. Raises the first error, after all ran."""
+        """Run calls in one round trip; each is atomic, not all of them. Raises the first error at the end."""
         replies: list[Any] = []
         with _reading():
             for start in range(0, len(calls), _PIPELINE_CALLS):
@@ -160,7 +160,7 @@ class SyncTransport:
             durability.sync(self.client, queue)
 
     def _teach(self) -> None:
-        # All at once: with one known and another not, a pipeline's calls would be reordered.
+        # All scripts at once: if a server knew only some, a pipeline's calls would be reordered.
         with self.client.pipeline(transaction=False) as pipeline:
             for name in scripts.names():
                 pipeline.script_load(scripts.source(name))
@@ -178,12 +178,12 @@ class Pending(Generic[T]):
         self._call = call
         self._pool = transport.client.connection_pool
         self._connection: Any = None
-        with contextlib.suppress(Exception):  # `finish` sends it again, and says what is wrong
+        with contextlib.suppress(Exception):  # `finish` sends it again, and raises the error
             self._connection = self._pool.get_connection()
             self._connection.send_command("EVALSHA", *_evalsha(call))
 
     def finish(self) -> T:
-        """The parsed reply. Whatever went wrong on the way, the call is sent again: that does no harm."""
+        """Return the parsed reply. After any error the call is sent again, which is idempotent."""
         connection, self._connection = self._connection, None
         if connection is None:
             return self._transport.run(self._call)
@@ -201,7 +201,7 @@ class Pending(Generic[T]):
         return self._call.parse(reply)
 
     def abandon(self) -> None:
-        """Give up on the reply. After `finish` it does nothing."""
+        """Give up on the reply. No effect after `finish`."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.disconnect()
@@ -215,7 +215,7 @@ class AsyncTransport:
         self.client = client
 
     async def run(self, call: Call[T]) -> T:
-        """As SyncTransport.run."""
+        """Like SyncTransport.run."""
         with _reading():
             reply = await self._run(call)
         return call.parse(reply)
@@ -230,7 +230,7 @@ class AsyncTransport:
         raise unknown
 
     async def run_many(self, calls: Sequence[Call[T]]) -> list[T]:
-        """As SyncTransport.run_many."""
+        """Like SyncTransport.run_many."""
         replies: list[Any] = []
         with _reading():
             for start in range(0, len(calls), _PIPELINE_CALLS):

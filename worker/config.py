@@ -97,7 +97,7 @@ class WorkerConfig(BaseSettings):
     vllm_metric_names: bool = False
     """Also export vLLM's metrics under their own names (`vllm:...`)."""
     lease_s: float = Field(default=6.0, ge=0.1, le=600)
-    """How long a lease lasts without a renewal."""
+    """The life of a lease without a renewal."""
     renew_s: float = Field(default=2.0, ge=0.05, le=300, validate_default=True)
     """Interval of renewals and sweeps: a killed worker's jobs are taken over within `lease_s` + `renew_s`."""
     drain_grace_s: float = Field(default=10.0, ge=0, le=DAY_S)

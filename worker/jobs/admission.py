@@ -47,7 +47,7 @@ OUTPUT_RATIO_WEIGHT = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What may be pulled now. If no jobs, `blocked` says why."""
+    """The room for jobs that may be pulled now. If for none, `blocked` says why."""
 
     jobs: int
     tokens: int
@@ -127,7 +127,7 @@ class Admission:
         self._thread = threading.Thread(target=self._run, name="pagemill-admission", daemon=True)
         self._forecast = OutputForecast()
         self.blocked: BlockReason | None = "loading"
-        """What keeps this worker from pulling; None if nothing does."""
+        """The reason this worker can't pull; None if it can."""
         self.refusal: str | None = None
         """Why the last pull failed, unless the server was away: a worker that can't pull is not ready."""
 

@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
 
 TICK_S = 0.2
-"""How often deadlines are checked when nothing else happens."""
+"""The interval of deadline checks when nothing else happens."""
 TAKE_S = 0.05
 """The longest that events are taken in between two writes."""
 RELEASE_PATIENCE_S = 2.0
-"""How long a job that is handed back waits for the engine's final output."""
+"""The longest that a job being handed back waits for the engine's final output."""
 MAX_WRITES = 500
 """Writes in one round trip."""
 MAX_UNSAVED_LOGPROBS = 16_384

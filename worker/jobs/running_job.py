@@ -142,7 +142,7 @@ class RunningJob:
     ending: Ending | None = None
     has_left_engine: bool = False
     sent_at: float | None = None
-    """When the engine received it; this and the next by the server's clock."""
+    """The time the engine received it; this and the next by the server's clock."""
     left_engine_at: float | None = None
     ttft_s: float | None = None
     """Time from `sent_at` to its first token; None if there was none."""

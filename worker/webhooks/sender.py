@@ -56,7 +56,7 @@ class WebhookSender:
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Begin no more deliveries. Another worker repeats one that was under way, if needed."""
+        """Start no more deliveries. Another worker repeats one that was under way, if needed."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(timeout)

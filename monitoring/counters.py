@@ -145,9 +145,9 @@ class WorkerCounters:
         self.redis_reconnects = Counter(lock)
 
         self.queue_wait_seconds = Observations(lock, WAIT_SECONDS)
-        """From submit (or the retry's due time) to the pull."""
+        """Time from submit (or the retry's due time) to the pull."""
         self.e2e_seconds = Observations(lock, WAIT_SECONDS)
-        """From submit to the committed end."""
+        """Time from submit to the committed end."""
         self.attempts = Observations(lock, ATTEMPTS)
         """Executions per finished job."""
         self.commit_seconds = Observations(lock, REDIS_SECONDS)

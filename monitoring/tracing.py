@@ -48,7 +48,7 @@ class ExecutionTrace:
     started_at: float
     first_token_at: float | None
     left_engine_at: float | None
-    """When its last token was ready; None if it never became a request."""
+    """The time its last token was ready; None if it never became a request."""
     commit_began: float
     commit_ended: float
     outcome: str

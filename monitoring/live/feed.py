@@ -27,7 +27,7 @@ TICK_S = 1.0
 QUEUE_UNWATCHED_S = 10.0
 """Interval of Redis reads for the chart alone."""
 WATCH_S = 5.0
-"""How long a read keeps the block map fresh."""
+"""The time for which a read keeps the block map fresh."""
 MAX_WATCHERS = 32
 MAX_JOBS = 100
 _RUN = re.compile(rb"(.)\1*")

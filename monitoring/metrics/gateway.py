@@ -28,7 +28,7 @@ class GatewayMetrics(Collector):
         self.connections = 0
         self.running_batches = 0
         self.requests: Counter[tuple[str, ...]] = Counter()
-        """By route, method and status; 499 if the client disconnected before its answer."""
+        """Requests by route, method and status; 499 if the client disconnected before its answer."""
         self.cancelled_jobs = 0
         self.stream_errors = 0
         self.refused = Counter(busy=0, queue_full=0, rate=0)

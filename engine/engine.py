@@ -39,7 +39,7 @@ from pagemill.sampling_fields import MAX_SEED
 logger = logging.getLogger(__name__)
 
 _SCHEMA_WAIT_S = 0.01
-"""How long a step waits for a schema when it has no other work."""
+"""The longest that a step with no other work waits for a schema."""
 
 
 class Engine:

@@ -11,7 +11,7 @@ from pagemill.engine.plan import TokenLogprobs
 FinishReason = Literal["stop", "length", "abort", "error"]
 Phase = Literal["waiting", "prefill", "decode"]
 WaitReason = Literal["budget", "rows", "kv"]
-"""What the first waiting request lacks: tokens of the step's budget, a row, or KV blocks."""
+"""The resource that the first waiting request lacks: tokens of the step's budget, a row, or KV blocks."""
 StructuredResult = Literal["valid", "truncated", "invalid"]
 MemoryUse = Literal["weights", "kv", "graphs", "activations", "free"]
 PromptSource = Literal["computed", "prefix_cache", "swap"]

@@ -62,7 +62,7 @@ class DeviceBackend(ABC):
     device: torch.device
     step_defaults = StepDefaults()
     is_apart = False
-    """It has its own memory: arrays cross in one copy a step, from pinned pages."""
+    """True for a device with its own memory: arrays cross in one copy a step, from pinned pages."""
     captures_graphs = False
     """Decode steps are recorded once and replayed."""
     draws_on_device = False

@@ -1,4 +1,4 @@
-"""From a step's inputs to its logits: the interface of a forward pass, and the model's own.
+"""Forward passes, from a step's inputs to its logits: their interface, and the model's own.
 
 The others are `DecodeGraphs` and `PromptScorer`.
 """

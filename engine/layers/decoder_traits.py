@@ -23,7 +23,7 @@ class DecoderTraits:
     residual: Literal["pre_norm", "sandwich"] = "pre_norm"
     """pre_norm: hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden)). sandwich: norms on both sides."""
     window: Literal["by_layer", "one"] = "by_layer"
-    """Where `sliding_window` is: on each attention, or nowhere; one: in the configuration, for every layer."""
+    """The place of `sliding_window`: on each attention, if any; one: in the configuration, for every layer."""
     has_softcap: bool = False
     """Scores are capped by `attn_logit_softcapping`."""
     is_plain: bool = True

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 _TIMEOUT = timedelta(seconds=300)
-"""How long a collective waits for the others. They start together, unless one compiles kernels first."""
+"""The longest a collective waits for the others. They start together, unless one compiles kernels first."""
 
 
 class RankGroup:

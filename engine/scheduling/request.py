@@ -112,7 +112,7 @@ class Sequence:
     forced_token_ids: list[tuple[int, int]] = field(default_factory=list)
     """(position, token) of tokens that were not sampled and not yet sent to execution."""
     is_row_new: bool = False
-    """It got its row between two steps: the next plan with work for it must bring a `NewRow`."""
+    """True if it got its row between two steps: the next plan with work for it must bring a `NewRow`."""
     cumulative_logprob: float = 0.0
     """The sum of a beam's token log probabilities."""
     continuation: tuple[int, ...] = ()

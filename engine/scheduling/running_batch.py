@@ -32,7 +32,7 @@ class RunningBatch:
         self.rows = RowTable(config.max_num_seqs)
         self.preemption = Preemption(config, kv)
         self.waiting_for: WaitReason = "budget"
-        """What the most recently refused sequence lacked."""
+        """The resource that the most recently refused sequence lacked."""
         self._config = config
         self._kv = kv
         self._watermark_blocks = int((config.num_kv_blocks - 1) * config.watermark_ratio)

@@ -19,9 +19,9 @@ class InFlightStep:
     sampled: list[Sequence] = field(default_factory=list)
     """Parallel to `plan.samples`."""
     prefilling: list[Sequence] = field(default_factory=list)
-    """Those of `computed` with more of their prompt to compute."""
+    """The sequences of `computed` with more of their prompt to compute."""
     has_failed: bool = False
-    """It or an earlier step raised: its result is ignored."""
+    """True if it or an earlier step raised: its result is ignored."""
     is_settled: bool = False
     """The caller has reported its failure and will not settle it again."""
 

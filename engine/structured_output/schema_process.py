@@ -25,7 +25,7 @@ class SchemaProcess:
     """A schema's process. For the engine's thread. Restarted if it has ended and an output continues."""
 
     def __init__(self, nursery: Nursery, kind: str, text: str, busy: set[SchemaProcess]) -> None:
-        """It is in `busy` while it has anything to send or receive."""
+        """`busy`: contains it while it has anything to send or receive."""
         self.kind = kind
         self.mask = b""
         self.error: EngineError | None = None
@@ -38,7 +38,7 @@ class SchemaProcess:
         self._busy = busy
         self._is_compiled = False
         self._has_begun = False
-        """There is a process at the other end: if it ends, the schema is the cause."""
+        """True once a process is at the other end: if it ends, the schema is the cause."""
         self._is_careful = False
         """The process sends each answer before starting the next, so that the cause of its end is known."""
         self._started = 0.0

@@ -30,9 +30,9 @@ from pagemill.engine.layers.rank_group import RankGroup
 
 _CHILD = "pagemill.engine.execution.parallel.rank_process"
 _END_S = 2.0
-"""How long a process may take to exit by itself once its connection is closed."""
+"""The time a process gets to exit by itself once its connection is closed."""
 _LOOK_S = 0.2
-"""How often the processes are checked during a wait for them."""
+"""The interval at which the processes are checked during a wait for them."""
 _NOTICE_S = 1.0
 """After a connection broke, how long the kernel may take to report how the process ended."""
 

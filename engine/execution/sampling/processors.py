@@ -108,7 +108,7 @@ class LogitsProcessors:
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self._eos_token_ids = eos_token_ids
         self._constraints: dict[int, RowConstraints] = {}
-        """By row; rebuilt when the row goes to another sequence."""
+        """Constraints by row; rebuilt when the row goes to another sequence."""
 
     def apply(self, logits: torch.Tensor, work: list[SampleWork], token_table: torch.Tensor) -> list[int]:
         """Change `logits` in place.

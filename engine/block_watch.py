@@ -1,4 +1,4 @@
-"""Maps of the block pool for whoever watches: none are taken while nobody does."""
+"""Maps of the block pool, taken only while a viewer wants them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pagemill.engine.outputs import BlockMap
 
 MIN_INTERVAL_S = 0.4
 COST_SHARE = 0.01
-"""Of the engine's time, what taking maps may use at most: a pool of a million blocks is seen less often."""
+"""The largest share of the engine's time for taking maps: a pool of a million blocks is sampled less often."""
 
 
 class BlockWatch:
-    """Takes a map at most every `MIN_INTERVAL_S`, as long as it is asked for. One thread: the engine's."""
+    """Takes a map at most every `MIN_INTERVAL_S`, while requested. One thread: the engine's."""
 
     def __init__(self, read_states: Callable[[], bytes]) -> None:
         """`read_states` walks the pool: one letter per block, as in `BlockMap.states`."""
@@ -23,11 +23,11 @@ class BlockWatch:
         self._latest: BlockMap | None = None
 
     def ask(self, seconds: float) -> None:
-        """Somebody looks for the next `seconds`."""
+        """Request maps for the next `seconds`."""
         self._watched_until = time.monotonic() + seconds
 
     def observe(self) -> None:
-        """Take a map if one is wanted and due. For every step, once its blocks are allocated."""
+        """Take a map if one is wanted and due. Call in every step, once its blocks are allocated."""
         now = time.monotonic()
         if now >= self._watched_until:
             self._latest = None
@@ -37,5 +37,5 @@ class BlockWatch:
 
     @property
     def latest(self) -> BlockMap | None:
-        """None while nobody watches."""
+        """The latest map; None unless requested."""
         return self._latest

@@ -1,4 +1,4 @@
-"""Puts an engine's parts together: loads the model and resolves every setting that was left open."""
+"""Assembles an engine: loads the model and resolves every setting left open."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 _ECHO_KV_BLOCKS = 4096
 _ECHO_BLOCK_BYTES = 2**16
-"""What a block counts for in swap space; nothing is stored."""
+"""The nominal size of a block in swap space; nothing is stored."""
 
 
 def build_parts(config: EngineConfig) -> EngineParts:
-    """Load what the configuration names. Raises `ConfigError`, mostly `ModelLoadError`."""
-    check_model(config.model)  # before torch is loaded for nothing
+    """Load the configured model. Raises `ConfigError`, mostly `ModelLoadError`."""
+    check_model(config.model)  # fails before torch is loaded
     if is_echo(config.model):
         return _build_echo(config)
     model_directory(config.model)  # a packaged model is converted here, with the collector on
@@ -40,7 +40,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
 
 
 def describe_model(config: EngineConfig) -> str:
-    """The line that a start on one device logs of the model's parts, told without its weights. Raises `ConfigError`."""
+    """Return the log line on a model's parts on one device, without its weights. Raises `ConfigError`."""
     from pagemill.engine.devices.registry import find_device
     from pagemill.engine.execution.model_runner import rewrite
     from pagemill.engine.models.loader import load_model
@@ -50,14 +50,15 @@ def describe_model(config: EngineConfig) -> str:
 
 @contextmanager
 def _paused_collector() -> Iterator[None]:
-    """What a start imports and builds, half a million objects, stays: walking them in vain took a tenth of a start."""
+    """Pause the collector: it spent a tenth of a start walking half a million permanent objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if gc.get_freeze_count() == 0:
-            # Together these declare all objects old, unwalked; the next collection would begin with the young.
+            # Move all objects to the permanent generation unwalked; the next collection would otherwise start
+            # with them.
             gc.freeze()
             gc.unfreeze()
         if was_enabled:
@@ -99,7 +100,7 @@ def _build_echo(config: EngineConfig) -> EngineParts:
 
 
 def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EngineParts:
-    """This process's model: the whole of it, or rank 0's share."""
+    """Build this process's model: the whole of it, or rank 0's share."""
     from pagemill.engine.devices.registry import find_device
     from pagemill.engine.execution.device_tuning import tune_device
     from pagemill.engine.execution.host_cache import measure_link

@@ -1,4 +1,4 @@
-"""A cache that is bounded by the bytes that its entries take, not by how many they are."""
+"""A cache bounded by the bytes of its entries, not their number."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ V = TypeVar("V")
 
 
 class ByteCache(Generic[K, V]):
-    """The values used last, as many as fit. Thread-safe."""
+    """An LRU cache of as many values as fit. Thread-safe."""
 
     def __init__(self, max_bytes: int, size_of: Callable[[K, V], int]) -> None:
-        """`size_of` says how many bytes a key and its value take together, with what only they refer to."""
+        """`size_of` returns the bytes of a key and its value together, including what only they refer to."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._size_of = size_of
@@ -35,7 +35,7 @@ class ByteCache(Generic[K, V]):
             return entry[0]
 
     def put(self, key: K, value: V) -> None:
-        """Keep a value, and drop those that were not used for longest. One that would not fit alone is not kept."""
+        """Store a value and evict the least recently used. One that would not fit alone is not stored."""
         size = self._size_of(key, value)
         with self._lock:
             if key in self._entries:
@@ -50,5 +50,5 @@ class ByteCache(Generic[K, V]):
 
 
 def text_bytes(texts: Iterable[str]) -> int:
-    """What texts take, with a place for each in a tuple."""
+    """Return the bytes that texts take, including a place for each in a tuple."""
     return sum(sys.getsizeof(text) + 8 for text in texts)

@@ -1,4 +1,4 @@
-"""The engine's settings: what the user asks for, and what the scheduler is finally given."""
+"""The engine's settings: the user's, and the scheduler's resolved ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 MAX_KV_BLOCKS = 2**24
-"""The scheduler keeps an object for each, and kernels find them by 32-bit numbers."""
+"""The scheduler keeps an object for each, and kernels index them with 32-bit numbers."""
 _Blocks = Annotated[int, Range(2, MAX_KV_BLOCKS)]  # one is reserved
 _Bytes = Annotated[int, Range(1, 2**46)]
 _Sequences = Annotated[int, Range(1, 2**16)]
@@ -25,7 +25,7 @@ _Tokens = Annotated[int, Range(1, 2**24)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What the user asks for; None and "auto" are resolved when the model is loaded, into other objects."""
+    """The user's settings; None and "auto" are resolved when the model is loaded, into other objects."""
 
     model: str
     """A Hugging Face directory, `smollm2` (the packaged model) or `echo` (no model at all)."""
@@ -35,9 +35,9 @@ class EngineConfig:
     """auto: float32 on CPU, the checkpoint's on CUDA."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
-    """Seeds the requests that bring none."""
+    """Seeds requests that have no seed."""
     block_size: Annotated[int, Range(1, 1024)] = 16
-    """Tokens per KV block. Any number will do; a power of two saves the GPU's kernels divisions."""
+    """Tokens per KV block. Any number is valid; a power of two saves the GPU's kernels divisions."""
     num_kv_blocks: _Blocks | None = None
     """KV blocks in the pool; None: from kv_cache_memory_bytes or the device's free memory."""
     kv_cache_memory_bytes: _Bytes | None = None
@@ -51,7 +51,7 @@ class EngineConfig:
     max_num_batched_tokens: _Tokens | None = None
     """Token budget of a step; None: 512 on CPU, 8192 on CUDA."""
     long_prefill_token_threshold: Annotated[int, Range(0, 2**24)] = 0
-    """Most prompt tokens of one request in a step; 0: the budget alone limits."""
+    """The most prompt tokens of one request in a step; 0: limited by the budget alone."""
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
     """Plan step N+1 while step N runs (depth 1). None: off on CPU, on on CUDA."""
@@ -60,37 +60,37 @@ class EngineConfig:
     stage_inputs: bool | None = None
     """One copy to the device per step instead of one per array. None: off on CPU, on on CUDA."""
     enforce_eager: bool = False
-    """No CUDA graphs."""
+    """Disable CUDA graphs."""
     batch_invariant: bool = False
-    """Every request's numbers are the same to the last bit, alone or in a crowd, however it is cut, preempted or
-    resumed; slower. CPU and float32 only."""
+    """Every request's numbers are the same to the last bit, alone or batched, however it is chunked,
+    preempted or resumed; slower. CPU and float32 only."""
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
-    """How keys and values are stored; auto: as the model computes. int8 and fp8 (e4m3) carry a scale per token and
-    head; fp8 on CUDA needs compute capability 8.9."""
+    """Storage format of keys and values; auto: the model's dtype. int8 and fp8 (e4m3) carry a scale per token
+    and head; fp8 on CUDA needs compute capability 8.9."""
     quantization: Literal["int8"] | None = None
-    """int8: weights per output channel, activations per token, exact products of integers."""
+    """int8: weights per output channel, activations per token, exact integer products."""
     swap_space_gib: Annotated[float, Range(0.0, 1024.0)] = 0.0
-    """Host memory for the KV blocks of preempted sequences; 0: they are always computed again."""
+    """Host memory for the KV blocks of preempted sequences; 0: they are always recomputed."""
     tensor_parallel_size: Annotated[int, Range(1, 64)] = 1
-    """Processes that share each layer's work, one per GPU; on CPU they share its cores. Memory settings are per
-    process, but for swap_space_gib, which is for all together."""
+    """Processes that share each layer's work, one per GPU; on CPU they share its cores. Memory settings are
+    per process, except swap_space_gib, which is the total."""
     skip_tokenizer_init: bool = False
     """Serve token ids only."""
     num_threads: Annotated[int, Range(1, 1024)] | None = None
     """CPU threads for the model; None: torch's default."""
 
     def __post_init__(self) -> None:
-        """Holds every option to its annotation. Raises ConfigError, which names the option."""
+        """Check every option against its annotation. Raises ConfigError, which names the option."""
         try:
             object.__setattr__(self, "model", os.fspath(self.model))
         except TypeError:
             raise ConfigError("model: it should be a name or a path", setting="model") from None
         if not 0 < len(self.model) <= 4096:
             raise ConfigError("model: it should have 1 to 4096 characters", setting="model")
-        if find_spec("pydantic") is not None:  # a machine that only tries kernels out may lack it
+        if find_spec("pydantic") is not None:  # a machine that only tests kernels may lack it
             _hold_to_annotations(self)
         size = self.tensor_parallel_size
-        # int8 scales its activations by a token's largest number, of which each rank sees some; bitwise tiers
+        # int8 scales its activations by a token's largest number, but each rank sees only some; bitwise tiers
         # promise an order of sums that ranks don't keep.
         for name in ("quantization", "batch_invariant"):
             value = getattr(self, name)
@@ -120,7 +120,7 @@ def _validators() -> dict[str, TypeAdapter[Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDefaults:
-    """What a device gets where the configuration says nothing; by default a CPU's."""
+    """A device's defaults for settings left open; the fields' own defaults are a CPU's."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -130,16 +130,16 @@ class StepDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """The limits a scheduler works under, all resolved."""
+    """The scheduler's limits, all resolved."""
 
     block_size: int
     num_kv_blocks: int
-    """Blocks in the pool, the null block (id 0) included."""
+    """Blocks in the pool, including the null block (id 0)."""
     max_model_len: int
     max_num_seqs: int
     """Rows: sequences in one step."""
     max_num_batched_tokens: int
-    """May be smaller than max_num_seqs: the rows that do not fit wait for the next step."""
+    """May be smaller than max_num_seqs: rows that do not fit wait for the next step."""
     long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = True
     depth: int = 0
@@ -155,10 +155,10 @@ class SchedulerConfig:
 
 
 def resolve_max_model_len(config: EngineConfig, context_length: int, longest_context: int | None) -> int:
-    """Longest prompt + output in tokens: what was asked for, or the model's context length.
+    """Return the longest prompt + output in tokens: the setting, or the model's context length.
 
     Raises:
-        ConfigError: more was asked for than the model can do; a longest context of None means that it can do any.
+        ConfigError: the setting exceeds the model's longest context; None means that it has no limit.
     """
     asked = config.max_model_len or context_length
     if longest_context is not None and asked > longest_context:

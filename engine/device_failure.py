@@ -1,4 +1,4 @@
-"""Which errors of a step mean that its device is lost, told by their text."""
+"""Recognises, by their text, the step errors that mean a lost device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _STICKY = re.compile(
     "|CUDA-capable device.* busy or unavailable",
     re.IGNORECASE,
 )
-"""After these "the process must be terminated and relaunched" (CUDA Runtime API, cudaError_t): every later call gives
-the same error. torch, Triton and HIP pass the texts on. Out of memory is none of them."""
+"""After these "the process must be terminated and relaunched" (CUDA Runtime API, cudaError_t): every later
+call gives the same error. torch, Triton and HIP pass the texts on. Out of memory is not among them."""
 
 
 def tells_of_lost_device(error: BaseException) -> bool:
-    """Whether nothing will run on the device any more. Other errors may mean it too: `Executor.is_device_alive`."""
+    """Return True if the device is lost. Other errors may mean it too: `Executor.is_device_alive`."""
     return isinstance(error, RuntimeError) and _STICKY.search(str(error)) is not None

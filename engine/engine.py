@@ -1,4 +1,4 @@
-"""The engine: one loop over plan, launch and collect. One thread owns it, from loading on."""
+"""The engine: one loop over plan, launch and collect. Owned by one thread from loading on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from pagemill.sampling_fields import MAX_SEED
 logger = logging.getLogger(__name__)
 
 _SCHEMA_WAIT_S = 0.01
-"""How long a step waits for a schema when there is nothing else to do."""
+"""The longest that a step with no other work waits for a schema."""
 
 
 class Engine:
@@ -88,7 +88,7 @@ class Engine:
 
     @property
     def fingerprint(self) -> str:
-        """What computed a checkpoint: weights, dtype, quantisation and device class."""
+        """Identifies what computed a checkpoint: weights, dtype, quantisation and device class."""
         return self._parts.fingerprint
 
     @property
@@ -101,7 +101,7 @@ class Engine:
 
     @property
     def token_texts(self) -> TokenTexts:
-        """The texts of single tokens. On any thread."""
+        """The texts of single tokens. Safe on any thread."""
         return self._token_texts
 
     @property
@@ -111,7 +111,7 @@ class Engine:
     @classmethod
     def from_config(cls, config: EngineConfig) -> Engine:
         """Load the model. Raises `ConfigError`, mostly `ModelLoadError`."""
-        from pagemill.engine.builder import build_parts  # brings torch, unless the model is echo
+        from pagemill.engine.builder import build_parts  # imports torch, unless the model is echo
 
         return cls(build_parts(config), seed=config.seed)
 
@@ -127,23 +127,23 @@ class Engine:
         cache_salt: str = "",
         task: Task = GENERATE,
     ) -> None:
-        """Take a request that `input_processor.process` has prepared.
+        """Add a request that `input_processor.process` has prepared.
 
         Args:
             priority: lower runs first.
-            arrival: orders requests of one priority; any clock, as long as it is one. None: now.
-            resume: one state per sample, to go on from as if never interrupted. With best_of or a beam search
-                there is nothing between the start and the end to go on from.
-            cache_salt: only requests with the same one share prefix cache blocks, so that nobody can tell by
-                timing what others have sent.
-            task: what the request is for; `params` of a `Score` say how many alternatives each position has.
+            arrival: orders requests of equal priority; any clock, used consistently. None: now.
+            resume: one state per sample, to continue from as if never interrupted. best_of and beam search have no
+                intermediate state to continue from.
+            cache_salt: only requests with the same salt share prefix cache blocks, so that timing does not reveal
+                what others have sent.
+            task: the request's purpose; `params` of a `Score` set the number of alternatives per position.
 
         Raises:
             InvalidRequest: it can't run here: see the subclasses. Nothing else is affected.
         """
         if params.max_tokens is None:
             raise InvalidRequest("max_tokens is unresolved: pass the request through input_processor.process")
-        # `process` has looked at them, but a caller may come without it, and a checkpoint comes from elsewhere.
+        # `process` has checked them, but a caller may skip it, and a checkpoint comes from outside.
         self.input_processor.check_token_ids("prompt_token_ids", prompt_token_ids)
         for state in resume or ():
             self.input_processor.check_token_ids("resume", state.token_ids)
@@ -157,7 +157,7 @@ class Engine:
         best_of = None
         if params.is_ranked and params.beam_width is None:
             best_of = BestOf(params.n, with_logprobs=params.logprobs is not None)
-            params = replace(params, logprobs=params.logprobs or 0)  # what they are ranked by
+            params = replace(params, logprobs=params.logprobs or 0)  # needed for their ranking
         request = Request(
             request_id,
             list(prompt_token_ids),
@@ -187,7 +187,7 @@ class Engine:
         self._output_processor.add(request, best_of)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """End a request; its blocks return within a step. An unknown id is no error: it has ended already."""
+        """End a request; its blocks return within a step. An unknown id is ignored: it has already ended."""
         self._kv_of_step = None
         waiting = self._grammars.withdraw(request_id)
         if waiting is not None:
@@ -195,11 +195,11 @@ class Engine:
         return self._output_processor.process(self._scheduler.abort(request_id))
 
     def step(self) -> list[RequestOutput]:
-        """Plan and launch a step, collect the oldest one in flight, and tell what came of it.
+        """Plan and launch a step, collect the oldest one in flight, and return its outputs.
 
         Raises:
-            DeviceLost: the device, or a process of a model that is spread over several, died. No step will succeed
-                any more; each says so.
+            DeviceLost: the device, or a process of a model spread over several, died. Every further step raises it
+                too.
         """
         outputs = self._take_prepared()
         with self._recorder.stepping():
@@ -211,7 +211,7 @@ class Engine:
         return outputs
 
     def _take_prepared(self) -> list[RequestOutput]:
-        """Let in what has been prepared beside the steps: compiled schemas, and masks for the next tokens."""
+        """Take what was prepared in the background: compiled schemas, and masks for the next tokens."""
         if self._lost is not None:
             raise self._lost
         outputs = self._take_compiled() if self._grammars else []
@@ -248,23 +248,23 @@ class Engine:
         waited = time.perf_counter()
         updates = self._scheduler.update(step.plan, result)
         if self._scheduler.has_unread:
-            self._grammars.pump(0.0)  # their masks are worked out while the texts are
+            self._grammars.pump(0.0)  # their masks are computed while the texts are
         outputs = self._output_processor.process(updates)
         self._recorder.collected(step.plan, result, time.perf_counter() - waited)
         return outputs
 
     def has_unfinished(self) -> bool:
-        """Whether `step()` has anything left to do, steps in flight included."""
+        """True if `step()` has work left, including steps in flight."""
         return bool(self._in_flight) or self._scheduler.has_unfinished() or bool(self._grammars)
 
     def capacity(self) -> Capacity:
         return self._scheduler.capacity()
 
     def stats(self) -> EngineStats:
-        """A snapshot; call it between two steps, on the engine's thread.
+        """Return a snapshot; call it between two steps, on the engine's thread.
 
-        While there is work, the pool is told as the latest step filled it: between two steps the blocks of
-        those that just ended are free already, and a pool that is full in every step would look empty.
+        While there is work, the pool is reported as the latest step filled it: between two steps the blocks
+        of sequences that just ended are already free, and a pool that is full in every step would look empty.
         """
         texts = self._output_processor.stats
         if not self.has_unfinished():
@@ -285,20 +285,20 @@ class Engine:
         )
 
     def failure(self) -> str | None:
-        """Which process of a model that is spread over several has died; None while all is well. On any thread."""
+        """The process that died, of a model spread over several; None if all are alive. Safe on any thread."""
         return self._parts.ranks.failure() if self._parts.ranks is not None else None
 
     def close(self) -> None:
-        """End the processes that a model is spread over; nothing else needs an end. No step after it."""
+        """End the processes of a model spread over several; nothing else needs closing. Don't step after it."""
         if self._parts.ranks is not None:
             self._parts.ranks.close()
 
     def load_grammar_vocabulary(self) -> None:
-        """Start what prepares regex, JSON and grammar outputs, which the first such request would do otherwise."""
+        """Start preparing for regex, JSON and grammar outputs now instead of at the first such request."""
         self._grammars.load_vocabulary()
 
     def watch_blocks(self, seconds: float) -> None:
-        """Somebody looks at the pool for the next `seconds`: `stats().blocks` is kept fresh until then."""
+        """Keep `stats().blocks` fresh for the next `seconds`, for a viewer of the pool."""
         self._block_watch.ask(seconds)
 
     def check_integrity(self) -> None:
@@ -313,12 +313,13 @@ class Engine:
         )
 
     def _recover(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
-        """The step raised: its requests run again, and one that raised alone a second time fails.
+        """Recover from a step that raised: its requests run again, and one that raises alone a second time
+        fails.
 
-        Raises `DeviceLost` where the device won't run anything again.
+        Raises `DeviceLost` if the device can't run anything again.
         """
         if (lost := self._as_device_lost(error)) is not None:
-            # A device tells of an error late: any step that had not been collected may have made it.
+            # A device reports errors late: any step not yet collected may have caused this one.
             plans = [plan, *(step.plan for step in self._in_flight)]
             lost.request_ids = frozenset(name for each in plans for name in self._scheduler.request_ids(each))
             self._lost = lost
@@ -348,7 +349,7 @@ class Engine:
         self._num_added += 1
         if params.seed is not None:
             return params.seed
-        # Spread by an odd multiplier, so that neighbouring engine seeds and counters don't meet.
+        # Spread by an odd multiplier, so that neighbouring engine seeds and counters don't collide.
         return (self._seed * 0x9E3779B97F4A7C15 + self._num_added) & MAX_SEED
 
     @staticmethod
@@ -360,7 +361,7 @@ class Engine:
             sequence.status = SequenceStatus.FINISHED
 
     def _take_compiled(self) -> list[RequestOutput]:
-        """Let those requests in whose schema has been compiled; returns the ends of those that fail of it."""
+        """Admit requests whose schema has been compiled; returns the ends of those whose schema failed."""
         is_idle = not self._in_flight and not self._scheduler.has_unfinished()
         outputs = []
         for request, error in self._grammars.compiled(_SCHEMA_WAIT_S if is_idle else 0.0):

@@ -1,4 +1,4 @@
-"""What the engine counts of its own steps. Plain lists and bisection: no lock, nothing per token."""
+"""The engine's step counters. Plain lists and bisection: no lock, nothing per token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StepRecorder:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Counts the time inside the block as busy."""
+        """Count the time inside the block as busy."""
         started = time.perf_counter()
         try:
             yield
@@ -40,7 +40,7 @@ class StepRecorder:
             self.stats.busy_seconds += time.perf_counter() - started
 
     def planned(self, plan: StepPlan, kv: KVCacheStats, seconds: float) -> None:
-        """A step was launched, planned in so many seconds; the pool is as full as this step makes it."""
+        """Record a launched step and its planning time; `kv` is the pool as this step fills it."""
         kind, num_tokens = plan.kind, plan.num_tokens
         self._seconds["schedule", kind].observe(seconds)
         self._tokens[kind,].observe(num_tokens)
@@ -50,7 +50,7 @@ class StepRecorder:
         self.stats.peak_utilization = max(self.stats.peak_utilization, kv.utilization)
 
     def collected(self, plan: StepPlan, result: StepResult, output_s: float) -> None:
-        """A step retired."""
+        """Record a retired step."""
         self.stats.finished += 1
         self.stats.replayed += result.is_replayed
         self.stats.computed_tokens += plan.num_tokens

@@ -32,7 +32,7 @@ class InvalidRequest(EngineError, ValueError):
 
     @classmethod
     def of(cls, code: str, message: str) -> InvalidRequest:
-        """The error that stands for a code."""
+        """Return the error for a code."""
         kinds: list[type[InvalidRequest]] = [cls, *cls.__subclasses__()]
         return next(kind for kind in kinds if kind.code == code)(message)
 
@@ -58,7 +58,7 @@ class SchemaTooComplex(InvalidRequest):
 
 
 class ConfigError(EngineError, ValueError):
-    """`setting` names the option that is to blame, where it is one."""
+    """An invalid configuration; `setting` names the option at fault, if there is one."""
 
     code = "config_error"
 
@@ -72,18 +72,18 @@ class ModelLoadError(ConfigError):
 
 
 class DeviceLost(EngineError):
-    """Nothing is retried after it: whoever has the engine ends, and what it worked on goes elsewhere."""
+    """The device can run no more steps. Nothing is retried: the process ends, and its work moves elsewhere."""
 
     request_ids: frozenset[str] = frozenset()
-    """The requests that were in a step then: one of them may be to blame, no other can."""
+    """The requests in a step at that time: one of them may be the cause, no other can."""
 
 
 class RankLost(DeviceLost):
-    """A process of a model that is spread over several died."""
+    """A process of a model spread over several died."""
 
 
 class StepError(EngineError):
-    """A step failed. `request_ids` are the requests that were in it."""
+    """A step failed; `request_ids` are its requests."""
 
     def __init__(self, message: str, request_ids: list[str]) -> None:
         super().__init__(message)
@@ -91,7 +91,7 @@ class StepError(EngineError):
 
 
 def complaint(error: ValidationError, *, is_secret: bool = False) -> str:
-    """What is wrong with a setting and what is allowed, as part of a line; a secret is not quoted."""
+    """Describe an invalid setting and the allowed values, as part of a line; a secret is not quoted."""
     first = error.errors(include_url=False, include_context=False)[0]
     message = str(first["msg"]).removeprefix("Value error, ").replace("Input should", "it should")
     given = repr(first["input"])
@@ -104,5 +104,5 @@ _EXHAUSTED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, 
 
 
 def is_exhausted(error: OSError) -> bool:
-    """Whether the machine is to blame, its disk or memory, and no name or right that somebody gave."""
+    """Return True if the machine is out of disk or memory, and no given name or permission is at fault."""
     return error.errno in _EXHAUSTED

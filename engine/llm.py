@@ -1,4 +1,4 @@
-"""Offline generation: a list of prompts in, a list of results out, everything in this process."""
+"""Offline generation: a list of prompts in, a list of results out, all in this process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
-    """Sum of the log probabilities of its tokens; known for samples and beams that were ranked."""
+    """Sum of the log probabilities of its tokens; set for ranked samples and beams."""
 
     def extend(self, delta: CompletionDelta) -> None:
         self.text += delta.text
@@ -50,7 +50,7 @@ class GenerationOutput:
     error: str | None = None
     error_code: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One entry per prompt token, None for the first; None where nobody asked for them."""
+    """One entry per prompt token, None for the first; None unless requested."""
 
 
 class LLM:
@@ -61,7 +61,7 @@ class LLM:
         options: the fields of `EngineConfig`.
 
     Raises:
-        ConfigError: the model can't be loaded, or a setting makes no sense.
+        ConfigError: the model can't be loaded, or a setting is invalid.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -81,17 +81,18 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
     ) -> list[GenerationOutput]:
-        """Complete every prompt; results stand in the order given.
+        """Complete every prompt; results are in the order given.
 
-        Prompts with a common beginning run one after another, and requests whose output is bound to be equal run once.
+        Prompts with a common beginning run one after another, and requests with necessarily equal outputs run
+        once.
 
         Args:
-            prompts: strings (special tokens are added) or lists of token ids; one alone stands for a list of one.
+            prompts: strings (special tokens are added) or lists of token ids; a single one counts as a list of one.
             sampling_params: one for all, or one each.
-            use_tqdm: a progress bar on stderr; None: when stderr is a terminal.
+            use_tqdm: a progress bar on stderr; None: if stderr is a terminal.
 
         Raises:
-            InvalidRequest: one of the prompts can't run; nothing has been generated then.
+            InvalidRequest: one of the prompts can't run; nothing has been generated.
         """
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         listed: list[Any] = [prompts] if is_one else list(prompts)
@@ -105,10 +106,10 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
     ) -> list[GenerationOutput]:
-        """The `beam_width` best continuations of every prompt, best first.
+        """Return the `beam_width` best continuations of every prompt, best first.
 
         Raises:
-            InvalidRequest: one of the prompts can't run; nothing has been generated then.
+            InvalidRequest: one of the prompts can't run; nothing has been generated.
         """
         return self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm)
 
@@ -127,7 +128,7 @@ class LLM:
         return self._run(inputs, self._params_for(len(inputs), sampling_params, default), use_tqdm)
 
     def close(self) -> None:
-        """End the other processes of a model that is spread over several; they also end with this object."""
+        """End the other processes of a model spread over several; they also end with this object."""
         self.engine.close()
 
     @staticmethod
@@ -148,7 +149,7 @@ class LLM:
             for given, one in zip(inputs, params, strict=True)
         ]
         first = merge_equal(prepared)
-        # The order in which they run, not the clock: a million prompts may share one reading of it.
+        # The running order, not the clock: a million prompts may share one reading of it.
         ranks = rank_by_prefix([token_ids for token_ids, _ in prepared])
         base = self._num_requests
         self._num_requests += len(prepared)
@@ -190,12 +191,12 @@ class LLM:
 
 
 def _repeat(result: GenerationOutput, request_id: str, prompt: str | None) -> GenerationOutput:
-    """The result of an equal request, sharing nothing with it that a caller may change."""
+    """Copy an equal request's result, sharing nothing that a caller may change."""
     return replace(deepcopy(result), request_id=request_id, prompt=prompt)
 
 
 def _collect(result: GenerationOutput, output: RequestOutput) -> bool:
-    """Add a step's news to the result; tells whether it is complete."""
+    """Add a step's output to the result; True if it is complete."""
     for delta in output.deltas:
         result.outputs[delta.index].extend(delta)
     if output.finished:

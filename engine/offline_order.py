@@ -1,4 +1,4 @@
-"""What an engine that sees all requests of a call beforehand can spare: equal ones, and prefixes evicted too early."""
+"""Savings when all requests are known beforehand: equal ones run once, shared prefixes together."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ Prepared = tuple[Sequence[int], SamplingParams]
 
 
 def merge_equal(requests: Sequence[Prepared]) -> list[int]:
-    """For each request the number of the first one with the same output; its own number if that is itself.
+    """Return, per request, the number of the first one with the same output, which may be its own.
 
-    Equal prompts with equal parameters have equal outputs where nothing is drawn, or from a given seed.
+    Equal prompts with equal parameters have equal outputs if nothing is drawn, or if they have equal given
+    seeds.
     """
     seen: dict[tuple[tuple[int, ...], int | None], list[int]] = {}
     first: list[int] = []
@@ -20,7 +21,7 @@ def merge_equal(requests: Sequence[Prepared]) -> list[int]:
         if not params.is_greedy and params.seed is None:
             first.append(number)
             continue
-        # With the seed, since a sweep over seeds is the one usual way to ask the same a thousand times.
+        # Keyed by seed too: a sweep over seeds is the usual way to submit the same prompt a thousand times.
         alike = seen.setdefault((tuple(token_ids), params.seed), [])
         same = next((other for other in alike if requests[other][1] == params), number)
         if same == number:
@@ -30,9 +31,9 @@ def merge_equal(requests: Sequence[Prepared]) -> list[int]:
 
 
 def rank_by_prefix(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Each prompt's place in an order in which those with a common beginning stand together.
+    """Return each prompt's place in an order that groups those with a common beginning.
 
-    Blocks of a shared prefix are then used by all that have it before another prefix needs the room.
+    All prompts with a shared prefix then use its blocks before another prefix needs the room.
     """
     ranks = [0] * len(prompts)
     for rank, number in enumerate(sorted(range(len(prompts)), key=lambda number: tuple(prompts[number]))):

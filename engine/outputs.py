@@ -1,4 +1,4 @@
-"""What the engine tells the outside: request outputs, and snapshots of its state. Plain types, no torch."""
+"""The engine's public output types: request outputs, and snapshots of its state. Plain types, no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill.engine.plan import TokenLogprobs
 FinishReason = Literal["stop", "length", "abort", "error"]
 Phase = Literal["waiting", "prefill", "decode"]
 WaitReason = Literal["budget", "rows", "kv"]
-"""What the first waiting request lacks: tokens of the step's budget, a row, or KV blocks."""
+"""The resource that the first waiting request lacks: tokens of the step's budget, a row, or KV blocks."""
 StructuredResult = Literal["valid", "truncated", "invalid"]
 MemoryUse = Literal["weights", "kv", "graphs", "activations", "free"]
 PromptSource = Literal["computed", "prefix_cache", "swap"]
@@ -19,7 +19,7 @@ PromptSource = Literal["computed", "prefix_cache", "swap"]
 
 @dataclass(slots=True)
 class SampleState:
-    """A sample as far as it has got: what a checkpoint stores and `add_request(resume=...)` takes."""
+    """A sample's progress: stored in a checkpoint and taken by `add_request(resume=...)`."""
 
     index: int
     token_ids: list[int]
@@ -28,20 +28,20 @@ class SampleState:
 
 @dataclass(slots=True)
 class CompletionDelta:
-    """What one sample gained in a step."""
+    """One sample's new output from a step."""
 
     index: int
     token_ids: list[int]
     text: str
-    """New text. Text that may still become a stop string or half a character is held back until it is decided."""
+    """New text. Text that may still become a stop string, or is half a character, is held back until decided."""
     offset: int
-    """How many output tokens the sample had before this delta (resumed ones included)."""
+    """Output tokens of the sample before this delta (including resumed ones)."""
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended the sample; None for EOS and for length."""
     cumulative_logprob: float | None = None
-    """Sum of the log probabilities of all its tokens; known where samples or beams are ranked."""
+    """Sum of the log probabilities of all its tokens; set if samples or beams are ranked."""
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Usage:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """News of one request after a step: deltas, progress, and at the end usage or an error."""
+    """One request's output from a step: deltas, progress, and at the end usage or an error."""
 
     request_id: str
     phase: Phase
@@ -69,13 +69,13 @@ class RequestOutput:
     ttft_s: float | None = None
     """Seconds from add_request to the first token; set on the last output."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One entry per prompt token, None for the first, where they were asked for; set on the last output."""
+    """One entry per prompt token, None for the first, if requested; set on the last output."""
 
 
 class Histogram:
-    """A cumulative-free bucket count that costs one bisection per observation and no lock.
+    """Non-cumulative bucket counts; an observation costs one bisection and no lock.
 
-    `bounds` are upper bounds (inclusive); one bucket more holds what is above the last.
+    `bounds` are inclusive upper bounds; one more bucket counts larger values.
     """
 
     __slots__ = ("bounds", "counts", "total")
@@ -134,12 +134,12 @@ class KVCacheStats:
     block_bytes: int = 0
     """Bytes of one block over all layers, scales included; 0 without a device cache."""
     dtype: str = ""
-    """What keys and values are stored as."""
+    """The storage format of keys and values."""
     swapped_out_blocks: int = 0
-    """Blocks copied to the host, ever."""
+    """Blocks copied to the host since the start."""
     swapped_in_blocks: int = 0
     host_capacity_blocks: int = 0
-    """Blocks of swap space; 0 without any."""
+    """Blocks of swap space; 0 if there is none."""
     host_used_blocks: int = 0
 
     @property
@@ -154,7 +154,7 @@ class KVCacheStats:
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """What each block of the pool was at one moment; for somebody who looks at them one by one."""
+    """The state of every block of the pool at one moment, for displaying them one by one."""
 
     states: bytes
     """A letter per block, by block id: f free, c cached, a active, s shared (active, with two references or more),
@@ -170,26 +170,26 @@ class SchedulerStats:
     waiting: int = 0
     """Requests that wait for blocks, a row or budget."""
     waiting_for: WaitReason = "budget"
-    """Why the first of them was not admitted; those behind it wait for the same."""
+    """Why the first of them was not admitted; the rest wait behind it."""
     swapped: int = 0
     """Sequences whose blocks are on the host."""
     preemptions: int = 0
-    """By recompute."""
+    """Preemptions by recompute."""
     swap_preemptions: int = 0
     preempted_tokens: int = 0
-    """Computed tokens thrown away by recompute preemption, to be computed again (prefix hits not deducted)."""
+    """Computed tokens discarded by recompute preemption, to be computed again (prefix hits not deducted)."""
     recomputed_tokens: int = 0
-    """Those that were computed again (prefix hits deducted)."""
+    """Tokens computed again (prefix hits deducted)."""
     steps_failed: int = 0
     invalid_logits: int = 0
-    """Rows whose logits were not finite."""
+    """Rows with non-finite logits."""
     discarded_tokens: int = 0
-    """Sampled tokens thrown away because their sequence had already ended (a stop found one step late)."""
+    """Sampled tokens discarded because their sequence had already ended (a stop detected one step late)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What an engine serves, and how; the same for as long as it lives."""
+    """The served model and its settings; constant for the engine's lifetime."""
 
     model: str = ""
     device: str = ""
@@ -202,24 +202,24 @@ class LoadedModel:
 
 @dataclass(slots=True)
 class StepStats:
-    """Counted by the engine's thread; in a snapshot a copy."""
+    """Counted on the engine's thread; a snapshot holds a copy."""
 
     finished: int = 0
     replayed: int = 0
-    """Those of them that a CUDA graph ran; the others ran eagerly."""
+    """Steps replayed by a CUDA graph; the others ran eagerly."""
     computed_tokens: int = 0
-    """Tokens that went through the model, redone ones included."""
+    """Tokens that went through the model, including recomputed ones."""
     busy_seconds: float = 0.0
     """Time inside steps."""
     last_time: float = 0.0
     """`time.monotonic()` when the last step finished; 0.0 before the first."""
     peak_utilization: float = 0.0
-    """The fullest that any step made the KV cache."""
+    """The highest utilisation of the KV cache in any step."""
 
 
 @dataclass(slots=True)
 class RequestStats:
-    """Counted by the engine's thread; in a snapshot a copy."""
+    """Counted on the engine's thread; a snapshot holds a copy."""
 
     prompt_tokens: int = 0
     """Prompt tokens of admitted requests."""
@@ -227,13 +227,13 @@ class RequestStats:
     prompt_tokens_by_source: dict[PromptSource, int] = field(
         default_factory=lambda: {"computed": 0, "prefix_cache": 0}
     )
-    """Prompt tokens of requests at their first admission, by where their KV came from."""
+    """Prompt tokens of requests at their first admission, by the source of their KV."""
     finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
     """finish reason -> requests (a request counts under its first sample's reason)."""
     structured_outputs: dict[StructuredResult, int] = field(
         default_factory=lambda: {"valid": 0, "truncated": 0, "invalid": 0}
     )
-    """Ended samples with structured_outputs. truncated: max_tokens came first; invalid: what came does not
+    """Ended samples with structured_outputs. truncated: max_tokens came first; invalid: the output does not
     match, or nothing could be sampled."""
 
 
@@ -256,9 +256,9 @@ class EngineStats:
     requests: RequestStats = field(default_factory=RequestStats)
     grammars: GrammarStats = GrammarStats()
     memory_bytes: dict[MemoryUse, int] = field(default_factory=dict)
-    """The device's memory by use, as far as it is known."""
+    """The device's memory by use, as far as known."""
     blocks: BlockMap | None = None
-    """The latest map of the block pool, while somebody watches (`Engine.watch_blocks`)."""
+    """The latest map of the block pool, while requested (`Engine.watch_blocks`)."""
     histograms: dict[str, dict[LabelValues, HistogramSnapshot]] = field(default_factory=dict)
     """name -> label values (() when unlabelled) -> snapshot. Names and labels: step_seconds (phase: schedule,
     prepare, forward, sample, output; kind), step_tokens (kind), step_utilization, step_budget_use, batch_size,
@@ -270,7 +270,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Headroom for admission, as the engine sees it now."""
+    """The engine's current headroom for admission."""
 
     free_rows: int
     """Sequences that could start now."""

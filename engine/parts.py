@@ -1,4 +1,4 @@
-"""What a loaded model brings to an engine."""
+"""The parts of a loaded model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tier = Literal["bitwise", "token", "continues"]
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What a loaded model brings: everything the engine needs and does not decide."""
+    """A loaded model's contribution to an engine: everything the engine needs and does not decide."""
 
     executor: Executor
     tokenizer: Tokenizer | None
@@ -33,10 +33,10 @@ class EngineParts:
     kv_dtype: str = ""
     weight_bytes: int = 0
     ranks: RankProcesses | None = None
-    """The other processes of a model that is spread over several."""
+    """The other processes of a model spread over several."""
 
     def memory_bytes(self) -> dict[MemoryUse, int]:
-        """The device's memory by use; nothing without a model."""
+        """Return the device's memory by use; empty without a model."""
         if not self.weight_bytes:
             return {}
         return {"weights": self.weight_bytes, "kv": self.kv_block_bytes * self.limits.num_kv_blocks}

@@ -1,8 +1,8 @@
-"""What one step does: the plan that scheduling hands to execution, and the result that comes back.
+"""One step's plan, from scheduling to execution, and the result that comes back.
 
 Plain and picklable: scheduling writes it, execution reads it, and neither imports the other. Token values of
-running rows never travel in a plan; execution keeps them in a per-row token table, into which sampling writes,
-so that step N+1 can be planned before step N's tokens are known on the host.
+running rows never travel in a plan; execution keeps them in a per-row token table, into which sampling
+writes, so that step N+1 can be planned before step N's tokens are known on the host.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pagemill.engine.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class NewRow:
-    """A sequence enters a row: everything execution must know of it. Replaces whatever the row held."""
+    """A sequence entering a row, as execution needs it. Replaces the row's previous content."""
 
     row: int
     request_id: str
     sample_index: int
-    """Which of the request's n samples this is; part of the noise's key."""
+    """The number of this sample among the request's n; part of the noise's key."""
     token_ids: list[int]
-    """Every token known so far: the prompt, then resumed or earlier generated ones."""
+    """Every known token: the prompt, then resumed or earlier generated ones."""
     num_prompt_tokens: int
-    """Tokens that were given: all of them where they are to be scored."""
+    """Number of given tokens: all of them if they are to be scored."""
     block_ids: list[int]
-    """The row's whole block table when the step starts (`RowWork.new_block_ids` come on top)."""
+    """The row's whole block table at the step's start (`RowWork.new_block_ids` are added to it)."""
     params: SamplingParams
     seed: int
     """The resolved seed, in [0, 2**63)."""
@@ -47,16 +47,17 @@ class RowWork:
     replaced_blocks: SequenceType[tuple[int, int]] = ()
     """(index in the block table, new block id): the row's entries after a copy-on-write."""
     forced_token_ids: SequenceType[tuple[int, int]] = ()
-    """(position, token id): tokens that a grammar forced after a sampled one, or that a search chose in place of
-    it. Execution never sampled them, so it writes them into the row's token table before the forward pass."""
+    """(position, token id): tokens that a grammar forced after a sampled one, or that a search chose in its
+    place. Execution never sampled them, so it writes them into the row's token table before the forward
+    pass."""
     num_prompt_logprobs: int | None = None
     """Report the given tokens that these tokens predict, with this many alternatives each. None = don't."""
     scored_from: int = 0
-    """The first position that may be reported: tokens before it are the context of what is scored."""
+    """The first position that may be reported: tokens before it are the context of the scored ones."""
 
     @property
     def first_scored(self) -> int:
-        """The position of the first token that is reported."""
+        """The position of the first reported token."""
         return max(self.start + 1, self.scored_from)
 
 
@@ -71,13 +72,13 @@ class Sample:
     token_index: int
     """Index into the step's flattened tokens, in the order of `StepPlan.work`."""
     position: int
-    """Where the token goes in the row's token table (= the sequence's length before it)."""
+    """The token's place in the row's token table (= the sequence's length before it)."""
     allowed_token_ids: list[int] | None = None
-    """Only these may be sampled (structured output). None = all."""
+    """The only tokens that may be sampled (structured output). None = all."""
     token_mask: bytes | None = None
     """The same as a bit per token id, lowest bit first, for grammars that allow many. None = all."""
     num_candidates: int = 0
-    """Also return this many of the best tokens, for a search over several continuations (`StepResult.candidates`)."""
+    """Also return this many best tokens, for a search over several continuations (`StepResult.candidates`)."""
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ class StepPlan:
     freed_rows: list[int] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
-    """(device block, host block) ids, copied in every layer. The device blocks may be written from here on."""
+    """(device block, host block) ids, copied in every layer. The device blocks may be overwritten afterwards."""
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     """(host block, device block) ids."""
     block_copies: list[tuple[int, int]] = field(default_factory=list)
@@ -124,23 +125,23 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step sampled. The lists run parallel to `StepPlan.samples`."""
+    """A step's sampled tokens. The lists run parallel to `StepPlan.samples`."""
 
     step_id: int
     token_ids: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """Sample number -> one entry per token, for the samples whose request asked for logprobs."""
+    """Sample number -> one entry per token, for samples whose request asked for logprobs."""
     invalid: frozenset[int] = frozenset()
-    """Sample numbers whose logits were not finite: those requests fail, alone."""
+    """Sample numbers with non-finite logits: only those requests fail."""
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    """Sample number -> (token id, score), best first, ties by id: log probabilities of the raw logits with the
-    row's constraints and penalties applied to them (not its temperature). Barred tokens are left out."""
+    """Sample number -> (token id, score), best first, ties by id: log probabilities of the raw logits with
+    the row's constraints and penalties applied (not its temperature). Barred tokens are left out."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """Number in `StepPlan.work` -> entries for the given tokens from `RowWork.first_scored` on."""
+    """Index in `StepPlan.work` -> entries for the given tokens from `RowWork.first_scored` on."""
     without_choice: frozenset[int] = frozenset()
-    """Sample numbers for which the request's own parameters left no token, whatever `token_ids` says of them."""
+    """Sample numbers for which the request's own parameters left no token; their `token_ids` are meaningless."""
     is_replayed: bool = False
-    """A CUDA graph ran it."""
+    """True if a CUDA graph ran it."""
     prepare_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
@@ -158,12 +159,12 @@ class StepHandle(Protocol):
 
 
 class Executor(Protocol):
-    """What runs plans: the model runner, the echo runner, or a test's hash model."""
+    """Runs plans: the model runner, the echo runner, or a test's hash model."""
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Start a step and return at once where the device allows it. Steps retire in launch order."""
+        """Start a step, returning at once if the device allows it. Steps retire in launch order."""
         ...
 
     def is_device_alive(self) -> bool:
-        """Whether the device still runs anything; asked after a step raised. Being out of memory is no death."""
+        """Return True if the device still works; called after a step raised. Out of memory is not dead."""
         ...

@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen. Validated once, at construction."""
+"""The sampling parameters of one request, validated once, at construction."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pagemill.sampling_fields import (
 from pagemill.structured_outputs import StructuredOutputs
 
 GREEDY_BELOW = 1e-5
-"""A temperature below this is greedy, as in vLLM: any other token would be a matter of rounding."""
+"""A temperature below this is greedy, as in vLLM: any other choice would be due to rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(SamplingFields):
-    """Sampling parameters; `SamplingFields` has them with their bounds. Raises `InvalidRequest`.
+    """Sampling parameters; `SamplingFields` defines them with their bounds. Raises `InvalidRequest`.
 
     `seed=None` draws one seed per request, so that a replay of the same request is a replay of its noise.
     `max_tokens=None` means the rest of the context. `structured_outputs` may be a mapping of its one field.
@@ -65,7 +65,7 @@ class SamplingParams(SamplingFields):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """What `LLM.beam_search` takes, named as in vLLM; all `beam_width` hypotheses are returned."""
+    """The parameters of `LLM.beam_search`, named as in vLLM; all `beam_width` hypotheses are returned."""
 
     beam_width: int
     max_tokens: int | None = 16
@@ -77,6 +77,6 @@ class BeamSearchParams:
     logprobs: int | None = None
 
     def sampling_params(self) -> SamplingParams:
-        """The same as `SamplingParams`, which take the rest of the fields as well. Raises `InvalidRequest`."""
+        """Return the same as `SamplingParams`, other fields at their defaults. Raises `InvalidRequest`."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         return SamplingParams(n=self.beam_width, **given)

@@ -1,4 +1,4 @@
-"""What a request is for. The scheduler gives every task blocks and steps alike; a task says what ends it."""
+"""The purpose of a request. Every task gets blocks and steps alike, and defines its own end."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Sample tokens after the prompt, as `SamplingParams` say."""
+    """Sample tokens after the prompt, according to `SamplingParams`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
     """Compute the log-probabilities of given continuations of the prompt. No token is sampled.
 
-    Each continuation is a sample of the request: its tokens, their log-probabilities, finish reason `stop`. With
-    `SamplingParams.logprobs` each position has that many alternatives as well.
+    Each continuation is a sample of the request: its tokens, their log-probabilities, finish reason `stop`.
+    With `SamplingParams.logprobs` each position also has that many alternatives.
     """
 
     continuations: tuple[tuple[int, ...], ...]

@@ -1,1 +1,1 @@
-"""Metrics, health and logs. Reads snapshots, never the insides of the engine."""
+"""Metrics, health and logs. Reads snapshots, never the engine's internals."""

@@ -1,4 +1,4 @@
-"""What a worker counts about itself. Plain Python: whoever counts needs no metrics library."""
+"""A worker's own counters. Plain Python: counting needs no metrics library."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ RedisErrorKind = Literal["connection", "timeout", "response", "other"]
 WorkerState = Literal["starting", "ready", "paused", "draining", "degraded", "stopped"]
 
 FAILURE_CODES = tuple(sorted(FINAL_CODES - {"unknown_model"})) + get_args(RetryReason)
-"""What an execution may end in on a worker. A job of a model that is not served is never pulled; what a queue or its
-clock end has no execution."""
+"""Codes that an execution can end in on a worker. A job of an unserved model is never pulled; one ended by
+the queue or its clock has no execution."""
 
 WAIT_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
 """A job may wait for minutes in a backlog or for a night in a batch."""
@@ -33,16 +33,16 @@ BYTES = (256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216)
 REDIS_COMMANDS = (
     "pull", "renew", "checkpoint", "commit", "retry", "release", "heartbeat", "sweep", "stats", "workers", "other",
 )  # fmt: skip
-"""The worker's transitions, one or a pipeline of them; what it seldom does is `other`."""
+"""The worker's transitions, alone or in a pipeline; rare ones count as `other`."""
 
 Label = TypeVar("Label", bound=str)
 
 
 class Counts(Generic[Label]):
-    """A counter per label value, each there from the start. What it does not know is counted as `other`.
+    """A counter per label value, all present from the start. An undeclared value counts as `other`.
 
-    A label value that nobody declared would make the number of series unbounded, and an exception here
-    would cost a job: neither is worth a number.
+    Adding it would make the number of series unbounded, and an exception here would cost a job: neither is
+    worth a number.
     """
 
     def __init__(self, lock: threading.Lock, values: Iterable[str]) -> None:
@@ -75,7 +75,7 @@ class Counter:
 
 
 class Observations:
-    """A histogram that several threads may feed."""
+    """A thread-safe histogram."""
 
     def __init__(self, lock: threading.Lock, bounds: tuple[float, ...]) -> None:
         self._lock = lock
@@ -91,7 +91,7 @@ class Observations:
 
 
 class ObservationsBy:
-    """A histogram per label value, each there from the start; an undeclared value counts as `other`."""
+    """A histogram per label value, all present from the start; an undeclared value counts as `other`."""
 
     def __init__(self, lock: threading.Lock, values: Iterable[str], bounds: tuple[float, ...]) -> None:
         self._lock = lock
@@ -107,31 +107,31 @@ class ObservationsBy:
 
 
 class WorkerCounters:
-    """Everything a worker counts, and the few figures it states about itself.
+    """A worker's counters and gauges.
 
-    Safe from any thread. One lock guards all counts and is held for one addition, so that nobody waits for a
-    scrape. The plain attributes at the end are written by the worker and read at scrape time.
+    Safe from any thread. One lock guards all counts and is held for one addition, so that no thread waits for
+    a scrape. The plain attributes at the end are written by the worker and read at scrape time.
     """
 
     def __init__(self) -> None:
         lock = threading.Lock()
         self.jobs_received: Counts[Delivery] = Counts(lock, get_args(Delivery))
-        """Jobs pulled; `redelivered`: somebody else had started it."""
+        """Jobs pulled; `redelivered`: another execution had started it."""
         self.jobs_finished: Counts[Outcome] = Counts(lock, get_args(Outcome))
-        """Ends that this worker committed."""
+        """Jobs whose end this worker committed."""
         self.job_failures: Counts[str] = Counts(lock, (*FAILURE_CODES, "other"))
-        """Executions that ended with an error, by its code; those that will be retried included."""
+        """Executions that ended with an error, by its code, including those that will be retried."""
         self.job_retries: Counts[RetryReason] = Counts(lock, get_args(RetryReason))
         self.jobs_handed_back = Counter(lock)
-        """Jobs returned to the queue unfinished, at drain or because nothing had been started."""
+        """Jobs returned to the queue unfinished, at drain or because they had not started."""
         self.resumed_tokens = Counter(lock)
-        """Tokens taken over from checkpoints instead of being generated again."""
+        """Tokens restored from checkpoints instead of being generated again."""
         self.webhooks: Counts[WebhookResult] = Counts(lock, get_args(WebhookResult))
         self.redone_tokens = Counter(lock)
-        """Output to be generated again: past the checkpoint when a lease was lost, or in a checkpoint that could
-        not be continued. What a killed worker had not checkpointed, nobody can count."""
+        """Output to be generated again: past the checkpoint when a lease was lost, or in a checkpoint that
+        could not be resumed. Tokens that a killed worker had not checkpointed can't be counted."""
         self.discarded_tokens: Counts[Literal["cancelled", "fenced"]] = Counts(lock, ("cancelled", "fenced"))
-        """Generated tokens that reach nobody."""
+        """Generated tokens that are never delivered."""
 
         self.lease_renewals: Counts[RenewalResult] = Counts(lock, get_args(RenewalResult))
         self.leases_lost = Counter(lock)
@@ -140,34 +140,34 @@ class WorkerCounters:
         self.progress_writes: Counts[ProgressResult] = Counts(lock, get_args(ProgressResult))
 
         self.admission_blocked_seconds: Counts[BlockReason] = Counts(lock, get_args(BlockReason))
-        """Time in which no job could be pulled, by what stood in the way."""
+        """Time in which no job could be pulled, by cause."""
         self.redis_errors: Counts[RedisErrorKind] = Counts(lock, get_args(RedisErrorKind))
         self.redis_reconnects = Counter(lock)
 
         self.queue_wait_seconds = Observations(lock, WAIT_SECONDS)
-        """From submit (or the retry's due time) to the pull."""
+        """Time from submit (or the retry's due time) to the pull."""
         self.e2e_seconds = Observations(lock, WAIT_SECONDS)
-        """From submit to the committed end."""
+        """Time from submit to the committed end."""
         self.attempts = Observations(lock, ATTEMPTS)
-        """Executions that a finished job took."""
+        """Executions per finished job."""
         self.commit_seconds = Observations(lock, REDIS_SECONDS)
         self.payload_bytes = Observations(lock, BYTES)
         self.result_bytes = Observations(lock, BYTES)
         self.redis_seconds = ObservationsBy(lock, REDIS_COMMANDS, REDIS_SECONDS)
-        """Round trips by the transition that they carried."""
+        """Round trips by transition."""
 
         self.state: WorkerState = "starting"
         self.started_at = time.time()
         """Unix seconds."""
         self.redis_up = False
         self.oldest_running_job_s = 0.0
-        """Age of the job that has run longest, since its pull; 0 without any."""
+        """Age of the longest-running job, since its pull; 0 without any."""
         self.leases_held = 0
         self.credit_sequences = 0
-        """Sequences that the last pull asked for at most."""
+        """The most sequences that the last pull asked for."""
         self.credit_blocks = 0
         """KV blocks that the last pull could have filled."""
         self.results_buffered = 0
-        """Finished results held in memory until Redis takes them."""
+        """Finished results held in memory until Redis accepts them."""
         self.results_buffered_bytes = 0
         self.model_load_seconds = 0.0

@@ -1,7 +1,7 @@
-"""How the process logs: one line per event on stderr, for people or as JSON for a collector.
+"""Logging: one line per event on stderr, as text for people or as JSON for a collector.
 
-Callers use the standard library's loggers and pass ids as `extra={"job_id": ...}`; structlog renders every line,
-those of libraries included. Prompts and outputs are never logged: they belong to the job's owner.
+Callers use the standard library's loggers and pass ids as `extra={"job_id": ...}`; structlog renders every
+line, including those of libraries. Prompts and outputs are never logged: they belong to the job's owner.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 LogFormat = Literal["console", "json"]
 
 _NOISY = ("httpx", "urllib3", "filelock", "numba", "transformers")
-"""Drivers and model libraries tell their own story at INFO; ours would drown in it."""
+"""Drivers and model libraries whose INFO messages would drown ours."""
 
 
 def configure_logging(
@@ -26,11 +26,11 @@ def configure_logging(
     stream: TextIO | None = None,
     fields: Mapping[str, Any] | None = None,
 ) -> None:
-    """Sets up the root logger of this process. A second call replaces the first.
+    """Set up the root logger of this process. A second call replaces the first.
 
-    A JSON line has time (unix seconds), level, logger, message, the extras, `error` (a traceback) where there
-    is one, and `fields`: what is the same on every line of this process. People get the same without those.
-    Raises `ValueError` for a level that does not exist.
+    A JSON line has time (unix seconds), level, logger, message, the extras, `error` (a traceback, if there is
+    one), and `fields`: values constant for this process, which text lines omit. Raises `ValueError` for an
+    unknown level.
     """
     out = stream or sys.stderr
     handler = logging.StreamHandler(out)
@@ -75,7 +75,7 @@ def _console_processors(colours: bool) -> list[Processor]:
             colors=colours,
             sort_keys=False,
             pad_event_to=0,
-            # The default prints local variables, and those may be prompts.
+            # The default prints local variables, which may hold prompts.
             exception_formatter=structlog.dev.plain_traceback,
         ),
     ]

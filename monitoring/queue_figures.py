@@ -1,4 +1,4 @@
-"""The queue as somebody with a Redis connection saw it. Plain Python."""
+"""The queue's figures as read over Redis. Plain Python."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Ended = Literal["succeeded", "failed", "cancelled", "expired", "dead"]
 ENDED: tuple[Ended, ...] = get_args(Ended)
 
 MAX_MODELS = 100
-"""Anybody may submit a job for a model of any name; more than this are exported as `other`."""
+"""Clients may submit jobs for any model name; models beyond this many are exported as `other`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFigures:
-    """What the Redis server says about itself. None: it does not tell (managed servers hide some of it)."""
+    """The Redis server's own figures. None: not reported (managed servers hide some)."""
 
     memory_used_bytes: int | None = None
     memory_max_bytes: int | None = None
-    """0: without a limit."""
+    """0: no limit."""
     evicted_keys: int | None = None
     """Anything above 0 means lost jobs: the policy must be noeviction."""
     aof_enabled: bool | None = None
@@ -38,7 +38,7 @@ class ServerFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueFigures:
-    """One queue at one moment. What is missing from a mapping counts as 0."""
+    """One queue at one moment. Keys missing from a mapping count as 0."""
 
     queue: str
     taken_at: float
@@ -48,32 +48,32 @@ class QueueFigures:
     oldest_age_seconds: Mapping[Lane, float] = field(default_factory=dict)
     """Age of the longest waiting job since its submit."""
     delayed: int = 0
-    """Jobs that wait for their time, retries included."""
+    """Jobs not yet due, including retries."""
     running: int = 0
-    """Jobs that some worker has pulled."""
+    """Jobs held by a worker."""
     leases: int = 0
-    """Leases, lapsed ones that nobody has swept yet included."""
+    """Leases, including lapsed ones not yet swept."""
     dead: int = 0
     """Jobs in the dead-letter set."""
     paused: bool = False
     submitted: int = 0
-    """Jobs that the queue has taken, ever."""
+    """All jobs ever accepted by the queue."""
     ended: Mapping[Ended, int] = field(default_factory=dict)
-    """Jobs that have ended, ever, by how."""
+    """All jobs ever ended, by how."""
     workers: Mapping[WorkerStage, int] = field(default_factory=dict)
-    """Live workers by what they say they do."""
+    """Live workers by their reported stage."""
     serving: Mapping[str, int] = field(default_factory=dict)
-    """Model -> ready workers that serve it."""
+    """Ready workers by served model."""
     server: ServerFigures | None = None
     drain_seconds: float | None = None
-    """How long what is queued takes at the present rate of ends; None when nobody can say."""
+    """Estimated time to finish the queued jobs at the present rate; None if unknown."""
 
     def with_drain(self, seconds: float | None) -> QueueFigures:
         return replace(self, drain_seconds=seconds)
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Models that are served or waited for, the served ones and the longest lanes first; not too many."""
+        """Return up to `MAX_MODELS` models, served or waited for: the served ones and longest lanes first."""
         jobs: dict[str, int] = {}
         for (model, _), waiting in self.waiting.items():
             jobs[model] = jobs.get(model, 0) + waiting
@@ -83,9 +83,10 @@ class QueueFigures:
 
 
 class DrainEstimate:
-    """How long the jobs that are queued will take, from the ends of the last minutes.
+    """Estimates how long the queued jobs will take, from the ends of the last minutes.
 
-    Fed with every reading of the queue, however far apart; the estimate needs two that lie apart far enough.
+    Fed with every reading of the queue, at any interval; an estimate needs two readings sufficiently far
+    apart.
     """
 
     def __init__(self, window_s: float = 300.0, least_s: float = 1.0) -> None:
@@ -94,13 +95,13 @@ class DrainEstimate:
         self._ends: deque[tuple[float, int]] = deque()
 
     def update(self, figures: QueueFigures) -> float | None:
-        """Seconds until queued and running jobs have ended; None when nothing ends, or too little is known."""
+        """Return seconds until all queued and running jobs have ended; None if no job ends or too few readings."""
         backlog = sum(figures.waiting.values()) + figures.delayed + figures.running
         ended = sum(figures.ended.values())
         if self._ends and ended < self._ends[-1][1]:
-            self._ends.clear()  # another server, or one that was flushed
+            self._ends.clear()  # another server, or a flushed one
         self._ends.append((figures.taken_at, ended))
-        # The oldest reading kept is the last one outside the window, so that sparse scrapes have one too.
+        # Keep the last reading outside the window, so that sparse scrapes have a pair too.
         while len(self._ends) > 2 and self._ends[1][0] <= figures.taken_at - self._window_s:
             self._ends.popleft()
         if not backlog:

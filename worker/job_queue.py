@@ -1,7 +1,7 @@
-"""The queue as a worker sees it: the wire's transitions over one connection, and whether Redis is there.
+"""A worker's view of the queue: the wire's transitions over one connection, and whether Redis is reachable.
 
-Each thread that talks to Redis has a JobQueue of its own, so that a blocking read delays no lease renewal and
-no commit. They share one Connectivity.
+Each thread that talks to Redis has its own JobQueue, so that a blocking read delays no lease renewal and no
+commit. They share one Connectivity.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SOCKET_TIMEOUT_S = 5.0
-"""A server that does not answer within this is away. Blocking reads are shorter."""
+"""A server that does not answer within this is unreachable. Blocking reads are shorter."""
 
 
 class Connectivity:
-    """Whether Redis answers: told by every connection, read by everybody. Thread-safe."""
+    """Records whether Redis answers: every connection reports to it. Thread-safe."""
 
     def __init__(self, counters: WorkerCounters) -> None:
         self._counters = counters
@@ -43,7 +43,7 @@ class Connectivity:
         self._was_up = False
 
     def took(self, name: str, began: float) -> None:
-        """A round trip that began at `began` (monotonic) has ended; `name` is its transition's."""
+        """Record the end of the round trip of transition `name`, which began at `began` (monotonic)."""
         self._counters.redis_seconds.observe(name, time.monotonic() - began)
 
     @property
@@ -75,7 +75,7 @@ class Connectivity:
 
 
 class ReaderConnectivity(Connectivity):
-    """For who only reads the queue: it holds no jobs and no results, and says itself what an outage means."""
+    """For read-only clients, which hold no jobs or results: they report outages themselves."""
 
     def __init__(self) -> None:
         super().__init__(WorkerCounters())
@@ -153,12 +153,12 @@ class JobQueue:
         self._guard(lambda: self._client.blpop(bells, timeout=max(0.01, timeout_s)))
 
     def server_time(self) -> float:
-        """Unix seconds by the server's clock."""
+        """Return the server's clock in Unix seconds."""
         seconds, microseconds = self._guard(self._client.time)
         return float(seconds) + float(microseconds) / 1e6
 
     def server_info(self) -> dict[str, Any]:
-        """What INFO says; nothing if the server does not let us ask."""
+        """Return the reply to INFO; empty if the server does not permit it."""
         try:
             info: dict[str, Any] = self._guard(self._client.info)
         except AccessDenied:
@@ -172,7 +172,7 @@ class JobQueue:
         return reply
 
     def run_many(self, calls: Sequence[Call[Any]]) -> list[Any | Exception]:
-        """Run calls in one round trip. A call that the server refuses gives its exception in its place.
+        """Run calls in one round trip. A call that the server refuses yields its exception in its place.
 
         Raises RedisUnavailable when the outcome of some call is unknown: send all of them again.
         """
@@ -184,7 +184,7 @@ class JobQueue:
         except RedisUnavailable:
             raise
         except Exception:
-            # Transitions tolerate being sent twice: one at a time shows which of them is refused.
+            # Transitions may be repeated safely: one at a time shows which of them is refused.
             return [self._run_or_error(call) for call in calls]
 
     def _run_or_error(self, call: Call[T]) -> T | Exception:
@@ -196,17 +196,17 @@ class JobQueue:
             return error
 
     def sync(self) -> None:
-        """Wait until everything the server was told is in its file on disk; see durability.py."""
+        """Wait until every acknowledged write is in the server's file on disk; see durability.py."""
         self._guard(lambda: sync(self._client, self.queue))
 
     def listen_for_cancels(self) -> redis.client.PubSub:
-        """A subscription whose messages are job ids. Raises RedisUnavailable."""
+        """Subscribe to cancels, whose messages are job ids. Raises RedisUnavailable."""
         pubsub = self._client.pubsub(ignore_subscribe_messages=True)
         self._guard(lambda: pubsub.subscribe(keys.cancel_channel(self.queue)))
         return pubsub
 
     def next_cancel(self, pubsub: redis.client.PubSub, timeout_s: float) -> str | None:
-        """The next job id that somebody cancelled; None if there was none for `timeout_s`."""
+        """Return the next cancelled job's id; None if there was none for `timeout_s`."""
         message = self._guard(lambda: pubsub.get_message(timeout=timeout_s))
         return message["data"].decode("utf-8", "replace") if message is not None else None
 
@@ -214,7 +214,7 @@ class JobQueue:
         self._client.close()
 
     def _warn_of_burials(self, swept: SweepReply) -> None:
-        """Their workers died without a word: nobody else can tell of it."""
+        """Log the jobs buried by a sweep: their workers died and cannot."""
         for job_id, crashes in swept.buried:
             logger.warning(
                 "job is dead: its workers died while they ran it; see: pagemill inspect %s --queue %s",
@@ -235,7 +235,7 @@ class JobQueue:
 
 
 class ServerClock:
-    """The server's clock, as an offset from ours: deadlines and timings of jobs are in its time."""
+    """The server's clock, as an offset from the local one: job deadlines and timings use it."""
 
     def __init__(self) -> None:
         self._offset = 0.0
@@ -248,7 +248,7 @@ class ServerClock:
 
 
 def warn_about_server(info: dict[str, Any]) -> None:
-    """Say loudly what about this server endangers jobs. Reads INFO only: managed servers hide CONFIG."""
+    """Warn of server settings that endanger jobs. Reads INFO only: managed servers hide CONFIG."""
     if not info:
         logger.warning(
             "this Redis does not say how it is (INFO is refused): see to it that its maxmemory-policy is "

@@ -1,7 +1,7 @@
 """The worker's process: signals, the embedded server, the watchdog, and the exit code.
 
-A supervisor restarts what exits non-zero, so whatever goes wrong here ends in an exit: a worker whose engine hangs
-must not look alive.
+A supervisor restarts a process that exits non-zero, so every failure here ends in an exit: a worker whose
+engine hangs must not look alive.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ EXIT_USAGE = 2
 EXIT_REDIS = 3
 WATCH_S = 0.2
 CLOSE_S = 5.0
-"""Of the time to shut down, what ending threads and the embedded server may take."""
+"""The part of the shutdown time reserved for ending threads and the embedded server."""
 SWITCH_S = 0.0001
-"""The engine's thread lets go of the interpreter for every kernel, a hundred times a step, and must not wait the usual
-5 ms to have it back from a thread that writes checkpoints: that was 1.4 % of short jobs' throughput."""
+"""The engine's thread releases the GIL for every kernel, a hundred times a step, and must not wait the usual
+5 ms to get it back from a thread that writes checkpoints: that cost 1.4 % of short jobs' throughput."""
 
 
 class ShutdownSignals:
@@ -60,9 +60,10 @@ class ShutdownSignals:
 
 
 def run_worker(config: WorkerConfig) -> int:
-    """Run a worker until SIGTERM, SIGINT or SIGHUP. Returns the exit code: 0 drained, 1 failed, 2 usage, 3 Redis.
+    """Run a worker until SIGTERM, SIGINT or SIGHUP. Returns the exit code: 0 drained, 1 failed, 2 usage, 3
+    Redis.
 
-    On the main thread, once per process. Nothing is raised that a user could cause.
+    Call it on the main thread, once per process. It raises nothing that a user could cause.
     """
     configure_logging(config.log_level, config.log_format)
     signals = ShutdownSignals()
@@ -85,11 +86,11 @@ def _exit_code(error: Exception) -> int:
             return EXIT_FAILED
         case ConfigError() | OSError() | PagemillError():
             return EXIT_USAGE
-    return EXIT_FAILED  # of the engine: a process that the model is spread over died, or nothing can be kept
+    return EXIT_FAILED  # of the engine: a process of a spread model died, or nothing more can be held
 
 
 def _embedded_server(config: WorkerConfig) -> EmbeddedServer:
-    """Raises EmbeddedServerError, ConfigError for a directory that was asked for, EngineError for one that was not."""
+    """Raises EmbeddedServerError, ConfigError for a configured directory, EngineError for the default one."""
     directory = config.state_dir or discovery.state_dir()
     try:
         return EmbeddedServer.open(directory)
@@ -135,7 +136,7 @@ def _serve(
 def _watch(
     worker: Worker, server: EmbeddedServer | None, signals: ShutdownSignals, watchdog: Watchdog
 ) -> str | None:
-    """Until a signal comes (None) or the worker can't go on (why). Raises what loading the model raises."""
+    """Wait for a signal (None) or the worker's failure (the reason). Raises what loading the model raises."""
 
     def on_loaded() -> None:
         _freeze_heap()
@@ -152,15 +153,15 @@ def _watch(
 
 
 def _freeze_heap() -> None:
-    """Spare the collector the model's libraries: half a million objects that stay for good, and a pause of up to
-    half a second in the middle of a step whenever it walks them.
+    """Exclude the model's libraries from garbage collection: half a million permanent objects, whose
+    traversal pauses a step for up to half a second.
     """
     gc.collect()
     gc.freeze()
 
 
 def _exit_hard_at(moment: float) -> None:
-    """Whatever hangs, the process is gone at `moment` (monotonic)."""
+    """Exit the process at `moment` (monotonic), even if something hangs."""
 
     def run() -> None:
         time.sleep(max(0.0, moment - time.monotonic()))

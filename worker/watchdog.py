@@ -1,8 +1,8 @@
 """Ends a process in which no Python code runs any more.
 
-A hang inside the model's native code that holds the interpreter lock stops every thread: nobody is left to see
-it, leases lapse, and the process would sit there for ever. The timer that `faulthandler` keeps needs no lock: it
-prints where every thread stands and exits with code 1, and the supervisor starts anew.
+A hang in the model's native code that holds the GIL stops every thread: none can detect it, leases lapse, and
+the process would stay there forever. The timer of `faulthandler` needs no GIL: it prints every thread's stack
+and exits with code 1, and the supervisor restarts the process.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import faulthandler
 import threading
 
 MARGIN_S = 2.0
-"""A hang that leaves the lock alone is seen by the worker itself, which says more about it: it goes first."""
+"""The worker itself detects a hang that leaves the GIL free, and reports more about it: it goes first."""
 
 
 class Watchdog:
     """Once armed, the process exits when its threads have stood still for `limit_s` and a margin.
 
-    Arm it when the model is loaded: native code that loads and compiles may hold the lock for long. And arm it before
-    the first job is pulled: one that holds the lock for ever leaves nobody to do so afterwards. A process that
-    was stopped (SIGSTOP, a frozen machine) for as long exits when it is resumed: other workers have its jobs by
-    then.
+    Arm it after the model is loaded, as native code that loads and compiles may hold the GIL for long, and
+    before the first job is pulled, as one that holds the GIL forever leaves no thread to arm it. A process
+    that was stopped for as long (SIGSTOP, a frozen machine) exits when it is resumed: other workers have its
+    jobs by then.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -29,7 +29,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="pagemill-watchdog", daemon=True)
 
     def arm(self) -> None:
-        """The limit counts from this very call on."""
+        """Start the timer; the limit counts from this call."""
         self._put_off()
         self._thread.start()
 

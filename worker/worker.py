@@ -45,14 +45,14 @@ from pagemill.worker.webhooks.policy import WebhookPolicy
 from pagemill.worker.webhooks.sender import WebhookSender
 
 logger = logging.getLogger(__name__)
-logging.getLogger(LiveFeed.__module__).addFilter(RepeatedErrors())  # monitoring knows nothing of the producer
+logging.getLogger(LiveFeed.__module__).addFilter(RepeatedErrors())  # monitoring does not import the producer
 
 WRITE_OUT_S = 5.0
-"""After the hand-back, how long the last writes may take; leases lapse for what could not be written."""
+"""Time for the last writes after the hand-back; leases lapse for what could not be written."""
 
 
 class Worker:
-    """One engine on one queue: `start`, `wait_ready`, `failure` now and then; at the end `drain`, `close`."""
+    """One engine on one queue: `start`, `wait_ready`, polls of `failure`; at the end `drain`, `close`."""
 
     def __init__(self, config: WorkerConfig, redis_url: str) -> None:
         self.config = config
@@ -106,7 +106,8 @@ class Worker:
     def start(self) -> None:
         """Check the server, open the status port, begin to load the model.
 
-        Raises RedisUnavailable, or OSError (`pagemill.worker.status.server.PortTaken`) when the port can't be had.
+        Raises RedisUnavailable, or OSError (`pagemill.worker.status.server.PortTaken`) if the port is
+        unavailable.
         """
         probe = self._new_queue()
         warn_about_server(probe.server_info())
@@ -123,9 +124,9 @@ class Worker:
     def wait_ready(
         self, timeout: float | None = None, *, on_loaded: Callable[[], None] = lambda: None
     ) -> bool:
-        """Wait for the model, then serve. False if it is not there after `timeout` seconds.
+        """Wait for the model, then serve. False if it is not loaded within `timeout` seconds.
 
-        `on_loaded` is called once, with the model there and no job pulled yet.
+        `on_loaded` is called once, after the model is loaded and before any job is pulled.
 
         Raises `pagemill.engine.errors.EngineError`, mostly ConfigError, when the model can't be loaded.
         """
@@ -140,7 +141,7 @@ class Worker:
         if self.webhooks is not None:
             self.webhooks.start()
         self.admission.start([self.model])
-        self.leases.announce()  # who submits without naming a model asks the registry
+        self.leases.announce()  # clients that submit without naming a model ask the registry
         tier = self.engine.engine.tier
         logger.info(
             "ready: model %s, queue %s, worker %s, tier %s",
@@ -153,7 +154,7 @@ class Worker:
 
     @property
     def model(self) -> str:
-        """The served name. Only once the model is loaded."""
+        """The served name. Available once the model is loaded."""
         return self.engine.engine.served_model
 
     @property
@@ -161,7 +162,7 @@ class Worker:
         return self._http.url if self._http is not None else None
 
     def failure(self) -> str | None:
-        """Why this worker can't go on; None while it can."""
+        """The reason this worker can't go on; None while it can."""
         if self.engine.state is EngineState.FAILED:
             return f"the engine died: {self.engine.error!r}"
         if (lost := self.engine.lost_rank()) is not None:
@@ -177,7 +178,7 @@ class Worker:
         return None
 
     def drain(self, grace_s: float, hurry: threading.Event, give_up_at: float) -> None:
-        """Pull no more; let jobs run on for `grace_s` or until `hurry`; checkpoint and hand back the rest.
+        """Stop pulling; let jobs run on for `grace_s` or until `hurry`; checkpoint and hand back the rest.
 
         All of it ends before `give_up_at` (monotonic).
         """
@@ -196,15 +197,15 @@ class Worker:
                 logger.warning("%d jobs could not be handed back; their leases will lapse", len(self.table))
 
     def abandon(self) -> None:
-        """Pull no more, and write what has ended; the leases of the rest lapse, unless it was the device that died."""
+        """Stop pulling and write ended jobs; leases of the rest lapse, unless the device died."""
         self.admission.stop()
         if isinstance(self.engine.error, DeviceLost):
-            self.admission.join(WRITE_OUT_S)  # what it has pulled goes back as well
+            self.admission.join(WRITE_OUT_S)  # jobs it has pulled are handed back as well
             self._hand_back_all()
         self.reporter.stop(WRITE_OUT_S, abandon=True)
 
     def close(self) -> bool:
-        """End all threads; False if the engine's could not be ended. Jobs still held are left to lapse."""
+        """End all threads; False if the engine's could not be ended. The leases of jobs still held lapse."""
         self.admission.stop()
         if self.webhooks is not None:
             self.webhooks.stop(timeout=1.0)
@@ -222,12 +223,12 @@ class Worker:
         return is_engine_gone
 
     def _hand_back_all(self) -> None:
-        """Give every job up to other workers.
+        """Hand every job back to other workers.
 
-        Where a device died, only the jobs in its last steps can have killed it. They are given up as if they had
-        ended the process: a crash is counted for those that got no further, so one that kills every device soon
-        runs alone and is then buried, and an innocent one gets on elsewhere and is cleared. Nothing is counted for
-        the others, however often devices die under them.
+        If a device died, only the jobs in its last steps can have caused it. They are handed back as if the
+        process had crashed: a crash is counted for those that made no progress, so a job that kills every
+        device soon runs alone and is then buried, while an innocent one progresses elsewhere and is cleared.
+        Nothing is counted for the other jobs, however often devices die under them.
         """
         if isinstance(self.engine.error, DeviceLost):
             self.reporter.engine_lost(suspects=self.engine.error.request_ids)
@@ -272,7 +273,7 @@ class Worker:
         )
 
     def _live_page(self) -> LivePage | None:
-        """None where strangers could see it and nobody asked for it."""
+        """Return None if other machines could see the page without its being enabled."""
         if not (self.config.live_page or is_loopback(self.config.http_host)):
             return None
         return LivePage(self._live, [self.config.http_host, *self.config.live_page_names()])
@@ -326,7 +327,7 @@ class Worker:
         return "ready" if self._is_serving else "loading"
 
     def _health(self) -> Health:
-        """Live while the engine gets anywhere, or has nothing to do, or is loading."""
+        """Report the worker live while the engine makes progress, is idle, or is loading."""
         stalled_s = self.engine.stalled_for()
         reason = self.failure()
         details: dict[str, Any] = {
@@ -338,7 +339,7 @@ class Worker:
         return Health(reason is None, details if reason is None else details | {"reason": reason})
 
     def _startup(self) -> Health:
-        """Good once the model is loaded, and from then on: a probe that waits for a start, and never restarts."""
+        """Report good from the moment the model is loaded: for startup probes, which never restart."""
         return Health(self._is_serving, {"state": self._state(), "model": self.config.engine.model})
 
     def _readiness(self) -> Health:
@@ -377,7 +378,7 @@ class Worker:
         return "degraded"
 
     def _queue_figures(self) -> QueueFigures | None:
-        """None while Redis is away: a scrape must not wait for it."""
+        """Return the queue's figures; None while Redis is unreachable: a scrape must not wait for it."""
         return self._queue_reader.read() if self.connectivity.is_up else None
 
     def _on_finished(self, job: RunningJob | None) -> None:

@@ -1,6 +1,6 @@
-"""What differs between devices, in one place: chosen once at a start, and asked from then on."""
+"""The differences between devices, in one interface: a backend is chosen once, at start."""
 
-# ruff: noqa: B027 (an empty method is a default, and not a forgotten decorator)
+# ruff: noqa: B027 (an empty method is a default, not a forgotten decorator)
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_BATCH_INVARIANCE = (
 
 
 class Mark(Protocol):
-    """A point in what the device was given; reached when all before it is done."""
+    """A point in the device's work; reached when all work before it is done."""
 
     def query(self) -> bool: ...
 
@@ -35,7 +35,7 @@ class Mark(Protocol):
 
 
 class Reached:
-    """A mark of a device that has done everything when a call returns."""
+    """A mark on a device that has done everything when a call returns."""
 
     def query(self) -> bool:
         return True
@@ -46,7 +46,7 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A tensor on its way to the host. Waiting for it does not wait for what was launched after it."""
+    """A tensor being copied to the host. Waiting for it does not wait for later launches."""
 
     host: torch.Tensor
     copied: Mark = Reached()  # noqa: RUF009 (it has no state)
@@ -57,56 +57,56 @@ class HostCopy:
 
 
 class DeviceBackend(ABC):
-    """A device. The defaults are those of one that shares the host's memory and runs what it is told at once."""
+    """A device. The defaults suit one that shares the host's memory and executes synchronously."""
 
     device: torch.device
     step_defaults = StepDefaults()
     is_apart = False
-    """It has memory of its own: arrays cross in one copy a step, from pages that stay where they are."""
+    """True for a device with its own memory: arrays cross in one copy a step, from pinned pages."""
     captures_graphs = False
     """Decode steps are recorded once and replayed."""
     draws_on_device = False
     """Random rows are drawn by `pagemill.kernels.dispatch.sample_tokens`, which neither sorts nor waits."""
     int8_scale_span: str
-    """What shares a scale in products of int8."""
+    """The extent of one scale in int8 products."""
 
     @abstractmethod
     def check(self, config: EngineConfig, dtype: torch.dtype) -> None:
-        """Raise `ConfigError` for what is asked of a model of this dtype and can't be had here."""
+        """Raise `ConfigError` for settings that a model of this dtype can't have here."""
 
     @abstractmethod
     def default_dtype(self, declared: Any) -> torch.dtype:
-        """What `dtype="auto"` stands for; `declared`: by the checkpoint, if it is a dtype."""
+        """Return the dtype for `dtype="auto"`; `declared`: the checkpoint's, if it is a dtype."""
 
     @abstractmethod
     def product(
         self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, options: LinearOptions
     ) -> nn.Module | None:
-        """What multiplies best by these weights, as `MakeProduct` has it."""
+        """Return the best product for these weights, as `MakeProduct` defines it."""
 
     @abstractmethod
     def fusion(self, traits: DecoderTraits, dtype: torch.dtype, make_product: MakeProduct) -> Fusion | None:
-        """What rewrites a decoder; None: its modules stay as they are."""
+        """Return what rewrites a decoder; None: its modules stay as they are."""
 
     def fuse(
         self, module: Any, traits: DecoderTraits | None, dtype: torch.dtype, linear: LinearOptions
     ) -> None:
-        """Rewrite what is known of a causal language model's modules, and its linear layers."""
+        """Rewrite the known modules of a causal language model, and its linear layers."""
         make_product = partial(self.product, options=linear)
         if traits is not None and (fusion := self.fusion(traits, dtype, make_product)) is not None:
             fusion.run(module.model)
         replace_linears(module, make_product)
 
     def warm_up(self, module: nn.Module, dtype: torch.dtype, num_heads: int, shape: KVCacheShape) -> None:
-        """Compile what a fused model of this dtype needs before its first step needs it."""
+        """Compile in advance what a fused model of this dtype needs in its first step."""
 
     @abstractmethod
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
-        """Zeros of the shape and dtype of a tensor without memory, for the KV pool."""
+        """Allocate zeros of the shape and dtype of a tensor without memory, for the KV pool."""
 
     @abstractmethod
     def free_bytes(self, config: EngineConfig) -> int:
-        """The memory that a KV pool may take."""
+        """Return the memory available for a KV pool."""
 
     @abstractmethod
     def total_bytes(self) -> int: ...
@@ -115,16 +115,16 @@ class DeviceBackend(ABC):
         return HostCopy(tensor)
 
     def mark(self) -> Mark:
-        """Reached by the device when it has done all that it was given until now."""
+        """Return a mark that is reached when the device has done all work given so far."""
         return Reached()
 
     def is_alive(self) -> bool:
-        """Whether it still runs what it is given."""
+        """Return True if it still executes work."""
         return True
 
     def claim(self, rank: int) -> None:
-        """Compute on the device of this number of several, on the calling thread from now on."""
+        """Use the device of this number, of several, on the calling thread from now on."""
 
     @abstractmethod
     def collectives(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        """The process group of torch's through which ranks on such devices talk."""
+        """Return torch's process group that connects ranks on such devices."""

@@ -30,7 +30,7 @@ from pagemill.kernels import grouped_int8
 
 logger = logging.getLogger(__name__)
 
-# The pool shares its memory with everything else on the machine.
+# The rest of the machine shares this memory.
 _POOL_SHARE = 0.25
 _POOL_MAX_BYTES = 4 * 1024**3
 _LOOPBACK = "127.0.0.1"
@@ -61,7 +61,7 @@ class CpuBackend(DeviceBackend):
         return torch.float32  # half precision is emulated on most CPUs: slower and less exact
 
     def has_kernels(self, dtype: torch.dtype) -> bool:
-        """Whether the JIT-compiled operators take such a model: they are made for fp32."""
+        """Return True if the JIT-compiled operators support such a model: they are made for fp32."""
         return dtype is torch.float32 and _has_numba()
 
     def product(
@@ -79,20 +79,20 @@ class CpuBackend(DeviceBackend):
         return CpuFusion(traits, make_product) if self.has_kernels(dtype) else None
 
     def warm_up(self, module: nn.Module, dtype: torch.dtype, num_heads: int, shape: KVCacheShape) -> None:
-        """Compile the operators, or load them from the disk."""
+        """Compile the operators, or load them from disk."""
         if self.has_kernels(dtype):
             _warm_up_kernels(module, num_heads, shape)
         else:
             _warm_up_int8_products(module)
 
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
-        """In memory of its own, of which nothing is touched before it is written.
+        """Allocate separately mapped memory, none of which is touched before it is written.
 
-        `torch.zeros` writes its zeros, two thirds of a second per GiB at every start, and leaves small pages behind,
-        for which advice about huge ones comes too late.
+        `torch.zeros` writes its zeros, two thirds of a second per GiB at every start, and leaves small pages
+        behind, for which advice about huge ones comes too late.
         """
         memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # The tensor keeps the mapping, which ends with it.
+        # The tensor keeps the mapping alive.
         tensor = torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype).view(like.shape)
         if _has_numba():
             from pagemill.kernels.cpu.operators import advise_huge_pages
@@ -108,8 +108,8 @@ class CpuBackend(DeviceBackend):
         return min(_POOL_MAX_BYTES, available) // config.tensor_parallel_size
 
     def collectives(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        # On the loopback device: by default gloo asks what address the machine's name stands for, which needs not
-        # resolve, and would listen there.
+        # On the loopback device: by default gloo resolves the machine's name, which may fail, and would
+        # listen on that address.
         settings: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         settings._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
         settings._timeout = timeout

@@ -57,7 +57,7 @@ class CudaBackend(DeviceBackend):
         return int(torch.cuda.mem_get_info(self.device)[1])
 
     def free_bytes(self, config: EngineConfig) -> int:
-        torch.cuda.empty_cache()  # what loading has let go of is free
+        torch.cuda.empty_cache()  # counts what loading has released as free
         free, total = torch.cuda.mem_get_info(self.device)
         return max(0, int(free - (1.0 - config.gpu_memory_utilization) * total))
 
@@ -81,14 +81,14 @@ class CudaBackend(DeviceBackend):
             return False
 
     def claim(self, rank: int) -> None:
-        """Rank 0 says so too: a program that has chosen another GPU for itself would have two ranks meet on one."""
+        """Select this rank's GPU, also on rank 0: with a GPU chosen by the program, two ranks might share one."""
         torch.cuda.set_device(rank)
 
     def collectives(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
-        # NCCL meets the others in its first collective: now, and not in somebody's first request.
+        # NCCL connects in its first collective: do it now, not during a request.
         group.allreduce([meeting := torch.zeros(1, device=self.device)]).wait()
         meeting.item()
         return group

@@ -1,4 +1,4 @@
-"""Which device a name stands for."""
+"""The device backends by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill.engine.errors import ConfigError
 
 
 def find_device(name: str) -> DeviceBackend:
-    """`name`: `EngineConfig.device`. Raises `ConfigError` where there is no such device."""
+    """Return the backend for `EngineConfig.device`. Raises `ConfigError` if there is no such device."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return CpuBackend()
     if not torch.cuda.is_available():

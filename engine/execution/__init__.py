@@ -1,1 +1,1 @@
-"""Everything that touches a device: loading, attention, the forward pass, sampling."""
+"""Execution on a device: inputs, attention, the forward pass, sampling."""

@@ -1,8 +1,9 @@
-"""Decode steps as CUDA graphs: one launch where a model's forward pass makes hundreds.
+"""Decode steps as CUDA graphs: one launch instead of the hundreds of a model's forward pass.
 
-A graph replays the kernels it saw, with the addresses it saw. So there is one per bucket of rows, all over the same
-static inputs; a step's own inputs, padded to the bucket, are copied there before its graph is replayed. Everything
-that varies from step to step (lengths, block tables, slots) the kernels read on the device.
+A graph replays the recorded kernels with the recorded addresses. So there is one per bucket of rows, all over
+the same static inputs; a step's own inputs, padded to the bucket, are copied there before its graph is
+replayed. Everything that varies from step to step (lengths, block tables, slots) the kernels read on the
+device.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ _WARM_UPS = 2
 
 
 def buckets_up_to(max_num_seqs: int) -> list[int]:
-    """The numbers of rows that graphs are captured for, largest first: they share memory, and it has the most."""
+    """Return the row counts to capture, largest first: graphs share memory, and the largest needs the most."""
     most = bucket_size(min(max_num_seqs, _MAX_ROWS))
     return sorted({bucket_size(count) for count in range(1, most + 1)}, reverse=True)
 
 
 def capture_graph(run: Callable[[], object], pool: list[Any]) -> Replay:
-    """Record what `run` launches. `pool` holds the memory pool that all graphs share, once there is one."""
+    """Record what `run` launches. `pool` holds the memory pool shared by all graphs, once there is one."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(_WARM_UPS):  # kernels are compiled and libraries choose their ways here
+        for _ in range(_WARM_UPS):  # kernels are compiled and libraries choose algorithms here
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
@@ -76,7 +77,7 @@ class DecodeGraphs:
         self._logits: torch.Tensor | None = None
 
     def capture(self) -> None:
-        """Capture every bucket. A model whose forward pass cannot be captured runs without."""
+        """Capture every bucket. A model whose forward pass can't be captured runs without graphs."""
         started, pool = time.monotonic(), list[Any]()
         for bucket in self._buckets:
             try:
@@ -89,13 +90,13 @@ class DecodeGraphs:
         logger.info("%d CUDA graphs captured in %.1f s", len(self._replays), time.monotonic() - started)
 
     def covers(self, plan: StepPlan) -> bool:
-        """Whether a graph can run this plan."""
+        """Return True if a graph can run this plan."""
         return 0 < len(plan.work) <= max(self._buckets, default=0) and all(
             work.num_tokens == 1 and work.num_prompt_logprobs is None for work in plan.work
         )
 
     def run(self, plan: StepPlan, inputs: StepInputs, work: list[SampleWork]) -> Forwarded:
-        """Logits that are good until the next step.
+        """Return logits that are valid until the next step.
 
         Args:
             plan: one that is covered.
@@ -124,14 +125,14 @@ class DecodeGraphs:
             logits = self._forward(inputs)
             if self._logits is None:  # the largest bucket's warm-up comes first
                 self._logits = torch.empty_like(logits)
-            # Into one place for all buckets: each graph's own logits would be kept as long as the graph.
+            # One tensor for all buckets: each graph's own logits would be kept as long as the graph.
             self._logits[:bucket].copy_(logits)
 
         return run
 
 
 def _static_inputs(rows: int, max_blocks: int, max_model_len: int, device: torch.device) -> StepInputs:
-    """Padding throughout: rows of no length, slots that nothing is written to."""
+    """Return inputs of padding only: rows of length 0, slots that are never written."""
 
     def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -162,7 +163,7 @@ def _first_rows(inputs: StepInputs, count: int, max_model_len: int) -> StepInput
         seq_lens_host=[max_model_len] * count,
         num_decode_rows=count,
         max_query_len=1,
-        max_seq_len=max_model_len,  # sizes the grid: the longest that a replay may bring
+        max_seq_len=max_model_len,  # sizes the grid: the longest sequence of any replay
     )
     none = inputs.logits_indices
     return StepInputs(inputs.input_ids[:count], inputs.positions[:count], none, none, none, metadata)

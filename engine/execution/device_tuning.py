@@ -1,4 +1,4 @@
-"""Process-wide settings that a device runs better with, made once before the model is loaded."""
+"""Process-wide performance settings for a device, applied once before the model is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a step's inputs to its logits: what a way there is, and the model's own.
+"""Forward passes, from a step's inputs to its logits: their interface, and the model's own.
 
 The others are `DecodeGraphs` and `PromptScorer`.
 """
@@ -23,18 +23,18 @@ from pagemill.kernels.types.layer_cache import LayerCache
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """What a forward pass leaves to the sampler."""
+    """A forward pass's output, for the sampler."""
 
     logits: torch.Tensor
     """[num_samples, vocab_size], or of the narrow vocabulary."""
     vocabulary: NarrowVocabulary | None = None
-    """The tokens that the logits are of; None: all."""
+    """The tokens of the logits; None: all."""
     scored: list[PromptLogprobs] = field(default_factory=list)
 
 
 class ForwardPass(Protocol):
     replays: bool
-    """A captured graph runs it, with its inputs padded to a bucket."""
+    """True if a captured graph runs it, with its inputs padded to a bucket."""
 
     def covers(self, plan: StepPlan) -> bool: ...
 
@@ -42,7 +42,7 @@ class ForwardPass(Protocol):
 
 
 class ModelForward:
-    """Any other step: the model, or what runs it without transformers' forward."""
+    """Runs any other step: through the model, or a replacement of transformers' forward."""
 
     replays = False
 
@@ -69,9 +69,9 @@ class ModelForward:
             return Forwarded(self._logits(plan, inputs, read_tokens), vocabulary)
 
     def _logits(self, plan: StepPlan, inputs: StepInputs, read_tokens: torch.Tensor | None) -> torch.Tensor:
-        """Logits [num_samples, tokens], of the narrow vocabulary where there is one."""
+        """Return logits [num_samples, tokens], of the narrow vocabulary if there is one."""
         if self._direct is None:
-            # An empty index would mean every token to some families; one row is the least to ask for.
+            # An empty index would mean every token to some families; one row is the minimum.
             read = inputs.logits_indices if plan.samples else inputs.positions.new_zeros(1)
             return transformers_logits(self._module, inputs, logits_to_keep=read)
         is_all = len(plan.samples) == len(inputs.positions) and are_first_tokens(plan)
@@ -85,11 +85,11 @@ class ModelForward:
         )
 
     def _read_tokens(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor | None:
-        """The tokens whose last hidden states the head reads, once each; None: all of them may be."""
+        """Return the tokens whose last hidden states the head reads, once each; None: possibly all."""
         if not self._skips_unread or len(plan.samples) >= len(inputs.positions):
             return None
         if not plan.samples:
-            return inputs.positions.new_zeros(1)  # as `_logits` asks for it
+            return inputs.positions.new_zeros(1)  # the index that `_logits` uses
         return torch.tensor(sorted({sample.token_index for sample in plan.samples}))
 
 
@@ -101,5 +101,5 @@ def transformers_logits(module: Any, inputs: StepInputs, **options: Any) -> torc
 
 
 def are_first_tokens(plan: StepPlan) -> bool:
-    """Whether the samples are of the step's first tokens, once each and in order."""
+    """Return True if the samples are of the step's first tokens, once each and in order."""
     return all(sample.token_index == number for number, sample in enumerate(plan.samples))

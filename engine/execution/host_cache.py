@@ -1,4 +1,4 @@
-"""KV blocks in host memory: where preempted sequences wait, and the copies there and back."""
+"""KV blocks of preempted sequences in host memory, and the copies there and back."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _PROBE_BYTES = 32 * 1024**2
 
 
 class HostCache:
-    """The same tensors as the device cache's, in host memory; pinned, so that CUDA copies without a detour.
+    """The device cache's tensors again, in host memory; pinned, so that CUDA copies directly.
 
-    Copies are issued on the current stream, like the steps that write and read the blocks, and wait for nothing.
+    Copies are issued on the current stream, like the steps that write and read the blocks, and wait for
+    nothing.
     """
 
     def __init__(self, layers: list[LayerCache], num_blocks: int, device: DeviceBackend) -> None:
@@ -42,10 +43,11 @@ class HostCache:
                 tensor.index_copy_(0, device_ids, host[first:last].to(tensor.device, non_blocking=True))
 
     def _runs(self, pairs: Pairs) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """(device ids, first host id, last + 1) of (host, device) pairs whose host blocks lie in a row.
+        """Yield (device ids, first host id, last + 1) for runs of (host, device) pairs with consecutive host
+        blocks.
 
-        One copy per run: host ids are mostly handed out in a row, and thousands of copies of a block each would
-        cost more to issue than to carry out.
+        One copy per run: host ids are mostly handed out consecutively, and thousands of copies of a block
+        each would cost more to issue than to carry out.
         """
         ordered = np.array(sorted(pairs), dtype=np.int64)
         hosts, devices = ordered[:, 0], ordered[:, 1]
@@ -55,7 +57,7 @@ class HostCache:
 
 
 def measure_link(device: DeviceBackend) -> float:
-    """Bytes per second from the device to the host; what it costs is a few milliseconds."""
+    """Measure the bandwidth from the device to the host in bytes per second; takes a few milliseconds."""
     source = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device.device)
     target = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, pin_memory=device.is_apart)
     seconds = []

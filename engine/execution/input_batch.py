@@ -1,4 +1,4 @@
-"""Persistent rows: what execution knows of every running sequence, and a step's tensors made from them."""
+"""Persistent rows: execution's state of every running sequence, and a step's tensors made from it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class StepInputs:
     positions: torch.Tensor  # [num_tokens] int64
     logits_indices: torch.Tensor  # [num_samples] int64, into the step's tokens
     sample_rows: torch.Tensor  # [num_samples] int64
-    sample_positions: torch.Tensor  # [num_samples] int64, where the tokens go in their rows
+    sample_positions: torch.Tensor  # [num_samples] int64, the tokens' places in their rows
     metadata: AttentionMetadata
 
 
 @dataclass(slots=True)
 class _StagedStep:
-    """A step's arrays, on the device once they have been sent, and what is known of them on the host."""
+    """A step's arrays, on the device once sent, and their sizes known on the host."""
 
     entered: list[tuple[int, torch.Tensor, torch.Tensor]]  # row, token ids, block ids
     blocks: torch.Tensor | None  # [3, n] int64: row, column, block id
@@ -45,14 +45,14 @@ class _StagedStep:
 
 
 def bucket_size(count: int) -> int:
-    """The padded size for `count` rows or tokens: 1, 2, 4, then multiples of 8, as CUDA graphs are captured."""
+    """Return the padded size for `count` rows or tokens: 1, 2, 4, then multiples of 8, as for CUDA graphs."""
     if count <= 2:
         return count
     return 4 if count <= 4 else -(-count // 8) * 8
 
 
 class InputBatch:
-    """Row tables on the device (token ids, block ids) with a host side for what only the host needs.
+    """Row tables on the device (token ids, block ids), with host-only data beside them.
 
     A row belongs to one sequence from the step that brings its `NewRow` until the row is given to another.
     Sampling writes tokens into the token table, so a row's next input is there before the host knows it.
@@ -69,14 +69,14 @@ class InputBatch:
         transfer: Transfer,
         split_decodes: bool = True,
     ) -> None:
-        """`split_decodes`: rows with one token are attended to by a kernel of their own, which is faster and adds
-        up in another order than the one for prompts."""
+        """`split_decodes`: rows with one token use a separate attention kernel, which is faster and sums in
+        another order than the one for prompts."""
         self._block_size = block_size
         self._pad = pad_to_bucket
         self._split_decodes = split_decodes
         self._transfer = transfer
         max_blocks = -(-max_model_len // block_size)
-        # One column more: the last token of a full context is sampled, though never computed.
+        # One extra column: the last token of a full context is sampled, though never computed.
         self.token_table = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int64, device=device)
         self.block_table = torch.full(
             (max_num_seqs, max_blocks), NULL_BLOCK, dtype=torch.int32, device=device
@@ -85,16 +85,16 @@ class InputBatch:
         self.rows: list[NewRow | None] = [None] * max_num_seqs
 
     def row(self, number: int) -> NewRow:
-        """What entered the row last."""
+        """Return the row's latest `NewRow`."""
         row = self.rows[number]
         assert row is not None, "work for a row that nothing entered"
         return row
 
     def stage(self, plan: StepPlan, *, pad: bool = False) -> _StagedStep:
-        """Put the step's arrays where the transfer takes them from; `lay_out` follows when they are sent.
+        """Put the step's arrays into the transfer; call `lay_out` once they are sent.
 
         Args:
-            pad: to a bucket, also where the batch does not always do that.
+            pad: pad to a bucket, even if the batch does not always do so.
         """
         entered = [self._enter(new_row) for new_row in plan.new_rows]
         blocks, forced = self._table_changes(plan)
@@ -115,7 +115,7 @@ class InputBatch:
         positions = np.arange(num_tokens) - np.repeat(query_starts[:num_rows] - starts, query_lens)
         num_decode_rows = int((query_lens == 1).sum()) if self._split_decodes else 0
         if num_decode_rows == num_rows:
-            num_decode_rows = padded_rows  # a padded row stands at a padded token of its own
+            num_decode_rows = padded_rows  # a padded row points to its own padded token
         samples = [(sample.token_index, sample.row, sample.position) for sample in plan.samples]
         put = self._transfer.put
         return _StagedStep(
@@ -135,7 +135,7 @@ class InputBatch:
         )
 
     def lay_out(self, staged: _StagedStep) -> StepInputs:
-        """Bring the tables up to date and make the step's tensors, on the device alone."""
+        """Update the tables and build the step's tensors, on the device alone."""
         for row, tokens, blocks in staged.entered:
             self.token_table[row, : len(tokens)] = tokens
             self.block_table[row, : len(blocks)] = blocks
@@ -152,7 +152,7 @@ class InputBatch:
         blocks = self.block_table[staged.token_rows, columns]
         slots = torch.add(
             positions, blocks - columns, alpha=self._block_size
-        )  # of the block, and as far into it
+        )  # of the block, plus the offset in it
         extra = staged.num_padded_tokens - len(input_ids)
         if extra:
             input_ids = torch.nn.functional.pad(input_ids, (0, extra))
@@ -187,7 +187,7 @@ class InputBatch:
         return new.row, tokens, self._transfer.put(np.array(new.block_ids, dtype=np.int32))
 
     def _table_changes(self, plan: StepPlan) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(block ids appended or replaced, tokens forced by a grammar or a search), as `_StagedStep` has them."""
+        """Return `_StagedStep`'s (blocks appended or replaced, tokens forced by a grammar or a search)."""
         blocks: list[tuple[int, int, int]] = []
         forced: list[tuple[int, int, int]] = []
         for work in plan.work:

@@ -1,4 +1,4 @@
-"""The KV cache's tensors: how many blocks fit, and their allocation."""
+"""The KV cache's tensors: their number of blocks and their allocation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KVCache:
         self._host = HostCache(self.layers, num_host_blocks, device) if num_host_blocks else None
 
     def move_blocks(self, plan: StepPlan) -> None:
-        """Carry out a plan's swaps and copies, in its order."""
+        """Execute a plan's swaps and copies, in its order."""
         if plan.swap_out or plan.swap_in:
             assert self._host is not None, "a plan swaps without swap space"
             if plan.swap_out:
@@ -50,7 +50,7 @@ class KVCache:
 
 
 def resolve_cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """The dtype that `EngineConfig.kv_cache_dtype` stands for."""
+    """Return the dtype for `EngineConfig.kv_cache_dtype`."""
     if name == "auto":
         return model_dtype
     if name != "fp8":
@@ -61,10 +61,10 @@ def resolve_cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
 
 
 def num_blocks_for(config: EngineConfig, shape: KVCacheShape, device: DeviceBackend) -> int:
-    """Blocks in the pool, the null block included.
+    """Return the number of blocks in the pool, including the null block.
 
     Raises:
-        ConfigError: the memory given or found holds fewer than two blocks, or the blocks asked for are more than it.
+        ConfigError: the configured or available memory holds fewer than two blocks, or fewer than configured.
     """
     num_blocks = config.num_kv_blocks
     if num_blocks is None:
@@ -84,7 +84,7 @@ def num_blocks_for(config: EngineConfig, shape: KVCacheShape, device: DeviceBack
 
 
 def num_host_blocks_for(config: EngineConfig, shape: KVCacheShape) -> int:
-    """Blocks of swap space. Raises `ConfigError`: the machine has less memory, or the space holds no block."""
+    """Return the blocks of swap space. Raises `ConfigError`: too little memory, or a space of no block."""
     num_bytes = int(config.swap_space_gib * GIB)
     if not num_bytes:
         return 0

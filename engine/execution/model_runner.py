@@ -1,4 +1,4 @@
-"""Runs plans on the device: anything that happens on a device happens from here."""
+"""Runs plans on the device: all work on a device is issued from here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step on its way: its tokens are on the device, and reach the host in `wait`."""
+    """A launched step: its tokens are on the device, and reach the host in `wait`."""
 
     plan: StepPlan
     output: SamplerOutput | None
@@ -61,7 +61,7 @@ class LaunchedStep:
 
 
 def rewrite(model: LoadedModel, config: EngineConfig) -> tuple[DirectForward | None, str]:
-    """Let the device put its own modules in; returns its forward pass, if it has one, and how each part runs now."""
+    """Let the device replace modules; returns its forward pass, if any, and a report of how each part runs."""
     linear, traits = LinearOptions(config.quantization, config.batch_invariant), model.family.decoder
     model.device.fuse(model.module, traits, model.dtype, linear)
     direct = DirectForward.of(model.module, traits)
@@ -69,7 +69,7 @@ def rewrite(model: LoadedModel, config: EngineConfig) -> tuple[DirectForward | N
 
 
 class ModelRunner:
-    """An `Executor` on a device. One thread owns it."""
+    """An `Executor` on a device. Owned by one thread."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class ModelRunner:
         shape: KVCacheShape,
         group: RankGroup | None = None,
     ) -> None:
-        """`group`: the ranks that `model` is a share among; each runs the same plans, and the first one samples."""
+        """`group`: the ranks that share `model`; each runs the same plans, and the first one samples."""
         self._group = group
         self._module = model.module
         self._device = device = model.device
@@ -104,7 +104,7 @@ class ModelRunner:
             PromptScorer(model.module, caches, self._batch),
             ModelForward(model.module, caches, direct),
         ]
-        # Not with several ranks: what they tell each other is no kernel.
+        # Not with several ranks: their communication is not made of kernels.
         if device.captures_graphs and group is None and not config.enforce_eager:
             self._forward_passes.insert(0, self._captured_graphs(limits))
 
@@ -121,7 +121,7 @@ class ModelRunner:
         return graphs
 
     def _logits_of_all(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits [num_tokens, vocab_size] of every token: what graphs are captured of."""
+        """Return logits [num_tokens, vocab_size] of every token: the function that graphs capture."""
         with attention_context(AttentionContext(inputs.metadata, self.kv_cache.layers)):
             return transformers_logits(self._module, inputs)
 
@@ -156,7 +156,7 @@ class ModelRunner:
     def _choose_tokens(
         self, inputs: StepInputs, computed: Forwarded, work: list[SampleWork], draws: StagedDraws | None
     ) -> SamplerOutput | None:
-        """Sample, and write the tokens into the token table; ranks that don't sample are told them."""
+        """Sample, write the tokens into the token table, and broadcast them to ranks that don't sample."""
         output = None
         if self._group is None or self._group.is_first:
             if computed.vocabulary is None:

@@ -1,7 +1,8 @@
-"""Forward passes that also tell how likely the prompt's own tokens were (`prompt_logprobs`).
+"""Forward passes that also return log probabilities of the prompt's own tokens (`prompt_logprobs`).
 
-Every prompt position needs logits, and a long chunk times a large vocabulary is more memory than the whole KV
-cache may have. So the model runs up to its last hidden states, and its head runs over a slice of them at a time.
+Every prompt position needs logits, and a long chunk times a large vocabulary may exceed the memory of the
+whole KV cache. So the model runs up to its last hidden states, and its head runs over a slice of them at a
+time.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _SLICE = 128
 class PromptScorer:
     """Runs a causal language model in two halves.
 
-    The head is the module's own forward over hidden states that are there already: whatever a family does to its
-    logits after the product (a softcap, a scale) happens without being written down a second time.
+    The head is the module's own forward over given hidden states: a family's changes to its logits after the
+    product (a softcap, a scale) need no second implementation.
     """
 
     replays = False
@@ -54,7 +55,7 @@ class PromptScorer:
             scored, begin = [], 0
             for index, row in enumerate(plan.work):
                 if row.num_prompt_logprobs is not None:
-                    # The last token that was given predicts output.
+                    # The last given token predicts output.
                     given = self._batch.row(row.row).num_prompt_tokens
                     first, end = row.first_scored, min(row.start + row.num_tokens + 1, given)
                     predicting = hidden[begin + first - 1 - row.start : begin + end - 1 - row.start]
@@ -74,7 +75,7 @@ class PromptScorer:
         return slices
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] to [num_tokens, vocab_size]."""
+        """Map [num_tokens, hidden_size] to [num_tokens, vocab_size]."""
         placeholder = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         with self._decoder_gives(hidden):
             logits: torch.Tensor = self._module(
@@ -84,7 +85,7 @@ class PromptScorer:
 
     @contextmanager
     def _decoder_gives(self, hidden: torch.Tensor) -> Iterator[None]:
-        """Until the end of the block the decoder computes nothing and returns `hidden`."""
+        """Make the decoder return `hidden`, computing nothing, until the end of the block."""
         output = self._output_type(last_hidden_state=hidden[None])
         replaced = self._decoder.__dict__.get("forward")
         self._decoder.forward = lambda *_, **__: output

@@ -1,8 +1,8 @@
-"""A step's small host arrays on their way to the device.
+"""Transfers a step's small host arrays to the device.
 
-Every copy of its own costs a launch, and one from pageable memory also waits until the device has caught up, which
-would undo the overlap of planning with running. So what a step brings is laid side by side in pinned memory and
-crosses once.
+Every separate copy costs a launch, and one from pageable memory also waits until the device has caught up,
+which would undo the overlap of planning with running. So a step's arrays are laid side by side in pinned
+memory and copied once.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from pagemill.engine.devices.backend import DeviceBackend
 _ALIGNMENT = 16
 _FIRST_BYTES = 2**18
 _NUM_SLOTS = 2
-"""Steps whose arrays may be on their way at once: the one in flight and the one being prepared."""
+"""Steps whose arrays may be in transfer at once: the one in flight and the one being prepared."""
 
 
 class Transfer(Protocol):
-    """How arrays get to the device. `put` a step's arrays, then `send`: only then may anything read them."""
+    """Moves arrays to the device. `put` a step's arrays, then `send`: they may be read only after it."""
 
     num_copies: int
 
     def put(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Where `array` will be after `send`; the tensor is good until the second `send` from then."""
+        """Return the tensor that holds `array` after `send`; valid until the second `send` from then."""
         ...
 
     def send(self) -> None: ...
 
 
 class DirectTransfer:
-    """A copy per array, at once; on the CPU none at all."""
+    """Copies each array separately, at once; on the CPU not at all."""
 
     def __init__(self, device: DeviceBackend) -> None:
         self._device = device.device
@@ -49,7 +49,7 @@ class DirectTransfer:
 
 
 class _Slot:
-    """Bytes on the host, pinned where the device wants them so, their twin on the device, and the copy under way."""
+    """Bytes on the host, pinned if the device needs that, their twin on the device, and the pending copy."""
 
     def __init__(self, device: DeviceBackend, num_bytes: int) -> None:
         self.host = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.is_apart)
@@ -71,9 +71,9 @@ class _Slot:
 
 
 class StagedTransfer:
-    """All of a step's arrays in one copy.
+    """Copies all of a step's arrays at once.
 
-    A step that brings more than has ever come before (a long prompt) takes a copy more, and the buffer grows.
+    A step larger than any before (a long prompt) needs one extra copy, and the buffer grows.
     """
 
     def __init__(self, device: DeviceBackend, num_bytes: int = _FIRST_BYTES) -> None:
@@ -103,7 +103,7 @@ class StagedTransfer:
         self._slots[self._current].reuse()
 
     def _grow(self, full: _Slot, num_bytes: int) -> _Slot:
-        """Send what there is, and go on in a larger slot; tensors of the old one stay as they are."""
+        """Send the pending bytes, and continue in a larger slot; tensors of the old one stay valid."""
         if full.num_used:
             full.copy()
             self.num_copies += 1

@@ -1,1 +1,1 @@
-"""What a model computes with: attention, rotation, linear layers, and what replaces transformers' own."""
+"""A model's layers: attention, rotation, linear layers, and replacements of transformers' own."""

@@ -1,6 +1,6 @@
 """Paged attention, plugged into transformers' attention interface.
 
-The batch is flattened to [1, num_tokens]; which tokens belong to whom is in the step's metadata, which reaches the
+The batch is flattened to [1, num_tokens]; the step's metadata maps tokens to sequences, and reaches the
 attention function through a context variable, because not every family passes extra arguments down to it.
 """
 
@@ -36,7 +36,7 @@ _context: ContextVar[AttentionContext] = ContextVar("attention_context")
 
 @contextmanager
 def attention_context(context: AttentionContext) -> Iterator[None]:
-    """Everything attended within reads and writes this step's cache."""
+    """Make attention inside the block read and write this step's cache."""
     token = _context.set(context)
     try:
         yield
@@ -77,7 +77,7 @@ def _paged_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: rotary embedding and QK norm have been applied."""
+    """Implement transformers' attention function: rotary embedding and QK norm have been applied."""
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
     out = attend(

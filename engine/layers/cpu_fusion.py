@@ -1,4 +1,4 @@
-"""What a decoder's modules are on a CPU: compiled row operators, and whole layers compiled where that is possible."""
+"""A decoder's modules on a CPU: compiled row operators, and whole compiled layers if possible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagemill.engine.layers.linear import MakeProduct
 
 
 class RotaryAttention(MergedAttention):
-    """Projections as one product, rotation in place, paged attention."""
+    """Attention with one merged projection, in-place rotation and the paged cache."""
 
     def __init__(self, source: Any, traits: DecoderTraits, make_product: MakeProduct) -> None:
         super().__init__(source, traits, make_product)
@@ -41,7 +41,7 @@ class RotaryAttention(MergedAttention):
 
 
 class CpuFusion(Fusion):
-    """For fp32, with our own kernels."""
+    """Fusion for fp32, with our own kernels."""
 
     norm_class, attention_class = RMSNorm, RotaryAttention
 

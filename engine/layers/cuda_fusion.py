@@ -1,7 +1,7 @@
-"""What a decoder's modules are on CUDA: merged products, and the fused kernels around them.
+"""A decoder's modules on CUDA: merged products, and the fused kernels around them.
 
-The operators come from `pagemill.kernels.dispatch`, so the rewritten model computes the same on any device; only on
-CUDA it is faster for it.
+The operators come from `pagemill.kernels.dispatch`, so the rewritten model computes the same on any device;
+only on CUDA is it faster.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pagemill.kernels.types.rotation import Rotation
 
 
 class FusedRMSNorm(RMSNorm):
-    """Its output may be there before it is asked for."""
+    """An RMSNorm whose output may have been computed in advance."""
 
     _input: torch.Tensor | None = None
     _output: torch.Tensor | None = None
 
     def hold(self, x: torch.Tensor, normed: torch.Tensor) -> None:
-        """`normed` is the norm of `x`, should that very tensor come next."""
+        """Keep `normed` as the norm of `x`, in case that very tensor comes next."""
         self._input, self._output = x, normed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ class FusedRMSNorm(RMSNorm):
 
 
 class FusedRotaryAttention(MergedAttention):
-    """One product, one kernel for norms, rotation and the cache's write, then paged attention."""
+    """Attention with one product, one kernel for norms, rotation and the cache's write, and the paged cache."""
 
     def _rotation(self, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Rotation:
         cos, sin = (angles[0] for angles in position_embeddings) if self.rotates else (None, None)
@@ -64,7 +64,7 @@ class FusedRotaryAttention(MergedAttention):
 
 
 class PreNormLayer(nn.Module):
-    """A decoder layer whose additions are part of the norms that follow them, the next layer's included."""
+    """A decoder layer whose additions are fused into the norms that follow them, including the next layer's."""
 
     def __init__(self, source: Any) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ class PreNormLayer(nn.Module):
         self.self_attn = source.self_attn
         self.post_attention_layernorm: FusedRMSNorm = source.post_attention_layernorm
         self.mlp = source.mlp
-        self._next_norm: list[FusedRMSNorm] = []  # in a list, so that it is nobody's second parent
-        if hasattr(source, "attention_type"):  # the models that mix windows look a layer's mask up by it
+        self._next_norm: list[FusedRMSNorm] = []  # in a list, so that it is not registered as a child
+        if hasattr(source, "attention_type"):  # models that mix windows look up a layer's mask by it
             self.attention_type = source.attention_type
 
     def add_next_norm(self, norm: FusedRMSNorm) -> None:
@@ -103,7 +103,7 @@ class PreNormLayer(nn.Module):
 
 
 class CudaFusion(Fusion):
-    """A layer becomes four products and five kernels."""
+    """Fusion that turns a layer into four products and five kernels."""
 
     norm_class, attention_class = FusedRMSNorm, FusedRotaryAttention
 
@@ -114,7 +114,7 @@ class CudaFusion(Fusion):
         return PreNormLayer(layer)
 
     def finish(self, decoder: Any) -> None:
-        """Let each layer compute the norm that reads its output: the next layer's, or the one after the last."""
+        """Give each layer the norm that reads its output: the next layer's, or the one after the last."""
         if self.traits.residual == "pre_norm":
             norms = [*(layer.input_layernorm for layer in decoder.layers[1:]), decoder.norm]
             for layer, norm in zip(decoder.layers, norms, strict=True):

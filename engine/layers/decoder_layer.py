@@ -1,4 +1,4 @@
-"""A decoder layer without Python between its operators, where they are ones that the compiled layer knows."""
+"""A decoder layer without Python between its operators, if the compiled layer supports them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class FusedDecoderLayer(nn.Module):
-    """Computes what `source` computes, to the last bit, in place on the hidden states it is given.
+    """Computes the same as `source`, to the last bit, in place on the given hidden states.
 
-    `source` is one of transformers' layers whose modules have been replaced (`pagemill.engine.layers.fusion`).
-    It stays as a child: its modules own the weights.
+    `source` is one of transformers' layers whose modules have been replaced
+    (`pagemill.engine.layers.fusion`). It stays as a child: its modules own the weights.
     """
 
     def __init__(self, source: Any, buffers: StepBuffers) -> None:
@@ -33,8 +33,8 @@ class FusedDecoderLayer(nn.Module):
         self.compiled: DecoderLayer = DecoderLayer(_weights(source), self._attention.scoring, buffers)
         self.rotates: bool = self._attention.rotates
         self.is_last = False
-        """Whether only norm and head come after it: then it need not finish tokens that nobody reads."""
-        if hasattr(source, "attention_type"):  # the models that mix windows look a layer's mask up by it
+        """Only norm and head come after it, so it may skip tokens that are not read."""
+        if hasattr(source, "attention_type"):  # models that mix windows look up a layer's mask by it
             self.attention_type = source.attention_type
 
     def forward(
@@ -59,7 +59,7 @@ class FusedDecoderLayer(nn.Module):
         return index
 
     def parts(self, cache_dtype: torch.dtype) -> list[Part]:
-        """The kernels that it runs over a cache of this dtype."""
+        """Return the kernels that it runs over a cache of this dtype."""
         from pagemill.kernels.cpu.layer.compile_ahead import Part
         from pagemill.kernels.cpu.layer.layer import PARTS
 
@@ -70,7 +70,7 @@ class FusedDecoderLayer(nn.Module):
 
 
 def can_be_compiled(layer: Any) -> bool:
-    """Whether `FusedDecoderLayer` computes this pre-norm layer, whose modules have been replaced."""
+    """Return True if `FusedDecoderLayer` supports this pre-norm layer, whose modules have been replaced."""
     attention, mlp = layer.self_attn, layer.mlp
     if not isinstance(mlp, SiluGatedMLP):
         return False
@@ -84,7 +84,7 @@ def can_be_compiled(layer: Any) -> bool:
 
 
 def _has_whole_panels(down: Any) -> bool:
-    """Whether the compiled MLP takes these sizes; every model that people use has such."""
+    """Return True if the compiled MLP supports these sizes, as it does for every common model."""
     from pagemill.kernels.cpu.jit.vector import LANES
     from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
 

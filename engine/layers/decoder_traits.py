@@ -1,4 +1,4 @@
-"""What a family declares of its decoder: the fused and the compiled layers go by it, and by no class's name."""
+"""A family's declaration of its decoder: fused and compiled layers go by it, not by class names."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Literal
 class DecoderTraits:
     """A decoder in LLaMA's layout. The defaults are LLaMA's own.
 
-    The layout: `model` has `embed_tokens`, `layers`, `norm` and `rotary_emb`; a layer has `self_attn`, `mlp` and its
-    norms, all of one class; attention has `q_proj`, `k_proj` and `v_proj`, or `qkv_proj`, and `o_proj`. What the
-    configuration decides is read from the modules: activation, norms per head, layers that do not rotate.
+    The layout: `model` has `embed_tokens`, `layers`, `norm` and `rotary_emb`; a layer has `self_attn`, `mlp`
+    and its norms, all of one class; attention has `q_proj`, `k_proj` and `v_proj`, or `qkv_proj`, and
+    `o_proj`. Settings of the configuration are read from the modules: activation, norms per head, layers that
+    do not rotate.
     """
 
     norm: Literal["rms", "offset_rms"] = "rms"
     """x / rms(x) * weight, or * (1 + weight)."""
     rotation: Literal["one", "by_layer_type"] = "one"
-    """Which layers share a table of angles. Pairs half a head apart are rotated in all of them."""
+    """The layers that share a table of angles. Pairs half a head apart are rotated in all of them."""
     residual: Literal["pre_norm", "sandwich"] = "pre_norm"
     """pre_norm: hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden)). sandwich: norms on both sides."""
     window: Literal["by_layer", "one"] = "by_layer"
-    """Where `sliding_window` is: on each attention, or nowhere; one: in the configuration, for every layer."""
+    """The place of `sliding_window`: on each attention, if any; one: in the configuration, for every layer."""
     has_softcap: bool = False
     """Scores are capped by `attn_logit_softcapping`."""
     is_plain: bool = True

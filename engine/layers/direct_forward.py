@@ -1,8 +1,8 @@
-"""A model's forward pass without its modules' Python, where all of its layers are compiled.
+"""A model's forward pass without its modules' Python, for models whose layers are all compiled.
 
-transformers' forward makes masks that nobody reads, computes angles anew and walks through wrappers and layers, all
-while the caches hold weights instead of Python: milliseconds of every step. What it computes is the embedding, the
-layers, the last norm and the head; so does this, to the last bit.
+transformers' forward makes unused masks, recomputes angles and walks through wrappers and layers, all while
+the caches hold weights instead of Python: milliseconds of every step. It computes the embedding, the layers,
+the last norm and the head; so does this, to the last bit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DirectForward:
 
     @classmethod
     def of(cls, module: Any, traits: DecoderTraits | None) -> DirectForward | None:
-        """None: there is more to the model's forward pass, or not all of it is compiled."""
+        """Return None if the model's forward pass does more, or is not all compiled."""
         if traits is None or not traits.is_plain or traits.rotation != "one":
             return None
         if not RotaryTable.holds(module.model.rotary_emb):
@@ -55,7 +55,7 @@ class DirectForward:
         read_tokens: torch.Tensor | None,
         logits_indices: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Logits [num_samples, vocab_size] of the tokens at `logits_indices`; of all tokens where that is None.
+        """Return logits [num_samples, vocab_size] of the tokens at `logits_indices`; None: of all tokens.
 
         Args:
             read_tokens: see `AttentionContext`.
@@ -65,7 +65,7 @@ class DirectForward:
         self._stack.run(hidden, rotation, [caches[i] for i in self._cache_indices], metadata, read_tokens)
         if logits_indices is not None:
             if not len(logits_indices):
-                return hidden[:0]  # nobody reads logits of no samples
+                return hidden[:0]  # there are no samples, so no logits are read
             hidden = hidden.index_select(0, logits_indices)
         logits: torch.Tensor = self._head(self._norm(hidden))
         return logits

@@ -1,7 +1,7 @@
 """Rewrites a loaded decoder in place for speed: merged products and fused row operators.
 
-The model stays transformers' own; a rewritten module computes what it replaces, to rounding. Which modules a device
-puts in is in `cpu_fusion.py` and `cuda_fusion.py`.
+The model stays transformers' own; a rewritten module computes the same as the original, up to rounding. The
+modules for each device are in `cpu_fusion.py` and `cuda_fusion.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pagemill.kernels.types.scoring import Scoring
 
 
 class Fusion:
-    """Rewrites a decoder of known traits, a layer at a time, so that what is replaced is freed on the way."""
+    """Rewrites a decoder of known traits, a layer at a time, so that replaced modules are freed on the way."""
 
     norm_class: type[RMSNorm]
     attention_class: type[MergedAttention]
@@ -49,16 +49,16 @@ class Fusion:
         return self.norm_class(source, self.traits, self.operators.rms_norm)
 
     def pre_norm_layer(self, layer: Any) -> nn.Module:
-        """What stands for a layer whose modules have been replaced; the layer itself where nothing does."""
+        """Return the replacement of a layer whose modules have been replaced, or the layer itself."""
         raise NotImplementedError
 
     def finish(self, decoder: Any) -> None:
-        """Do what needs all layers."""
+        """Do the part that needs all layers."""
         raise NotImplementedError
 
 
 def is_silu_gated(mlp: Any) -> bool:
-    """Whether an MLP is down(silu(gate) * up), with gate and up apart or (Phi 3) as one."""
+    """Return True if an MLP is down(silu(gate) * up), with gate and up separate or (Phi 3) merged."""
     has_gate = hasattr(mlp, "gate_up_proj") or (hasattr(mlp, "gate_proj") and hasattr(mlp, "up_proj"))
     activation = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
     return has_gate and hasattr(mlp, "down_proj") and is_silu(activation)
@@ -105,13 +105,13 @@ class SiluGatedMLP(nn.Module):
 
 
 class MergedAttention(nn.Module):
-    """Attention with its projections as one product; what comes after it is a subclass's."""
+    """Attention with its projections as one product; subclasses do the rest."""
 
     def __init__(self, source: Any, traits: DecoderTraits, make_product: MakeProduct) -> None:
         super().__init__()
         self.layer_idx: int = source.layer_idx
         self.head_dim: int = source.head_dim
-        # Counted in the layers: a rank has some of the configuration's heads.
+        # Counted in the layers: a rank has only some of the configuration's heads.
         self.num_heads: int = source.o_proj.in_features // self.head_dim
         self.num_kv_heads: int = source.config.num_key_value_heads
         if hasattr(source, "k_proj"):
@@ -132,7 +132,7 @@ class MergedAttention(nn.Module):
         self.k_norm = getattr(source, "k_norm", None)
 
     def project(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [num_tokens, heads, head_dim] of rows [num_tokens, hidden_size]."""
+        """Return queries, keys and values [num_tokens, heads, head_dim] of rows [num_tokens, hidden_size]."""
         qkv = self.qkv_proj(rows).view(len(rows), -1, self.head_dim)
         query, key, value = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         return query, key, value

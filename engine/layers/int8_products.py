@@ -1,8 +1,8 @@
-"""Products of 8-bit integers: weights and activations with scales of their own, sums exact.
+"""Products of 8-bit integers: separate scales for weights and activations, exact sums.
 
-One activation scale for the whole batch, as torch's own dynamic quantisation has, would let a neighbour's outlier
-change what a request gets. On CPU scales stand for groups of inputs (`pagemill.kernels.grouped_int8`); on CUDA, where
-the library's product has no groups, for a whole row, which costs accuracy (docs/quantization.md).
+With one activation scale for the whole batch, as in torch's dynamic quantisation, a neighbour's outlier would
+change a request's result. On CPU a scale covers a group of inputs (`pagemill.kernels.grouped_int8`); on CUDA,
+where the library's product has no groups, a whole row, which costs accuracy (docs/quantization.md).
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from pagemill.kernels import grouped_int8
 from pagemill.kernels.types.layer_cache import SMALLEST_PEAK
 
 LIMIT = 127.0
-# torch._int_mm on CUDA wants more than 16 rows on the left, and inputs and outputs in multiples of 8.
+# torch._int_mm on CUDA needs more than 16 rows on the left, and inputs and outputs in multiples of 8.
 _FEWEST_CUDA_ROWS = 32
 _CUDA_MULTIPLE = 8
 
 
 def quantization_scheme(quantization: str | None, scale_span: str) -> str | None:
-    """All that decides which numbers an engine with this option computes: part of a checkpoint's fingerprint.
+    """Return all that determines the numbers an engine with this option computes, for a checkpoint's
+    fingerprint.
 
     Args:
         scale_span: `DeviceBackend.int8_scale_span`.
@@ -31,7 +32,7 @@ def quantization_scheme(quantization: str | None, scale_span: str) -> str | None
 
 
 class PackedInt8Product(nn.Module):
-    """By our own kernel, on any CPU."""
+    """The product by our own kernel, on any CPU."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class PackedInt8Product(nn.Module):
 
 
 class _Int8Channels(nn.Module):
-    """Some channels of a packed product: it multiplies by the whole panels that they are in."""
+    """Some channels of a packed product: it multiplies by the whole panels that contain them."""
 
     def __init__(self, product: PackedInt8Product, channels: torch.Tensor) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class _Int8Channels(nn.Module):
 
 
 class PlainInt8Product(nn.Module):
-    """The same numbers by torch alone, slowly: where the kernels' compiler is not installed."""
+    """The same numbers by torch alone, slowly: for installations without the kernels' compiler."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class PlainInt8Product(nn.Module):
 
 
 class CudaInt8Product(nn.Module):
-    """By cuBLAS; what it cannot take (a vocabulary of 50,257, a lone row) is padded with zeros and cut off again."""
+    """The product by cuBLAS; unsupported sizes (50,257 tokens, a single row) are zero-padded and cut."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ class CudaInt8Product(nn.Module):
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 numbers and fp32 scales [num_rows] of a matrix, to nearest: x ~ numbers * scales[:, None]."""
+    """Quantise a matrix to int8 numbers and fp32 scales [num_rows]: x ~ numbers * scales[:, None], to nearest."""
     x = x.float()
     scales = x.abs().amax(dim=1).clamp(min=SMALLEST_PEAK) / LIMIT
     return (x / scales[:, None]).round().to(torch.int8), scales

@@ -1,4 +1,4 @@
-"""What a block of a model's KV cache holds."""
+"""The shape of a block of a model's KV cache."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""transformers' model classes, imported without what only training and compiling need.
+"""transformers' model classes, imported without the parts needed only for training and compiling.
 
-While it is imported, transformers.modeling_utils marks functions for torch's compiler and asks for torch's distributed
-tensors. Neither is used here, and both bring thousands of modules: a third of what importing it takes. So the
-compiler is stood in for while marks are made, and transformers is told that torch has no distributed package, as on the
-platforms that lack it (ranks talk through torch.distributed themselves: `parallel.rank_group`).
+While it is imported, transformers.modeling_utils marks functions for torch's compiler and looks for torch's
+distributed tensors. Neither is used here, and both import thousands of modules: a third of its import time.
+So a stand-in replaces the compiler during the marking, and transformers is told that torch has no distributed
+package, as on the platforms that lack it (ranks use torch.distributed directly: `parallel.rank_group`).
 
-Nor has it Hugging Face's `kernels`: it would take our package of that name for it, search every installed distribution
-for its version, and believe in it should that version ever fit.
+Hugging Face's `kernels` is hidden as well: transformers would mistake our package of that name for it, search
+every installed distribution for its version, and use it if that version ever matched.
 
-A process that has imported transformers' models already, or that runs under torchrun, has everything as it is.
+A process that has already imported transformers' models, or that runs under torchrun, is left unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MARKS = ("allow_in_graph", "assume_constant_result", "disable")
 
 
 def causal_lm_class(model_config: Any) -> Any:
-    """transformers' class for a configuration of its own; imports that model's code and no other's."""
+    """Return transformers' class for one of its configurations; imports only that model's code."""
 
     def find() -> Any:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -44,7 +44,7 @@ def causal_lm_class(model_config: Any) -> Any:
 
 def _import_models() -> Any:
     def load() -> Any:
-        importlib.import_module(_MODEL_CLASSES)  # what some versions' configurations import as well
+        importlib.import_module(_MODEL_CLASSES)  # some versions' configurations import it too
         return importlib.import_module(_MODELS)
 
     if _MODELS in sys.modules or "LOCAL_RANK" in os.environ:
@@ -58,15 +58,15 @@ def _without_compiler(load: Callable[[], Any]) -> Any:
     try:
         with _marking_nothing():
             return load()
-    except Exception:  # a version that needs more of the compiler than marks; other errors come again
+    except Exception:  # a version that uses the compiler for more than marks; other errors recur
         return load()
 
 
 @contextmanager
 def _listing_models_once() -> Iterator[None]:
-    """transformers reads all of its models' files for the names in them, by their directory and by its __init__.py.
+    """transformers scans all of its models' files for their names, once by directory and once by __init__.py.
 
-    It remembers the answer by what it was asked, so the second question is put in the words of the first.
+    It caches the answer by its arguments, so the second call is given those of the first.
     """
     from transformers.utils import import_utils
 
@@ -87,7 +87,7 @@ def _listing_models_once() -> Iterator[None]:
 
 
 def _hide_packages() -> None:
-    """For good: modules that were imported without must not think later that they were imported with."""
+    """Hide packages permanently: modules imported without them must not assume later that they are there."""
     from transformers import utils
     from transformers.utils import import_utils
 
@@ -103,7 +103,7 @@ def _is_not_available(*_: Any, **__: Any) -> bool:
 
 @contextmanager
 def _marking_nothing() -> Iterator[None]:
-    """Marks for the compiler that are made within mark nothing. Later imports get the compiler itself."""
+    """Make compiler marks inside the block do nothing. Later imports get the compiler itself."""
     if _COMPILER in sys.modules:
         yield
         return
@@ -120,7 +120,7 @@ def _marking_nothing() -> Iterator[None]:
 
 def _stand_in_for_compiler() -> ModuleType:
     stand_in: Any = ModuleType(_COMPILER)
-    # Its submodules are the real ones: one of them, a small one, is used for more than marks.
+    # Its submodules are the real ones: a small one of them is used for more than marks.
     stand_in.__path__ = [str(Path(torch.__file__).parent / "_dynamo")]
     for name in _MARKS:
         setattr(stand_in, name, _mark_nothing)
@@ -138,5 +138,5 @@ _SILU = type(importlib.import_module("transformers.activations").ACT2FN["silu"])
 
 
 def is_silu(activation: Any) -> bool:
-    """Whether a module computes x * sigmoid(x): torch's or transformers' own."""
+    """Return True if a module computes x * sigmoid(x): torch's or transformers' own."""
     return isinstance(activation, (torch.nn.SiLU, _SILU))

@@ -1,6 +1,6 @@
-"""The linear layer: one class, whatever multiplies, of one layer or several, whole or a rank's share.
+"""The linear layer: one class for any product, of one layer or several, whole or a rank's share.
 
-What multiplies is the device's choice (`DeviceBackend.product`). `F.linear` on a CPU reorders the weights in every
+The device chooses the product (`DeviceBackend.product`). `F.linear` on a CPU reorders the weights in every
 call, which for the few rows of a decode step costs more than the product; so there they are packed once.
 """
 
@@ -16,16 +16,16 @@ from torch import nn
 from pagemill.engine.layers.sharded_linear import PartialLinear
 
 MakeProduct = Callable[[Sequence[torch.Tensor], torch.Tensor | None], nn.Module | None]
-"""From weights [out_features, in_features], whose outputs stand side by side, and their bias to what multiplies rows
-[num_rows, in_features]. None: nothing does it better than the layers themselves."""
+"""Maps weights [out_features, in_features], whose outputs are concatenated, and their bias to a module that
+multiplies rows [num_rows, in_features]. None: no product is better than the layers themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearOptions:
     quantization: str | None = None
-    """int8, or None: as the weights are."""
+    """int8, or None: the weights' own dtype."""
     row_invariant: bool = False
-    """A row's product is the same to the last bit whatever rows stand beside it."""
+    """A row's product is the same to the last bit whatever the other rows."""
 
 
 class Linear(nn.Module):
@@ -34,14 +34,14 @@ class Linear(nn.Module):
     def __init__(
         self, product: nn.Module, in_features: int, out_features: int, part: PartialLinear | None = None
     ) -> None:
-        """`part`: what the ranks do with their products where each has a share of the layer."""
+        """`part`: how the ranks combine their products if each has a share of the layer."""
         super().__init__()
         self.product, self.part = product, part
         self.in_features, self.out_features = in_features, out_features
 
     @classmethod
     def of(cls, layers: Sequence[nn.Linear], make_product: MakeProduct) -> Linear:
-        """One layer whose output is the layers' outputs side by side. It takes their weights over."""
+        """Merge layers into one with their outputs concatenated. It takes over their weights."""
         part = layers[0] if isinstance(layers[0], PartialLinear) else None
         weights = [layer.weight.detach() for layer in layers]
         bias = None if part is not None else _joined_bias(layers)
@@ -59,7 +59,7 @@ class Linear(nn.Module):
         return out if self.part is None else self.part.complete(out)
 
     def of_channels(self, channels: torch.Tensor) -> Linear | None:
-        """The layer with these outputs alone, the same to the last bit; None where the product has no such thing."""
+        """Return the layer of only these outputs, the same to the last bit; None if the product has none."""
         product: Any = self.product
         if self.part is not None or not hasattr(product, "of_channels"):
             return None
@@ -67,7 +67,7 @@ class Linear(nn.Module):
 
 
 class _DenseProduct(nn.Module):
-    """By torch, from the weights as they are."""
+    """The product by torch, from the weights as they are."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class _DenseProduct(nn.Module):
 
 
 class PackedProduct(nn.Module):
-    """By our own kernel, for fp32 on CPU. W is kept in the fewest bits that give back every number."""
+    """The product by our own kernel, for fp32 on CPU. W is kept in the fewest bits that are lossless."""
 
     def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -100,16 +100,16 @@ class PackedProduct(nn.Module):
 
 
 class OneDNNProduct(nn.Module):
-    """The same with oneDNN's packing, for CPUs that our kernel is not made for.
+    """The same with oneDNN's packing, for CPUs that our kernel does not support.
 
-    Its sums run over the inputs in one order whatever the number of rows, but for a lone row, which it treats as a
-    vector.
+    Its sums run over the inputs in one order whatever the number of rows, except for a single row, which it
+    treats as a vector.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, row_invariant: bool) -> None:
         super().__init__()
         self._fewest_rows = 2 if row_invariant else 1
-        # An opaque tensor: it can be multiplied with, and nothing else.
+        # An opaque tensor, usable only for multiplication.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         self._bias = None if bias is None else bias.contiguous()
 
@@ -122,7 +122,7 @@ class OneDNNProduct(nn.Module):
 
 
 def joined(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One weight whose outputs are the weights' outputs side by side."""
+    """Return one weight with the weights' outputs concatenated."""
     return weights[0] if len(weights) == 1 else torch.cat(list(weights))
 
 
@@ -136,7 +136,7 @@ def _joined_bias(layers: Sequence[nn.Linear]) -> torch.Tensor | None:
 
 
 def replace_linears(parent: nn.Module, make_product: MakeProduct) -> None:
-    """Make `Linear` of what other linear layers there are below `parent`."""
+    """Replace the remaining linear layers below `parent` by `Linear`."""
     for name, child in parent.named_children():
         if isinstance(child, nn.Linear):
             setattr(parent, name, Linear.of([child], make_product))

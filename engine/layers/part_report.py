@@ -1,4 +1,4 @@
-"""Which parts of a model are compiled, which are fused, and which are transformers' own."""
+"""Reports which parts of a model are compiled, fused, or transformers' own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WAYS = _COMPILED, _FUSED, _OWN = ("compiled", "fused", "transformers' own")
 
 
 def how_parts_run(module: nn.Module, *, is_direct: bool) -> str:
-    """A line for the log, of a model that its device has rewritten.
+    """Return a log line about a model that its device has rewritten.
 
     Args:
         is_direct: transformers' forward pass is not used.

@@ -1,7 +1,7 @@
 """The ranks of one model and the three collectives they need, on torch.distributed.
 
-The backend is used as an object of its own, without torch's default process group: an engine can then come and go
-in a process that has another engine, or that uses torch.distributed for purposes of its own.
+The backend is used directly, without torch's default process group: an engine can then come and go in a
+process that has another engine, or that uses torch.distributed itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 _TIMEOUT = timedelta(seconds=300)
-"""How long a collective waits for the others. They start it together, unless one of them compiles kernels first."""
+"""The longest a collective waits for the others. They start together, unless one compiles kernels first."""
 
 
 class RankGroup:
@@ -34,34 +34,35 @@ class RankGroup:
         return self.rank == 0
 
     def connect(self, rendezvous: str, collectives: Callable[[Any, int, int, timedelta], Any]) -> None:
-        """Meet the others at a file that nobody else uses. Returns when all are there; raises RuntimeError.
+        """Meet the other ranks at a file used by no other group. Returns once all are there; raises
+        RuntimeError.
 
         Args:
-            collectives: `DeviceBackend.collectives` of the devices that the ranks have.
+            collectives: `DeviceBackend.collectives` of the ranks' devices.
         """
         store = dist.FileStore(rendezvous, self.size)  # type: ignore[attr-defined]
         self._backend = collectives(store, self.rank, self.size, _TIMEOUT)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in place."""
+        """Sum over the ranks, in place."""
         self._backend.allreduce([tensor]).wait()
         return tensor
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Rank 0's tensor, into everybody's."""
+        """Copy rank 0's tensor into every rank's."""
         self._backend.broadcast(tensor, 0).wait()
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Everybody's tensor, on rank 0; elsewhere none."""
+        """Return every rank's tensor on rank 0; on other ranks, none."""
         tensors = [torch.empty_like(tensor) for _ in range(self.size)] if self.is_first else []
         options = dist.GatherOptions()
         options.rootRank = 0
-        # The others give no list at all, and not an empty one: NCCL refuses that.
+        # The others pass no list rather than an empty one, which NCCL refuses.
         self._backend.gather([tensors] if self.is_first else [], [tensor], options).wait()
         return tensors
 
     def close(self) -> None:
-        """Leave the others; whatever still waits for them on the device ends. Again is no error."""
+        """Leave the group; anything on the device still waiting for it ends. May be called again."""
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.abort()

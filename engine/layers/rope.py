@@ -1,8 +1,9 @@
 """Rotary frequencies that depend on the longest position: chosen once per engine.
 
-transformers chooses them in every forward pass, by the largest position in the batch: `dynamic` recomputes its base,
-`longrope` swaps its table. In a flattened batch that position belongs to somebody else, and keys rotated by the old
-frequencies are already cached. So the longest sequence that the engine serves decides, before the first step.
+transformers chooses them in every forward pass, by the largest position in the batch: `dynamic` recomputes
+its base, `longrope` swaps its table. In a flattened batch that position may belong to another sequence, and
+keys rotated by the old frequencies are already cached. So the longest sequence that the engine serves
+decides, before the first step.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import nn
 from pagemill.engine.layers.library import ROPE_INIT_FUNCTIONS
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""These choose their frequencies by the longest position, until `fix_frequencies` has run."""
-# Types whose factor says by how much the trained context is stretched.
+"""Types that choose their frequencies by the longest position, until `fix_frequencies` has run."""
+# Types whose factor is the ratio by which the trained context is stretched.
 _STRETCHING = ("linear", "dynamic", "yarn")
 
 
@@ -25,7 +26,7 @@ def depends_on_length(config: Any) -> bool:
 
 
 def stretched_context(config: Any, context_length: int) -> int:
-    """The longest context that the rotary scaling was made for; `context_length` where there is none."""
+    """Return the longest context that the rotary scaling was made for; `context_length` if there is none."""
     longest = context_length
     for rope in _rope_settings(config):
         if rope.get("rope_type") in _STRETCHING:
@@ -35,7 +36,7 @@ def stretched_context(config: Any, context_length: int) -> int:
 
 
 def fix_frequencies(module: nn.Module, max_model_len: int) -> None:
-    """Set every rotary embedding's frequencies for sequences of up to `max_model_len`, for good."""
+    """Set every rotary embedding's frequencies permanently, for sequences of up to `max_model_len`."""
     for child in module.modules():
         rope_type = getattr(child, "rope_type", None)
         if isinstance(rope_type, str) and rope_type in LENGTH_DEPENDENT:
@@ -49,7 +50,7 @@ def fix_frequencies(module: nn.Module, max_model_len: int) -> None:
 
 
 def _fix_by_layer_type(embedding: Any, rope_types: dict[str, str], max_model_len: int) -> None:
-    """Models with windows in some layers keep one set of frequencies per type of layer."""
+    """Fix the frequencies of a model with windows in some layers, which has one set per type of layer."""
     for layer_type, rope_type in rope_types.items():
         if rope_type in LENGTH_DEPENDENT:
             inv_freq, scaling = _frequencies(embedding, rope_type, max_model_len, layer_type=layer_type)
@@ -68,7 +69,7 @@ def _frequencies(
 
 
 def _rope_settings(config: Any) -> list[dict[str, Any]]:
-    """The rotary settings: one, or one per type of layer."""
+    """Return the rotary settings: one, or one per type of layer."""
     settings = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in settings or not settings:
         return [settings]

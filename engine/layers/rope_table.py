@@ -9,11 +9,11 @@ import torch
 from pagemill.engine.layers.rope import LENGTH_DEPENDENT
 
 _FIRST_POSITIONS = 1024
-"""Rows of a table at first."""
+"""Initial rows of a table."""
 
 
 class RotaryTable:
-    """The numbers that one of transformers' embeddings computes, for the positions so far."""
+    """The output of one of transformers' embeddings for the positions so far."""
 
     def __init__(self, embedding: Any) -> None:
         """`embedding`: one of transformers', for which `holds` is true."""
@@ -22,14 +22,15 @@ class RotaryTable:
 
     @staticmethod
     def holds(embedding: Any) -> bool:
-        """Whether the embedding has one set of frequencies, whatever the positions."""
+        """Return True if the embedding has one set of frequencies, whatever the positions."""
         rope_type = getattr(embedding, "rope_type", None)
         return isinstance(rope_type, str) and rope_type not in LENGTH_DEPENDENT
 
     def rows(self, positions: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos [num_tokens, rotary_dim] and sin [num_tokens, rotary_dim // 2] of positions below `length`.
+        """Return cos [num_tokens, rotary_dim] and sin [num_tokens, rotary_dim // 2] of positions below
+        `length`.
 
-        Only the first half of cos is cosines: what transformers has in second halves repeats the first.
+        Only the first half of cos is cosines: transformers' second halves repeat the first.
         """
         if length > len(self._table):
             self._table = self._computed(max(length, 2 * len(self._table)))
@@ -37,7 +38,7 @@ class RotaryTable:
         return rows, rows[:, rows.shape[1] // 2 :]
 
     def _computed(self, length: int) -> torch.Tensor:
-        """[length, rotary_dim]: the cosines' half beside the sines'."""
+        """Compute [length, rotary_dim]: the half of the cosines beside the sines'."""
         cos, sin = self._embedding(torch.empty(0), torch.arange(length)[None])
         half = cos.shape[-1] // 2
         return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=1)

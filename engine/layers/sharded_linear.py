@@ -1,8 +1,7 @@
-"""Linear layers of which a rank holds a part, with what the ranks do together inside them.
+"""Linear layers of which a rank holds a part, including the collectives inside them.
 
-Layers that are split by outputs alone need no class: they are smaller `nn.Linear`s. These here are classes of
-their own, and not `nn.Linear` to anybody who asks for exactly that: nothing that is merged with its neighbours may
-lose the collective.
+Layers split by outputs alone need no class: they are smaller `nn.Linear`s. These are separate classes, so
+that a check for exactly `nn.Linear` rejects them: merging one with its neighbours would lose the collective.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from pagemill.engine.layers.share import Share
 
 
 class PartialLinear(nn.Linear):
-    """A rank's part, as it is loaded. `Linear` takes the weight over, and leaves what follows the product to it."""
+    """A rank's part, as loaded. `Linear` takes over the weight, and calls `complete` after the product."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.complete(nn.functional.linear(x, self.weight))
 
     def complete(self, out: torch.Tensor) -> torch.Tensor:
-        """The layer's output from this rank's x W^T."""
+        """Return the layer's output from this rank's x W^T."""
         raise NotImplementedError
 
 
 class RowParallelLinear(PartialLinear):
-    """y = sum over the ranks of x_r W_r^T, + b: a rank has some of the inputs. Takes [..., in_features of the rank]."""
+    """y = sum over the ranks of x_r W_r^T, + b: a rank has some inputs. Takes [..., in_features of the rank]."""
 
     def __init__(self, whole: nn.Linear, in_features: int, group: RankGroup) -> None:
         super().__init__(
@@ -46,7 +45,7 @@ class RowParallelLinear(PartialLinear):
 class GatheredHead(PartialLinear):
     """The head over the vocabulary: a rank has some of the tokens, and rank 0 gets the logits of all.
 
-    The other ranks get zeros, in no memory of their own: nobody reads their logits.
+    The other ranks get zeros that take no memory, as their logits are not read.
     """
 
     _rows_bias: torch.Tensor | None
@@ -60,9 +59,9 @@ class GatheredHead(PartialLinear):
             device=torch.device("meta"),
             dtype=whole.weight.dtype,
         )
-        # Views: of weights that are tied to the embeddings nothing is copied.
+        # Views: weights tied to the embeddings are not copied.
         self.weight = nn.Parameter(whole.weight.detach()[rows], requires_grad=False)
-        # A buffer, so that it goes to the device with the rest.
+        # A buffer, so that it moves to the device with the rest.
         self.register_buffer(
             "_rows_bias", None if whole.bias is None else whole.bias.detach()[rows], persistent=False
         )
@@ -76,7 +75,7 @@ class GatheredHead(PartialLinear):
     def complete(self, out: torch.Tensor) -> torch.Tensor:
         if self._rows_bias is not None:
             out = out + self._rows_bias
-        missing = max(self._widths) - out.shape[-1]  # a collective takes tensors of one shape
+        missing = max(self._widths) - out.shape[-1]  # a collective needs tensors of one shape
         parts = self._group.gather(nn.functional.pad(out, (0, missing)).contiguous())
         if not parts:
             return out.new_zeros(1).expand(*out.shape[:-1], self._vocab_size)

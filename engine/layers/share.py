@@ -1,4 +1,4 @@
-"""Which part of a tensor belongs to which rank, by the plan that transformers' models carry."""
+"""Assigns parts of tensors to ranks, by the plan that transformers' models carry."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ import torch
 from pagemill.engine.errors import ConfigError
 
 COLUMNS, ROWS = "colwise", "rowwise"
-"""transformers' words. Columns: a rank has some of the outputs. Rows: it has some of the inputs, and what the ranks
-compute from theirs is summed."""
+"""transformers' terms. Columns: a rank has some of the outputs. Rows: it has some of the inputs, and the
+ranks' results are summed."""
 _REPLICATED = ("replicated_with_grad_allreduce",)
-# Phi 3's layers that hold several projections in one, and those that read what comes of them. transformers has every
-# rank gather the whole product, because a plain cut of it would give one rank the queries and the next one the keys.
-# Here each projection in it is cut by itself, so that a rank goes on with its own heads and channels.
+# Phi 3's layers that hold several projections in one, and those that read their output. transformers has
+# every rank gather the whole product, because a plain cut of it would give one rank the queries and the next
+# one the keys. Here each projection in it is cut separately, so that a rank continues with its own heads and
+# channels.
 _MERGED, _BEHIND_MERGED = "colwise_gather_output", "rowwise_split_input"
 _MERGED_LAYERS = ("qkv_proj", "gate_up_proj")
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Rank `rank`'s part of a model that is spread over `size` ranks."""
+    """Rank `rank`'s part of a model spread over `size` ranks."""
 
     rank: int
     size: int
 
     def of(self, count: int) -> slice:
-        """Of `count` things in a row, as even as it goes: the first ranks have one more where it does not."""
+        """Return a part of `count` items, as even as possible: the first ranks take the remainder, one each."""
         each, more = divmod(count, self.size)
         begin = self.rank * each + min(self.rank, more)
         return slice(begin, begin + each + (self.rank < more))
 
     def of_kv_heads(self, count: int) -> slice:
-        """Of `count` KV heads; several ranks have the same one where there are fewer heads than ranks."""
+        """Return a part of `count` KV heads; several ranks share a head if there are fewer heads than ranks."""
         if count >= self.size:
             return self.of(count)
         head = self.rank * count // self.size
@@ -44,13 +45,13 @@ class Share:
 
 
 class ShardingPlan:
-    """A model's plan: which of its linear layers are split, and along which side."""
+    """A model's plan: the linear layers that are split, and along which side."""
 
     def __init__(self, styles: Mapping[str, str], share: Share, num_heads: int, num_kv_heads: int) -> None:
         """`styles`: by module name, with a * for the number of a layer."""
         self.share = share
         self.num_heads = num_heads // share.size
-        """Of the rank; the same goes for `num_kv_heads`."""
+        """The rank's own, as is `num_kv_heads`."""
         kv_heads = share.of_kv_heads(num_kv_heads)
         self.num_kv_heads = kv_heads.stop - kv_heads.start
         self._all_heads, self._all_kv_heads = num_heads, num_kv_heads
@@ -61,11 +62,11 @@ class ShardingPlan:
         ]
 
     def style(self, module_name: str) -> str | None:
-        """How a module is split; None: every rank has all of it."""
+        """Return a module's split; None: every rank has all of it."""
         return next((style for pattern, style in self._styles if pattern.search(module_name)), None)
 
     def outputs(self, module_name: str, count: int) -> list[slice]:
-        """A rank's parts of a column-parallel layer's outputs, in their order."""
+        """Return a rank's parts of a column-parallel layer's outputs, in order."""
         match module_name.rpartition(".")[2]:
             case "k_proj" | "v_proj":
                 return [self._kv_outputs(0, count // self._all_kv_heads)]
@@ -81,12 +82,12 @@ class ShardingPlan:
         return [self.share.of(count)]
 
     def _kv_outputs(self, begin: int, head_size: int) -> slice:
-        """Where a rank's KV heads are in a projection that begins at output `begin`."""
+        """Return the outputs of a rank's KV heads in a projection that begins at output `begin`."""
         heads = self.share.of_kv_heads(self._all_kv_heads)
         return slice(begin + heads.start * head_size, begin + heads.stop * head_size)
 
     def cut(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A checkpoint's tensors, cut to a rank's share. Of a mapped file only what is kept is ever read."""
+        """Cut a checkpoint's tensors to a rank's share. Only the part kept of a mapped file is ever read."""
         return {name: self._cut(name, tensor) for name, tensor in tensors.items()}
 
     def _cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -101,12 +102,13 @@ class ShardingPlan:
 
 
 def sharding_plan(model_config: Any, share: Share, num_kv_heads: int) -> ShardingPlan:
-    """The plan of one of transformers' causal language models, checked against its sizes.
+    """Return the plan of one of transformers' causal language models, checked against its sizes.
 
-    The head over the vocabulary is not in it: `sharded_linear.GatheredHead` splits that, tied to the embeddings or not.
+    The head over the vocabulary is not in it: `sharded_linear.GatheredHead` splits that, tied to the
+    embeddings or not.
 
     Raises:
-        ConfigError: the model has no plan, or one that can't be carried out here, or a number does not divide.
+        ConfigError: the model has no plan, or an unsupported one, or a number does not divide.
     """
     planned: dict[str, str] = dict(getattr(model_config, "base_model_tp_plan", None) or {})
     styles = {name: _without_gathering(name, style) for name, style in planned.items()}
@@ -126,7 +128,7 @@ def sharding_plan(model_config: Any, share: Share, num_kv_heads: int) -> Shardin
 
 
 def _without_gathering(name: str, style: str) -> str:
-    """A layer's style where the projections merged in it are cut one by one."""
+    """Return a layer's style when the projections merged in it are cut one by one."""
     if style == _MERGED and name.rpartition(".")[2] in _MERGED_LAYERS:
         return COLUMNS
     return ROWS if style == _BEHIND_MERGED else style

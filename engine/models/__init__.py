@@ -1,1 +1,1 @@
-"""From a name to a loaded model: files, configuration, families, shares."""
+"""Loads a model by name: files, configuration, families, shares."""

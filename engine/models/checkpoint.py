@@ -1,4 +1,4 @@
-"""A checkpoint on disk: config.json and the safetensors files, read without running anything of theirs."""
+"""A checkpoint on disk: config.json and the safetensors files, read without running any of its code."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pagemill.engine.errors import ModelLoadError
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
-# Other people's files beside the weights: adapters, and Mistral's own format of the same tensors.
+# Foreign files beside the weights: adapters, and Mistral's own format of the same tensors.
 _NOT_WEIGHTS = re.compile(r"^(adapter|consolidated|optimizer|training)")
-# Constants that older transformers saved along: causal masks, and frequencies that follow from config.json.
+# Constants saved by older transformers: causal masks, and frequencies that follow from config.json.
 _CONSTANTS = re.compile(r"(\.rotary_emb\.inv_freq|\.(attn|attention)\.(masked_)?bias)$")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json. Raises `ModelLoadError`."""
+    """Read config.json. Raises `ModelLoadError`."""
     raw = _read_json(directory / "config.json")
     if raw.get("quantization_config"):
         method = raw["quantization_config"]
@@ -34,10 +34,10 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that hold the model.
+    """Return the model's safetensors files.
 
     Raises:
-        ModelLoadError: there are none, or the index names files that are not there.
+        ModelLoadError: there are none, or the index names missing files.
     """
     index = directory / _INDEX
     if index.is_file():
@@ -65,16 +65,16 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_tensors(files: list[Path]) -> dict[str, torch.Tensor]:
-    """Every tensor by name, mapped into memory rather than read.
+    """Return every tensor by name, mapped into memory rather than read.
 
     Raises:
-        ModelLoadError: a file is truncated or no safetensors file.
+        ModelLoadError: a file is truncated or not a safetensors file.
     """
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118, it is no mapping
+                for name in opened.keys():  # noqa: SIM118, it is not a mapping
                     tensors[name] = opened.get_tensor(name)
         except (SafetensorError, OSError, ValueError, TypeError) as error:
             raise ModelLoadError(f"can't load the weights in {file}: {error}") from error

@@ -1,4 +1,4 @@
-"""From a model's name to the directory it lies in. Imports no torch: a wrong name is told at once."""
+"""Resolves a model's name to its directory. Imports no torch, so that a wrong name fails at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagemill.engine.models.packaged import PACKAGED_MODEL, find_gguf, packaged_
 
 
 def model_directory(model: str) -> Path:
-    """The directory of a model given by path or by packaged name. Raises `ModelLoadError`."""
+    """Return the directory of a model given by path or by packaged name. Raises `ModelLoadError`."""
     if model == PACKAGED_MODEL:
         return packaged_model_directory()
     directory = Path(model).expanduser()

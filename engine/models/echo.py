@@ -1,6 +1,7 @@
-"""A model that is not there: `--model echo` gives the prompt back, one token per step, then EOS.
+"""A stand-in for a model: `--model echo` repeats the prompt, one token per step, then EOS.
 
-For testing one's own code against a real queue, worker and scheduler in milliseconds. `echo:5` takes 5 ms a step.
+For testing client code against a real queue, worker and scheduler in milliseconds. `echo:5` takes 5 ms a
+step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def is_echo(model: str) -> bool:
 
 
 def echo_step_seconds(model: str) -> float:
-    """The delay in `echo:<ms>`, in seconds. Raises `ConfigError`."""
+    """Return the delay in `echo:<ms>`, in seconds. Raises `ConfigError`."""
     _, _, milliseconds = model.partition(":")
     try:
         seconds = float(milliseconds or 0) / 1000
@@ -89,7 +90,7 @@ class EchoRunner:
         return wanted if allowed is None or wanted in allowed else allowed[0]
 
     def _scores(self, work: RowWork, count: int) -> list[TokenLogprobs]:
-        """Of given tokens: all are as likely as what it would say itself."""
+        """Score given tokens: all are as likely as the runner's own output."""
         row = self._rows[work.row]
         given = row.token_ids[
             work.first_scored : min(work.start + work.num_tokens + 1, row.num_prompt_tokens)
@@ -98,7 +99,7 @@ class EchoRunner:
 
     @staticmethod
     def _likeliest(wanted: int, count: int) -> list[tuple[int, float]]:
-        """The wanted token, almost certain, and others that a search will hardly prefer."""
+        """Return the wanted token, almost certain, and others that a search is unlikely to prefer."""
         others = [token for token in range(count) if token != wanted]
         unlikely = [(token, -10.0 - rank) for rank, token in enumerate(others)]
         return [(wanted, -0.01), *unlikely][:count]

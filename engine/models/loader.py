@@ -1,4 +1,4 @@
-"""From a model's name to a module that attends through the paged cache."""
+"""Loads a model by name into a module that attends through the paged cache."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class LoadedModel:
     context_length: int
     """Longest sequence served unless max_model_len says otherwise."""
     longest_context: int | None
-    """What max_model_len may ask for; None: anything."""
+    """The limit of max_model_len; None: no limit."""
     eos_token_ids: tuple[int, ...]
     fingerprint: str
     share: Share
-    """Which part of the model this is."""
+    """The part of the model that this is."""
 
     @property
     def num_heads(self) -> int:
@@ -73,7 +73,7 @@ class LoadedModel:
         )
 
     def weight_bytes(self) -> int:
-        """What the model computes with; layers keep prepacked weights outside of their parameters."""
+        """Bytes of all weights used; layers keep prepacked weights outside of their parameters."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         for layer in self.module.modules():
             tensors += [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
@@ -81,7 +81,7 @@ class LoadedModel:
 
 
 def check_split(config: EngineConfig) -> None:
-    """Whether the model can be spread over that many ranks, before any process is started for it.
+    """Check that the model can be spread over the configured ranks, before any process is started for it.
 
     Raises:
         ConfigError: the model has no plan for it, a number does not divide, or there are fewer GPUs than ranks.
@@ -103,14 +103,14 @@ def _sharding_plan(family: Family, model_config: Any, share: Share) -> ShardingP
 def load_model(
     config: EngineConfig, device: DeviceBackend, group: RankGroup | None = None, *, is_outline: bool = False
 ) -> LoadedModel:
-    """Load weights onto the device, ready for a forward pass; of the whole model, or a rank's share of it.
+    """Load weights onto the device, ready for a forward pass: the whole model, or a rank's share of it.
 
     Args:
-        is_outline: one layer and few tokens of random weights, to see how the whole would be run.
+        is_outline: one layer and few tokens of random weights, to see how the whole would run.
 
     Raises:
         ModelLoadError: no such model, an unsupported architecture or an unreadable checkpoint.
-        ConfigError: the device lacks what is asked for, or max_model_len is past the model's context.
+        ConfigError: the device lacks a requested feature, or max_model_len is past the model's context.
     """
     if group is not None:
         device.claim(group.rank)
@@ -162,7 +162,7 @@ def _build_config(family: Family, raw: dict[str, Any], directory: Path) -> Any:
         model_config: Any = family.build_config(raw)
     except ModelLoadError:
         raise
-    except Exception as error:  # whatever the file made transformers' validation raise
+    except Exception as error:  # the file can make transformers' validation raise anything
         raise ModelLoadError(f"can't read {directory / 'config.json'}: {error}") from error
     for name in _SIZES:
         size = getattr(model_config, name, None)
@@ -195,7 +195,7 @@ def _load_module(
     module_class: Any = causal_lm_class(model_config)
     options = {
         "dtype": dtype,
-        # A family without the interface knows no other name for attention than its own.
+        # A family without the interface only accepts its own attention's name.
         "attn_implementation": PAGED_ATTENTION if family.has_attention_interface else "eager",
     }
     is_dummy = config.load_format == "dummy"
@@ -206,7 +206,7 @@ def _load_module(
     try:
         if is_dummy:
             torch.manual_seed(config.seed)
-            with device.device:  # a large model's numbers take the CPU minutes
+            with device.device:  # a large model's random numbers take the CPU minutes
                 module = module_class._from_config(model_config, **options)
             tensors = dict(module.state_dict())
         else:
@@ -215,9 +215,9 @@ def _load_module(
             module_class, tensors = sharded_class(module_class, plan, group), plan.cut(tensors)
         if not is_dummy or plan is not None:
             module = _fill_module(module_class, model_config, tensors, options)
-    except Exception as error:  # sizes and shapes that do not fit together: all of them end the start
+    except Exception as error:  # inconsistent sizes and shapes: all of them end the start
         raise ModelLoadError(f"can't load the weights in {directory}: {error}") from error
-    # Now for the masks: transformers makes none for an implementation that it does not know.
+    # Set only now, for the masks: transformers makes none for an implementation it does not know.
     module.config._attn_implementation = PAGED_ATTENTION
     family.adapt(module)
     if plan is not None and group is not None:
@@ -236,7 +236,7 @@ def _fill_module(
         config=model_config,
         state_dict=tensors,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported, and refused below in our words
+        ignore_mismatched_sizes=True,  # reported, and refused below with our own message
         **options,
     )
     module.__class__ = module_class
@@ -254,9 +254,9 @@ def _fill_module(
 
 
 def _built_on_the_cpu(module_class: Any) -> Any:
-    """`module_class`, which `from_pretrained` builds with memory that is never touched instead of on the meta device.
+    """Make `from_pretrained` build `module_class` in memory that is never touched, not on the meta device.
 
-    On the meta device torch works out shapes by means that import its compiler, a second at every start.
+    On the meta device torch infers shapes by importing its compiler, which takes a second at every start.
     """
 
     class BuiltOnTheCPU(module_class):  # type: ignore[misc]
@@ -271,7 +271,7 @@ def _built_on_the_cpu(module_class: Any) -> Any:
 
 
 def _belongs_to(name: str, module: Any) -> bool:
-    """Whether a tensor sits inside the language model (not beside it, as a value head does)."""
+    """Return True for a tensor inside the language model (not beside it, as a value head's is)."""
     first = name.split(".", 1)[0]
     return hasattr(module, first) or hasattr(module.base_model, first)
 
@@ -287,13 +287,13 @@ def _context_length(model_config: Any) -> int:
 def _fingerprint(
     directory: Path, config: EngineConfig, dtype: torch.dtype, device: DeviceBackend, rotary_length: int
 ) -> str:
-    """Tells whether two engines compute the same function: checkpoints may only be continued where it matches."""
+    """Identify the function an engine computes: checkpoints may only be continued where it matches."""
     digest = hashlib.sha256()
     digest.update((directory / "config.json").read_bytes())
     for file in sorted(directory.glob("*.safetensors")):
         digest.update(f"{file.name}:{file.stat().st_size}".encode())
         with file.open("rb") as weights:
-            # The ends and the middle: all of it would cost a second per gigabyte at every start.
+            # The ends and the middle: the whole file would cost a second per gigabyte at every start.
             for at in (0, file.stat().st_size // 2, max(0, file.stat().st_size - 2**20)):
                 weights.seek(at)
                 digest.update(weights.read(2**20))

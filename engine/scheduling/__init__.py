@@ -1,1 +1,1 @@
-"""Plain-Python bookkeeping: requests, blocks, and who runs in the next step."""
+"""Plain-Python bookkeeping: requests, blocks, and the work of the next step."""

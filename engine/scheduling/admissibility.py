@@ -1,4 +1,4 @@
-"""Whether a request could run if it were alone."""
+"""The check that a request could run if it were alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pagemill.engine.tasks import Score
 
 
 def check_fits(request: Request, config: SchedulerConfig) -> None:
-    """Raises NeverFits if the rows, the budget or the pool can't hold a request even alone."""
-    # Continuations to be scored need not run side by side.
+    """Raise NeverFits if the rows, the budget or the pool can't hold a request even alone."""
+    # Scored continuations can run one after another.
     num_sequences = 1 if isinstance(request.task, Score) else len(request.live_sequences)
     if num_sequences > config.max_num_seqs:
         raise NeverFits(f"{num_sequences} sequences need as many rows, there are {config.max_num_seqs}")

@@ -1,7 +1,8 @@
-"""Beam search: which continuations live on, which are finished, and when nothing better can come.
+"""Beam search: chooses the beams to continue, the finished ones, and when to stop.
 
-Plain bookkeeping over the candidates that a step returns. It decides as transformers' `generate(num_beams=...)`
-does for one prompt, its early-stopping heuristics included, so that the results can be compared token by token.
+Plain bookkeeping over the candidates that a step returns. It decides as transformers'
+`generate(num_beams=...)` does for one prompt, its early-stopping heuristics included, so that the results can
+be compared token by token.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class Hypothesis:
     logprobs: list[TokenLogprobs]
     cumulative_logprob: float
     score: float
-    """`cumulative_logprob` / length ** length_penalty: what hypotheses are ranked by."""
+    """`cumulative_logprob` / length ** length_penalty, by which hypotheses are ranked."""
     finish_reason: FinishReason
 
     def fill(self, update: SequenceUpdate) -> None:
-        """Make this the output of a sequence."""
+        """Write this hypothesis into a sequence's update."""
         sequence = update.sequence
         sequence.output_token_ids = update.new_token_ids = self.token_ids
         sequence.cumulative_logprob = self.cumulative_logprob
@@ -46,7 +47,7 @@ class BeamSearch:
         width: beams kept alive, and hypotheses kept.
         max_tokens: a beam of this many tokens is finished.
         stop_token_ids: tokens that finish a beam, EOS among them.
-        num_logprobs: likeliest tokens to note with each chosen one.
+        num_logprobs: most likely tokens to record with each chosen one.
     """
 
     def __init__(
@@ -67,12 +68,12 @@ class BeamSearch:
         self._max_tokens = max_tokens
         self._stop_token_ids = stop_token_ids
         self._num_logprobs = num_logprobs
-        # However many of the best end, `width` are left to go on.
+        # Even if all possible stop tokens rank first, `width` candidates are left to continue.
         self._num_ranked = max(2, 1 + len(stop_token_ids)) * width
 
     @classmethod
     def of(cls, request: Request, eos_token_ids: frozenset[int]) -> BeamSearch:
-        """The search that a request's parameters ask for; `max_num_tokens` is resolved."""
+        """Create the search for a request's parameters; `max_num_tokens` is resolved."""
         params = request.params
         assert params.beam_width is not None
         eos = frozenset() if params.ignore_eos else eos_token_ids
@@ -91,14 +92,14 @@ class BeamSearch:
         return max(self._num_ranked, self._num_logprobs)
 
     def restart(self) -> None:
-        """Forget everything: the beams start from the prompt again."""
+        """Reset: the beams start from the prompt again."""
         self.hypotheses.clear()
 
     def advance(self, beams: SequenceType[tuple[Sequence, Candidates]]) -> list[Continuation]:
-        """Take a step's candidates for every live beam; all beams are of one length.
+        """Take a step's candidates for every live beam; all beams have the same length.
 
         Returns:
-            The continuations that live on, best first; none: the search is over, and `hypotheses` is its result.
+            The continuations to keep, best first; none: the search is over, and `hypotheses` is its result.
         """
         length = len(beams[0][0].output_token_ids) + 1
         ranked = self._rank(beams)
@@ -107,7 +108,7 @@ class BeamSearch:
             if length < self._max_tokens and continuation.token_id not in self._stop_token_ids:
                 alive.append(continuation)
             elif place < self.width:
-                # Behind them, finished ones are only there in case that too few go on.
+                # The candidates behind them only serve as a reserve when too few continue.
                 self._finish(continuation, length)
         del alive[self.width :]
         return [] if self._is_over(alive, length) else alive
@@ -115,7 +116,7 @@ class BeamSearch:
     def results(self, request: Request) -> list[SequenceUpdate]:
         """Make the request's first n sequences its n best hypotheses; the search is over.
 
-        Where constraints left fewer than n, the last ones are empty; where they left none, so is the list.
+        If constraints left fewer than n, the last ones are empty; if they left none, so is the list.
         """
         if not self.hypotheses:
             return []
@@ -172,8 +173,8 @@ class BeamSearch:
             return False
         if self._early_stopping is True:
             return True
-        # The score that the best live beam could reach: at its present length, or, where longer is better and
-        # nothing may be missed, at the greatest one.
+        # An upper bound on the best live beam's score: at its present length, or, if longer scores better and
+        # early stopping is off, at the greatest length.
         reach = float(length)
         if self._early_stopping == "never" and self._length_penalty > 0.0:
             reach = float(self._max_tokens)
@@ -182,7 +183,7 @@ class BeamSearch:
 
 
 def restart_beams(request: Request) -> None:
-    """A search whose beams have lost their blocks begins again from the prompt; nothing for any other request."""
+    """Restart a search whose beams have lost their blocks from the prompt; does nothing for other requests."""
     if request.beam_search is None:
         return
     request.beam_search.restart()

@@ -1,10 +1,10 @@
-"""What tables consist of: blocks of the pool, and of host memory while a sequence is swapped out."""
+"""The entries of block tables: blocks of the pool, and of host memory while a sequence is swapped out."""
 
 from __future__ import annotations
 
 
 class KVBlock:
-    """One block of the pool. All of them are made once; nothing is created while the engine runs."""
+    """One block of the pool. All are created once; none while the engine runs."""
 
     __slots__ = (
         "block_hash",
@@ -22,9 +22,9 @@ class KVBlock:
         self.ref_count = 0
         self.block_hash: bytes | None = None
         self.num_filled = 0
-        """Slots written, or being written by a step already planned."""
+        """Slots written, or to be written by a step already planned."""
         self.last_step_id = -1
-        """The newest step that named it on behalf of a holder that has let go since."""
+        """The newest step that named it for a holder that has since released it."""
         self.is_reserved = False
         self.prev_free: KVBlock | None = None
         self.next_free: KVBlock | None = None
@@ -34,11 +34,11 @@ class KVBlock:
 
 
 class HostBlock:
-    """A block of host memory while somebody's KV is in it."""
+    """A block of host memory that holds KV."""
 
     __slots__ = ("host_id", "ref_count")
 
     def __init__(self, host_id: int) -> None:
         self.host_id = host_id
         self.ref_count = 0
-        """Swapped tables that it stands in."""
+        """Number of swapped tables that contain it."""

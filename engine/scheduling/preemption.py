@@ -1,4 +1,4 @@
-"""How a sequence gives up its KV blocks when they run out: to the host, or to be computed again."""
+"""Preemption when KV blocks run out: by swapping to the host, or by recomputing later."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pagemill.engine.scheduling.sequence_queue import SequenceQueue
 
 
 class Preemption:
-    """Takes blocks from victims and knows who has been swapped out. Rows and queues are others' business."""
+    """Takes blocks from victims and tracks swapped sequences. It manages neither rows nor queues."""
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self.swapped = SequenceQueue()
         self.cost = PreemptionCost(config.kv_block_bytes, config.swap_bytes_per_second)
         self.num_recomputing = 0
-        """Preemptions by recompute; those of a beam search's beams together are one."""
+        """Preemptions by recompute; the beams of one search count as one."""
         self.num_swapping = 0
         self.preempted_tokens = 0
         self.recomputed_tokens = 0
         self._kv = kv
 
     def take_blocks(self, victims: SequenceType[Sequence]) -> None:
-        """Take all blocks of a running sequence, or of a search's beams, in the cheaper way that is open."""
+        """Take all blocks of a running sequence, or of a search's beams, in the cheaper available way."""
         space = self._kv.swap_space
         if space.capacity:
             quote = space.quote(victims)
@@ -50,7 +50,7 @@ class Preemption:
             self.swapped.discard(sequence)
 
     def drop(self, sequence: Sequence) -> None:
-        """Let a swapped sequence, with the other beams if it is one, be computed again instead."""
+        """Recompute a swapped sequence, and the other beams if it is one, instead of restoring it."""
         request = sequence.request
         beams = [beam for beam in request.sequences if beam.swapped_blocks] if request.beam_search else []
         self._lose(beams or [sequence])
@@ -59,12 +59,12 @@ class Preemption:
         restart_beams(request)
 
     def forget(self, sequence: Sequence) -> None:
-        """Give back what a sequence has swapped out, if anything."""
+        """Release what a sequence has swapped out, if anything."""
         if self.swapped.discard(sequence):
             self._kv.swap_space.drop(sequence)
 
     def drop_last_holder(self, spare: SequenceType[Sequence] = ()) -> bool:
-        """Drop the last swapped request that still refers to blocks on the device. False: there is none."""
+        """Drop the last swapped request that still refers to blocks on the device. False if there is none."""
         for sequence in reversed(list(self.swapped)):
             keeps = any(isinstance(entry, KVBlock) for entry in sequence.swapped_blocks)
             if keeps and sequence not in spare:
@@ -73,17 +73,17 @@ class Preemption:
         return False
 
     def note_admission(self, sequence: Sequence, num_hit_tokens: int) -> None:
-        """A sequence starts again: what it had computed, less what it found, is computed twice."""
-        # The first beam starts for all of them.
+        """Count recomputed tokens as a sequence restarts: what it had computed, less its prefix hits."""
+        # The first beam stands for all.
         for lost in sequence.request.sequences if sequence.request.beam_search is not None else (sequence,):
             self.recomputed_tokens += max(0, lost.num_lost_tokens - num_hit_tokens)
             lost.num_lost_tokens = 0
 
     @staticmethod
     def _lose(victims: SequenceType[Sequence]) -> int:
-        """Note what will have to be computed again; returns the tokens whose KV is thrown away."""
+        """Record what must be recomputed; returns the number of tokens whose KV is discarded."""
         for victim in victims:
             victim.num_lost_tokens = victim.num_computed_tokens
-            if victim is not victims[0]:  # beams: they share the prompt
+            if victim is not victims[0]:  # beams share the prompt
                 victim.num_lost_tokens -= victim.num_prompt_tokens
         return sum(victim.num_lost_tokens for victim in victims)

@@ -1,4 +1,4 @@
-"""A request is what the caller gave; it owns n sequences, each with its own tokens, blocks and row."""
+"""A request is what the caller submitted; it owns n sequences, each with its own tokens, blocks and row."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ Candidates = list[tuple[int, float]]
 
 
 class Grammar(Protocol):
-    """What constrains a sequence's next token. One per sequence; knows nothing of the model."""
+    """A constraint on a sequence's next token. One per sequence; independent of the model."""
 
     def allowed_token_ids(self) -> list[int] | None:
         """The tokens that may come next; None = any, or see `token_mask`."""
         ...
 
     def token_mask(self) -> bytes | None:
-        """The same as a bit per token id, lowest bit first, where a list would be long. None = any."""
+        """The same as a bit per token id, lowest bit first, for long lists. None = any."""
         ...
 
     def prepare(self, token_id: int) -> None:
-        """Begin to work out what follows a sampled token: `advance` takes it once the grammar is ready."""
+        """Begin to compute the state after a sampled token: `advance` takes it once the grammar is ready."""
         ...
 
     @property
     def is_ready(self) -> bool:
-        """Whether what was prepared is there."""
+        """True once the prepared state is available."""
         ...
 
     def advance(self, token_id: int) -> list[int]:
-        """Take the token that was prepared; returns tokens that are forced to follow it (jump-forward)."""
+        """Take the prepared token; returns tokens that are forced to follow it (jump-forward)."""
         ...
 
     @property
     def is_complete(self) -> bool:
-        """Nothing may follow: the sequence ends with finish reason `stop`."""
+        """True if no token may follow: the sequence ends with finish reason `stop`."""
         ...
 
     @property
     def failure(self) -> EngineError | None:
-        """Why it can't go on: it took a limit or a token that it does not allow. The request fails."""
+        """Why it can't continue: it exceeded a limit or took a disallowed token. The request fails."""
         ...
 
 
 class Search(Protocol):
-    """What chooses among a request's sequences, which are then beams. One per request; `beam_search` has one."""
+    """Chooses among a request's sequences, its beams. One per request; implemented by `beam_search`."""
 
     @property
     def num_candidates(self) -> int:
@@ -70,7 +70,7 @@ class Search(Protocol):
         ...
 
     def restart(self) -> None:
-        """Forget everything: the beams start from the prompt again."""
+        """Reset: the beams start from the prompt again."""
         ...
 
 
@@ -96,11 +96,11 @@ class Sequence:
     row: int | None = None
     block_ids: list[int] = field(default_factory=list)
     swapped_blocks: list[KVBlock | HostBlock] = field(default_factory=list)
-    """The table of a sequence that was preempted by swapping. Empty: it has not been."""
+    """The table of a sequence that was preempted by swapping; otherwise empty."""
     num_computed_tokens: int = 0
-    """Tokens whose KV is in the cache (or swapped out), or being written by a step already planned."""
+    """Tokens whose KV is in the cache (or swapped out), or to be written by a step already planned."""
     num_pending_tokens: int = 0
-    """Samples planned in steps that have not retired, or whose token waits for the grammar: the host goes on
+    """Samples planned in steps that have not retired, or whose token waits for the grammar: the host proceeds
     without them."""
     grammar: Grammar | None = None
     last_step_id: int = -1
@@ -108,18 +108,18 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the full blocks of known tokens, as far as they were needed."""
     num_registered_blocks: int = 0
-    """Leading blocks of the table that the prefix cache already knows of."""
+    """Leading blocks of the table that are already in the prefix cache."""
     forced_token_ids: list[tuple[int, int]] = field(default_factory=list)
-    """(position, token) of tokens that were not sampled, and that execution has not been told of yet."""
+    """(position, token) of tokens that were not sampled and not yet sent to execution."""
     is_row_new: bool = False
-    """It was given its row between two steps: the next plan with work for it must bring a `NewRow`."""
+    """True if it got its row between two steps: the next plan with work for it must bring a `NewRow`."""
     cumulative_logprob: float = 0.0
-    """Of a beam: what its tokens' log probabilities add up to."""
+    """The sum of a beam's token log probabilities."""
     continuation: tuple[int, ...] = ()
-    """The tokens that a `Score` task asks about. `output_token_ids` has all but the last, which predicts nothing, and
-    `logprobs` what is known so far."""
+    """The tokens that a `Score` task scores. `output_token_ids` has all but the last, which predicts nothing,
+    and `logprobs` the results so far."""
     num_lost_tokens: int = 0
-    """Computed tokens that a preemption threw away, until it is admitted again."""
+    """Computed tokens that a preemption discarded; 0 after readmission."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -132,7 +132,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens and those still in flight."""
+        """Known tokens and those in flight."""
         return self.num_known_tokens + self.num_pending_tokens
 
     @property
@@ -147,11 +147,11 @@ class Sequence:
         return 0 if self.request.lacks_prompt_logprobs() else self.num_known_tokens - 1
 
     def token_ids(self) -> list[int]:
-        """Every known token, prompt first; with the last of a continuation, which is not computed."""
+        """Every known token, prompt first, including a continuation's last, which is not computed."""
         return self.request.prompt_token_ids + (list(self.continuation) or self.output_token_ids)
 
     def known_tokens(self, start: int, end: int) -> list[int]:
-        """Known tokens at positions start..end-1, without copying a long prompt."""
+        """Return the known tokens at positions start..end-1, without copying a long prompt."""
         prompt = self.request.prompt_token_ids
         if end <= len(prompt):
             return prompt[start:end]
@@ -171,7 +171,7 @@ class Request:
     priority: int = 0
     """Lower runs first, as in vLLM."""
     arrival: float = 0.0
-    """Orders requests of one priority; kept through preemption."""
+    """Orders requests of equal priority; kept through preemption."""
     task: Task = GENERATE
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int = 0
@@ -179,27 +179,27 @@ class Request:
     num_step_failures: int = 0
     """Steps that raised while this request was in them."""
     insertion: int = 0
-    """How many requests were added before it; breaks ties of priority and arrival. Set by the scheduler."""
+    """The number of requests added before it; breaks ties of priority and arrival. Set by the scheduler."""
     max_num_tokens: int = 0
-    """Prompt + max_tokens, within the model's context: where `length` ends it. Set by the scheduler."""
+    """Prompt + max_tokens, within the model's context: `length` ends it there. Set by the scheduler."""
     cache_salt: str = ""
     """Only requests with the same salt share prefix cache blocks."""
     is_plain: bool = False
-    """One sample, and neither a search nor a grammar nor log probabilities of the prompt: what it computes next
-    follows from its numbers of tokens alone. Set by `classify`."""
+    """One sample, with no search, grammar or log probabilities of the prompt: its next work depends on its
+    numbers of tokens alone. Set by `classify`."""
     beam_search: Search | None = None
     """The search over this request's sequences, which are then beams. Set by the scheduler."""
     was_admitted: bool = False
-    """Has entered a step at least once."""
+    """True once it has entered a step."""
     admitted_at: float = 0.0
-    """`time.monotonic()` when it first did."""
+    """`time.monotonic()` at its first admission."""
     peak_blocks: int = 0
-    """The most KV blocks in its samples' tables together when one of them left the batch."""
+    """The most KV blocks that its samples' tables held together when one of them left the batch."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """`params.bad_words` as token sequences."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    """Where `params.prompt_logprobs` asks for them: one entry per prompt token, None for the first one (nothing
-    predicts it) and for those whose step has not retired. Otherwise empty."""
+    """If `params.prompt_logprobs` is set: one entry per prompt token, None for the first one (which has no
+    prediction) and for those whose step has not retired. Otherwise empty."""
 
     @property
     def live_sequences(self) -> list[Sequence]:
@@ -207,12 +207,12 @@ class Request:
 
     @property
     def num_input_tokens(self) -> int:
-        """Tokens that were given: the prompt's, and those of the continuations to be scored."""
+        """Tokens of the prompt and of the continuations to be scored."""
         return len(self.prompt_token_ids) + sum(len(sequence.continuation) for sequence in self.sequences)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens that were generated, here or before a resume."""
+        """Generated tokens, including those from before a resume."""
         if isinstance(self.task, Score):
             return 0
         return sum(len(sequence.output_token_ids) for sequence in self.sequences)
@@ -237,17 +237,17 @@ class Request:
         )
 
     def lacks_prompt_logprobs(self, start: int = 0, end: int | None = None) -> bool:
-        """Whether computing the tokens from `start` to before `end` would tell a logprob that is still unknown."""
+        """Return True if computing the tokens in [start, end) would yield a logprob that is still unknown."""
         return None in self.prompt_logprobs[start + 1 : None if end is None else end + 1]
 
     def record_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
-        """Take what a step told about the prompt tokens from `start` on; a repetition changes nothing."""
+        """Record a step's logprobs of the prompt tokens from `start` on; a repetition changes nothing."""
         self.prompt_logprobs[start : start + len(entries)] = entries
 
 
 @dataclass(slots=True)
 class SequenceUpdate:
-    """What a retired step did to one sequence: the scheduler's word to the output processor."""
+    """A retired step's effect on one sequence, from the scheduler to the output processor."""
 
     sequence: Sequence
     new_token_ids: list[int] = field(default_factory=list)
@@ -273,7 +273,7 @@ class Continuation:
         return [*(self.beam.logprobs or ()), self.entry]
 
     def apply(self, beam: Sequence) -> None:
-        """Make a beam, this one's own or a fork of it, what the continuation says."""
+        """Apply the continuation to a beam: its parent or a fork of it."""
         if beam is self.beam:
             beam.output_token_ids.append(self.token_id)
         else:

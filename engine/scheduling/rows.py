@@ -1,4 +1,4 @@
-"""The rows of execution's persistent tables: who holds one, and which are claimed for sequences yet to fork."""
+"""The rows of execution's persistent tables: their holders, and claims for sequences yet to fork."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pagemill.engine.scheduling.request import Request, Sequence
 class RowTable:
     """Free rows, lowest first.
 
-    A request whose sequences fork off one of them claims the others' rows when it is admitted: two requests that
-    were half admitted would wait for each other's rows.
+    A request whose sequences fork off one of them claims the others' rows when it is admitted: two
+    half-admitted requests would wait for each other's rows.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -22,7 +22,7 @@ class RowTable:
         self._freed: set[int] = set()
         """Rows left since the last plan."""
         self._claims: dict[Request, list[Sequence]] = {}
-        """Request -> its sequences that have nothing of their own yet."""
+        """Request -> its sequences that hold nothing yet."""
         self._num_claimed = 0
 
     @property
@@ -30,7 +30,7 @@ class RowTable:
         return len(self._free) - self._num_claimed
 
     def take(self, sequence: Sequence) -> None:
-        """Give a sequence the lowest free row; the caller has looked at `num_unclaimed`, or holds a claim."""
+        """Give a sequence the lowest free row; the caller has checked `num_unclaimed`, or holds a claim."""
         assert sequence.row is None
         sequence.row = heapq.heappop(self._free)
 
@@ -41,7 +41,7 @@ class RowTable:
         sequence.row = None
 
     def claim(self, request: Request, sequences: SequenceType[Sequence]) -> None:
-        """Set a row aside for each of these sequences, beside those the request has claimed already."""
+        """Reserve a row for each of these sequences, in addition to those the request has already claimed."""
         if sequences:
             self._claims.setdefault(request, []).extend(sequences)
             self._num_claimed += len(sequences)
@@ -50,30 +50,30 @@ class RowTable:
         return self._claims.get(request, ())
 
     def use_claim(self, request: Request) -> Sequence:
-        """A sequence that has a claim; its row is to be taken at once."""
+        """Return a sequence that has a claim; the caller takes its row at once."""
         self._num_claimed -= 1
         return self._claims[request].pop(0)
 
     def cancel_claims(self, request: Request) -> list[Sequence]:
-        """Give up all that a request has claimed; returns for whom."""
+        """Release all of a request's claims; returns their sequences."""
         sequences = self._claims.pop(request, [])
         self._num_claimed -= len(sequences)
         return sequences
 
     def cancel_claim(self, sequence: Sequence) -> None:
-        """The sequence, which may have a claim, has ended."""
+        """Release the claim of an ended sequence, if it has one."""
         claims = self._claims.get(sequence.request, [])
         if sequence in claims:
             claims.remove(sequence)
             self._num_claimed -= 1
 
     def mark_freed(self, rows: Iterable[int], holders: Iterable[Sequence]) -> None:
-        """Tell execution (again) that these rows are free, except for those that it knows `holders` to be in."""
+        """Tell execution (again) that these rows are free, except those where it has `holders`."""
         known = {sequence.row for sequence in holders if not sequence.is_row_new}
         self._freed.update(set(rows) - known)
 
     def take_freed(self) -> list[int]:
-        """Rows left since the last call, for the plan that is being made."""
+        """Return the rows left since the last call, for the plan under construction."""
         freed = sorted(self._freed)
         self._freed.clear()
         return freed

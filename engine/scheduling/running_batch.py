@@ -16,14 +16,14 @@ from pagemill.engine.scheduling.sequence_queue import SequenceQueue
 from pagemill.engine.scheduling.step_builder import StepBuilder
 
 Work = list[tuple[Sequence, int]]
-"""Sequences and how many tokens each is to compute, all of them or none."""
+"""Sequences and the number of tokens each must compute, all of them or none."""
 
 
 class RunningBatch:
     """Adds running and waiting sequences to a step.
 
-    A request whose n samples start out equal enters as one sequence, its leader, which prefills the prompt; the
-    others fork off in the step that completes it. The beams of a search fork whenever one has several
+    A request whose n samples start out equal enters as one sequence, its leader, which prefills the prompt;
+    the others fork off in the step that completes it. The beams of a search fork whenever one has several
     continuations; they are scheduled and preempted together.
     """
 
@@ -32,7 +32,7 @@ class RunningBatch:
         self.rows = RowTable(config.max_num_seqs)
         self.preemption = Preemption(config, kv)
         self.waiting_for: WaitReason = "budget"
-        """What the sequence that was last refused lacked."""
+        """The resource that the most recently refused sequence lacked."""
         self._config = config
         self._kv = kv
         self._watermark_blocks = int((config.num_kv_blocks - 1) * config.watermark_ratio)
@@ -43,7 +43,7 @@ class RunningBatch:
         return max(0, self._kv.pool.num_available - self._watermark_blocks)
 
     def schedule(self, step: StepBuilder, candidates: Iterable[Sequence]) -> list[Sequence]:
-        """Add what the budget allows of these running sequences, in order; returns those preempted."""
+        """Add these running sequences in order, within the budget; returns those preempted."""
         preempted: list[Sequence] = []
         search: Request | None = None
         for sequence in list(candidates):
@@ -63,8 +63,8 @@ class RunningBatch:
     def admit(self, step: StepBuilder, members: list[Sequence], siblings: list[Sequence]) -> bool:
         """Give a waiting sequence, or a swapped search's beams, rows, blocks and work. False: not now.
 
-        Admission asks for room for all known tokens, not just the chunk, and for one own block per sibling that
-        will fork off later, above the watermark. Alone, whatever is there must do.
+        Admission needs room for all known tokens, not just the chunk, and for one own block per sibling that
+        will fork off later, above the watermark. A sequence alone in the batch may use everything.
         """
         is_pending = any(sequence.num_pending_tokens for sequence in members + siblings)
         if is_pending or self.rows.num_unclaimed < len(members) + len(siblings):
@@ -85,15 +85,16 @@ class RunningBatch:
         return True
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence's row and blocks; what it knows stays."""
+        """Take a sequence's row and blocks; its tokens stay."""
         self._leave(sequence)
         self._kv.free(sequence)
         self.rows.cancel_claims(sequence.request)
 
     def branch(self, request: Request, continuations: SequenceType[Continuation]) -> None:
-        """Let a search go on with these continuations, at most as many as it has beams.
+        """Continue a search with these continuations, at most as many as it has beams.
 
-        A beam's first continuation stays in its row; the others fork off into the rows of beams that end here.
+        A beam's first continuation stays in its row; the others fork off into the rows of beams that end
+        here.
         """
         children: dict[Sequence, list[Continuation]] = {}
         for continuation in continuations:
@@ -112,7 +113,7 @@ class RunningBatch:
                 child.status = SequenceStatus.RUNNING
                 self.sequences.add(child)
                 continuation.apply(child)
-            if not parent.is_row_new:  # what was sampled need not be what was chosen
+            if not parent.is_row_new:  # the sampled token may differ from the chosen one
                 parent.forced_token_ids.append((parent.num_known_tokens, first.token_id))
             first.apply(parent)
 
@@ -127,11 +128,11 @@ class RunningBatch:
             assert sequence.status is SequenceStatus.WAITING
 
     def _schedule_newest(self, step: StepBuilder, sequence: Sequence) -> bool:
-        """What nearly every row of nearly every step needs, in one go: a plain sequence computes its newest token in a
-        block that it has. False: nothing has changed, `_schedule_sequence` would know.
+        """A fast path for nearly every row of nearly every step: a plain sequence computes its newest token
+        in a block that it has. False, with nothing changed: use `_schedule_sequence`.
 
-        What it buys (five interleaved runs of `benchmarks.scheduler`, fastest step): 0.14 ms instead of 0.20 to plan 64
-        rows, 2.9 instead of 3.7 to plan 1,000.
+        Its gain (five interleaved runs of `benchmarks.scheduler`, fastest step): 0.14 ms instead of 0.20 to
+        plan 64 rows, 2.9 instead of 3.7 to plan 1,000.
         """
         request = sequence.request
         if not request.is_plain:
@@ -172,7 +173,7 @@ class RunningBatch:
             self._plan_all(step, work)
 
     def _num_plannable(self, sequence: Sequence, budget: int) -> int:
-        """Tokens that a running sequence can compute next."""
+        """Return the number of tokens that a running sequence can compute next."""
         request = sequence.request
         known = len(request.prompt_token_ids) + len(sequence.output_token_ids)
         pending = sequence.num_pending_tokens
@@ -181,7 +182,7 @@ class RunningBatch:
             or request.beam_search is not None
             or known + pending >= request.max_num_tokens
         ):
-            # These need the token itself; at the limit it is certain that none may follow.
+            # These need the token itself; at the limit no token may follow.
             return 0
         return self._chunk(known + pending - sequence.num_computed_tokens, budget)
 
@@ -190,8 +191,8 @@ class RunningBatch:
         return min(num_tokens, budget, threshold) if threshold else min(num_tokens, budget)
 
     def _make_room(self, step: StepBuilder, work: Work, preempted: list[Sequence]) -> bool:
-        """Preempt from the end of the order until `work` fits. False: it was preempted itself, or must wait for
-        blocks that steps in flight still name.
+        """Preempt from the end of the order until `work` fits. False: it was itself preempted, or must wait
+        for blocks that steps in flight still name.
         """
         pool = self._kv.pool
         step.is_short = True
@@ -219,7 +220,7 @@ class RunningBatch:
         preempted += victims
 
     def _admit_fresh(self, step: StepBuilder, sequence: Sequence, num_siblings: int) -> Work:
-        """Give a sequence that holds nothing its prefix hits; returns its first chunk, none if it does not fit."""
+        """Give a new sequence its prefix hits; returns its first chunk, none if it does not fit."""
         hits = self._kv.match_prefix(sequence)
         num_hit_tokens = len(hits) * self._config.block_size
         num_tokens = self._chunk(sequence.num_known_tokens - num_hit_tokens, step.budget)
@@ -241,7 +242,7 @@ class RunningBatch:
         return [(sequence, num_tokens)]
 
     def _admit_swapped(self, step: StepBuilder, members: list[Sequence], num_siblings: int) -> Work:
-        """Bring swapped sequences back; returns what they compute next, nothing if they do not fit."""
+        """Restore swapped sequences; returns their next work, none if they do not fit."""
         kv, space = self._kv, self._kv.swap_space
         left = [(s, max(1, s.num_known_tokens - s.num_computed_tokens)) for s in members]
         work = [(sequence, self._chunk(num_tokens, step.budget)) for sequence, num_tokens in left]
@@ -262,11 +263,11 @@ class RunningBatch:
         return work
 
     def _num_offered(self, step: StepBuilder) -> int:
-        """Blocks that a newcomer may take while others run."""
+        """Return the number of blocks that a newcomer may take while others run."""
         return self._kv.pool.num_available - step.promised_blocks - self._watermark_blocks
 
     def _fits_alone(self, count_needed: Callable[[], int], spare: SequenceType[Sequence] = ()) -> bool:
-        """Whether there are so many blocks; swapped sequences make way for those that are to run, `spare`."""
+        """Check for enough blocks; swapped sequences make room for those that will run, `spare`."""
         pool = self._kv.pool
         while (needed := count_needed()) > pool.num_available + pool.num_deferred:
             if not self.preemption.drop_last_holder(spare):
@@ -274,7 +275,7 @@ class RunningBatch:
         return needed <= pool.num_available
 
     def _plan_all(self, step: StepBuilder, work: Work) -> None:
-        """Add work whose blocks are there."""
+        """Add work whose blocks can be allocated."""
         for sequence, num_tokens in work:
             if sequence.is_row_new:
                 self._enter(step, sequence)
@@ -283,7 +284,7 @@ class RunningBatch:
             self._plan(step, sequence, num_tokens, slots)
 
     def _plan(self, step: StepBuilder, sequence: Sequence, num_tokens: int, slots: AllocatedSlots) -> None:
-        """Add work whose blocks are allocated; let the siblings fork if it reaches the prompt's last token."""
+        """Add work whose blocks are allocated; fork the siblings if it reaches the prompt's last token."""
         is_caught_up = step.add_work(sequence, num_tokens, slots)
         self._kv.register_full_blocks(sequence)
         if not is_caught_up:
@@ -291,7 +292,7 @@ class RunningBatch:
             step.promised_blocks += max(0, needed)
             return
         request = sequence.request
-        # The first candidates of a search say which of its beams fork.
+        # A search's first candidates determine which of its beams fork.
         if len(request.sequences) > 1 and request.beam_search is None:
             siblings = self.rows.cancel_claims(request)
             for sibling in siblings:
@@ -303,7 +304,7 @@ class RunningBatch:
                 step.add_siblings(sequence.row, siblings)
 
     def _enter(self, step: StepBuilder, sequence: Sequence) -> None:
-        """Tell execution what is in a sequence's row from this step on."""
+        """Tell execution a sequence's row and its contents from this step on."""
         if sequence.status is not SequenceStatus.RUNNING:
             sequence.status = SequenceStatus.RUNNING
             self.sequences.add(sequence)
@@ -311,7 +312,7 @@ class RunningBatch:
         step.add_row(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Give a sequence's row back; its blocks are still its own."""
+        """Release a sequence's row; it keeps its blocks."""
         request = sequence.request
         request.peak_blocks = max(request.peak_blocks, sum(len(s.block_ids) for s in request.sequences))
         self.sequences.discard(sequence)

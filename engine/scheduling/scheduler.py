@@ -1,4 +1,4 @@
-"""Who computes which tokens in the next step, and what became of them when it retired.
+"""Plans the tokens computed in the next step, and applies the results when it retires.
 
 There is no prefill phase and no decode phase: each sequence has `num_computed_tokens` chasing `num_tokens`,
 and every step hands out one token budget, to running sequences first, then to waiting ones, oldest first. A
@@ -35,13 +35,13 @@ from pagemill.engine.scheduling.waiting_queue import WaitingQueue, will_fork
 
 
 class Scheduler:
-    """Plans steps and retires them. One thread owns it.
+    """Plans steps and retires them. Owned by one thread.
 
     Every plan that `schedule` returns must be settled once, in order, by `update` or by `recover`; only the
-    plan of a step that could not even be launched may be recovered while an older one is in flight.
+    plan of a step that failed to launch may be recovered while an older one is in flight.
 
-    The oldest running sequence can always be scheduled, by preempting others if need be, so everything that
-    `add_request` accepted ends. Victims keep their arrival and all their tokens; their KV is recomputed.
+    The oldest running sequence can always be scheduled, if need be by preempting others, so every request
+    that `add_request` accepted ends. Victims keep their arrival and all their tokens; their KV is recomputed.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -58,23 +58,23 @@ class Scheduler:
         self._waiting = WaitingQueue(self._batch.rows)
         self._requests: dict[str, Request] = {}
         self._suspects: set[Request] = set()
-        """Were in a step that raised, and have not yet got past that point in a step of their own."""
+        """Requests in a step that raised, which have not yet got past that point in a step of their own."""
         self._in_flight: deque[InFlightStep] = deque()
         self._unread: dict[Sequence, tuple[list[int], list[TokenLogprobs] | None]] = {}
-        """What was sampled for sequences whose grammar does not know yet what follows it: to the scheduler it is as
-        if their step had not retired."""
+        """Sampled tokens of sequences whose grammar is still computing the state after them: the scheduler
+        treats these as if their step had not retired."""
         self._insertions = count()
         self._next_step_id = 0
         self._steps_failed = 0
         self._num_invalid_logits = 0
-        """Rows whose logits were not finite."""
+        """Rows with non-finite logits."""
         self._discarded_tokens = 0
 
     def add_request(self, request: Request) -> None:
         """Queue a request with at least one unfinished sequence.
 
-        Raises NeverFits if the pool or the rows could not hold it even alone, InvalidRequest if its id is in
-        use or there is nothing left to generate.
+        Raises NeverFits if the pool or the rows can't hold it even alone, InvalidRequest if its id is in use
+        or there is nothing left to generate.
         """
         if request.request_id in self._requests:
             raise InvalidRequest(f"request {request.request_id!r} is already running")
@@ -93,7 +93,7 @@ class Scheduler:
         self._waiting.enqueue(request)
 
     def abort(self, request_id: str) -> list[SequenceUpdate]:
-        """End a request now; its blocks come back once no step in flight names them. Unknown id: []."""
+        """End a request now; its blocks are released once no step in flight names them. Unknown id: []."""
         return self._end_request(request_id, "abort", None, None)
 
     def fail(self, request_id: str, message: str, code: str) -> list[SequenceUpdate]:
@@ -103,7 +103,7 @@ class Scheduler:
     def finish_sequence(
         self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None
     ) -> None:
-        """End a sequence for a reason found outside, such as a stop string. No-op if it has ended already."""
+        """End a sequence for an external reason, such as a stop string. No-op if it has already ended."""
         if not sequence.is_finished:
             sequence.finish_reason, sequence.stop_reason = reason, stop_reason
             self._end(sequence)
@@ -130,10 +130,10 @@ class Scheduler:
         return planned.plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
-        """Retire the oldest step in flight: append what it sampled, end what has ended.
+        """Retire the oldest step in flight: append the sampled tokens, end the sequences that are complete.
 
-        A row that computed a chunk of its prompt gets an update without tokens. What was sampled for a
-        sequence that has ended meanwhile is discarded; for one that was preempted meanwhile it counts.
+        A row that computed a chunk of its prompt gets an update without tokens. Tokens sampled for a sequence
+        that has since ended are discarded; those of one that was since preempted count.
         """
         step = self._in_flight[0]
         assert step.plan.step_id == plan.step_id == result.step_id, (
@@ -174,7 +174,7 @@ class Scheduler:
         return updates
 
     def read_on(self) -> list[SequenceUpdate]:
-        """Append what was sampled for sequences whose grammars have become ready, unless they have ended."""
+        """Append the sampled tokens of sequences whose grammars have become ready, unless they have ended."""
         updates: list[SequenceUpdate] = []
         for sequence, sampled in list(self._unread.items()):
             if sequence.is_finished:
@@ -188,19 +188,19 @@ class Scheduler:
 
     @property
     def has_unread(self) -> bool:
-        """Whether sequences wait for their grammars."""
+        """True if any sequence waits for its grammar."""
         return bool(self._unread)
 
     def is_unread(self, sequence: Sequence) -> bool:
-        """Whether this one does, and sits steps out meanwhile."""
+        """Return True if this sequence waits for its grammar, and so is left out of steps."""
         return sequence in self._unread
 
     def recover(self, plan: StepPlan) -> None:
-        """The step of this plan raised: it never happened. Its requests wait again, as suspects.
+        """Undo the step of this plan, which raised. Its requests wait again, as suspects.
 
-        Steps planned after it read what it was to write, so they are void as well; settle them as usual,
+        Steps planned after it read what it was to write, so they are void as well; settle them as usual:
         their results are ignored and their requests are not blamed. A suspect gets steps of its own until it
-        has got past where it was; the caller fails one that raises alone.
+        has got past its earlier position; the caller fails one that raises alone.
         """
         void = [step for step in self._in_flight if step.plan.step_id >= plan.step_id]
         assert void, "only a step in flight can fail"
@@ -218,7 +218,7 @@ class Scheduler:
         self.kv_cache.drop_unproven(plan.step_id)
         for sequence in list(self.preemption.swapped):
             if sequence.swapped_blocks and sequence.last_step_id >= plan.step_id:
-                self.preemption.drop(sequence)  # what lies on the host is suspect, or never got there
+                self.preemption.drop(sequence)  # its host copy is suspect, or was never made
                 self._waiting.enqueue(sequence.request)
         self._retire_settled()
         for step in void:
@@ -226,14 +226,14 @@ class Scheduler:
                 self._undo(step)
 
     def request_ids(self, plan: StepPlan) -> list[str]:
-        """Whom to blame if this step raises: the requests in it, none if it is void. Ask before `recover`."""
+        """Return the requests to blame if this step raises: none if it is void. Call before `recover`."""
         for step in self._in_flight:
             if step.plan is plan and not step.has_failed:
                 return [request.request_id for request in step.requests()]
         return []
 
     def num_step_failures(self, request_id: str) -> int:
-        """Steps that raised with this request in them; 0 for one that has ended."""
+        """Return the number of steps that raised with this request in them; 0 for one that has ended."""
         request = self._requests.get(request_id)
         return 0 if request is None else request.num_step_failures
 
@@ -242,12 +242,12 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a row."""
+        """The number of sequences that hold a row."""
         return len(self._batch.sequences)
 
     @property
     def num_waiting(self) -> int:
-        """Requests with a sequence that waits for blocks, a row or budget."""
+        """The number of requests with a sequence that waits for blocks, a row or budget."""
         return self._waiting.num_requests
 
     def stats(self) -> SchedulerStats:
@@ -270,11 +270,11 @@ class Scheduler:
         return self.kv_cache.stats()
 
     def block_states(self) -> bytes:
-        """A letter per KV block, as in `BlockMap.states`."""
+        """Return a letter per KV block, as in `BlockMap.states`."""
         return self.kv_cache.pool.states()
 
     def histograms(self) -> dict[str, dict[LabelValues, HistogramSnapshot]]:
-        """How long KV blocks live, lie idle and are reused."""
+        """Return the histograms of KV blocks' lifetime, idle time and reuse."""
         return self.kv_cache.pool.residency.histograms()
 
     def capacity(self) -> Capacity:
@@ -311,7 +311,7 @@ class Scheduler:
             self._waiting.enqueue(victim.request)
 
     def _next_waiting(self) -> Sequence | None:
-        """The first that waits, but for those that were preempted and wait for their grammars as well."""
+        """Return the first waiting sequence, except preempted ones that also wait for their grammars."""
         return next((sequence for sequence in self._waiting if not self.is_unread(sequence)), None)
 
     def _admit(self, step: StepBuilder, sequence: Sequence) -> bool:
@@ -339,7 +339,7 @@ class Scheduler:
     def _take_scores(
         self, sequence: Sequence, position: int, entries: list[TokenLogprobs]
     ) -> list[SequenceUpdate]:
-        """Take the log-probabilities of given tokens from a position on: the prompt's, or a continuation's."""
+        """Record the log-probabilities of given tokens from a position on: the prompt's, or a continuation's."""
         if any(entry.logprob is not None and math.isnan(entry.logprob) for entry in entries):
             return self._fail_invalid(sequence.request)
         if not sequence.continuation:
@@ -371,10 +371,10 @@ class Scheduler:
     def _advance_beams(
         self, request: Request, beams: list[tuple[Sequence, Candidates]]
     ) -> list[SequenceUpdate]:
-        """Choose how a search goes on, or end it."""
+        """Choose a search's continuations, or end it."""
         search = request.beam_search
         assert search is not None
-        if any(beam.row is None for beam, _ in beams):  # preempted since; they ask again, or start again
+        if any(beam.row is None for beam, _ in beams):  # preempted since; scheduled or restarted later
             self._discarded_tokens += len(beams)
             return []
         continuations = search.advance(beams)
@@ -389,7 +389,7 @@ class Scheduler:
         return updates
 
     def _fail_invalid(self, request: Request) -> list[SequenceUpdate]:
-        """Logits were not finite: the request fails, and nothing it may have spoilt is found again."""
+        """Fail a request with non-finite logits, and make the blocks it may have corrupted unfindable."""
         live = request.live_sequences
         self._num_invalid_logits += len(live)
         for sequence in live:
@@ -411,12 +411,12 @@ class Scheduler:
             sequence.finish_reason = reason
             self._end(sequence)
         if request.beam_search is not None:
-            restart_beams(request)  # what it was about to choose from is no output
+            restart_beams(request)  # its candidates were never output
             live = live[: request.params.n]
         return [SequenceUpdate(sequence, error=error, error_code=error_code) for sequence in live]
 
     def _end(self, sequence: Sequence) -> None:
-        """Give back all that an ended sequence holds."""
+        """Release all that an ended sequence holds."""
         request = sequence.request
         if sequence.status is SequenceStatus.RUNNING:
             self._batch.remove(sequence)
@@ -440,7 +440,7 @@ class Scheduler:
                 self.preemption.cost.step_ended(step.plan, is_valid=not step.has_failed)
 
     def _undo(self, step: InFlightStep) -> None:
-        """Send a void step's sequences back to waiting, without the tokens it was to sample."""
+        """Return a void step's sequences to waiting, without the tokens it was to sample."""
         step.has_failed = True
         self._batch.rows.mark_freed(step.plan.freed_rows, self._batch.sequences)
         for sequence in step.sampled:
@@ -454,13 +454,13 @@ class Scheduler:
             self._waiting.enqueue(request)
 
     def _clear_suspects(self, step: InFlightStep) -> None:
-        """A suspect that sampled in a step of its own, and is caught up, has got past its failure."""
+        """Clear a suspect that sampled in a step of its own and is caught up: it has got past its failure."""
         if not self._suspects or not step.sampled:
             return
         requests = step.requests()
         for request in self._suspects.intersection(requests):
             concerned = request.live_sequences
-            if request.beam_search is not None:  # a beam without a row has yet to fork off one that has
+            if request.beam_search is not None:  # a beam without a row has yet to fork off one that has a row
                 concerned = [sequence for sequence in concerned if sequence.row is not None]
             if len(requests) == 1 and all(s.num_computed_tokens >= s.num_known_tokens - 1 for s in concerned):
                 self._suspects.discard(request)

@@ -1,4 +1,4 @@
-"""Sequences in scheduling order, for those that wait and for those that run."""
+"""Sequences in scheduling order, both waiting and running."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Key = tuple[int, float, int, int]
 
 
 def scheduling_key(sequence: Sequence) -> _Key:
-    """Priority, then arrival, then insertion, then sample: unique, and fixed for a sequence's whole life."""
+    """Return priority, arrival, insertion, sample: unique, and fixed for a sequence's lifetime."""
     request = sequence.request
     return (request.priority, request.arrival, request.insertion, sequence.index)
 
@@ -22,7 +22,7 @@ class SequenceQueue:
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
         self._keys: list[_Key] = []
-        """Parallel to `_sequences`, so that a bisection asks no sequence for its key."""
+        """Parallel to `_sequences`, so that a bisection computes no keys."""
         self._num_requests = 0
 
     def __len__(self) -> int:
@@ -44,7 +44,7 @@ class SequenceQueue:
 
     @property
     def num_requests(self) -> int:
-        """Requests that have a sequence here."""
+        """The number of requests with a sequence in the queue."""
         return self._num_requests
 
     def add(self, sequence: Sequence) -> None:
@@ -66,7 +66,7 @@ class SequenceQueue:
         return True
 
     def _borders_sibling(self, index: int, sequence: Sequence) -> bool:
-        """Whether a sequence of the same request stands on either side of the gap before `index`."""
+        """Return True if a sequence of the same request is next to the gap before `index`."""
         request, sequences = sequence.request, self._sequences
         return (index > 0 and sequences[index - 1].request is request) or (
             index < len(sequences) and sequences[index].request is request

@@ -1,4 +1,4 @@
-"""A step while it is being planned, and the record of it while it is in flight."""
+"""A step under construction, and its record while it is in flight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill.engine.scheduling.request import Request, Sequence
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A planned step until its result is in: which sequences its rows stood for."""
+    """A planned step until its result arrives: maps its rows to their sequences."""
 
     plan: StepPlan
     computed: list[Sequence] = field(default_factory=list)
@@ -19,11 +19,11 @@ class InFlightStep:
     sampled: list[Sequence] = field(default_factory=list)
     """Parallel to `plan.samples`."""
     prefilling: list[Sequence] = field(default_factory=list)
-    """Those of `computed` that have more of their prompt to compute."""
+    """The sequences of `computed` with more of their prompt to compute."""
     has_failed: bool = False
-    """It raised, or a step before it did: its result is worth nothing."""
+    """True if it or an earlier step raised: its result is ignored."""
     is_settled: bool = False
-    """The caller has told of its failure and will not come back to it."""
+    """The caller has reported its failure and will not settle it again."""
 
     def requests(self) -> list[Request]:
         return list(dict.fromkeys(sequence.request for sequence in self.computed))
@@ -35,25 +35,25 @@ class StepBuilder:
 
     step_id: int
     budget: int
-    """Tokens that may still be added."""
+    """Tokens that can still be added."""
     is_short: bool = False
-    """A sequence did not get the blocks it needed: nobody behind it may take any."""
+    """A sequence did not get the blocks it needed: none after it may take any."""
     promised_blocks: int = 0
-    """Blocks that rows whose prefill is cut short by the budget will need before they can sample."""
+    """Blocks that rows whose prefill the budget cuts short will need before they can sample."""
     _new_rows: list[NewRow] = field(default_factory=list)
     _block_copies: list[tuple[int, int]] = field(default_factory=list)
     _decodes: list[tuple[RowWork, Sequence, bool]] = field(default_factory=list)
-    """Work, whose it is, and whether it reaches the last token that is known or in flight."""
+    """Work, its sequence, and whether it reaches the last token that is known or in flight."""
     _prefills: list[tuple[RowWork, Sequence, bool]] = field(default_factory=list)
     _siblings: dict[int, list[Sequence]] = field(default_factory=dict)
-    """Row -> the sequences that fork off it in this step, and sample from its last token as well."""
+    """Row -> the sequences that fork off it in this step, and also sample from its last token."""
 
     @property
     def is_empty(self) -> bool:
         return not self._decodes and not self._prefills
 
     def add_row(self, sequence: Sequence) -> None:
-        """A sequence enters its row, with the blocks it has now."""
+        """Place a sequence in its row, with its current blocks."""
         request, row = sequence.request, sequence.row
         assert row is not None
         self._new_rows.append(
@@ -71,7 +71,7 @@ class StepBuilder:
         )
 
     def add_newest(self, sequence: Sequence) -> None:
-        """Compute the one token that a plain sequence lacks: `add_work` without what such a sequence never has."""
+        """Compute the one token that a plain sequence lacks: `add_work` without the cases it never has."""
         row, start = sequence.row, sequence.num_computed_tokens
         assert row is not None
         self.budget -= 1
@@ -104,7 +104,7 @@ class StepBuilder:
         return is_caught_up
 
     def add_siblings(self, row: int, siblings: list[Sequence]) -> None:
-        """The step completes the prompt in `row`: sample from its last token for these sequences too."""
+        """Sample for these sequences too from the last token of `row`, where the step completes the prompt."""
         self._siblings[row] = siblings
 
     def build(
@@ -113,7 +113,7 @@ class StepBuilder:
         swap_out: list[tuple[int, int]],
         swap_in: list[tuple[int, int]],
     ) -> InFlightStep:
-        """The step; see `StepPlan` for the arguments."""
+        """Build the step; see `StepPlan` for the arguments."""
         entries = self._decodes + self._prefills
         plan = StepPlan(self.step_id, freed_rows, self._new_rows, swap_out, swap_in, self._block_copies)
         plan.work = [work for work, _, _ in entries]
@@ -125,7 +125,7 @@ class StepBuilder:
                 step.prefilling.append(sequence)
             elif sequence.continuation:
                 continue  # its scores end it
-            elif sequence.request.is_plain:  # `_add_sample` without what such a sequence never has
+            elif sequence.request.is_plain:  # `_add_sample` without the cases it never has
                 plan.samples.append(Sample(work.row, token_index, sequence.num_computed_tokens))
                 step.sampled.append(sequence)
                 sequence.num_pending_tokens += 1

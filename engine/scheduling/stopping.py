@@ -1,4 +1,4 @@
-"""What a step's result does to a sequence: append the token, follow the grammar, decide if that was the end."""
+"""Applies a step's result to a sequence: appends the token, advances the grammar, checks for the end."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def append_sampled(
     logprobs: list[TokenLogprobs] | None,
     eos_token_ids: frozenset[int],
 ) -> SequenceUpdate:
-    """Append what a step sampled and what a grammar forces after it, up to the sequence's end if it comes.
+    """Append a sampled token and those a grammar forces after it, stopping if the sequence ends.
 
-    Sets `finish_reason` and `stop_reason` when the sequence ends; its status is the scheduler's business. The
-    token that stops a sequence is part of its output; tokens after it are dropped. A grammar that completes
-    with the last allowed token ends in `stop`, not in `length`. One that fails ends nothing: that is for the
-    scheduler, because it concerns the whole request.
+    Sets `finish_reason` and `stop_reason` when the sequence ends; the scheduler sets its status. The token
+    that stops a sequence is part of its output; tokens after it are dropped. A grammar that completes with
+    the last allowed token ends in `stop`, not in `length`. One that fails ends nothing: the scheduler fails
+    the whole request.
     """
     if len(token_ids) == 1 and sequence.grammar is None and sequence.request.params.logprobs is None:
         return _append_alone(sequence, token_ids[0], eos_token_ids)
@@ -37,7 +37,7 @@ def append_sampled(
 
 
 def take_scores(sequence: Sequence, position: int, entries: list[TokenLogprobs]) -> SequenceUpdate | None:
-    """Take the log-probabilities of a continuation's tokens from a position on; a repetition changes nothing.
+    """Record the logprobs of a continuation's tokens from a position on; a repetition changes nothing.
 
     Returns the sequence's end, with `finish_reason` set, once all of them are known.
     """
@@ -51,7 +51,7 @@ def take_scores(sequence: Sequence, position: int, entries: list[TokenLogprobs])
 
 
 def _append_alone(sequence: Sequence, token_id: int, eos_token_ids: frozenset[int]) -> SequenceUpdate:
-    """What `append_sampled` does with the one token of most steps, which brings nothing along."""
+    """Append one token that nothing accompanies: the case of most steps."""
     sequence.output_token_ids.append(token_id)
     if not _stops(sequence, token_id, eos_token_ids) and _is_full(sequence):
         sequence.finish_reason = "length"
@@ -59,7 +59,7 @@ def _append_alone(sequence: Sequence, token_id: int, eos_token_ids: frozenset[in
 
 
 def _follow_grammar(update: SequenceUpdate, token_id: int, eos_token_ids: frozenset[int]) -> bool:
-    """Advance the grammar and append what it forces, as far as the limit allows. True: the end."""
+    """Advance the grammar and append what it forces, up to the limit. True: the end."""
     sequence = update.sequence
     grammar = sequence.grammar
     assert grammar is not None

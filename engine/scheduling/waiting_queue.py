@@ -1,4 +1,4 @@
-"""Requests that wait: in which order they enter the batch, and what of them enters together."""
+"""Waiting requests: their order, and the sequences that enter the batch together."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class WaitingQueue(SequenceQueue):
         self._rows = rows
 
     def enqueue(self, request: Request) -> None:
-        """Queue what waits of a request; again, whenever something of it has begun to wait, or has ended."""
+        """Queue a request's waiting sequences; call again whenever one begins to wait or ends."""
         waiting = [s for s in request.sequences if s.status is SequenceStatus.WAITING]
         for sequence in waiting:
             self.discard(sequence)
         if request.beam_search is not None:
             is_running = any(s.status is SequenceStatus.RUNNING for s in request.sequences)
-            # Beams enter together: the first of them stands for all.
+            # Beams enter together: the first stands for all.
             swapped = [s for s in waiting if s.swapped_blocks]
             waiting = [] if is_running else (swapped or waiting)[:1]
         elif will_fork(request):
@@ -32,7 +32,7 @@ class WaitingQueue(SequenceQueue):
 
     @staticmethod
     def group(sequence: Sequence) -> tuple[list[Sequence], list[Sequence]]:
-        """What enters with a sequence of the queue: those with tables of their own, and those yet to fork."""
+        """Return the sequences that enter with this one: those with own tables, and those yet to fork."""
         request = sequence.request
         live = request.live_sequences
         if request.beam_search is not None:
@@ -42,7 +42,7 @@ class WaitingQueue(SequenceQueue):
 
 
 def will_fork(request: Request) -> bool:
-    """Whether several samples start out equal: all wait, and none has a token, known or in flight."""
+    """Return True if several samples start out equal: all wait, and none has a token, known or in flight."""
     live = request.live_sequences
     return len(live) > 1 and all(
         s.status is SequenceStatus.WAITING

@@ -1,1 +1,1 @@
-"""Constrained outputs: what a sequence may generate next, as a `Grammar` that the scheduler follows token by token."""
+"""Constrained outputs: a `Grammar` limits a sequence's next tokens; the scheduler advances it."""

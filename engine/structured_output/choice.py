@@ -1,8 +1,8 @@
 """`choice`: the output is one of the given labels.
 
-The labels' tokens form a trie. A sequence may only sample the children of its node; where one path is left, the
-rest of the label is forced without sampling, and the sequence is complete: no step is spent on what is certain,
-nor on an end-of-sequence token. A label that is a prefix of another needs EOS to say that it ended.
+The labels' tokens form a trie. A sequence may only sample the children of its node; where one path is left,
+the rest of the label is forced without sampling, and the sequence is complete: no step is spent on forced
+tokens or on EOS. A label that is a prefix of another needs EOS to mark its end.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pagemill.engine.errors import InvalidRequest, SchemaTooComplex
 from pagemill.engine.text.tokenizer import Tokenizer
 
 MAX_LABEL_TOKENS = 1024
-"""Of one label. A label is forced as a whole once it is chosen: one that is longer is a text, and no label."""
+"""Per label. A label is forced as a whole once it is chosen; a longer one is a text, not a label."""
 MAX_CHOICE_TOKENS = 65_536
-"""Of all labels together: 1,024 labels of 64 tokens. Half a second to tokenise, 256 KiB to keep."""
+"""For all labels together: 1,024 labels of 64 tokens. Half a second to tokenise, 256 KiB to store."""
 _CACHE_BYTES = 16 << 20
 
 
 class ChoiceTrie:
-    """Labels as sorted token sequences, one after another: a node is a range of labels and how much they share."""
+    """Labels as sorted, concatenated token sequences: a node is a range of labels and the length they share."""
 
     def __init__(self, labels: Iterable[Sequence[int]], eos_token_id: int | None) -> None:
         """
@@ -56,9 +56,9 @@ class ChoiceTrie:
         return sum(map(sys.getsizeof, (self, self._tokens, self._starts, self.root))) + 256 * len(self.root)
 
     def children(self, low: int, high: int, depth: int) -> dict[int, tuple[int, int]]:
-        """Token -> the labels low..high-1 that go on with it, of labels whose first `depth` tokens are the same.
+        """Map each next token to its labels within low..high-1, which share their first `depth` tokens.
 
-        EOS leads to no label: the one that it ends is over. Nothing follows a label that is alone at its end.
+        EOS leads to no label: the one that it ends is complete. Nothing follows a single label at its end.
         """
         tokens, starts = self._tokens, self._starts
         has_ended = starts[low] + depth == starts[low + 1]  # the shortest comes first
@@ -77,7 +77,7 @@ class ChoiceTrie:
         return found
 
     def shared(self, low: int, high: int, depth: int) -> list[int]:
-        """What all labels low..high-1 go on with, as far as they are the same."""
+        """Return the tokens that all labels low..high-1 continue with."""
         first, last = (
             self._tokens[self._starts[label] + depth : self._starts[label + 1]].tolist()
             for label in (low, high - 1)
@@ -103,7 +103,7 @@ class ChoiceGrammar:
         return None
 
     def prepare(self, token_id: int) -> None:
-        """There is nothing to work out."""
+        """Do nothing: `advance` needs no preparation."""
 
     @property
     def is_ready(self) -> bool:
@@ -124,11 +124,11 @@ class ChoiceGrammar:
             self._children = self._trie.children(low, high, self._depth)
             if len(self._children) != 1:
                 return forced
-            (token_id,) = self._children  # a label goes on with EOS where another ends
+            (token_id,) = self._children  # a label continues with EOS where another ends
             forced.append(token_id)
 
     def replay(self, token_ids: Sequence[int]) -> None:
-        """Go where an earlier run had got. Raises `InvalidRequest` when these tokens are no way through the trie."""
+        """Advance by an earlier run's tokens. Raises `InvalidRequest` if they are no path in the trie."""
         position = 0
         while position < len(token_ids):
             token_id = token_ids[position]
@@ -150,7 +150,7 @@ class ChoiceGrammar:
 
 @dataclass(frozen=True, slots=True)
 class CompiledChoice:
-    """A trie, shared and read-only, as the beginning of any number of outputs."""
+    """A trie, shared and read-only: the start of any number of outputs."""
 
     trie: ChoiceTrie
 
@@ -169,7 +169,7 @@ class ChoiceCompiler:
         )
 
     def compile(self, labels: tuple[str, ...], prompt_token_ids: Sequence[int]) -> CompiledChoice:
-        """Raises `InvalidRequest`: see `ChoiceTrie`; `SchemaTooComplex` where the labels have too many tokens."""
+        """Raise `InvalidRequest`, see `ChoiceTrie`; `SchemaTooComplex` if the labels have too many tokens."""
         key = labels, prompt_token_ids[-1] if prompt_token_ids else None
         trie = self._tries.get(key)
         if trie is None:
@@ -193,10 +193,10 @@ class ChoiceCompiler:
             yield token_ids
 
     def _encode(self, label: str, anchor: str, last_token_id: int | None) -> list[int]:
-        """The label's canonical tokens after the prompt's last token, which is `anchor` as text.
+        """Return the label's canonical tokens after the prompt's last token, which is `anchor` as text.
 
-        A tokenizer may write a text's first word differently at the start than after something, so the label is
-        encoded behind the last prompt token, wherever that token survives the concatenation unchanged.
+        A tokenizer may write a text's first word differently at the start than after other text, so the label
+        is encoded behind the last prompt token if that token survives the concatenation unchanged.
         """
         token_ids = self._tokenizer.encode(anchor + label, add_special_tokens=False)
         if last_token_id is not None:

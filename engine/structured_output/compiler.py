@@ -1,4 +1,4 @@
-"""The schemas that the engine knows, and their processes: each text is compiled once, and all of them take so much."""
+"""The engine's schemas and their processes: each text is compiled once, within a total memory limit."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pagemill.engine.structured_output.nursery import Nursery
 from pagemill.engine.structured_output.schema_process import SchemaProcess, must_retry
 
 MAX_BYTES = 512 << 20
-"""Of all schemas and their processes: idle ones are dropped beyond it, and none is compiled while it is in use."""
+"""For all schemas and their processes: idle ones beyond it are dropped; above it, no schema is compiled."""
 MOST_BYTES = 1 << 30
 """Beyond it, the largest one ends together with the requests that use it."""
 MAX_SCHEMAS = 1024
 QUICK_S = 0.005
-"""Who took longer for its last token is not waited for while others can run."""
+"""Grammars that took longer for their last token are not waited for while other requests can run."""
 _NUM_COMPILING = 2
-"""So that one schema that runs into its time limit does not keep all others waiting."""
+"""More than one, so that a schema running into its time limit does not hold up all others."""
 
 
 class SchemaCompiler:
-    """Texts to `SchemaProcess`es. For one thread, the engine's; it blocks no longer than it is told to."""
+    """Compiles texts to `SchemaProcess`es. For one thread, the engine's; it blocks no longer than told."""
 
     def __init__(self, nursery: Nursery, seconds: Histogram) -> None:
-        """`seconds` hears how long each compilation took."""
+        """`seconds` records the duration of each compilation."""
         self._nursery = nursery
         self._known: OrderedDict[tuple[str, str], SchemaProcess] = OrderedDict()
         self._queue: deque[tuple[str, str]] = deque()
@@ -37,17 +37,18 @@ class SchemaCompiler:
 
     @property
     def num_bytes(self) -> int:
-        """What they take here and, as last heard, in their processes."""
+        """Memory used here and, as last reported, in the processes."""
         return sum(schema.num_bytes for schema in self._known.values())
 
     def load_vocabulary(self) -> None:
-        """Have the tokens' bytes read, in the process that will need them. Returns at once."""
+        """Start reading the tokens' bytes in the process that will need them. Returns at once."""
         self._nursery.start()
 
     def compile(self, kind: str, text: str) -> SchemaProcess:
-        """The schema as far as it is, or with the error that it ended in, which is remembered as well.
+        """Return the schema, possibly not compiled yet, or with the error that compiling raised, which is
+        cached too.
 
-        It is compiled when `pump` finds that it is used.
+        `pump` compiles it once it is used.
         """
         key = (kind, text)
         known = self._known.get(key)
@@ -61,7 +62,7 @@ class SchemaCompiler:
         return schema
 
     def pump(self, timeout_s: float) -> None:
-        """Take what the processes have answered; waits at most so long for the first answer."""
+        """Take the processes' answers; waits at most `timeout_s` for the first."""
         if self._queue:
             self._start_queued()
         if not self._busy:
@@ -83,7 +84,7 @@ class SchemaCompiler:
             self._start_queued()
 
     def wait_for_quick(self, timeout_s: float) -> None:
-        """Wait for every answer of an output whose last one came quickly, at most so long."""
+        """Wait, at most `timeout_s`, for the answer of every output whose previous one came quickly."""
         deadline = time.perf_counter() + timeout_s
         while any(
             grammar.last_seconds < QUICK_S
@@ -108,14 +109,14 @@ class SchemaCompiler:
             schema = self._known.get(key)
             if schema is None or schema.is_done or schema in self._compiling:
                 continue
-            if not schema.is_used:  # nobody waits for it any more
+            if not schema.is_used:  # no request waits for it any more
                 del self._known[key]
                 continue
             schema.open()
             self._compiling.append(schema)
 
     def _make_room(self) -> None:
-        """Drop what was not used for longest; end what takes too much."""
+        """Drop the least recently used; end what takes too much memory."""
         taken = self.num_bytes
         for key in list(self._known):
             if taken <= MAX_BYTES and len(self._known) <= MAX_SCHEMAS:

@@ -1,4 +1,4 @@
-"""Messages over a stream: a length, then so many bytes."""
+"""Length-prefixed messages over a stream."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def frame(message: bytes) -> bytes:
 
 
 class FrameReader:
-    """Puts messages together from whatever pieces they arrive in."""
+    """Reassembles messages from arbitrary pieces."""
 
     def __init__(self) -> None:
         self._received = bytearray()
 
     def messages(self, received: bytes) -> Iterator[bytes]:
-        """Those that these bytes complete."""
+        """Yield the messages that these bytes complete."""
         self._received += received
         while len(self._received) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]

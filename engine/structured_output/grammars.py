@@ -1,4 +1,4 @@
-"""Gives sequences their grammars, and keeps the requests whose schema is still being compiled."""
+"""Gives sequences their grammars, and holds requests whose schema is still being compiled."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 _COMPILE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _FEW_CHARACTERS = 2048
-"""Labels up to this size are tokenised at once, in about a millisecond."""
+"""Labels up to this size are tokenised synchronously, in about a millisecond."""
 
 
 MASK_WAIT_S = 0.05
-"""The longest that a step waits for masks. Whose mask is not there by then sits the step out."""
+"""The longest that a step waits for masks. Sequences still without one are left out of the step."""
 
 
 class _Waiting(Protocol):
-    """A request that is in none of the scheduler's queues yet."""
+    """A request that is not in the scheduler's queues yet."""
 
     @property
     def request(self) -> Request: ...
@@ -56,7 +56,7 @@ class _WaitingForLabels:
 
 @dataclass(frozen=True, slots=True)
 class _WaitingForSchema:
-    """For the schema, and for the process to have followed what earlier runs have generated."""
+    """Waits for the schema, and for its process to replay the tokens of earlier runs."""
 
     request: Request
     schema: SchemaProcess
@@ -74,10 +74,10 @@ class _WaitingForSchema:
 
 
 class Grammars:
-    """For one thread, the engine's.
+    """The grammars of an engine's requests. For one thread, the engine's.
 
-    A schema is compiled elsewhere. Until it is, its request is in none of the scheduler's queues: it holds
-    nothing, and when it comes it stands where its arrival puts it.
+    A schema is compiled elsewhere. Until then its request is in none of the scheduler's queues: it holds
+    nothing, and afterwards its arrival determines its place.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -89,7 +89,7 @@ class Grammars:
         if tokenizer is None:
             return
         self._choices = ChoiceCompiler(tokenizer, eos_token_ids[0] if eos_token_ids else None)
-        # Not at the top: an engine without a tokenizer, as benchmarks have it, does without llguidance.
+        # Imported late: an engine without a tokenizer, as in benchmarks, runs without llguidance.
         from pagemill.engine.structured_output.compiler import SchemaCompiler
         from pagemill.engine.structured_output.nursery import Nursery
         from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
@@ -114,17 +114,17 @@ class Grammars:
         return {"grammar_compile_seconds": {(): self._compile_seconds.snapshot()}}
 
     def __len__(self) -> int:
-        """Requests that wait for their schema."""
+        """The number of requests waiting for their schema."""
         return len(self._waiting)
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._waiting
 
     def attach(self, request: Request) -> bool:
-        """Give a request's sequences their grammars. False: not now, `compiled` will hand it back.
+        """Give a request's sequences their grammars. False: not yet, and `compiled` will return it.
 
         Raises:
-            InvalidRequest: it can't have what it asks for.
+            InvalidRequest: the constraint is not possible.
         """
         shape = request.params.structured_outputs
         if shape is None:
@@ -144,7 +144,7 @@ class Grammars:
         return False
 
     def compiled(self, timeout_s: float) -> list[tuple[Request, EngineError | None]]:
-        """The requests whose grammars are there, each with what it fails of; waits at most so long for the first."""
+        """Return requests whose grammars are ready, with any error; waits at most `timeout_s` for the first."""
         if not self._waiting:
             return []
         labels = [one.compiled for one in self._waiting.values() if isinstance(one, _WaitingForLabels)]
@@ -158,17 +158,17 @@ class Grammars:
         return [(one.request, _finish_or_error(one)) for one in over]
 
     def pump(self, timeout_s: float) -> None:
-        """Take the masks that are there; waits at most `timeout_s` for the first."""
+        """Take the masks that are ready; waits at most `timeout_s` for the first."""
         if self._schemas is not None:
             self._schemas.pump(timeout_s)
 
     def wait_for_masks(self) -> None:
-        """Wait for the masks that come quickly, `MASK_WAIT_S` at most."""
+        """Wait for the masks that come quickly, at most `MASK_WAIT_S`."""
         if self._schemas is not None:
             self._schemas.wait_for_quick(MASK_WAIT_S)
 
     def withdraw(self, request_id: str) -> Request | None:
-        """Forget a request that waits; None if none does by this name."""
+        """Forget a waiting request; None if no waiting request has this id."""
         waiting = self._waiting.pop(request_id, None)
         return None if waiting is None else waiting.request
 
@@ -208,6 +208,6 @@ def _finish_or_error(waiting: _Waiting) -> EngineError | None:
         waiting.finish()
     except EngineError as error:
         return error
-    except Exception as error:  # the tokenizer is somebody else's code
+    except Exception as error:  # the tokenizer is third-party code
         return EngineError(f"the labels could not be tokenised: {type(error).__name__}: {error}")
     return None

@@ -1,9 +1,9 @@
 """`regex`, `json` and `grammar`: a matcher of llguidance's as a `Grammar`.
 
-llguidance walks a lexer and an Earley parser along the output and computes, when asked, which tokens keep it
-matching. No automaton is built ahead of time, so most schemas cost milliseconds to begin with. The limits below bound
-most of what a token can cost, but not all: one row of the parser may take minutes of native code that holds the
-interpreter's lock. So all of this runs in the schema's own process (`server.py`).
+llguidance runs a lexer and an Earley parser along the output and computes, on request, which tokens keep it
+matching. No automaton is built ahead of time, so most schemas take milliseconds to start. The limits below
+bound most of what a token can cost, but not all: one row of the parser may take minutes of native code that
+holds the GIL. So all of this runs in the schema's own process (`server.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pagemill.engine.errors import InvalidRequest, SchemaInvalid, SchemaTooCompl
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# One way to write each value, as json.dumps does. With free whitespace a small model may write nothing else for
-# ever, and nothing between two values could be forced.
+# One way to write each value, that of json.dumps. With free whitespace a small model may write nothing else
+# forever, and nothing between two values could be forced.
 _JSON_FORMAT: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -34,14 +34,14 @@ _LIMITS = llguidance.LLParserLimits(
     verbose_errors=False,
 )
 _MAX_MESSAGE = 400
-# llguidance tells its errors apart in words only.
+# llguidance distinguishes its errors only by their text.
 _UNSUPPORTED = ("Unimplemented", "not supported", "Unknown format")
 _TOO_COMPLEX = ("too large", "too many", "too complex", "items; max is", "limit", "Unable to determine")
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledSchema:
-    """What one schema text came to: the beginning of any number of outputs."""
+    """A compiled schema text: the start of any number of outputs."""
 
     kind: str
     matcher: llguidance.LLMatcher
@@ -65,14 +65,14 @@ def compile_schema(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> C
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error():
         raise _compile_error(kind, matcher.get_error())
-    # A tokenizer that could write a text in several ways equally well has no tokens that are forced.
+    # A tokenizer with several equally valid ways to write a text has no forced tokens.
     return CompiledSchema(kind, matcher, mask, tokenizer.is_canonical)
 
 
 def _grammar(kind: str, text: str) -> str:
     try:
         if kind == "regex":
-            # \d is 0 to 9, as JSON Schema has it: a number in other digits is of no use to most readers.
+            # \d is 0 to 9, as in JSON Schema: most readers can't use a number in other digits.
             regex = llguidance.regex_to_lark(text, use_ascii="d")
             return llguidance.LLMatcher.grammar_from_lark(f"start: /{regex}/")
         if kind == "json":
@@ -122,7 +122,7 @@ class MatcherGrammar:
         return forced
 
     def replay(self, token_ids: Sequence[int]) -> None:
-        """Go where an earlier run had got. Raises `InvalidRequest` when these tokens do not match."""
+        """Advance along an earlier run's tokens. Raises `InvalidRequest` if they do not match."""
         if not token_ids:
             return
         if not self._matcher.consume_tokens(list(token_ids)):
@@ -141,5 +141,5 @@ class MatcherGrammar:
         if not self._matcher.is_stopped():
             self._mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            # Only allowed tokens come here, so what went wrong is a limit of the library.
+            # Only allowed tokens come here, so the failure is a limit of the library.
             self._failure = SchemaTooComplex(_message(self._kind, self._matcher.get_error()))

@@ -1,4 +1,4 @@
-"""The process that has the vocabulary and forks those of the schemas: see `server.py`."""
+"""The process that has the vocabulary and forks the schemas' processes: see `server.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
 
 
 class Nursery:
-    """Starts its process when it is first needed, and another one after it ended."""
+    """Starts its process on first use, and again after it ended."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Nursery:
         self._control: socket.socket | None = None
 
     def start(self) -> None:
-        """Returns at once: what is asked of the process meanwhile, it does once it has read the vocabulary."""
+        """Start the process. Returns at once: requests are served once it has read the vocabulary."""
         if self.process is not None and self.process.poll() is None:
             return
         root = str(Path(sys.modules["pagemill"].__path__[0]).parent)
@@ -47,12 +47,12 @@ class Nursery:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is for the parent; the children end when their sockets do
+                start_new_session=True,  # Ctrl-C is for the parent; the children end when their sockets close
             )
         weakref.finalize(self, _end, self.process, self._control)
 
     def fork(self) -> socket.socket:
-        """A socket, without blocking, to a new process. If none comes of it, the socket ends without a word."""
+        """Return a non-blocking socket to a new process. If there is none, it closes without data."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:

@@ -1,4 +1,4 @@
-"""A schema in the engine: what came of compiling it, and the process that follows its outputs. Nothing here waits."""
+"""A schema in the engine: its compilation's result, and the process that follows its outputs. Never blocks."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from pagemill.engine.structured_output.server import GROWTH_LIMIT_MIB, TOKEN_LIM
 
 _CHUNK = 1 << 16
 _RECORD_BYTES = 4 << 10
-"""Of a schema without a process, beside its text and its mask."""
+"""The size of a schema without a process, besides its text and its mask."""
 
 
 class SchemaProcess:
-    """For the engine's thread. The process is started again when it has ended and an output goes on."""
+    """A schema's process. For the engine's thread. Restarted if it has ended and an output continues."""
 
     def __init__(self, nursery: Nursery, kind: str, text: str, busy: set[SchemaProcess]) -> None:
-        """It is in `busy` while there is anything to send or to hear."""
+        """`busy`: contains it while it has anything to send or receive."""
         self.kind = kind
         self.mask = b""
         self.error: EngineError | None = None
         self.compile_seconds = 0.0
         self.socket: socket.socket | None = None
         self.pending: dict[int, ServedGrammar] = {}
-        """Those that wait for an answer, in the order in which they come."""
+        """Grammars waiting for an answer, in the order the answers come."""
         self._text = text
         self._nursery = nursery
         self._busy = busy
         self._is_compiled = False
         self._has_begun = False
-        """There is a process at the other end: if it ends, that is the schema's doing."""
+        """True once a process is at the other end: if it ends, the schema is the cause."""
         self._is_careful = False
-        """The process sends each answer before it begins with the next, so that it is known what ended it."""
+        """The process sends each answer before starting the next, so that the cause of its end is known."""
         self._started = 0.0
         self._process_bytes = 0
         self._known: set[int] = set()
-        """The numbers of the grammars whose places the process has."""
+        """Numbers of the grammars whose places the process has."""
         self._reader = FrameReader()
         self._outgoing = bytearray()
         self._users: weakref.WeakSet[ServedGrammar] = weakref.WeakSet()
@@ -53,12 +53,12 @@ class SchemaProcess:
 
     @property
     def is_done(self) -> bool:
-        """Whether it is known what came of compiling it."""
+        """True if compilation has finished or failed."""
         return self._is_compiled or self.error is not None
 
     @property
     def is_used(self) -> bool:
-        """Whether there are outputs, begun or not, that need it."""
+        """True if any output, begun or not, needs it."""
         return len(self._users) > 0
 
     @property
@@ -67,24 +67,24 @@ class SchemaProcess:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes here and, as last heard, there."""
+        """Memory used here and, as last reported, in the process."""
         return _RECORD_BYTES + sys.getsizeof(self._text) + len(self.mask) + self._process_bytes
 
     def check(self) -> None:
-        """Raises the error that compiling it ended in."""
+        """Raise the error that compiling it failed with, if any."""
         if self.error is not None:
-            # A copy: the traceback of one that is kept would keep whoever has met it.
+            # A copy: the traceback of a shared error would keep alive every frame it passed.
             raise type(self.error)(*self.error.args)
 
     def grammar(self, budget: MaskBudget) -> ServedGrammar:
-        """A new output's place; it can be used once `is_done`."""
+        """Create a grammar for a new output; usable once `is_done`."""
         grammar = ServedGrammar(self, budget)
         self._users.add(grammar)
         weakref.finalize(grammar, self._forgotten.append, grammar.number).atexit = False
         return grammar
 
     def open(self) -> None:
-        """Start its process, and have the schema compiled there."""
+        """Start its process, and compile the schema there."""
         self.socket, self._reader = self._nursery.fork(), FrameReader()
         self._closing = weakref.finalize(self, self.socket.close)
         self._started = time.perf_counter()
@@ -106,20 +106,20 @@ class SchemaProcess:
             return
         self.pending[grammar.number] = grammar
         if not self.is_done:
-            return  # it will be sent when there is somebody to answer
+            return  # it will be sent once there is a process
         if self.socket is None:
             self.open()
         self._send(grammar)
 
     def refuse_all(self, reason: str) -> None:
-        """Let the requests fail whose outputs it follows."""
+        """Fail the requests whose outputs it follows."""
         self.close()
         self.pending.clear()
         for grammar in list(self._users):
             grammar.refuse(reason)
 
     def pump(self) -> bool:
-        """Send what there is to send, and take the answers that have come. True: it takes more or less than before."""
+        """Send pending messages and take the answers that have arrived. True if its size changed."""
         before = self.num_bytes
         while self._forgotten:
             number = self._forgotten.popleft()
@@ -132,7 +132,7 @@ class SchemaProcess:
         except BlockingIOError:
             pass
         except OSError:
-            self._outgoing.clear()  # it has ended, as its socket will tell
+            self._outgoing.clear()  # it has ended, as its socket will show
         self._receive()
         if not self.pending and not self._outgoing and self.is_done:
             self._busy.discard(self)
@@ -176,7 +176,7 @@ class SchemaProcess:
             self._fail_pending(error)
 
     def _ended(self) -> None:
-        """Whatever it was at, it took too long or too much; what others have asked, another process will answer."""
+        """Handle the process's end: its last task exceeded a limit; another process will answer the rest."""
         if not self._has_begun:
             self.close()
             error = EngineError("the process that schemas are compiled in does not start")
@@ -214,5 +214,5 @@ class SchemaProcess:
 
 
 def must_retry(process: SchemaProcess) -> bool:
-    """It failed for a reason that is not the schema's."""
+    """Return True if it failed for a reason other than the schema."""
     return process.error is not None and not isinstance(process.error, InvalidRequest)

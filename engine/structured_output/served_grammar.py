@@ -1,4 +1,4 @@
-"""One sequence's place in a schema, as the scheduler has it: what may follow is worked out in the schema's process."""
+"""A sequence's grammar as the scheduler has it: the schema's process computes the allowed tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pagemill.engine.errors import EngineError, InvalidRequest, SchemaTooComplex
 
 REQUEST_LIMIT_S = 2.0
 TOKEN_SHARE_S = 0.002
-"""CPU seconds that a request's masks may take: so many, and so many more for each token. Ordinary schemas take 0.02 to
-0.2 ms a token over a vocabulary of 50,000."""
+"""CPU seconds that a request's masks may take: this much, plus this much for each token. Ordinary schemas
+take 0.02 to 0.2 ms a token over a vocabulary of 50,000."""
 _NUMBERS = itertools.count()
 
 
@@ -29,18 +29,18 @@ class MaskBudget:
 
 
 class Schema(Protocol):
-    """The process, as its grammars know it."""
+    """The schema's process, as its grammars see it."""
 
     @property
     def kind(self) -> str: ...
 
     @property
     def mask(self) -> bytes:
-        """Of the first token."""
+        """The mask of the first token."""
         ...
 
     def ask(self, grammar: ServedGrammar) -> None:
-        """Have a place worked out; `answer` or `fail` will be called once."""
+        """Request a grammar's next state; `answer` or `fail` will be called once."""
         ...
 
 
@@ -50,9 +50,9 @@ class ServedGrammar:
     def __init__(self, schema: Schema, budget: MaskBudget) -> None:
         self.number = next(_NUMBERS)
         self.token_ids: list[int] = []
-        """What led to this place, forced tokens included."""
+        """The tokens so far, including forced ones."""
         self.next_token_id: int | None = None
-        """What was sampled here, while it is not known what follows it."""
+        """The sampled token whose successors are not known yet."""
         self.is_ready = True
         self.is_complete = False
         self.failure: EngineError | None = None
@@ -78,7 +78,7 @@ class ServedGrammar:
         return self._forced
 
     def replay(self, token_ids: Sequence[int]) -> None:
-        """Go where an earlier run had got. Once it is ready, `failure` says whether that can be."""
+        """Advance along an earlier run's tokens. Once ready, `failure` says if they do not match."""
         if token_ids:
             self.token_ids = list(token_ids)
             self._ask()
@@ -102,7 +102,7 @@ class ServedGrammar:
             )
 
     def refuse(self, reason: str) -> None:
-        """It takes too much."""
+        """Fail it for exceeding a limit."""
         self.fail(SchemaTooComplex(f"structured_outputs.{self._schema.kind}: {reason}"))
 
     def fail(self, error: EngineError) -> None:

@@ -1,8 +1,9 @@
-"""The processes that schemas run in: each compiles one schema and follows the outputs that are held to it.
+"""The processes of schemas: each compiles one schema and follows the outputs that it constrains.
 
-A schema comes from anybody, and native code can't be stopped in a thread. The first process has the vocabulary and
-forks one per schema, which shares it. A schema's process has alarms and a memory limit that the kernel enforces, even
-inside the library's code, and ends when its socket is closed. See `process.py` for the other side.
+A schema may come from any client, and native code can't be stopped in a thread. The first process has the
+vocabulary and forks one per schema, which shares it. A schema's process has alarms and a memory limit that
+the kernel enforces, even inside the library's code, and ends when its socket is closed. See `process.py` for
+the other side.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
 TIME_LIMIT_S = 5.0
 """Seconds of real time to compile a schema and to follow it for a few tokens."""
 TOKEN_LIMIT_S = 1.0
-"""Seconds of CPU time for one token: to take it, and to find what is forced and what is allowed after it."""
+"""Seconds of CPU time for one token: to take it, and to find the forced and allowed tokens after it."""
 REPLAYED_TOKEN_S = 0.005
-"""On top of that for each token that an earlier run has generated."""
+"""Added to that for each token that an earlier run has generated."""
 MEMORY_LIMIT_MIB = 1024
-"""To compile, on top of what the first process has."""
+"""For compilation, on top of the first process's memory."""
 GROWTH_LIMIT_MIB = 256
-"""While outputs are followed, on top of what was compiled."""
+"""For following outputs, on top of the memory after compilation."""
 _STEPS_FOLLOWED = 16
 _NICENESS = 5
 _ANSWERS_PER_SIZE = 64
@@ -45,13 +46,13 @@ _CHUNK = 1 << 16
 
 
 class SchemaServer:
-    """One schema's process. What goes over the socket is JSON, in answers with a NUL and a token mask after it."""
+    """One schema's process. Messages over the socket are JSON; in answers a NUL and a token mask follow."""
 
     def __init__(self, connection: socket.socket, tokenizer: llguidance.LLTokenizer) -> None:
         self._connection = connection
         self._tokenizer = tokenizer
         self._places: dict[int, tuple[MatcherGrammar, list[int]]] = {}
-        """By the sequence's number: its place, and the tokens that led there."""
+        """Sequence number -> its matcher, and the tokens so far."""
         self._num_answers = 0
         self._size = 0
         self._kind = self._text = ""
@@ -60,7 +61,7 @@ class SchemaServer:
         self._sent_at = self._send_interval_s = 0.0
 
     def run(self, time_limit_s: float, memory_limit_mib: int) -> None:
-        self._answer({})  # there is a process: what ends it from here on is the schema
+        self._answer({})  # the process exists: from here on, its end is due to the schema
         self._flush()
         commands = self._commands()
         self._kind, self._text, is_careful = next(commands)
@@ -81,7 +82,7 @@ class SchemaServer:
             self._handle(*command)
 
     def _commands(self) -> Iterator[list[Any]]:
-        """Answers that come quickly are sent when there is nothing else to do, so that one of them wakes the engine."""
+        """Yield commands. Quick answers are sent together, once none is pending, to wake the engine once."""
         reader = FrameReader()
         while True:
             self._flush()
@@ -94,7 +95,7 @@ class SchemaServer:
                     self._flush()
 
     def _handle(self, number: int, start: list[int] | None = None, token: int | None = None) -> None:
-        """Make a place for a sequence where its tokens lead to, and take one more. With a number alone: forget it."""
+        """Place a sequence after its `start` tokens, and take one more. With a number alone: forget it."""
         if start is None and token is None:
             self._places.pop(number, None)
             return
@@ -129,7 +130,8 @@ class SchemaServer:
             return grammar, []
         forced = grammar.advance(token)
         if grammar.failure is not None:
-            # All outputs share a lexer, which has a limit and keeps what they made it build: alone it may do.
+            # All outputs share a lexer with one limit, which retains what they made it build: alone, this one
+            # may pass.
             self._schema = compile_schema(self._tokenizer, self._kind, self._text)
             grammar = self._schema.start()
             grammar.replay(tokens)
@@ -149,7 +151,7 @@ class SchemaServer:
 
 
 def _follow(schema: CompiledSchema, vocab_size: int) -> None:
-    """Write some output, any: limits that the first tokens run into are told before anything is generated."""
+    """Generate a short output, so that limits hit by the first tokens are reported before any request runs."""
     grammar, draw = schema.start(), random.Random(0)
     for _ in range(_STEPS_FOLLOWED):
         mask = grammar.token_mask()
@@ -163,14 +165,14 @@ def _follow(schema: CompiledSchema, vocab_size: int) -> None:
 
 def limit_memory(more_bytes: int) -> None:
     statm = Path("/proc/self/statm")
-    if not statm.exists():  # macOS does not keep to RLIMIT_AS anyway: there the alarms alone have to do
+    if not statm.exists():  # macOS ignores RLIMIT_AS anyway: there the alarms must suffice
         return
     size = int(statm.read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + more_bytes, resource.RLIM_INFINITY))
 
 
 def private_bytes() -> int:
-    """What this process takes on top of what it shares with the one that forked it."""
+    """Return the memory this process uses beyond what it shares with its parent."""
     rollup = Path("/proc/self/smaps_rollup")
     if not rollup.exists():
         return 16 << 20
@@ -179,12 +181,12 @@ def private_bytes() -> int:
 
 
 def main(control: socket.socket, time_limit_s: float, memory_limit_mib: int) -> None:
-    """The first process: the vocabulary is its input; then a socket per schema comes over `control`."""
+    """Run the first process: the vocabulary is its input; then a socket per schema comes over `control`."""
     os.nice(_NICENESS)
     tokenizer = GrammarVocabulary.load(sys.stdin.read()).build()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are never waited for
     gc.collect()
-    gc.freeze()  # a collection would write to every page that is shared
+    gc.freeze()  # a collection would write to every shared page
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not message:

@@ -1,1 +1,1 @@
-"""Between text and tokens, on the way in and on the way out."""
+"""Conversion between text and tokens, for inputs and outputs."""

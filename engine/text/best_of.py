@@ -1,4 +1,4 @@
-"""Samples that compete: all are held back until the last has ended, and only the best are told."""
+"""Competing samples: all are held back until the last has ended, and only the best are returned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class BestOf:
 
     Args:
         num_returned: how many of the samples the caller gets.
-        with_logprobs: whether the caller asked for logprobs; the samples carry them in any case, to be ranked.
+        with_logprobs: whether the caller asked for logprobs; the samples always carry them, for the ranking.
     """
 
     def __init__(self, num_returned: int, *, with_logprobs: bool) -> None:
@@ -19,7 +19,7 @@ class BestOf:
         self._samples: dict[int, CompletionDelta] = {}
 
     def hold(self, delta: CompletionDelta) -> None:
-        """Take what a sample gained."""
+        """Append a sample's delta."""
         entries = delta.logprobs or []
         gained = sum(entry.logprob for entry in entries if entry.logprob is not None)
         delta.cumulative_logprob = gained
@@ -32,7 +32,7 @@ class BestOf:
             held.finish_reason, held.stop_reason = delta.finish_reason, delta.stop_reason
 
     def release(self) -> list[CompletionDelta]:
-        """The best samples whole, numbered by rank: highest cumulative logprob first, ties in the order drawn."""
+        """Return the best samples whole, by rank: highest cumulative logprob first, ties in the order drawn."""
         ranked = sorted(
             self._samples.values(), key=lambda held: (-(held.cumulative_logprob or 0.0), held.index)
         )

@@ -14,9 +14,9 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class Detokenizer:
     """One sample's text.
 
-    A token's text may depend on its neighbours, so a window of tokens is decoded, and its text minus the text of
-    the window's already final part is what is new. A trailing replacement character means that a character's
-    bytes are still incomplete: nothing is final until the rest arrives, or `flush` gives up waiting.
+    A token's text may depend on its neighbours, so a window of tokens is decoded; the new text is its text
+    minus that of the window's already final part. A trailing replacement character means that a character's
+    bytes are still incomplete: nothing is final until the rest arrives, or `flush` is called.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Detokenizer:
         self._final_text = self._decode(self._window)
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """The text that became final with these tokens; may be empty. It does not depend on how they are grouped."""
+        """Return the text that these tokens make final; may be empty. Their grouping does not matter."""
         return "".join(map(self._append_one, token_ids))
 
     def _append_one(self, token_id: int) -> str:
@@ -40,13 +40,13 @@ class Detokenizer:
         return self._advance(text)
 
     def flush(self) -> str:
-        """What is left at the end, incomplete characters included."""
+        """Return the remaining text, including incomplete characters."""
         text = self._decode(self._window)
         return self._advance(text) if len(text) > len(self._final_text) else ""
 
     def _advance(self, text: str) -> str:
         new = text[len(self._final_text) :]
-        # The tokens that were new now become the context of the next ones.
+        # The previously new tokens become the context of the next ones.
         self._window = self._window[self._num_final :]
         self._num_final = len(self._window)
         self._final_text = self._decode(self._window)
@@ -59,7 +59,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Watches a sample's text for stop strings and holds back what may yet become one."""
+    """Watches a sample's text for stop strings and holds back text that may become one."""
 
     def __init__(self, stop: Sequence[str], *, include_in_output: bool) -> None:
         self._stop = tuple(stop)
@@ -67,7 +67,7 @@ class StopStrings:
         self._held = ""
 
     def append(self, text: str) -> tuple[str, str | None]:
-        """(text to release, the stop string found or None). After a stop nothing more is to be appended."""
+        """Return (text to release, the stop string found or None). Must not be called again after a stop."""
         if not self._stop:
             return text, None
         self._held += text
@@ -89,7 +89,7 @@ class StopStrings:
         return released
 
     def _longest_open_prefix(self) -> int:
-        """Length of the longest suffix of the held text that begins some stop string."""
+        """Return the length of the longest suffix of the held text that begins some stop string."""
         longest = min(len(self._held), max(len(stop) for stop in self._stop) - 1)
         for length in range(longest, 0, -1):
             suffix = self._held[-length:]

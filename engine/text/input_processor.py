@@ -1,4 +1,4 @@
-"""From what the caller wrote to what the engine runs: tokenises, validates, resolves. Thread-safe."""
+"""Turns a caller's input into the engine's: tokenises, validates, resolves defaults. Thread-safe."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pagemill.engine.tasks import Score
 from pagemill.engine.text.tokenizer import Message, Tokenizer
 
 MAX_BAD_WORD_TOKENS = 32_768
-"""Of all bad words of a request: each is compared with every row's last tokens in every step."""
+"""Limit on a request's bad words in total: each is compared with every row's last tokens in every step."""
 _BAD_WORDS_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class InputLimits:
-    """What the model and the pool can take."""
+    """The limits of the model and the pool."""
 
     vocab_size: int
     max_model_len: int
@@ -38,7 +38,7 @@ class InputProcessor:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids from here on do not exist."""
+        """The number of token ids; valid ids are below it."""
         return self._limits.vocab_size
 
     def process(
@@ -53,10 +53,10 @@ class InputProcessor:
 
         Returns:
             The prompt's token ids, and the parameters with `max_tokens` resolved: never None, never past
-            max_model_len, and when the caller left it open never more than the KV pool holds.
+            max_model_len, and by default never more than the KV pool holds.
 
         Raises:
-            InvalidRequest: see the subclasses for what the caller can do about it.
+            InvalidRequest: the subclasses say what the caller can do about it.
         """
         self._check_params(params)
         token_ids = self._tokenise(prompt, messages, prompt_token_ids)
@@ -75,10 +75,10 @@ class InputProcessor:
         prompt_token_ids: Sequence[int] | None = None,
         params: SamplingParams,
     ) -> tuple[list[int], SamplingParams, Score]:
-        """Tokenise and check what is to be scored: continuations of the prompt, or without any the prompt itself.
+        """Tokenise and check the text to score: continuations of the prompt, or the prompt itself.
 
-        A continuation is tokenised by itself, as a text that goes on: no token spans the end of the prompt. Of a
-        prompt that is scored, the first token is the context: nothing predicts it.
+        A continuation is tokenised by itself, as text without special tokens: no token spans the end of the
+        prompt. The first token of a scored prompt is the context, as it has no prediction.
 
         Args:
             params: `logprobs` alternatives per position; the rest is not used.
@@ -110,10 +110,11 @@ class InputProcessor:
         return token_ids, params, Score(tuple(map(tuple, targets)))
 
     def bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """The token sequences of words that may not be generated, each with and without a space before it.
+        """Return the token sequences of words that may not be generated, each with and without a space before
+        it.
 
-        A word is other tokens at the beginning of a text or after a bracket than after a space. Only these two
-        ways to write it are known: letters one by one may still spell it.
+        A word has different tokens at the beginning of a text or after a bracket than after a space. Only
+        these two forms are barred: letters one by one may still spell it.
 
         Raises:
             UnsupportedFeature: there is no tokenizer.
@@ -197,7 +198,7 @@ class InputProcessor:
                 raise UnsupportedFeature("structured_outputs need a tokenizer, and this model has none")
 
     def _check_choice(self, params: SamplingParams) -> None:
-        """Refuse what could never choose its first token; whatever is barred later fails the request then."""
+        """Refuse parameters that bar every first token; a later dead end fails the request when it occurs."""
         barred = {ids[0] for ids in self.bad_word_ids(params.bad_words) if len(ids) == 1}
         if params.min_tokens and params.structured_outputs is None:
             barred.update(self._limits.eos_token_ids, params.stop_token_ids)
@@ -205,8 +206,8 @@ class InputProcessor:
             raise InvalidRequest("allowed_token_ids: bad_words or min_tokens bar every one of them")
 
     def check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        """Raises InvalidRequest for ids that the vocabulary does not have; `name` is for the message."""
-        # On a GPU one id outside the embedding would end the process for every other request.
+        """Raise InvalidRequest for ids outside the vocabulary; `name` is for the message."""
+        # On a GPU, one id outside the embedding would end the process for every other request.
         if any(type(token) is not int for token in token_ids):
             raise InvalidRequest(f"{name} must be integers")
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._limits.vocab_size):
@@ -216,7 +217,7 @@ class InputProcessor:
         context_left = self._limits.max_model_len - num_prompt_tokens
         if params.max_tokens is not None:
             return min(params.max_tokens, context_left)
-        # The last token is never written to the cache, hence one slot more than the pool has. Too little for
-        # even one is the scheduler's to refuse.
+        # The last token is never written to the cache, hence one slot more than the pool has. If there is not
+        # room for even one, the scheduler refuses the request.
         pool_left = self._limits.pool_tokens // params.num_sequences - num_prompt_tokens + 1
         return max(1, params.min_tokens, min(context_left, pool_left))

@@ -1,4 +1,4 @@
-"""From tokens to what the caller sees: text, stop strings, deltas, usage and latencies."""
+"""Turns tokens into the caller's view: text, stop strings, deltas, usage and latencies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pagemill.engine.text.best_of import BestOf
 from pagemill.engine.text.detokenizer import Detokenizer, StopStrings
 from pagemill.engine.text.tokenizer import Tokenizer
 
-# vLLM's buckets, so that panels can be compared.
+# vLLM's buckets, so that dashboards can be compared.
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
                 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
 ITL_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
@@ -38,10 +38,10 @@ FinishSequence = Callable[[Sequence, FinishReason, int | str | None], None]
 
 @dataclass(slots=True)
 class _SampleText:
-    """One sample's way from tokens to text."""
+    """The conversion of one sample's tokens to text."""
 
     num_reported: int
-    """Output tokens the caller has been told of (resumed ones included)."""
+    """Output tokens already reported to the caller (including resumed ones)."""
     detokenizer: Detokenizer | None
     stop: StopStrings
     last_token_time: float | None = None
@@ -122,7 +122,7 @@ class OutputProcessor:
     def add(self, request: Request, best_of: BestOf | None = None) -> None:
         """Start a request. Resumed tokens are replayed, so that stop strings may span the cut.
 
-        With `best_of`, its samples are told of when all have ended.
+        With `best_of`, its samples are reported once all have ended.
         """
         record = _RequestRecord(request, time.monotonic(), [self._new_sample(s) for s in request.sequences])
         record.best_of = best_of
@@ -135,7 +135,7 @@ class OutputProcessor:
             self.stats.max_tokens.observe(request.max_tokens)
 
     def process(self, updates: list[SequenceUpdate]) -> list[RequestOutput]:
-        """Turn a retired step's updates into outputs, one per request that has news."""
+        """Turn a retired step's updates into outputs, one per request that changed."""
         now = time.monotonic()
         outputs: dict[str, RequestOutput] = {}
         for update in updates:
@@ -154,7 +154,7 @@ class OutputProcessor:
     def end(
         self, request: Request, reason: FinishReason, error: str | None = None, error_code: str | None = None
     ) -> list[RequestOutput]:
-        """The end of a request that the scheduler never had."""
+        """Return the end of a request that never reached the scheduler."""
         updates = []
         for sequence in request.live_sequences:
             sequence.finish_reason, sequence.status = reason, SequenceStatus.FINISHED
@@ -174,7 +174,7 @@ class OutputProcessor:
             )
             resumed = self._visible(sequence, told)
             if resumed:
-                # Told of before the cut: replayed for what it leaves held back, not to be released again.
+                # Already reported; replayed only to restore held-back text.
                 unwatched = max(0, params.min_tokens - 1)
                 detokenizer.append(resumed[:unwatched])
                 stop.append(detokenizer.append(resumed[unwatched:]))
@@ -186,7 +186,7 @@ class OutputProcessor:
         )
 
     def _visible(self, sequence: Sequence, token_ids: list[int]) -> list[int]:
-        """The tokens that make text: a stop token or EOS that ended the sample is in token_ids, not in text."""
+        """Return the tokens that make text: a final stop token or EOS is in token_ids, not in text."""
         if not (sequence.is_finished and sequence.finish_reason == "stop" and token_ids):
             return token_ids
         is_stop_token = token_ids[-1] == sequence.stop_reason or token_ids[-1] in self._eos_token_ids
@@ -241,7 +241,7 @@ class OutputProcessor:
             if sequence.finish_reason in (
                 "length",
                 "stop",
-            ):  # the last token completed the stop string as well
+            ):  # the last token also completed the stop string
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
             else:
                 self._finish_sequence(sequence, "stop", stop)
@@ -250,11 +250,11 @@ class OutputProcessor:
         return unwatched + released
 
     def _count_structured(self, sequence: Sequence) -> None:
-        """Whether an ended sample with structured_outputs is what was asked for."""
+        """Count an ended sample with structured_outputs by its validity."""
         is_cut = sequence.stop_reason is not None  # by the caller's own stop string or token
         is_complete = sequence.grammar is not None and sequence.grammar.is_complete
         match sequence.finish_reason:
-            case "stop" if is_complete or not is_cut:  # a grammar lets EOS come only where it may end
+            case "stop" if is_complete or not is_cut:  # a grammar allows EOS only where the output may end
                 self.stats.requests.structured_outputs["valid"] += 1
             case "stop" | "length":
                 self.stats.requests.structured_outputs["truncated"] += 1
@@ -275,7 +275,7 @@ class OutputProcessor:
         sample.last_token_time = now
 
     def _count_admission(self, record: _RequestRecord) -> None:
-        """At a request's first news: how long it waited inside, and where its prompt's KV came from."""
+        """Record, at a request's first update, its wait in the engine and the source of its prompt's KV."""
         request = record.request
         if record.is_admission_counted or not request.was_admitted:
             return
@@ -286,7 +286,7 @@ class OutputProcessor:
         sources["computed"] += request.num_input_tokens - request.num_cached_tokens
 
     def _record_phases(self, record: _RequestRecord, generated: int) -> None:
-        """At a request's end, if it has generated anything here: what its phases took."""
+        """Record, at a request's end, the times of its phases, if it has generated anything here."""
         last = max((s.last_token_time for s in record.samples if s.last_token_time is not None), default=None)
         if record.first_token_time is None or last is None:
             return
@@ -294,7 +294,7 @@ class OutputProcessor:
         self.stats.prefill.observe(max(0.0, record.first_token_time - record.request.admitted_at))
         self.stats.decode.observe(decode_s)
         self.stats.inference.observe(max(0.0, last - record.request.admitted_at))
-        # Samples decode side by side: per sample, as a reader of one of them sees it.
+        # Samples decode in parallel: the latency is per sample, as a reader of one sees it.
         gaps = generated / len(record.samples) - 1
         if gaps > 0:
             self.stats.tpot.observe(decode_s / gaps)
@@ -302,7 +302,7 @@ class OutputProcessor:
     def _new_output(self, record: _RequestRecord) -> RequestOutput:
         request = record.request
         computed = max(s.num_computed_tokens for s in request.sequences)
-        # A preempted request computes its prompt again: progress does not run backwards.
+        # A preempted request computes its prompt again, but its progress must not go backwards.
         record.prompt_tokens_done = max(
             record.prompt_tokens_done, min(computed, len(request.prompt_token_ids))
         )

@@ -1,4 +1,4 @@
-"""The text of single tokens, as log-probabilities show them."""
+"""The texts of single tokens, for log-probabilities."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenTexts:
-    """Texts of token ids. Thread-safe: two threads may work out the same one."""
+    """Texts of token ids. Thread-safe: two threads may compute the same one."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         """Without a tokenizer all texts are empty."""
@@ -20,7 +20,7 @@ class TokenTexts:
         self._texts: dict[int, str] = {}
 
     def __call__(self, token_id: int) -> str:
-        """The token's text; of part of a character its bytes in OpenAI's spelling, `bytes:\\xe4\\xbd`."""
+        """Return the token's text; for part of a character, its bytes in OpenAI's notation, `bytes:\\xe4\\xbd`."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = self._text(token_id)

@@ -1,4 +1,4 @@
-"""Text to token ids and back. The engine itself needs none: token ids are served without a tokenizer."""
+"""Text to token ids and back. Optional: without a tokenizer the engine serves token ids."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
     def piece(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it; None: it is not known, or there is no such token."""
+        """Return the token as the vocabulary spells it; None if that is unknown or there is no such token."""
         ...
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the conversation with the assistant's turn opened. Raises `InvalidRequest`."""
+        """Return the token ids of the conversation with the assistant's turn opened. Raises `InvalidRequest`."""
         ...
 
     def to_json(self) -> str | None:
-        """As the content of a Hugging Face tokenizer.json; None: it can't be written so."""
+        """Return the content of a Hugging Face tokenizer.json; None if it can't be expressed as one."""
         ...
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens, 256 ends a text: what the echo model speaks."""
+    """The echo model's tokenizer: UTF-8 bytes as tokens, and 256 as EOS."""
 
     vocab_size = 257
     eos_token_id: int | None = 256
@@ -88,9 +88,9 @@ class HuggingFaceTokenizer:
             self._tokenizer = _read_tokenizer(directory)
         except ModelLoadError:
             raise
-        except Exception as error:  # transformers raises whatever the broken file makes it raise
+        except Exception as error:  # a broken file can make transformers raise anything
             raise ModelLoadError(f"can't load the tokenizer in {directory}: {error}") from error
-        # The Rust object directly: the Python wrapper costs several times the decoding itself.
+        # The Rust object directly: the Python wrapper costs several times as much as the decoding itself.
         self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
         self.vocab_size: int = len(self._tokenizer)
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
@@ -120,11 +120,11 @@ class HuggingFaceTokenizer:
             text = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # the template is the model author's code: any error means these messages
+        except Exception as error:  # the template is foreign code: any error is due to these messages
             raise InvalidRequest(
                 f"the chat template refuses these messages: {type(error).__name__}"
             ) from error
-        # The template writes the special tokens itself.
+        # The template adds the special tokens itself.
         return self.encode(text, add_special_tokens=False)
 
     def to_json(self) -> str | None:
@@ -133,12 +133,12 @@ class HuggingFaceTokenizer:
         text: str = self._backend.to_str()
         if self._backend.padding is None and self._backend.truncation is None:
             return text
-        # Neither says which bytes a token stands for, and both would change what a text is encoded to.
+        # Neither affects which bytes a token stands for, and both would change the encoding of a text.
         return json.dumps(json.loads(text) | {"padding": None, "truncation": None})
 
 
 def _read_tokenizer(directory: Path) -> Any:
-    """The directory's tokenizer as transformers reads it. Code that came along with the model is never run."""
+    """Load the directory's tokenizer with transformers. Code shipped with the model is never run."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
@@ -160,7 +160,7 @@ def _names_remote_code(directory: Path) -> bool:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:
-    """The directory's tokenizer; None when it holds no tokenizer files (token ids only)."""
+    """Load the directory's tokenizer; None if it holds no tokenizer files (token ids only)."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
     if not any((directory / name).is_file() for name in names):
         return None
@@ -168,7 +168,7 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
 
 
 def generation_eos_token_ids(directory: Path) -> list[int]:
-    """EOS ids of generation_config.json, or else of config.json."""
+    """Return the EOS ids of generation_config.json, or else of config.json."""
     for name in ("generation_config.json", "config.json"):
         file = directory / name
         if file.is_file():
@@ -180,7 +180,7 @@ def generation_eos_token_ids(directory: Path) -> list[int]:
 
 @cache
 def byte_characters() -> list[str]:
-    """The printable character that byte-level tokenizers write for each byte (GPT-2's table)."""
+    """Return byte-level tokenizers' printable character for each byte (GPT-2's table)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

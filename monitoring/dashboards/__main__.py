@@ -1,4 +1,4 @@
-"""Writes the boards: `python -m pagemill.monitoring.dashboards`. With `--check`, only says whether they are fresh."""
+"""Writes the boards: `python -m pagemill.monitoring.dashboards`. `--check` only compares them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def boards() -> list[Dashboard]:
 
 
 def rendered() -> dict[Path, str]:
-    """Each board's file, and what it should hold."""
+    """Return each board's file and its expected content."""
     return {
         DIRECTORY / f"{board.uid}.json": JSONEncoder(sort_keys=True, indent=2).encode(board) + "\n"
         for board in boards()
@@ -32,7 +32,7 @@ def rendered() -> dict[Path, str]:
 
 
 def stale() -> list[Path]:
-    """Files that are missing, not as they should be, or nobody's."""
+    """Return the files that are missing, outdated or not a board's."""
     wanted = rendered()
     differing = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     return differing + [path for path in DIRECTORY.glob("*.json") if path not in wanted]

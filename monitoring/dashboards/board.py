@@ -1,4 +1,4 @@
-"""A board: rows of panels under one title, with the variables, links and marks that all boards share."""
+"""A board: rows of panels under one title, with the variables, links and annotations that all boards share."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ Variable = dashboard.DatasourceVariable | dashboard.QueryVariable
 def board(
     uid: str, title: str, description: str, rows: Sequence[Row], variables: Sequence[Variable] | None = None
 ) -> model.Dashboard:
-    """The finished board. Panels are numbered in order, so that links to one survive a new panel elsewhere only
-    at the end: add panels at the end of their row. `variables`: other ones than those of the workers' boards."""
+    """Build a board. Panels are numbered in order, and links use the numbers: add panels at the end of their
+    row, as only a panel at the very end changes no number. `variables`: replace those of the workers'
+    boards."""
     builder = (
         dashboard.Dashboard(f"Pagemill: {title}")
         .uid(f"pagemill-{uid}")
@@ -61,7 +62,7 @@ def board(
 
 
 def workers() -> list[Variable]:
-    """Each narrows the next: a board filters by `worker`, and by `queue` and `model` where a metric has them."""
+    """Return a worker's variables: each narrows the next; `queue` and `model` apply where a metric has them."""
     return [
         _datasource(),
         _from_labels("queue", "Queue", "label_values(pagemill_queue_jobs, queue)"),
@@ -77,7 +78,7 @@ def workers() -> list[Variable]:
 
 
 def gateways() -> list[Variable]:
-    """A gateway knows of no worker: its board filters by `gateway` alone."""
+    """Return the only variable of the gateway's board, `gateway`: a gateway has no worker."""
     return [
         _datasource(),
         _from_labels("gateway", "Gateway", "label_values(pagemill_gateway_requests_in_flight, instance)"),

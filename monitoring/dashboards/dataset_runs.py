@@ -1,4 +1,4 @@
-"""Dataset runs: how the rows go, what they cost, and what comes out."""
+"""Dataset runs: progress of the rows, their cost, and their results."""
 
 from __future__ import annotations
 

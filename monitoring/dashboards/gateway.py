@@ -1,4 +1,4 @@
-"""The gateway: what is asked over HTTP, how it is answered, and who is turned away."""
+"""The gateway: HTTP requests, their answers, and rejections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pagemill.monitoring.dashboards.panels import (
 from pagemill.monitoring.dashboards.queries import GATEWAY, Query, gauge, quantiles, rate, rate_by, total_rate
 
 CLIENTS = f'{GATEWAY}, route!~"/healthz|/readyz|/metrics|/openapi.json"'
-"""What clients ask, without the probes and scrapes that would thin out every share."""
+"""Clients' requests, without the probes and scrapes that would dilute every ratio."""
 FAILED = f'{CLIENTS}, status=~"5.."'
 
 

@@ -1,4 +1,4 @@
-"""The KV cache: where every block is, what it is worth, and what moves it."""
+"""The KV cache: the state of its blocks, their use, and their movement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""At a glance: is work done, how fast, what stands in the way."""
+"""An overview: progress, speed, and bottlenecks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a panel of ours looks: one function per kind of panel."""
+"""Panels in the project's style: one function per kind of panel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIMESTAMP_AGE = "s"
 Panel = Builder[dashboard_model.Panel]
 _Kind = TypeVar("_Kind", timeseries.Panel, stat.Panel, heatmap.Panel)
 Step = tuple[float | None, str]
-"""From this value on (None: from the start), this colour."""
+"""A threshold and the colour from there on; None: from the start."""
 
 
 def lines(
@@ -39,7 +39,7 @@ def lines(
     most: float | None = None,
     width: int = 8,
 ) -> Panel:
-    """Lines over time; `stacked` for parts of a whole. `most`: the axis' end, where it is known."""
+    """Lines over time; `stacked` for parts of a whole. `most`: the axis' maximum, if known."""
     panel = (
         _framed(timeseries.Panel(), title, about, width=width, height=8)
         .unit(unit)
@@ -71,7 +71,7 @@ def lines(
 def number(
     title: str, unit: str, query: Query, *, about: str = "", steps: Sequence[Step] = (), width: int = 3
 ) -> Panel:
-    """The last value, large, over a small curve of how it got there."""
+    """The last value, large, over a sparkline of its history."""
     return (
         _framed(stat.Panel(), title, about, width=width, height=4)
         .unit(unit)
@@ -105,7 +105,7 @@ def heat(
 
 
 def _framed(panel: _Kind, title: str, about: str, *, width: int, height: int) -> _Kind:
-    """What panels of every kind have: a title, what they show, where from, and their size on the grid."""
+    """Set what panels of every kind have: title, description, source, and size on the grid."""
     return panel.title(title).description(about).datasource(DATASOURCE).span(width).height(height)
 
 

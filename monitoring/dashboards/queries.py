@@ -1,4 +1,4 @@
-"""The queries of the panels: selectors, and the shapes that most queries have."""
+"""The panels' queries: selectors and common shapes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def total(metric: str, legend: str = "") -> Query:
 
 
 def of_queue(metric: str, legend: str) -> Query:
-    """A figure of each chosen queue. Every worker of a queue exports the same one: it is taken once."""
+    """A figure of each chosen queue. Every worker of a queue exports the same one, so it is taken once."""
     return Query(f"max by (queue) (pagemill_{metric}{{{QUEUE}}})", legend)
 
 

@@ -1,4 +1,4 @@
-"""The queue: what waits, for how long, and what becomes of it."""
+"""The queue: waiting jobs, their delays, and their outcomes."""
 
 from __future__ import annotations
 

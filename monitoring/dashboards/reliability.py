@@ -1,4 +1,4 @@
-"""Reliability: is every job done once, and does Redis hold."""
+"""Reliability: exactly-once completion of jobs, and the health of Redis."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The live page, and the same in a terminal: what a worker is doing now."""
+"""The live page and its terminal version: a worker's current activity."""

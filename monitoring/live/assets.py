@@ -1,6 +1,6 @@
-"""The live page's files, and under which conditions they may be served.
+"""The live page's files, and the conditions for serving them.
 
-Plain HTML, CSS and JavaScript from `monitoring/page/`: nothing is built and nothing is fetched from elsewhere.
+Plain HTML, CSS and JavaScript from `monitoring/page/`: there is no build step and no external resource.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Sent with the page and everything that belongs to it."""
+"""Headers sent with the page and all of its files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Asset:
 
 @cache
 def assets() -> dict[str, Asset]:
-    """Every file of the page by name. What is not in here is not served: no path is ever built from a request."""
+    """Return every file of the page by name. Only these are served: no path is ever built from a request."""
     return {
         path.name: Asset(_TYPES[suffix], path.read_bytes())
         for path in (files("pagemill.monitoring") / "page").iterdir()
@@ -50,7 +50,7 @@ def assets() -> dict[str, Asset]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server bound to `host` is reached from this machine only."""
+    """Return True if a server bound to `host` is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -58,10 +58,10 @@ def is_loopback(host: str) -> bool:
 
 
 def is_known_host(header: str | None, names: Sequence[str] = ()) -> bool:
-    """Whether a Host header names us: an IP address, localhost, this machine, or one of `names`.
+    """Return True if a Host header names us: an IP address, localhost, this machine, or one of `names`.
 
-    Anything else may be a stranger's domain that was made to resolve to us, so that a page of theirs may read
-    ours (DNS rebinding). An address in the header cannot be that.
+    Any other name may be an attacker's domain that resolves to us, so that their page can read ours (DNS
+    rebinding). An address in the header can't be.
     """
     host = _without_port(header or "")
     try:

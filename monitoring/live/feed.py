@@ -1,7 +1,7 @@
-"""What the live page and `pagemill top` show: one JSON document a second, made once for all who watch.
+"""The data of the live page and `pagemill top`: one JSON document a second, built once for all watchers.
 
-Nothing here knows Redis or jobs' prompts; the worker says what it has (`LiveSources`). While nobody watches,
-only the history goes on, at the price of reading a snapshot once a second.
+It is independent of Redis and of jobs' prompts; the worker supplies the data (`LiveSources`). Without
+watchers only the history is updated, at the cost of reading a snapshot once a second.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 QUEUE_UNWATCHED_S = 10.0
-"""How often Redis is asked for the chart alone."""
+"""Interval of Redis reads for the chart alone."""
 WATCH_S = 5.0
-"""How long one look keeps the block map fresh."""
+"""The time for which a read keeps the block map fresh."""
 MAX_WATCHERS = 32
 MAX_JOBS = 100
 _RUN = re.compile(rb"(.)\1*")
 
 
 class TooManyWatchers(Exception):
-    """`MAX_WATCHERS` pages are open already; each holds a thread."""
+    """`MAX_WATCHERS` pages are already open; each takes a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFacts:
-    """The worker at one moment."""
+    """A worker's state at one moment."""
 
     id: str
     version: str
@@ -48,16 +48,16 @@ class WorkerFacts:
     uptime_s: float
     redis_up: bool
     blocked: str | None
-    """Why no job is pulled, if none is."""
+    """Why no job is pulled, if that is so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow:
-    """One running job. `prompt` is None unless somebody asked for prompts to be shown."""
+    """One running job. `prompt` is None unless showing prompts is enabled."""
 
     id: str
     token: int
-    """Of this execution."""
+    """The fencing token of this execution."""
     phase: str
     prompt_tokens_done: int
     prompt_tokens: int
@@ -72,7 +72,7 @@ class JobRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSources:
-    """Where the figures come from. Called on the feed's thread; only `queue` may block, for a timeout."""
+    """The sources of the figures. Called on the feed's thread; only `queue` may block, up to a timeout."""
 
     worker: Callable[[], WorkerFacts]
     engine: Callable[[], EngineStats | None]
@@ -83,11 +83,11 @@ class LiveSources:
     """Ends on this worker by outcome, and retries."""
     ends: JobEnds
     watch_blocks: Callable[[float], None]
-    """Asks the engine for block maps for so many seconds."""
+    """Asks the engine for block maps for this many seconds."""
 
 
 class LiveFeed:
-    """Samples once a second on a thread of its own, and tells every watcher."""
+    """Samples once a second on its own thread, and notifies every watcher."""
 
     def __init__(self, sources: LiveSources, *, tick_s: float = TICK_S) -> None:
         self._sources = sources
@@ -107,7 +107,7 @@ class LiveFeed:
         self._thread.start()
 
     def close(self) -> None:
-        """End every stream and the thread."""
+        """End every stream and stop the thread."""
         self._is_closed.set()
         with self._news:
             self._news.notify_all()
@@ -115,13 +115,13 @@ class LiveFeed:
             self._thread.join(timeout=2 * self._tick_s)
 
     def document(self) -> bytes:
-        """The state of this moment with its history, as one JSON object. Also keeps the block map fresh."""
+        """Return the current state with its history, as one JSON object. Also keeps the block map fresh."""
         self._look()
         return _json(self._state() | {"history": self._history.columns()})
 
     @contextmanager
     def watch(self) -> Iterator[Iterator[bytes]]:
-        """Server-sent events: `history` once, then `state` every second until the feed is closed.
+        """Stream server-sent events: `history` once, then `state` every second until the feed is closed.
 
         Raises TooManyWatchers.
         """
@@ -145,7 +145,7 @@ class LiveFeed:
             yield _event("state", state)
 
     def _wait(self, version: int) -> tuple[int, bytes] | None:
-        """The next state after `version`; None once the feed is closed."""
+        """Return the next state after `version`; None once the feed is closed."""
         with self._news:
             self._news.wait_for(lambda: self._is_closed.is_set() or self._version > version)
             return None if self._is_closed.is_set() else (self._version, self._latest)
@@ -207,7 +207,7 @@ class LiveFeed:
 
 
 def pack(blocks: BlockMap) -> str:
-    """Run lengths: `fffaas` as `3f2as`."""
+    """Run-length encode: `fffaas` becomes `3f2as`."""
     return "".join(
         f"{length if (length := len(run.group())) > 1 else ''}{run.group()[:1].decode()}"
         for run in _RUN.finditer(blocks.states)

@@ -1,4 +1,4 @@
-"""The last ten minutes as columns of one-second points: what the live page draws its charts from."""
+"""The last ten minutes as columns of one-second points, for the live page's charts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LiveHistory:
         self._last: tuple[float, EngineStats] | None = None
 
     def sample(self, engine: EngineStats | None, queued: int | None) -> Point:
-        """Add a point. What is not known (a model that loads, a Redis that is away) is None."""
+        """Add a point. Unknown values (a model that is loading, an unreachable Redis) are None."""
         point: Point = dict.fromkeys(COLUMNS)
         point["time"] = round(time.time(), 3)
         point["queued"] = queued
@@ -41,7 +41,7 @@ class LiveHistory:
         return self._points[-1] if self._points else None
 
     def columns(self) -> dict[str, list[float | None]]:
-        """Every point, as one list per column."""
+        """Return every point, as one list per column."""
         points = list(self._points)
         return {name: [point[name] for point in points] for name in COLUMNS}
 

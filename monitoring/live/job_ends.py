@@ -1,4 +1,4 @@
-"""The last executions that ended on this worker, for whoever looks at it. Plain Python; no prompt, no output."""
+"""The last executions that ended on this worker, for the live views. Plain Python; no prompt, no output."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ GOOD = frozenset({"succeeded", "cancelled", "released"})
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """How one execution ended here."""
+    """The end of one execution on this worker."""
 
     job_id: str
     outcome: str
     """A terminal state, or retried, released, fenced, lost, error."""
     tokens: int
-    """Output tokens, resumed ones included."""
+    """Output tokens, including resumed ones."""
     took_s: float
-    """From the pull."""
+    """Seconds since the pull."""
     code: str = ""
     message: str = ""
 
@@ -29,13 +29,13 @@ class JobEnd:
 @dataclass(frozen=True, slots=True)
 class DatedEnd:
     number: int
-    """Tells several ends of one job apart."""
+    """Distinguishes several ends of one job."""
     ago_s: float
     end: JobEnd
 
 
 class JobEnds:
-    """The last ends, and the last that went wrong: a hundred good ones a second must not sweep those away.
+    """The last ends and, kept apart, the last failures: a hundred successes a second must not displace them.
 
     Both bounded, newest first, safe from any thread.
     """

@@ -1,6 +1,6 @@
-"""The live page in a terminal: what `pagemill top` draws from a worker's `/live.json` and from the queue's figures.
+"""The live page in a terminal: `pagemill top` draws a worker's `/live.json` and the queue's figures.
 
-Only drawing: plain values in, rich renderables out.
+Rendering only: plain values in, rich renderables out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BAR_COLUMNS = 20
 
 @dataclass(frozen=True, slots=True)
 class WorkerLine:
-    """A worker as the registry has it."""
+    """A worker's entry in the registry."""
 
     id: str
     state: str
@@ -46,7 +46,7 @@ class WorkerLine:
 
 @dataclass(frozen=True, slots=True)
 class TopView:
-    """One moment."""
+    """The figures of one moment."""
 
     queue: QueueFigures | None = None
     """None: Redis does not answer, or was not asked."""
@@ -54,11 +54,11 @@ class TopView:
     live: Mapping[str, Any] | None = None
     """A worker's `/live.json`."""
     notes: Sequence[str] = field(default_factory=tuple)
-    """What could not be had, and why."""
+    """Missing figures, and the reasons."""
 
 
 def screen(view: TopView, width: int, height: int, *, colours: bool = True) -> RenderableType:
-    """Everything that fits; the lists at the end are cut to the height."""
+    """Draw everything that fits; the lists at the end are cut to the height."""
     parts: list[RenderableType] = [_head(view)]
     if view.queue is not None:
         parts.append(_queue(view.queue))
@@ -81,12 +81,12 @@ def screen(view: TopView, width: int, height: int, *, colours: bool = True) -> R
 
 
 def unpack(runs: str) -> str:
-    """`3f2as` as `fffaas`."""
+    """Expand `3f2as` to `fffaas`."""
     return "".join(letter * int(length or 1) for length, letter in _RUN.findall(runs))
 
 
 def sparkline(values: Sequence[float | None], width: int, top: float | None = None) -> str:
-    """The last `width` values as bars; a gap where a value is not known."""
+    """Draw the last `width` values as bars, with a gap for an unknown value."""
     shown = list(values)[-width:]
     highest = top or max((value for value in shown if value is not None), default=0.0) or 1.0
     last = len(SPARKS) - 1
@@ -96,7 +96,7 @@ def sparkline(values: Sequence[float | None], width: int, top: float | None = No
 
 
 def cells(states: str, columns: int, rows: int) -> list[str]:
-    """Rows of at most `columns` cells, `rows` of them at most: then a cell is the busiest of several blocks."""
+    """Lay out at most `rows` rows of `columns` cells; a cell of several blocks shows the busiest."""
     group = max(1, -(-len(states) // (columns * rows)))
     grouped = [
         next((letter for letter in _BUSIEST if letter in states[start : start + group]), "f")
@@ -213,11 +213,11 @@ def _jobs(live: Mapping[str, Any], most: int) -> RenderableType:
 
 
 def _ends(live: Mapping[str, Any], most: int) -> RenderableType:
-    """The last ends; of those that went wrong the reason."""
+    """List the last ends, with the reason for failures."""
     table = _table("ended", "outcome", "tokens", "took", "ago", "why")
     for end in live["ends"][:most]:
         outcome = Text(end["outcome"], style=_TONES.get(end["outcome"], ""))
-        # Text, not a string: a message may hold what rich takes for markup.
+        # Text, not a string: rich could read markup in a message.
         why = Text(": ".join(filter(None, (end["code"], end["message"]))), overflow="ellipsis", no_wrap=True)
         table.add_row(
             _short(end["id"]),
@@ -238,12 +238,12 @@ def _table(*columns: str) -> Table:
 
 
 def _short(job_id: str) -> str:
-    """Enough to tell jobs apart on sight."""
+    """Shorten a job id to what tells jobs apart at a glance."""
     return job_id if len(job_id) <= 14 else f"{job_id[:12]}…"
 
 
 def _recent(values: Sequence[float | None]) -> float:
-    """The mean of the last five seconds."""
+    """Return the mean of the last five seconds."""
     last = [value for value in values[-5:] if value is not None]
     return sum(last) / len(last) if last else 0.0
 

@@ -1,1 +1,1 @@
-"""The metrics as data, read from snapshots when Prometheus asks."""
+"""The metrics as data, read from snapshots at scrape time."""

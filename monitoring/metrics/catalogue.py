@@ -17,7 +17,7 @@ from pagemill.monitoring.metrics.worker import ADMISSION_AND_REDIS, JOBS, LEASES
 @dataclass(frozen=True, slots=True)
 class Section:
     source: Literal["engine", "queue", "worker", "scrape", "gateway"]
-    """What its metrics are read from."""
+    """The snapshot that its metrics read."""
     title: str
     intro: str
     metrics: tuple[Metric[Any], ...]

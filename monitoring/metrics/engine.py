@@ -1,4 +1,4 @@
-"""The engine's metrics beside the KV cache's: steps, requests and tokens."""
+"""The engine's metrics except the KV cache's: steps, requests and tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One scrape: read each source once, turn the snapshots into families, write them out."""
+"""Serves a scrape: reads each source once and renders the snapshots as metric families."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pagemill.monitoring.queue_figures import QueueFigures
 logger = logging.getLogger(__name__)
 
 NOT_LOADED = EngineStats(KVCacheStats(*(0,) * 9))
-"""Stands in until the model is loaded: counters and gauges are there from the first scrape, at 0."""
+"""Used until the model is loaded: counters and gauges exist from the first scrape, at 0."""
 
 T = TypeVar("T")
 
@@ -41,11 +41,11 @@ class WorkerMetrics:
     """A worker's metrics, ready for an HTTP server. Any thread may call `render`.
 
     Args:
-        counters: what the worker counts.
+        counters: the worker's own counters.
         engine: the latest snapshot of the engine; None while the model is being loaded. Must not block.
-        queue: the queue's figures; None when they are not known. May ask Redis, with a timeout of its own.
-        identity: who the worker is.
-        vllm_names: also export what vLLM exports too, under its names.
+        queue: the queue's figures; None when unknown. May query Redis, with a timeout of its own.
+        identity: the worker's identity.
+        vllm_names: also export vLLM's metrics under their own names.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class WorkerMetrics:
         GCCollector(registry=self._registry)
 
     def render(self) -> bytes:
-        """The exposition of this moment, in the text format."""
-        with self._scraping:  # two scrapes at once would both count what does not add up
+        """Return the current exposition, in the text format."""
+        with self._scraping:  # two concurrent scrapes would both count the same accounting errors
             return generate_latest(self._registry)
 
 
 class _WorkerCollector(Collector):
     """Yields every family of the catalogue from one reading of each source.
 
-    A source that raises costs its own values and is counted; the other families are exported all the same,
-    because an outage is when somebody looks at them.
+    A source that raises loses only its own values and is counted; the other families are still exported,
+    because they are needed most during an outage.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class _WorkerCollector(Collector):
         stats = engine or NOT_LOADED
         yield from (metric.family(stats) for metric in KV_CACHE_METRICS)
         yield from (metric.family(stats) for metric in ENGINE_METRICS)
-        # Unknown is not zero: a queue that cannot be asked has no samples.
+        # Unknown is not zero: an unreachable queue has no samples.
         yield from (metric.family(queue) for metric in QUEUE_METRICS)
         yield from (metric.family(self._counters) for metric in WORKER_METRICS)
         own = self._own_figures(engine)
@@ -124,7 +124,7 @@ class _WorkerCollector(Collector):
             return None
 
     def _check_accounts(self, engine: EngineStats | None) -> None:
-        """Once per snapshot: a scrape that finds the same one again has found nothing new."""
+        """Count accounting errors once per snapshot: a scrape that sees the same one again finds nothing new."""
         if engine is None or engine is self._last_checked:
             return
         self._last_checked = engine
@@ -142,7 +142,7 @@ class _WorkerCollector(Collector):
         )
 
     def _unix_time_of_last_step(self, monotonic: float) -> float:
-        """Converted once per step: a value that moved between two scrapes would look like a step."""
+        """Convert once per step: a value that changed between two scrapes would look like a step."""
         if monotonic != self._last_step[0]:
             unix = time.time() - (time.monotonic() - monotonic) if monotonic else 0.0
             self._last_step = (monotonic, unix)

@@ -1,7 +1,7 @@
-"""What `pagemill gateway` counts, and how it is exported.
+"""The counters of `pagemill gateway`, and their export.
 
-Labels are bounded: routes as the router writes them, methods and statuses, never a tenant, a model or a path that a
-client chose.
+Labels are bounded: routes as the router writes them, methods and statuses, never a tenant, a model or a path
+that a client chose.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GatewayMetrics(Collector):
         self.connections = 0
         self.running_batches = 0
         self.requests: Counter[tuple[str, ...]] = Counter()
-        """By route, method and status; 499 where the client went away before its answer."""
+        """Requests by route, method and status; 499 if the client disconnected before its answer."""
         self.cancelled_jobs = 0
         self.stream_errors = 0
         self.refused = Counter(busy=0, queue_full=0, rate=0)

@@ -1,4 +1,4 @@
-"""The KV cache's metrics: blocks by state first of all, then what fills, wastes, shares and moves them."""
+"""The KV cache's metrics: first blocks by state, then use, waste, sharing and movement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pagemill.monitoring.metrics.metric import Metric, Number, counter, engine_h
 
 
 def accounting_errors(kv: KVCacheStats) -> list[str]:
-    """What contradicts itself in a snapshot of the block pool; [] when it adds up."""
+    """Return the contradictions in a snapshot of the block pool; [] if it is consistent."""
     states = kv.free_blocks + kv.cached_blocks + kv.active_blocks + kv.reserved_blocks
     checks = {
         f"states sum to {states}, capacity is {kv.capacity_blocks}": states == kv.capacity_blocks,

@@ -1,8 +1,8 @@
-"""What a metric is: a name, a help text, and how to read its value from a snapshot.
+"""The definition of a metric: a name, a help text, and a reader of its value from a snapshot.
 
 `catalogue.py` lists them all; the tables are beside this file. Nothing is incremented here: every value is
-read from a snapshot at scrape time, so that a scrape is one moment of the truth and the step loop never meets
-a metrics library.
+read from a snapshot at scrape time, so that a scrape is consistent and the step loop never touches a metrics
+library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pagemill.engine.outputs import EngineStats, HistogramSnapshot
 
 PREFIX = "pagemill_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of an exposition."""
+"""The content type of an exposition."""
 
 Source = TypeVar("Source")
 Labels = tuple[str, ...]
@@ -36,7 +36,7 @@ Reading = (
 
 @dataclass(frozen=True, slots=True)
 class Metric(Generic[Source]):
-    """One metric family and the way from a snapshot to its samples."""
+    """One metric family and the function that reads its samples from a snapshot."""
 
     kind: Literal["gauge", "counter", "histogram"]
     name: str
@@ -47,7 +47,7 @@ class Metric(Generic[Source]):
     prefix: str = PREFIX
 
     def family(self, source: Source | None) -> Family:
-        """The family with the samples of `source`; None gives the name, type and help alone."""
+        """Return the family with the samples of `source`; None gives the name, type and help alone."""
         family = _new_family(self.kind, self.prefix + self.name, self.help, self.labels)
         if source is not None:
             reading = self.read(source)
@@ -70,12 +70,12 @@ def histogram(name: str, help: str, read: Callable[[Source], Reading], *labels: 
 
 
 def engine_histogram(name: str, help: str, source: str, *labels: str) -> Metric[EngineStats]:
-    """The engine's histogram `source` of `EngineStats.histograms`."""
+    """Define the metric of histogram `source` in `EngineStats.histograms`."""
     return histogram(name, help, lambda stats: stats.histograms.get(source, {}), *labels)
 
 
 def one_of(current: str, values: tuple[str, ...]) -> dict[str, Number]:
-    """A state set: 1 for the value that holds, 0 for every other one."""
+    """Return a state set: 1 for the current value, 0 for every other."""
     return {value: value == current for value in values}
 
 
@@ -99,5 +99,5 @@ def _add_sample(family: Family, labels: Labels, value: Number | HistogramSnapsho
 
 
 def _bound(bound: float) -> str:
-    """`le` as Prometheus' own clients write it, so that 1 and 1.0 stay one series."""
+    """Format `le` as Prometheus' own clients do, so that 1 and 1.0 stay one series."""
     return repr(float(bound))

@@ -1,7 +1,7 @@
-"""The queue's metrics, and those of the server it lives in.
+"""The metrics of the queue and its server.
 
 Every process that can see the queue exports them: a worker, and `pagemill exporter` where there is none. So a
-query takes `max by (queue, model, priority)` first, and adds up afterwards.
+query takes `max by (queue, model, priority)` first, and sums afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OTHER_MODELS = "other"
 def _by_lane(
     figures: QueueFigures, values: Mapping[Lane, float], combine: Callable[[float, float], float]
 ) -> Mapping[Labels, Number]:
-    """A sample per model and priority, 0 where nothing waits; models past the limit share one."""
+    """Return a sample per model and priority, 0 if no job waits; models past the limit share one."""
     models = figures.models
     samples: dict[Labels, Number] = {
         (figures.queue, model, priority): 0 for model in models for priority in PRIORITIES
@@ -64,7 +64,7 @@ def _drain(figures: QueueFigures) -> Mapping[Labels, Number]:
 def _server(
     read: Callable[[ServerFigures], float | None],
 ) -> Callable[[QueueFigures], Mapping[Labels, Number]]:
-    """Reads a figure of the server; no sample where it is not known."""
+    """Return a reader of one figure of the server, which gives no sample if it is unknown."""
 
     def sample(figures: QueueFigures) -> Mapping[Labels, Number]:
         value = read(figures.server) if figures.server is not None else None

@@ -1,6 +1,7 @@
-"""The queues' metrics alone, of any number of queues: what `pagemill exporter` answers a scrape with.
+"""The metrics of queues alone, any number of them: the answer of `pagemill exporter` to a scrape.
 
-The same tables as a worker's exposition, so that a board takes `max by (queue, ...)` over both and sees one figure.
+The same tables as a worker's exposition, so that a board takes `max by (queue, ...)` over both and sees one
+figure.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class QueueReadings:
     """One scrape's readings."""
 
     queues: Sequence[QueueFigures]
-    """Those that could be read."""
+    """The queues that could be read."""
     redis_up: bool
     errors: int
     """Readings that failed since the start."""
@@ -43,7 +44,7 @@ EXPORTER_METRICS: tuple[Metric[QueueReadings], ...] = (
 
 
 class QueueExposition:
-    """Any thread may call `render`; `read` is called once for each."""
+    """Renders the queues' metrics on any thread; each call of `render` calls `read` once."""
 
     def __init__(self, read: Callable[[], QueueReadings]) -> None:
         self._scraping = threading.Lock()

@@ -49,7 +49,7 @@ MISSING = """\
 """
 
 DEPLOYED = frozenset({"block_size", "num_gpu_blocks", "cache_dtype", "model_name", "engine"})
-"""Labels whose values are the deployment's."""
+"""Labels whose values depend on the deployment."""
 SOURCES: Mapping[str, object] = {
     "engine": NOT_LOADED,
     "queue": QueueFigures(queue="", taken_at=0.0, serving={"": 1}, drain_seconds=0.0),
@@ -63,11 +63,11 @@ SOURCES: Mapping[str, object] = {
     ),
     "gateway": GatewayMetrics(),
 }
-"""Empty ones: they bring to light which label values there always are."""
+"""Empty snapshots, which reveal the label values that always exist."""
 
 
 def page() -> str:
-    """The page as it should be."""
+    """Return the page's expected text."""
     parts = [INTRO]
     for section in SECTIONS:
         parts.append(f"## {section.title}\n")
@@ -87,7 +87,7 @@ def _table(metrics: Iterable[Metric[Any]], source: object) -> str:
 
 
 def _label(metric: Metric[Any], name: str, source: object) -> str:
-    """A label and its values, where the catalogue fixes them."""
+    """Return a label and its values, if the catalogue fixes them."""
     samples = metric.family(source).samples
     values = [value for value in dict.fromkeys(sample.labels[name] for sample in samples) if value]
     return f"`{name}` ({', '.join(values)})" if values and name not in DEPLOYED else f"`{name}`"

@@ -1,4 +1,4 @@
-"""What a scrape finds out by itself: who answers, what it runs, and what did not add up."""
+"""The scrape's own metrics: the worker's identity, its versions, and accounting errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill.monitoring.metrics.metric import Labels, Metric, Number, counter, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerIdentity:
-    """Who this worker is, from its start to its end."""
+    """A worker's identity, constant for its lifetime."""
 
     worker: str = ""
     queue: str = ""

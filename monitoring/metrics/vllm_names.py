@@ -1,7 +1,7 @@
-"""What vLLM exports too, under its names, so that boards and autoscalers made for it work unchanged.
+"""vLLM's metrics under their own names, so that boards and autoscalers made for it work unchanged.
 
-Colons are meant for recording rules, which is why these are off unless somebody asks (`--vllm-metric-names`).
-Names, labels and units are those of vLLM's V1 engine; there is one engine per worker, `engine="0"`.
+Colons are reserved for recording rules, so these are off by default (`--vllm-metric-names`). Names, labels
+and units are those of vLLM's V1 engine; there is one engine per worker, `engine="0"`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _histogram(name: str, help: str, source: str) -> Metric[EngineStats]:
 
 
 def _merged(children: list[HistogramSnapshot]) -> HistogramSnapshot:
-    """One histogram of several that have the same bounds."""
+    """Merge histograms that have the same bounds."""
     bounds = children[0].bounds
     assert all(child.bounds == bounds for child in children)
     counts = tuple(sum(counts) for counts in zip(*(child.counts for child in children), strict=True))
@@ -107,5 +107,5 @@ ALIASES: tuple[Metric[EngineStats], ...] = (
 
 
 def vllm_families(stats: EngineStats) -> Iterator[Family]:
-    """The snapshot under vLLM's names."""
+    """Yield the snapshot's families under vLLM's names."""
     return (alias.family(stats) for alias in ALIASES)

@@ -1,1 +1,1 @@
-"""One job from its pull to its end: admission, progress, leases, the final write."""
+"""One job from pull to end: admission, progress, leases, the final write."""

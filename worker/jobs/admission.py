@@ -1,7 +1,7 @@
 """Admission: pulls as many jobs as the engine has room for, and turns them into requests.
 
-A pulled job is invisible to other workers, so nothing is pulled that would only wait here. Room is counted
-in rows and in KV tokens: the blocks that are free or evictable, less what running requests will still grow.
+A pulled job is invisible to other workers, so none is pulled only to wait here. Room is counted in rows and
+in KV tokens: the free or evictable blocks, less the expected growth of running requests.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
 
 DOORBELL_S = 0.5
-"""The longest sleep of an idle worker; then it looks, and sweeps, anyway."""
+"""The longest sleep of an idle worker before it looks for jobs and sweeps anyway."""
 BLOCKED_POLL_S = 0.25
 LONG_STEP_S = 2.0
 """While a step takes longer than this, jobs are left to other workers."""
 MAX_JOBS_PER_PULL = 64
 JOBS_PER_START = 16
-"""So many are announced and started at a time: the engine begins while the others are looked at."""
+"""Jobs announced and started at a time: the engine begins while the rest are prepared."""
 OUTPUT_RATIO_WEIGHT = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What may be pulled now. Without jobs, `blocked` says why."""
+    """The room for jobs that may be pulled now. If for none, `blocked` says why."""
 
     jobs: int
     tokens: int
@@ -56,7 +56,7 @@ class Credit:
 
 
 class OutputForecast:
-    """How much of its max_tokens a job is expected to use: a moving average, 1.0 until something is known."""
+    """The fraction of max_tokens a job is expected to use: a moving average, 1.0 until there is data."""
 
     def __init__(self) -> None:
         self._ratio = 1.0
@@ -66,18 +66,18 @@ class OutputForecast:
         self._ratio += OUTPUT_RATIO_WEIGHT * (used - self._ratio)
 
     def remaining(self, job: RunningJob) -> int:
-        """Output tokens that the job is still expected to add, over all its samples; at least one each."""
+        """Return the output tokens a job is still expected to add, over all its samples; at least one each."""
         expected = int(job.max_tokens * self._ratio) * job.params.num_sequences
         return max(job.params.num_sequences, expected - job.generated_tokens)
 
 
 def credit(engine: EngineThread, running: list[RunningJob], forecast: OutputForecast) -> Credit:
-    """Room in the engine for more jobs.
+    """Compute the engine's room for more jobs.
 
-    Rows are what the engine has less what its requests will take after its next step: what is pulled while a step
-    runs is there when the next one is planned, which would go on without those rows otherwise. Tokens are the
-    blocks that the engine counted after its last step, less the growth still to come: a request that it had not
-    seen by then will grow by all of itself.
+    Rows are the engine's, less those its requests will hold after its next step: a job pulled during a step
+    is ready when the next one is planned, and those rows would be idle otherwise. Tokens are the blocks
+    counted after the last step, less the growth still to come: a request not yet counted will grow by its
+    full size.
     """
     capacity, stats = engine.capacity, engine.stats
     if capacity is None or stats is None or engine.state is EngineState.LOADING:
@@ -127,16 +127,16 @@ class Admission:
         self._thread = threading.Thread(target=self._run, name="pagemill-admission", daemon=True)
         self._forecast = OutputForecast()
         self.blocked: BlockReason | None = "loading"
-        """What keeps this worker from pulling; None while it may."""
+        """The reason this worker can't pull; None if it can."""
         self.refusal: str | None = None
-        """Why the last pull failed, where it was not for want of a server: a worker that can't pull is not ready."""
+        """Why the last pull failed, unless the server was away: a worker that can't pull is not ready."""
 
     def start(self, models: list[str]) -> None:
         self._models = models
         self._thread.start()
 
     def stop(self) -> None:
-        """Pull no more. A pull that is under way still hands its jobs to the engine."""
+        """Stop pulling. A pull in progress still hands its jobs to the engine."""
         self._stop.set()
         self._room.set()
 
@@ -150,7 +150,7 @@ class Admission:
         return self._thread.is_alive()
 
     def on_finished(self, job: RunningJob | None) -> None:
-        """A job has left the engine, or is about to: look again. Called on the reporter's thread."""
+        """Look for jobs again: `job` has left the engine, or is about to. Called on the reporter's thread."""
         if job is not None:
             self._forecast.observe(job)
         self._room.set()
@@ -163,7 +163,7 @@ class Admission:
                 self.refusal = None
             except RedisUnavailable:
                 self._wait_for_redis()
-            except QueueFull as error:  # out of memory: only ends can be written, and those make room
+            except QueueFull as error:  # out of memory: only results can be written, and they make room
                 logger.warning("no jobs can be pulled: %s; trying again", error, extra=IN_LOOP)
                 self._blocked_for("redis", DOORBELL_S)
             except Exception as error:
@@ -198,7 +198,8 @@ class Admission:
         elif reply.queued and reply.limited_ms is not None:
             self._blocked_for("rate", min(DOORBELL_S, reply.limited_ms / 1000))
         elif reply.queued and len(self._table):
-            # They cost more than there is, or wait for a suspect to end: the doorbell would ring for nothing.
+            # They need more room than there is, or wait for a suspect to end: the doorbell would wake us for
+            # nothing.
             self._blocked_for("kv", BLOCKED_POLL_S)
         else:
             self.blocked = None
@@ -214,18 +215,18 @@ class Admission:
         self._counters.admission_blocked_seconds.inc(reason, time.monotonic() - began)
 
     def _wait_for_redis(self) -> None:
-        """Until the leases have been renewed: a pull sweeps, and would take our own lapsed ones from us."""
+        """Wait until the leases have been renewed: a pull sweeps, and would take away our own lapsed ones."""
         away_since = time.monotonic()
         self.blocked = "redis"
         while not self._stop.is_set() and not self._leases.wait_renewed(away_since, BLOCKED_POLL_S):
             self._counters.admission_blocked_seconds.inc("redis", BLOCKED_POLL_S)
 
     def _take_in(self, pulled: list[PulledJob]) -> None:
-        """Validate, tokenise, announce and start; a job that is no good fails alone."""
+        """Validate, tokenise, announce and start jobs; an invalid one fails alone."""
         jobs = [job for item in pulled if (job := self._prepare(item)) is not None]
         if not jobs:
             return
-        # Before a job's first step: only a job that entered one can have made its worker crash.
+        # Before a job's first step: only a job that entered one can have crashed its worker.
         replies = self._announce([self._announcement(job) for job in jobs])
         for job, reply in zip(jobs, replies, strict=True):
             if reply == "stale":
@@ -245,7 +246,7 @@ class Admission:
         except (InvalidJob, InvalidRequest) as error:
             self._fail(pulled, error.code, str(error))
         except Exception as error:
-            # Whatever a payload makes our code raise is that job's own trouble: the others go on.
+            # An exception that a payload causes fails only its own job.
             logger.error(
                 "job %s: it made validation fail with %s at %s",
                 pulled.job_id,
@@ -260,7 +261,7 @@ class Admission:
         return None
 
     def _succeed(self, job: RunningJob) -> None:
-        """Everything was checkpointed; only the commit is missing."""
+        """End a job whose result was fully checkpointed but not committed."""
         self._reporter.end(self._reporter.result_write(job, None))
 
     def _fail(self, pulled: PulledJob, code: str, message: str) -> None:
@@ -282,7 +283,7 @@ class Admission:
                 return self._queue.run_many(calls)
             except RedisUnavailable:
                 if self._stop.is_set():
-                    raise  # they were not started: their leases lapse and nothing is counted
+                    raise  # they were not started: their leases lapse and no attempt is counted
                 self._wait_for_redis()
 
     def _start(self, job: RunningJob) -> None:
@@ -304,12 +305,12 @@ class Admission:
                 priority=PRIORITIES[job.job.priority],
                 arrival=job.pulled.submitted_at,
                 resume=resume,
-                cache_salt=job.job.tenant,  # a tenant must not learn another's prompts by how soon its own begin
+                cache_salt=job.job.tenant,  # a tenant must not learn another's prompts by timing
             )
         )
 
 
 def _place(error: BaseException) -> str:
-    """Where it was raised. Not the message, nor the lines of a traceback: they may quote the prompt."""
+    """Return where `error` was raised. Not its message or source lines, which may quote the prompt."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"

@@ -1,4 +1,4 @@
-"""What the parts of a worker share."""
+"""State shared by the parts of a worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagemill.worker.jobs.journal import Journal
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """One worker's settings, jobs and books. Each part has a connection of its own beside it."""
+    """One worker's settings, jobs and counters. Each part also has its own connection."""
 
     config: WorkerConfig
     hmac_keys: Keys

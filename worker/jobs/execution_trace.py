@@ -1,4 +1,4 @@
-"""What a trace is told of an execution: its times, settings and counts, without its prompt and its output."""
+"""The traced facts of an execution: times, settings and counts, without its prompt and output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagemill.worker.jobs.running_job import RunningJob
 def execution_trace(
     queue: str, write: FinalWrite, outcome: str, commit_began: float, commit_ended: float
 ) -> ExecutionTrace:
-    """An execution that has ended in `write`; the commit's times are by the server's clock."""
+    """Describe an execution that ended in `write`; the commit's times are by the server's clock."""
     pulled, job = write.pulled, write.job
     asked = _fields(pulled) if job is None else {}
     is_first = pulled.attempt == 1 and not pulled.crashes and not pulled.entries
@@ -63,7 +63,7 @@ def _attributes(job: RunningJob) -> dict[str, Value]:
 
 
 def _fields(pulled: PulledJob) -> dict[str, object]:
-    """Of a job that was refused before it became a request, as far as its payload can be read."""
+    """Read what the payload allows of a job that was refused before it became a request."""
     try:
         fields = json.loads(pulled.payload)
     except (ValueError, RecursionError):

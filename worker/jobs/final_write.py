@@ -1,4 +1,4 @@
-"""The last write of a job on this worker: commit, retry, release or the end of its lease, and what its reply means."""
+"""A job's last write on this worker (commit, retry, release or end of lease) and its reply."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from pagemill.worker.jobs.running_job import Ending, RunningJob, end_state
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinalWrite:
-    """May be sent any number of times: the server takes it once."""
+    """A write that may be sent any number of times: the server applies it once."""
 
     pulled: PulledJob
     kind: Literal["succeeded", "failed", "cancelled", "expired", "retried", "released", "lapsed"]
     call: Call[Any]
     job: RunningJob | None = None
-    """None when it never became a request."""
+    """None if it never became a request."""
     size: int = 0
     """Bytes of the result or the error."""
     needs_checkpoint: bool = False
-    """What was generated last must be checkpointed first: it is a partial result, a stream's last tokens or
-    what the next execution goes on from."""
+    """The last tokens must be checkpointed first: as a partial result, the end of a stream or the resume
+    point of the next execution."""
     new_tokens: int = 0
-    """Tokens generated here."""
+    """Tokens generated in this execution."""
     code: str = ""
     reason: str = ""
-    """Of an end without a result, without a word of the prompt or the output."""
+    """Why it ended without a result; quotes neither the prompt nor the output."""
 
     @property
     def job_id(self) -> str:
@@ -47,8 +47,8 @@ class FinalWrite:
         return f"{self.pulled.job_id}#{self.pulled.token}"
 
     def settle(self, reply: Any, counters: WorkerCounters, now: float) -> str:
-        """Count what the server made of it, and name it: a terminal state, or released, lapsed, retrying, fenced,
-        already_done, error."""
+        """Count the write's outcome and return its name: a terminal state, or released, lapsed, retrying,
+        fenced, already_done, error."""
         if self.size:
             counters.result_bytes.observe(self.size)
         if isinstance(reply, Exception):
@@ -85,7 +85,7 @@ class FinalWrite:
 def checkpoint_call(
     queue: str, job: RunningJob, fingerprint: str, now: float, hmac_keys: Keys
 ) -> Call[CheckpointReply]:
-    """Progress, and what the job's checkpoint lacks."""
+    """Build the call that writes progress and the part of the checkpoint not yet stored."""
 
     def sign(entry: bytes) -> bytes:
         return hmac_keys.sign_entry(entry, queue=queue, job_id=job.job_id, fingerprint=fingerprint)
@@ -103,7 +103,7 @@ def checkpoint_call(
 
 
 def succeeded(queue: str, job: RunningJob, body: bytes) -> FinalWrite:
-    """`body` is the result's JSON."""
+    """End a job with its result's JSON, `body`."""
     return FinalWrite(
         job.pulled,
         "succeeded",
@@ -118,7 +118,7 @@ def succeeded(queue: str, job: RunningJob, body: bytes) -> FinalWrite:
 
 
 def failed(queue: str, pulled: PulledJob, error: ErrorInfo, job: RunningJob | None = None) -> FinalWrite:
-    """The job's own final error. `job` is None when it never became a request."""
+    """End a job with its own final error. `job` is None if it never became a request."""
     body = error.model_dump_json().encode()
     return FinalWrite(
         pulled,
@@ -141,7 +141,7 @@ def failed(queue: str, pulled: PulledJob, error: ErrorInfo, job: RunningJob | No
 
 
 def stopped(queue: str, job: RunningJob, ending: Ending) -> FinalWrite:
-    """Cancelled, or past its deadline or timeout; what there is stays readable as partial output."""
+    """End a job that was cancelled, or passed its deadline or timeout; its partial output stays readable."""
     body = ErrorInfo(code=ending.code, message=ending.message).model_dump_json().encode()
     state = end_state(ending)
     return FinalWrite(
@@ -183,7 +183,7 @@ def released(queue: str, job: RunningJob) -> FinalWrite:
 
 
 def lapsed(queue: str, job: RunningJob) -> FinalWrite:
-    """Its lease ends now, as it would if the worker's process had died."""
+    """End a job's lease now, as if the worker's process had died."""
     held = [(job.job_id, job.token)]
     return FinalWrite(
         job.pulled,

@@ -1,4 +1,4 @@
-"""From a pulled job to one that can run: its signature, its fields, its tokens, its checkpoint."""
+"""Turns a pulled job into a runnable one: checks its signature and fields, tokenises, finds its checkpoint."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from pagemill.worker.webhooks.policy import Refused, WebhookPolicy
 logger = logging.getLogger(__name__)
 
 Unusable = Literal["unsigned", "broken", "fingerprint"]
-"""Why a checkpoint is not gone on from: not by a worker with our key; no checkpoint at all; another model's."""
+"""Why a checkpoint can't be resumed: not signed with our key; malformed; from another model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a job goes on: at its prompt when `checkpoint` is None, and then `unusable` says why it must."""
+    """The checkpoint a job resumes from. None: it starts at its prompt, for the reason in `unusable`, if any."""
 
     checkpoint: Checkpoint | None = None
     unusable: Unusable | None = None
 
 
 class Intake:
-    """What a worker asks of a job before it runs it. Called on admission's thread."""
+    """Checks a job before it runs. Called on admission's thread."""
 
     def __init__(self, context: WorkerContext, engine: EngineThread, webhooks: WebhookPolicy) -> None:
         self._queue = context.config.queue
@@ -52,7 +52,7 @@ class Intake:
         self._webhooks = webhooks
 
     def running_job(self, pulled: PulledJob, started_at: float) -> RunningJob:
-        """Check, tokenise, and find where to go on.
+        """Check, tokenise, and find the resume point.
 
         Args:
             started_at: unix seconds by the server's clock.
@@ -69,11 +69,12 @@ class Intake:
         if isinstance(task, Score) and job.continuations is None and not samples[0].token_ids:
             self._begin_with(samples[0], prompt_token_ids, task)
         if params.is_ranked and not all(sample.finish_reason for sample in samples):
-            # Candidates are ranked at the end: a checkpoint has what was chosen, or nothing to go on from.
+            # Candidates are ranked at the end: a checkpoint holds only finished choices, or nothing to resume
+            # from.
             samples = sample_records(None, params.n)
             point = ResumePoint(unusable="broken" if point.checkpoint is not None else point.unusable)
         if params.prompt_logprobs is not None and all(sample.finish_reason for sample in samples):
-            # Everything was generated, but what the prompt's tokens were like only another run can tell.
+            # All tokens were generated, but the prompt's log-probabilities need another run.
             samples, point = sample_records(None, params.n), ResumePoint(unusable="broken")
         running = RunningJob(
             pulled=pulled,
@@ -92,7 +93,7 @@ class Intake:
         return running
 
     def _processed(self, job: Job, job_id: str) -> tuple[list[int], SamplingParams, Task]:
-        """The job as the engine takes it. Raises `pagemill.engine.errors.InvalidRequest`."""
+        """Return the job as the engine takes it. Raises `pagemill.engine.errors.InvalidRequest`."""
         messages = None
         if job.messages is not None:
             messages = [{"role": message.role, "content": message.content} for message in job.messages]
@@ -110,7 +111,7 @@ class Intake:
                 return processor.process_score(job.continuations or (), **given)
 
     def _begin_with(self, sample: SampleRecord, context: list[int], task: Task) -> None:
-        """A prompt that is scored by itself has all of its text, and first a token that nothing predicts."""
+        """Start a scored prompt with all of its text, and its first token, which has no prediction."""
         assert isinstance(task, Score)
         tokenizer, (token_id,) = self._engine.engine.tokenizer, context
         sample.token_ids.append(token_id)
@@ -156,7 +157,7 @@ class Intake:
 
 
 def check_result_size(job: Job, params: SamplingParams, num_prompt_tokens: int, task: Task) -> None:
-    """Refuse log-probabilities that no result has room for, where the job itself says how many there may be.
+    """Refuse log-probabilities that no result can hold, if the job's own fields tell how many there may be.
 
     Raises:
         InvalidJob: result_too_large.
@@ -179,7 +180,7 @@ def check_result_size(job: Job, params: SamplingParams, num_prompt_tokens: int, 
 def resume_point(
     pulled: PulledJob, *, queue: str, fingerprint: str, vocab_size: int, hmac_keys: Keys
 ) -> ResumePoint:
-    """How much of the stored checkpoint an engine with this `fingerprint` can go on from: all or nothing."""
+    """Check that an engine with this `fingerprint` can resume from the whole stored checkpoint."""
     if not pulled.entries:
         return ResumePoint()
     if pulled.fingerprint != fingerprint:
@@ -207,7 +208,7 @@ def _count_tokens(pulled: PulledJob) -> int:
 
 
 def _expires_at(pulled: PulledJob, job: Job, now: float) -> float | None:
-    """`time.monotonic()` at the job's deadline or at the end of its timeout, whichever comes first."""
+    """Return `time.monotonic()` at the job's deadline or the end of its timeout, whichever comes first."""
     seconds = [
         *([] if job.timeout is None else [job.timeout]),
         *([] if pulled.deadline is None else [pulled.deadline - now]),

@@ -11,8 +11,8 @@ from pagemill.worker.jobs.running_job import RunningJob
 class JobTable:
     """Leases by job id, and running jobs by request id. Every method is atomic.
 
-    A job is held from the moment it is pulled until Redis has taken its end; it runs from the moment the
-    engine is given it.
+    A job is held from the moment it is pulled until Redis has accepted its end; it runs from the moment the
+    engine receives it.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class JobTable:
             self._leases[job_id] = token
 
     def let_go(self, job_id: str, token: int) -> bool:
-        """Forget a job; False if it was not held under `token` (any more)."""
+        """Forget a job; False if it was not, or no longer, held under `token`."""
         with self._lock:
             if self._leases.get(job_id) != token:
                 return False
@@ -34,7 +34,7 @@ class JobTable:
             return True
 
     def start(self, job: RunningJob, send: Callable[[RunningJob], None]) -> bool:
-        """Add `job` and `send` it to the engine in one, so that an abort can only come after.
+        """Add `job` and `send` it to the engine atomically, so that an abort can only come after.
 
         False, and nothing sent, if its lease was lost meanwhile.
         """
@@ -63,5 +63,5 @@ class JobTable:
             return list(self._running.values())
 
     def __len__(self) -> int:
-        """Jobs held."""
+        """The number of jobs held."""
         return len(self._leases)

@@ -1,6 +1,6 @@
-"""Tells of every job's transitions on this worker: one log line each, the live page's list of ends, and spans.
+"""Reports every job's transitions on this worker: a log line each, the live page's list of ends, and spans.
 
-Lines carry ids as fields (`job_id`, `token`, `attempt`), never a word of a prompt or an output.
+Lines carry ids as fields (`job_id`, `token`, `attempt`), never any text of a prompt or an output.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Journal:
         self._tracing = tracing
 
     def started(self, job: RunningJob) -> None:
-        """The engine has been given the job."""
+        """Report that the engine has received the job."""
         logger.info(
             "job running",
             extra=_ids(job.pulled)
@@ -53,7 +53,7 @@ class Journal:
         )
 
     def lost(self, pulled_id: str, token: int, job: RunningJob | None) -> None:
-        """Somebody else has the lease; `job` is None if it had not started."""
+        """Report that another worker has the lease; `job` is None if it had not started."""
         tokens = job.generated_tokens if job is not None else 0
         logger.warning(
             "job lost its lease; its work here is discarded",
@@ -64,7 +64,7 @@ class Journal:
     def settled(
         self, write: FinalWrite, outcome: str, commit_began: float, error: Exception | None = None
     ) -> None:
-        """The server has answered to the last write of an execution.
+        """Report the server's answer to an execution's last write.
 
         Args:
             outcome: the terminal state that was recorded, or released, lapsed, retrying, fenced, already_done,
@@ -95,7 +95,7 @@ class Journal:
         try:
             tracing.record(execution_trace(self._queue, write, outcome, commit_began, self._clock.now()))
         except Exception:
-            logger.exception("an execution could not be traced")  # a trace is never worth a job
+            logger.exception("an execution could not be traced")  # a trace is never worth losing a job
 
     def _age(self, job: RunningJob | None) -> float:
         return max(0.0, self._clock.now() - job.started_at) if job is not None else 0.0

@@ -1,7 +1,7 @@
 """Keeps the worker's leases: renews them, and learns which jobs were lost or cancelled.
 
-On a thread and a connection of its own, so that neither a long step nor a slow commit lets a lease lapse, and
-only while the engine gets anywhere: a worker that hangs must lose its jobs to one that does not.
+It has its own thread and connection, so that neither a long step nor a slow commit lets a lease lapse. It
+renews only while the engine makes progress: a hung worker must lose its jobs to a healthy one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CANCEL_POLL_S = 0.2
 
 
 class LeaseListener(Protocol):
-    """Who is told what became of a job. Called on the keeper's thread; must not block."""
+    """Receives lost and cancelled jobs. Called on the keeper's thread; must not block."""
 
     def lost(self, job_id: str, token: int) -> None: ...
 
@@ -45,7 +45,7 @@ class LeaseKeeper:
         is_well: Callable[[], bool],
         describe: Callable[[], WorkerInfo],
     ) -> None:
-        """`is_well`: whether the engine gets anywhere; `describe`: what the worker says of itself."""
+        """`is_well`: whether the engine makes progress; `describe`: the worker's entry in the registry."""
         self._queue = queue
         self._table = context.table
         self._listener = listener
@@ -66,7 +66,7 @@ class LeaseKeeper:
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Stop renewing and take the worker off the list."""
+        """Stop renewing and remove the worker from the registry."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(timeout)
@@ -76,13 +76,13 @@ class LeaseKeeper:
         return self._thread.is_alive()
 
     def announce(self) -> None:
-        """Tell the registry within `CANCEL_POLL_S` what the worker is now; returns at once."""
+        """Have the worker's entry in the registry updated within `CANCEL_POLL_S`; returns at once."""
         self._announce.set()
 
     def wait_renewed(self, since: float, timeout: float) -> bool:
         """Wait for a renewal that began after `since` (monotonic).
 
-        After an outage nothing may be pulled before that: a pull sweeps, and our own leases have lapsed.
+        Nothing may be pulled earlier after an outage: a pull sweeps, and our own leases have lapsed.
         """
         with self._renewed:
             return self._renewed.wait_for(lambda: self._renewed_at > since, timeout)
@@ -124,7 +124,8 @@ class LeaseKeeper:
     def _renew_leases(self) -> None:
         began = time.monotonic()
         held = self._table.leases()
-        # Renew before anything else: after an outage every millisecond is somebody else's chance.
+        # Renew before anything else: after an outage, every millisecond gives other workers a chance to take
+        # the jobs.
         reply = self._queue.renew(held)
         self._counters.leases_held = len(held) - len(reply.lost)
         self._counters.lease_renewals.inc("renewed", len(held) - len(reply.lost))
@@ -139,7 +140,7 @@ class LeaseKeeper:
             self._renewed.notify_all()
 
     def _listen(self, timeout_s: float) -> None:
-        """Wait for pushed cancels; they only come sooner than the next renewal's."""
+        """Wait for pushed cancels, which the next renewal would report too, only later."""
         if self._pubsub is None:
             self._pubsub = self._queue.listen_for_cancels()
         job_id = self._queue.next_cancel(self._pubsub, timeout_s)

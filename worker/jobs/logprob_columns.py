@@ -1,4 +1,4 @@
-"""The log-probabilities of one sample, packed: objects would take forty times the memory, for as long as a job runs."""
+"""One sample's log-probabilities, packed: as objects they take forty times the memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pagemill.engine.plan import TokenLogprobs
 from pagemill.producer.wire.schema.outputs import PositionLogprobs
 
 TokenText = Callable[[int], str]
-"""A token's text, as `TokenTexts` has it."""
+"""Maps a token id to its text, as `TokenTexts` does."""
 _CHUNK = 64
-"""Positions that are objects at a time while they are written."""
+"""Positions expanded into objects at a time during writing."""
 
 
 class LogprobColumns:
@@ -24,10 +24,10 @@ class LogprobColumns:
     def __init__(self, texts: TokenText) -> None:
         self._texts = texts
         self._ends = array("q")
-        """Where a position's entries end in the columns below; its chosen token comes first."""
+        """The end of each position's entries in the columns below; its chosen token comes first."""
         self._token_ids = array("i")
         self._logprobs = array("d")
-        """NaN for a token that was forced."""
+        """NaN for a forced token."""
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -45,7 +45,7 @@ class LogprobColumns:
             self._ends.append(len(self._token_ids))
 
     def extend_saved(self, positions: Iterable[PositionLogprobs]) -> None:
-        """The same from a checkpoint."""
+        """Append positions read from a checkpoint."""
         for position in positions:
             for token in (position.chosen, *position.top):
                 self._add(token.token_id, token.logprob)
@@ -56,11 +56,11 @@ class LogprobColumns:
             yield PositionLogprobs.model_validate(row)
 
     def json(self) -> bytes:
-        """As `Output.logprobs` is written."""
+        """Return the JSON of `Output.logprobs`."""
         return _json_list(self._rows(0))
 
     def sum_of_chosen(self) -> float:
-        """Of the log-probabilities that are known."""
+        """Return the sum of the known log-probabilities of the chosen tokens."""
         first = [0, *self._ends[:-1]]
         return (
             sum(value for index in first if isfinite(value := self._logprobs[index])) if self._ends else 0.0
@@ -80,7 +80,7 @@ class LogprobColumns:
 
 
 def prompt_logprobs_json(entries: Sequence[TokenLogprobs | None], texts: TokenText) -> bytes:
-    """As `Result.prompt_logprobs` is written."""
+    """Return the JSON of `Result.prompt_logprobs`."""
     return _json_list(
         entry
         and {
@@ -92,13 +92,13 @@ def prompt_logprobs_json(entries: Sequence[TokenLogprobs | None], texts: TokenTe
 
 
 def _token(token_id: int, logprob: float | None, texts: TokenText) -> dict[str, Any]:
-    """A `TokenLogprob`; JSON has no infinity."""
+    """Return a `TokenLogprob`; infinity becomes null, as JSON has none."""
     known = logprob is not None and isfinite(logprob)
     return {"token_id": token_id, "logprob": logprob if known else None, "text": texts(token_id)}
 
 
 def _json_list(rows: Iterable[Any]) -> bytes:
-    """A JSON list, made a few rows at a time."""
+    """Return a JSON list, built a few rows at a time."""
     rows, parts = iter(rows), []
     while chunk := list(islice(rows, _CHUNK)):
         parts.append(json.dumps(chunk, separators=(",", ":"), allow_nan=False)[1:-1].encode())

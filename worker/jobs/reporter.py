@@ -1,7 +1,8 @@
-"""The reporter: takes the engine's outputs, writes progress and checkpoints, and commits what has ended.
+"""The reporter: takes the engine's outputs, writes progress and checkpoints, and commits jobs that have
+ended.
 
-One thread and one connection. Writes are coalesced per job and sent in one round trip for all jobs. While
-Redis is away outputs are still taken in and ends are held; when too many are, the engine stops stepping.
+One thread and one connection. Writes are coalesced per job and sent in one round trip for all jobs. During a
+Redis outage outputs are still taken in and ends are held; when too many are, the engine stops stepping.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
 
 TICK_S = 0.2
-"""How often deadlines are looked at when nothing else happens."""
+"""The interval of deadline checks when nothing else happens."""
 TAKE_S = 0.05
 """The longest that events are taken in between two writes."""
 RELEASE_PATIENCE_S = 2.0
-"""A job that is handed back waits this long for the engine's last word on it."""
+"""The longest that a job being handed back waits for the engine's final output."""
 MAX_WRITES = 500
 """Writes in one round trip."""
 MAX_UNSAVED_LOGPROBS = 16_384
-"""In the checkpoints of one round trip: they are objects until it is over. One job may have more."""
+"""Per round trip of checkpoints, where they are objects until it is over. A single job may exceed it."""
 TOO_LARGE = f"its result has more than {MAX_RESULT_BYTES >> 20} MiB: ask for less of n, max_tokens or logprobs at once"
 
 
@@ -58,7 +59,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Stop the running job `job_id`, or every one when it is None."""
+    """Stop the running job `job_id`, or all if it is None."""
 
     job_id: str | None
     ending: Ending
@@ -66,14 +67,14 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class EngineLost:
-    """The engine answers no more, and one of these requests may be to blame."""
+    """The engine has failed, and one of these requests may be the cause."""
 
     suspects: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A job that needs no engine: its checkpoint held all of it, or it never became a request."""
+    """A job that needs no engine: its checkpoint was complete, or it never became a request."""
 
     write: FinalWrite
 
@@ -82,7 +83,7 @@ Event = list[RequestOutput] | Lost | Stop | EngineLost | End
 
 
 def is_checkpoint_due(job: RunningJob, config: WorkerConfig, now: float) -> bool:
-    """Whether a running job's news are written now (monotonic seconds)."""
+    """Return True if a running job's progress should be written now (monotonic seconds)."""
     if job.is_progress_saved and not job.has_unsaved:
         return False
     if job.unsaved_tokens >= config.checkpoint_tokens:
@@ -90,13 +91,13 @@ def is_checkpoint_due(job: RunningJob, config: WorkerConfig, now: float) -> bool
     if job.is_saved_often:  # its first token goes out at once
         return now - job.saved_at >= config.stream_checkpoint_s
     if job.is_about_to_end:
-        return False  # its end is written in a moment, with all of it
-    # Until it had news there was nothing to lose, however long it waited.
+        return False  # its final write follows shortly, with everything
+    # Before its first unsaved token there was nothing to lose, however long it waited.
     return now - max(job.saved_at, job.unsaved_since) >= config.checkpoint_s
 
 
 def _round_trips(jobs: Sequence[RunningJob]) -> Iterator[list[RunningJob]]:
-    """The jobs whose checkpoints are written together."""
+    """Group the jobs by round trip."""
     chosen: list[RunningJob] = []
     logprobs = 0
     for job in jobs:
@@ -119,8 +120,8 @@ class ProgressReporter:
         *,
         on_finished: Callable[[RunningJob | None], None],
     ) -> None:
-        """`on_finished` is called when a job has left the engine, or is about to, so that more may be pulled; with
-        the job, if it is known and came to its own end."""
+        """`on_finished` is called when a job has left the engine, or is about to, so that more may be pulled;
+        with the job, if it is known and ended by itself."""
         self._config = context.config
         self._queue = queue
         self._table = context.table
@@ -145,9 +146,9 @@ class ProgressReporter:
         self._thread.start()
 
     def stop(self, timeout: float, *, abandon: bool = False) -> bool:
-        """Write what there is to write, for at most `timeout` seconds; True if nothing is left.
+        """Write everything pending, for at most `timeout` seconds; True if nothing is left.
 
-        `abandon`: jobs that the engine still has are not waited for.
+        `abandon`: do not wait for jobs that the engine still has.
         """
         self._is_abandoning = abandon
         self._give_up_at = time.monotonic() + timeout
@@ -178,7 +179,7 @@ class ProgressReporter:
         self._events.put(Stop(None, Ending("released")))
 
     def engine_lost(self, suspects: frozenset[str]) -> None:
-        """Checkpoint every job, hand back those whose request is no suspect, and let the leases of the others lapse."""
+        """Checkpoint every job, hand back those whose request is no suspect, and let the other leases lapse."""
         self._events.put(EngineLost(suspects))
 
     def _run(self) -> None:
@@ -204,7 +205,7 @@ class ProgressReporter:
         return settled or time.monotonic() >= self._give_up_at
 
     def _take_events(self) -> None:
-        """Wait for an event, then take what there is; a fast engine must not keep us from writing."""
+        """Wait for an event, then take those pending, within a limit: a fast engine must not delay writes."""
         try:
             event = self._events.get(timeout=self._wait_s())
             until = time.monotonic() + TAKE_S
@@ -250,7 +251,7 @@ class ProgressReporter:
     def _take_output(self, output: RequestOutput) -> None:
         job = self._table.by_request(output.request_id)
         if job is None or job.request_id in self._ended:
-            return  # lost or handed back meanwhile: nobody may hear of it
+            return  # lost or handed back meanwhile: it must not be reported
         job.apply(output)
         if output.finished:
             self._finish(job, output)
@@ -261,7 +262,7 @@ class ProgressReporter:
             self._on_finished(None)
 
     def _finish(self, job: RunningJob, output: RequestOutput | None) -> None:
-        """The engine is done with the job (or, with None, has been waited for long enough)."""
+        """End a job that the engine has finished, or, with None, whose last output did not come in time."""
         self._stopping.pop(job.request_id, None)
         if output is not None and output.error_code is not None:
             write = self._refused(job, output.error_code, output.error or output.error_code)
@@ -282,7 +283,7 @@ class ProgressReporter:
         self._on_finished(job if job.is_complete else None)
 
     def result_write(self, job: RunningJob, output: RequestOutput | None) -> FinalWrite:
-        """The end of a complete job: its result, or the refusal of one that is too large. On any thread."""
+        """Build the final write of a complete job: its result, or an error if too large. Any thread."""
         assert self._engine is not None, "outputs come from an engine"
         engine = self._engine.engine
         body = job.result_json(
@@ -301,7 +302,7 @@ class ProgressReporter:
         return retried(self._queue.queue, job, ErrorInfo(code=code, message=message, retryable=True))
 
     def _begin_stop(self, job: RunningJob, ending: Ending) -> None:
-        """Ask the engine to stop the job; the end follows with its last output."""
+        """Ask the engine to stop the job; the job ends with its last output."""
         if job.ending is not None or job.request_id in self._ended:
             return
         assert self._engine is not None, "jobs run only once there is an engine"
@@ -322,7 +323,7 @@ class ProgressReporter:
                 self._finish(stalled, None)
 
     def _drop(self, job_id: str, token: int) -> None:
-        """The lease is somebody else's: stop, and tell nobody."""
+        """Stop a job whose lease another worker has, and report nothing."""
         job = self._table.by_job(job_id)
         if not self._table.let_go(job_id, token):
             return
@@ -382,7 +383,7 @@ class ProgressReporter:
         began, began_at = time.monotonic(), self._clock.now()
         replies = self._queue.run_many([write.call for write in writes])
         if self._config.durability == "fsync":
-            self._queue.sync()  # until then the server may forget them, and they are held here
+            self._queue.sync()  # until then a server crash may lose them, so they are held here
         self._counters.commit_seconds.observe(time.monotonic() - began)
         for write, reply in zip(writes, replies, strict=True):
             self._ended.pop(write.key, None)
@@ -392,7 +393,7 @@ class ProgressReporter:
             self._journal.settled(write, outcome, began_at, error)
 
     def _hold_or_go_on(self) -> None:
-        """Bound what is held in memory while Redis does not take it."""
+        """Bound the memory held during a Redis outage."""
         held_bytes = sum(write.size for write in self._ended.values())
         self._counters.results_buffered = len(self._ended)
         self._counters.results_buffered_bytes = held_bytes

@@ -1,4 +1,4 @@
-"""A job that this worker runs: what came in, what was generated, and how much of that Redis has."""
+"""A job that this worker runs: its input, its output so far, and how much of that is stored in Redis."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from pagemill.worker.jobs.logprob_columns import LogprobColumns, TokenText, prom
 PRIORITIES = {"high": -1, "normal": 0, "low": 1}
 """The wire's priorities as the engine's: lower runs first."""
 MAX_RESULT_BYTES = 7 << 20
-"""Of a result's JSON. The server is one thread: it stores a result of this size in some 40 ms."""
+"""Limit on a result's JSON. The server has one thread: it stores a result of this size in some 40 ms."""
 MAX_LOGPROBS = 98_304
-"""Tokens with a log-probability in one result: that many take about so many bytes."""
+"""Tokens with a log-probability in one result: that many take about as many bytes as the limit above."""
 BYTES_PER_TOKEN = 4
 BYTES_PER_LOGPROB = 40
-"""At least, in a result's JSON."""
+"""The least that one takes in a result's JSON."""
 
 
 def _no_text(token_id: int) -> str:
@@ -45,7 +45,7 @@ def _no_text(token_id: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a running job is being stopped, and what becomes of it if it does not finish first."""
+    """The reason a running job is being stopped, and what becomes of it if it does not finish first."""
 
     kind: Literal["cancelled", "expired", "failed", "released", "lapsed"]
     code: str = ""
@@ -54,7 +54,7 @@ class Ending:
 
 @dataclass(slots=True)
 class SampleRecord:
-    """One sample so far; the `saved_*` part of it is in the job's checkpoint."""
+    """One sample so far; the `saved_*` fields count the part in the job's checkpoint."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
@@ -67,7 +67,7 @@ class SampleRecord:
 
     @property
     def is_saved(self) -> bool:
-        """The checkpoint lacks nothing of it."""
+        """True if the checkpoint holds all of it."""
         finish_is_saved = self.saved_finish or self.finish_reason is None
         lengths = (len(self.token_ids), len(self.text))
         return finish_is_saved and lengths == (self.saved_tokens, self.saved_chars)
@@ -91,7 +91,7 @@ class SampleRecord:
         self.saved_finish = delta.finish_reason is not None
 
     def output_json(self, *, is_json: bool, is_scored: bool) -> bytes:
-        """The sample as an `Output`."""
+        """Return the JSON of an `Output`."""
         omitted = {"logprobs", *(() if is_scored else ("logprob",))}
         output = Output(
             index=self.index,
@@ -108,7 +108,7 @@ class SampleRecord:
 
 @dataclass(slots=True, eq=False)
 class RunningJob:
-    """Written by the reporter's thread only, once it is in the table; admission reads its counts."""
+    """A running job. Once in the table, only the reporter's thread writes it; admission reads its counts."""
 
     pulled: PulledJob
     job: Job
@@ -128,24 +128,24 @@ class RunningJob:
     saved_at: float = 0.0
     """`time.monotonic()` of the last checkpoint."""
     unsaved_since: float = 0.0
-    """`time.monotonic()` of the first news that the checkpoint lacks."""
+    """`time.monotonic()` of the first progress that the checkpoint lacks."""
     result_bytes: int = 0
-    """A low guess of the result's size so far."""
+    """A lower estimate of the result's size so far."""
     token_text: TokenText = _no_text
-    """Of the engine's tokenizer."""
+    """The text of a token by the engine's tokenizer."""
     restart_checkpoint: bool = False
-    """The next checkpoint replaces what is stored."""
+    """The next checkpoint replaces the stored one."""
     sending: list[Delta] | None = None
-    """Deltas whose write has no known outcome: they are sent again exactly so."""
+    """Deltas whose write has no known outcome: they are sent again unchanged."""
     is_checkpoint_refused: bool = False
-    """The server takes no more of it (out of memory): the end is written without."""
+    """The server refuses more checkpoints (out of memory): the end is written without."""
     ending: Ending | None = None
     has_left_engine: bool = False
     sent_at: float | None = None
-    """When the engine was given it; this and the next by the server's clock."""
+    """The time the engine received it; this and the next by the server's clock."""
     left_engine_at: float | None = None
     ttft_s: float | None = None
-    """From then to its first token; None if there was none."""
+    """Time from `sent_at` to its first token; None if there was none."""
 
     @property
     def job_id(self) -> str:
@@ -171,12 +171,12 @@ class RunningJob:
 
     @property
     def scores_prompt(self) -> bool:
-        """Its one sample is the prompt itself, whose text is known from the start."""
+        """True if its one sample is the prompt itself, whose text is known from the start."""
         return isinstance(self.task, Score) and self.job.continuations is None
 
     @property
     def input_tokens(self) -> int:
-        """Tokens that were given: the prompt's, and those of continuations to be scored."""
+        """Tokens of the prompt and of continuations to be scored."""
         scored = sum(map(len, self.task.continuations)) if isinstance(self.task, Score) else 0
         return len(self.prompt_token_ids) + scored
 
@@ -192,7 +192,7 @@ class RunningJob:
 
     @property
     def has_unsaved(self) -> bool:
-        """The checkpoint lacks something."""
+        """True if the checkpoint lacks something."""
         return not all(sample.is_saved for sample in self.samples)
 
     @property
@@ -210,18 +210,18 @@ class RunningJob:
 
     @property
     def is_saved_often(self) -> bool:
-        """Somebody reads along; or it was there when workers died, and the next death says more about it once it has
-        shown that it gets further."""
+        """True if the job has a stream reader, or was running when workers died: the next crash then tells
+        more, by how far the job got."""
         return self.job.stream or self.pulled.crashes > 0
 
     @property
     def is_too_large(self) -> bool:
-        """What has been generated is more than a result may be."""
+        """True if the output is already larger than a result may be."""
         return self.result_bytes > MAX_RESULT_BYTES
 
     @property
     def is_about_to_end(self) -> bool:
-        """Its rows are free after the engine's next step: every sample lacks one token of max_tokens, or none."""
+        """True if its rows are free after the next step: each sample lacks at most one token of max_tokens."""
         if self.params.is_ranked or self.prompt_tokens_done < len(self.prompt_token_ids):
             return False
         return all(
@@ -230,7 +230,7 @@ class RunningJob:
         )
 
     def apply(self, output: RequestOutput) -> None:
-        """Take in a step's news."""
+        """Apply a step's output."""
         self.phase = output.phase
         self.prompt_tokens_done = output.prompt_tokens_done
         if self.is_progress_saved:
@@ -250,7 +250,7 @@ class RunningJob:
                 sample.finish_reason = delta.finish_reason
 
     def unsaved(self) -> list[Delta]:
-        """What to checkpoint next. Until `mark_saved` or `start_over`, the same deltas each time."""
+        """Return what to checkpoint next: the same deltas each time until `mark_saved` or `start_over`."""
         if not self.sending:
             self.sending = [sample.unsaved() for sample in self.samples if not sample.is_saved]
         return self.sending
@@ -264,7 +264,7 @@ class RunningJob:
         self.saved_at = now
 
     def start_over(self) -> None:
-        """The stored checkpoint is not what we believed: write it anew, whole."""
+        """Write the whole checkpoint anew: the stored one is not what we believed."""
         self.sending = None
         self.restart_checkpoint = True
         for sample in self.samples:
@@ -282,10 +282,10 @@ class RunningJob:
         )
 
     def result_json(self, output: RequestOutput | None, *, tier: str, fingerprint: str, now: float) -> bytes:
-        """The job's `Result`. What may be large in it is never there as objects, all of it at once.
+        """Return the job's `Result` as JSON. Its large parts never exist as objects all at once.
 
         Args:
-            output: the engine's last word on the request; None when the checkpoint held a finished job.
+            output: the engine's last output for the request; None if the checkpoint held a finished job.
             now: unix seconds by the server's clock.
         """
         usage = output.usage if output is not None else None
@@ -324,9 +324,9 @@ class RunningJob:
 
 
 def engine_params(job: Job, job_id: str) -> SamplingParams:
-    """The job's sampling parameters as the engine's. Raises `pagemill.engine.errors.InvalidRequest`.
+    """Return the job's sampling parameters as the engine's. Raises `pagemill.engine.errors.InvalidRequest`.
 
-    A job that came without a seed (a submit by hand) gets one from its id: the same wherever it runs.
+    A job without a seed (submitted by hand) gets one from its id: the same on every worker.
     """
     fields: dict[str, Any] = job.sampling()
     if fields["seed"] is None:
@@ -338,7 +338,7 @@ def engine_params(job: Job, job_id: str) -> SamplingParams:
 def sample_records(
     checkpoint: Checkpoint | None, n: int, token_text: TokenText = _no_text, *, whole: bool = False
 ) -> list[SampleRecord]:
-    """Samples as the checkpoint has them, or as they begin; `whole`: only those that had ended."""
+    """Build samples from the checkpoint, or fresh ones; `whole`: only those that had ended."""
     records = [SampleRecord(index) for index in range(n)]
     for saved in checkpoint.seqs if checkpoint is not None else ():
         if saved.index < n and (saved.finish_reason is not None or not whole):
@@ -347,7 +347,7 @@ def sample_records(
 
 
 def sample_states(records: list[SampleRecord]) -> list[SampleState]:
-    """What the engine needs to go on from `records`."""
+    """Return what the engine needs to resume from `records`."""
     return [
         SampleState(
             index=record.index,
@@ -376,7 +376,7 @@ def _record(saved: CheckpointSample, token_text: TokenText) -> SampleRecord:
 
 
 def end_state(ending: Ending) -> EndState:
-    """The state that a job stopped for `ending` is committed as."""
+    """Return the state that a job stopped for `ending` is committed as."""
     assert ending.kind != "released", "a released job does not end"
     assert ending.kind != "lapsed", "nor does one whose lease ends"
     return ending.kind

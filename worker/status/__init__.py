@@ -1,1 +1,1 @@
-"""What a worker tells over HTTP, and where the live view and the exporter get it from."""
+"""The worker's HTTP endpoints, and the sources of the live view and the exporter."""

@@ -1,4 +1,4 @@
-"""The worker's running jobs as the live page shows them: without a word of the prompt, unless it was asked for."""
+"""The worker's running jobs as the live page shows them: without prompt text, unless it is enabled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROMPT_CHARS = 160
 
 
 class LiveView:
-    """Reads the table; any thread."""
+    """Reads the job table; safe on any thread."""
 
     def __init__(self, table: JobTable, clock: ServerClock, *, show_prompts: bool) -> None:
         self._table = table
@@ -19,7 +19,7 @@ class LiveView:
         self._show_prompts = show_prompts
 
     def jobs(self) -> list[JobRow]:
-        """Oldest execution first."""
+        """Return the rows, oldest execution first."""
         now = self._clock.now()
         running = sorted(self._table.running(), key=lambda job: job.started_at)
         return [self._row(job, now) for job in running if not job.has_left_engine]
@@ -42,7 +42,7 @@ class LiveView:
 
 
 def _beginning(job: RunningJob) -> str:
-    """What the prompt begins with; of a chat, its last message."""
+    """Return the beginning of the prompt; for a chat, of its last message."""
     if job.job.prompt is not None:
         text = job.job.prompt
     elif job.job.messages:

@@ -1,8 +1,8 @@
-"""`pagemill exporter`: queue gauges for Prometheus without any worker, so that scaling from zero and the alarm for
-missing workers have something to look at. Loads no model library.
+"""`pagemill exporter`: queue gauges for Prometheus without a worker, for scaling from zero and alerts on
+missing workers. Loads no model library.
 
-Each read sweeps first: where no worker is left to do it, delayed jobs become due and lapsed leases end all the same, so
-that what waits for a worker is counted as waiting.
+Each read sweeps first: even with no worker left, delayed jobs become due and lapsed leases end, so that every
+job waiting for a worker is counted as waiting.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ logger.addFilter(RepeatedErrors())
 DISCOVER_EVERY_S = 60.0
 SCAN_COUNT = 1000
 LEASE_PATIENCE_MS = 10_000
-"""Leases that lapsed later than that are left to the workers: after an outage theirs have all lapsed."""
+"""Leases that lapsed more recently are left to the workers: after an outage all of theirs have lapsed."""
 _SEEN_IN = ("counts", "workers")
-"""A queue has one of these keys as soon as a job or a worker has come to it."""
+"""A queue has one of these keys once it has had a job or a worker."""
 
 
 def discover(url: str) -> list[str]:
-    """Every queue on the server, or on any master of a Cluster. Raises RedisUnavailable.
+    """List every queue on the server, or on any master of a Cluster. Raises RedisUnavailable.
 
     Walks the keyspace, a thousand keys at a time.
     """
@@ -56,7 +56,7 @@ def discover(url: str) -> list[str]:
 
 
 class QueueSet:
-    """The queues that are exported: those that were named, or all, looked for again now and then."""
+    """The exported queues: a fixed list, or all, rediscovered periodically."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class QueueSet:
             self._add(name)
 
     def read(self) -> QueueReadings:
-        """Every queue as it is now. One that can't be read is left out; when Redis is away, all are."""
+        """Read every queue. A queue that can't be read is left out; if Redis is unreachable, all are."""
         figures: list[QueueFigures] = []
         try:
             self._look_for_more()

@@ -42,7 +42,7 @@ class QueueReader:
 def queue_figures(
     queue: str, stats: QueueStats, workers: list[WorkerInfo], server: ServerFigures | None, now: float
 ) -> QueueFigures:
-    """A queue's statistics as monitoring takes them: summed over tenants."""
+    """Convert a queue's statistics for monitoring: summed over tenants."""
     waiting: dict[Lane, int] = {}
     oldest: dict[Lane, float] = {}
     for (priority, _, model), jobs in stats.waiting.items():
@@ -73,7 +73,7 @@ def queue_figures(
 
 
 def server_figures(info: dict[str, Any]) -> ServerFigures:
-    """What INFO says; a field that a managed server hides is None."""
+    """Read the server's figures from INFO; a field that a managed server hides is None."""
 
     def number(name: str) -> int | None:
         value = info.get(name)

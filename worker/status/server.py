@@ -1,7 +1,7 @@
-"""The worker's HTTP server: /metrics for Prometheus, probes for whoever restarts and routes, / for people.
+"""The worker's HTTP server: /metrics for Prometheus, probes for supervisors and load balancers, / for people.
 
-Metrics and probes answer everybody who reaches the port. The live page shows job ids, so it is for this machine
-only unless it was asked for, and for requests whose Host names us.
+Metrics and probes answer any client that reaches the port. The live page shows job ids, so it is limited to
+this machine unless enabled, and to requests whose Host names us.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ NO_HEADERS: Mapping[str, str] = {}
 
 
 class PortTaken(OSError):
-    """The port that was asked for belongs to somebody else."""
+    """An explicitly configured port is in use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """An answer to a probe: whether it is good, and what an operator wants to know beside it."""
+    """The answer to a probe: its verdict, and details for the operator."""
 
     ok: bool
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probes:
-    """Where the answers come from. Called on the server's threads: they must not block."""
+    """The sources of the answers. Called on the server's threads: they must not block."""
 
     metrics: Callable[[], bytes]
     health: Callable[[], Health]
@@ -51,14 +51,14 @@ class Probes:
 
 @dataclass(frozen=True, slots=True)
 class LivePage:
-    """The page's feed, and the host names beside this machine's own under which it may be asked for."""
+    """The page's feed, and the host names, besides this machine's own, that it answers to."""
 
     feed: LiveFeed
     host_names: Sequence[str] = ()
 
 
 class StatusServer:
-    """Serves probes, and the live page if there is one, on its own threads until closed."""
+    """Serves probes, and the live page if enabled, on its own threads until closed."""
 
     def __init__(self, host: str, port: int | None, probes: Probes, page: LivePage | None = None) -> None:
         """`port` None: 9790 or the next free one.
@@ -109,7 +109,7 @@ def _bind(host: str, port: int | None, handler: type[_Handler]) -> ThreadingHTTP
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    # A probe's thread that outlives close() would be reported as a leak by whoever watches sockets.
+    # Leak checkers would report a probe's thread that outlives close().
     block_on_close = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -164,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(HTTPStatus.OK, asset.content_type, asset.body, assets.HEADERS)
 
     def _send_events(self, feed: LiveFeed) -> None:
-        """Until the reader goes away or the worker stops."""
+        """Send events until the reader disconnects or the worker stops."""
         try:
             with feed.watch() as events:
                 self._send_head(HTTPStatus.OK, "text/event-stream", assets.HEADERS)

@@ -1,4 +1,4 @@
-"""Where `pagemill top` gets its figures: the queue's registry in Redis, and a worker's `/live.json`."""
+"""The source of `pagemill top`'s figures: the queue's registry in Redis, and a worker's `/live.json`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ HTTP_TIMEOUT_S = 5.0
 
 
 class TopSource:
-    """Reads one moment after the other. With `url` that worker is shown, else one that the registry knows."""
+    """Takes successive readings of the worker at `url`, or of one in the registry."""
 
     def __init__(
         self, redis_url: str | None, queue: str, *, url: str | None = None, worker_id: str | None = None
     ) -> None:
-        """`redis_url` None: only the worker at `url` is asked."""
+        """`redis_url` None: ask only the worker at `url`."""
         self._url = url
         self._worker_id = worker_id
         self._queue = (
@@ -33,7 +33,7 @@ class TopSource:
         )
 
     def read(self) -> TopView:
-        """The figures of this moment. What can't be had is noted in the view."""
+        """Take a reading. Whatever is unavailable is noted in the view."""
         notes: list[str] = []
         figures, workers = self._read_queue(notes)
         live = self._read_live(workers, notes)
@@ -72,7 +72,7 @@ class TopSource:
 
 
 def _fetch(url: str, notes: list[str]) -> dict[str, Any] | None:
-    """A worker's document; None, and a note, if it can't be had."""
+    """Fetch a worker's document; None, and a note, if that fails."""
     address = f"{url.rstrip('/')}/live.json"
     try:
         with urllib.request.urlopen(address, timeout=HTTP_TIMEOUT_S) as answer:

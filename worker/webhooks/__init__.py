@@ -1,1 +1,1 @@
-"""Telling others how a job ended."""
+"""Notifications of ended jobs over HTTP."""

@@ -1,7 +1,7 @@
-"""Which addresses are on the open internet: tables of what is not, whatever the interpreter's `ipaddress` knows.
+"""Tables of the addresses that are not on the open internet, independent of the interpreter's `ipaddress`.
 
-From IANA's special-purpose address registries (RFC 6890), all of whose entries are left out, those that are reachable
-too: nobody receives webhooks there.
+From IANA's special-purpose address registries (RFC 6890). All entries count, even the globally reachable
+ones: no webhook receiver is there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SPECIAL_V4 = [
         "10.0.0.0/8",  # private, RFC 1918
         "100.64.0.0/10",  # shared by a provider's customers, RFC 6598
         "127.0.0.0/8",  # loopback, RFC 1122
-        "168.63.129.16/32",  # not IANA's: every Azure host's own service, as 169.254.169.254 is elsewhere
+        "168.63.129.16/32",  # not IANA's: every Azure host's own service, like 169.254.169.254 elsewhere
         "169.254.0.0/16",  # link-local, RFC 3927
         "172.16.0.0/12",  # private, RFC 1918
         "192.0.0.0/24",  # IETF protocol assignments, RFC 6890
@@ -32,7 +32,7 @@ _SPECIAL_V4 = [
         "240.0.0.0/4",  # reserved, and broadcast, RFC 1112, RFC 919
     )
 ]
-_GLOBAL_UNICAST_V6 = IPv6Network("2000::/3")  # RFC 4291; nothing else has been given out
+_GLOBAL_UNICAST_V6 = IPv6Network("2000::/3")  # RFC 4291; nothing else is allocated
 _SPECIAL_V6 = [
     IPv6Network(network)
     for network in (
@@ -42,19 +42,19 @@ _SPECIAL_V6 = [
         "3fff::/20",  # documentation, RFC 9637
     )
 ]
-_MAPPED = IPv6Network("::ffff:0:0/96")  # RFC 4291: the sockets' way to write an IPv4 address
+_MAPPED = IPv6Network("::ffff:0:0/96")  # RFC 4291: the socket API's notation of an IPv4 address
 _NAT64 = IPv6Network("64:ff9b::/96")  # RFC 6052
 _6TO4 = IPv6Network("2002::/16")  # RFC 3056
 _ISATAP = (
     0x0000_5EFE,
     0x0200_5EFE,
-)  # RFC 5214: the upper half of the interface's identifier, whatever the prefix
+)  # RFC 5214: the upper half of the interface identifier, under any prefix
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is on the open internet. One that carries an IPv4 address is if that one is as well.
+    """Return True for an address on the open internet. One that embeds an IPv4 address needs both to be.
 
-    Raises ValueError for what is no address.
+    Raises ValueError for an invalid address.
     """
     ip = ip_address(address.partition("%")[0])
     if isinstance(ip, IPv4Address):
@@ -68,7 +68,7 @@ def is_public(address: str) -> bool:
 
 
 def _carried_v4(ip: IPv6Address) -> IPv4Address | None:
-    """The IPv4 host that packets for the address end at, where its form says so."""
+    """Return the embedded IPv4 address that packets for `ip` end at, if its form has one."""
     number = int(ip)
     if ip in _6TO4:
         return IPv4Address(number >> 80 & 0xFFFF_FFFF)

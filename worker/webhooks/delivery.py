@@ -1,4 +1,4 @@
-"""One webhook delivery: what is sent, its signature, and the request itself.
+"""One webhook delivery: its body, its signature, and the request itself.
 
 The signature is the Standard Webhooks one (https://www.standardwebhooks.com): HMAC-SHA256 over
 `<id>.<timestamp>.<body>`, so that a receiver checks it with any of that scheme's libraries.
@@ -23,23 +23,23 @@ from pagemill.producer.wire.calls.outbox import Notice
 from pagemill.worker.webhooks.policy import Target
 
 TIMEOUT_S = 10.0
-"""For a connection to come about, and once more for all that is said over it."""
+"""The limit on connecting, and again on the whole exchange after it."""
 SECRET_PREFIX = "whsec_"
 
 
 class DeliveryFailed(Exception):
-    """The receiver did not take it; the message says why, without the URL."""
+    """The receiver did not accept it; the message says why, without the URL."""
 
 
 def secret_bytes(secret: str) -> bytes:
-    """`whsec_<base64>` as the receiver's libraries read it; any other text as it is. Raises ValueError."""
+    """Decode `whsec_<base64>` as the receiver's libraries do; other text is taken as is. Raises ValueError."""
     if not secret.startswith(SECRET_PREFIX):
         return secret.encode()
     return base64.b64decode(secret.removeprefix(SECRET_PREFIX), validate=True)
 
 
 def body_of(queue: str, notice: Notice) -> bytes:
-    """The event: the job's end, with its result or its error."""
+    """Return the event: the job's end, with its result or its error."""
     outcome = notice.outcome
     data: dict[str, Any] = {
         "id": outcome.job_id,
@@ -55,7 +55,7 @@ def body_of(queue: str, notice: Notice) -> bytes:
 
 
 def headers_of(job_id: str, body: bytes, secrets: Sequence[bytes], now: float) -> dict[str, str]:
-    """`webhook-id` is the job's id: the receiver sees a repeated delivery by it."""
+    """Return the headers. `webhook-id` is the job's id, by which the receiver recognises a repeated delivery."""
     timestamp = str(int(now))
     signed = b".".join((job_id.encode(), timestamp.encode(), body))
     signatures = (
@@ -71,10 +71,10 @@ def headers_of(job_id: str, body: bytes, secrets: Sequence[bytes], now: float) -
 
 
 def deliver(target: Target, job_id: str, body: bytes, secrets: Sequence[bytes], tls: ssl.SSLContext) -> None:
-    """POST the event once. Raises DeliveryFailed unless the answer is 2xx; a redirect is none.
+    """POST the event once. Raises DeliveryFailed unless the answer is 2xx; redirects are not followed.
 
-    Of the answer only the head is read, of which http.client takes 100 lines of 64 KiB, and all of it within
-    `TIMEOUT_S`: a receiver that goes on to send a byte now and then is cut off.
+    Only the head of the answer is read, limited by http.client to 100 lines of 64 KiB, and all of it within
+    `TIMEOUT_S`: a receiver that trickles bytes is cut off.
     """
     connection = _PinnedConnection(target, tls)
     try:
@@ -91,7 +91,7 @@ def deliver(target: Target, job_id: str, body: bytes, secrets: Sequence[bytes], 
 
 
 class _PinnedConnection(http.client.HTTPSConnection):
-    """Connects to the address that was checked: the name is not looked up a second time. Cut `TIMEOUT_S` later."""
+    """Connects to the vetted address, without a second lookup of the name. Cut off after `TIMEOUT_S`."""
 
     def __init__(self, target: Target, tls: ssl.SSLContext) -> None:
         super().__init__(target.host, target.port, timeout=TIMEOUT_S, context=tls)
@@ -104,7 +104,7 @@ class _PinnedConnection(http.client.HTTPSConnection):
     def connect(self) -> None:
         raw = socket.create_connection((self._address, self.port), self.timeout)
         try:
-            self._line = raw.dup()  # TLS takes the socket's own descriptor away
+            self._line = raw.dup()  # TLS detaches the socket's descriptor
             self._timer.daemon = True
             self._timer.start()
             self.sock = self._tls.wrap_socket(raw, server_hostname=self.host)

@@ -1,4 +1,4 @@
-"""Where webhooks may go: allowed hosts and ports, public addresses. What is connected to is what was checked."""
+"""Limits webhooks to allowed hosts and ports and public addresses, and pins the vetted address."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pagemill.worker.webhooks.addresses import is_public
 
 
 class Refused(Exception):
-    """The URL may not be called, now or ever: trying again is no use."""
+    """The URL is not allowed, and never will be: retrying is no use."""
 
 
 class Unresolved(Exception):
-    """The name has no address now."""
+    """The name has no address at present."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A vetted place to deliver to. The connection goes to `address`; TLS is checked against `host`."""
+    """A vetted destination. The connection goes to `address`; TLS is checked against `host`."""
 
     host: str
     port: int
@@ -30,18 +30,18 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class AllowedHost:
-    """A name, or with `*.` before it every name below it, and the one port of it that may be called."""
+    """A host name, or with a leading `*.` every name below it, and the one port allowed on it."""
 
     name: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> AllowedHost:
-        """`name`, `name:port` or `[address]:port`. Raises ValueError."""
+        """Parse `name`, `name:port` or `[address]:port`. Raises ValueError."""
         name, colon, port = text.lower().rpartition(":")
         if not colon or (
             ":" in name.strip("[]") and not name.endswith("]")
-        ):  # no port; an address has colons itself
+        ):  # no port; an address itself contains colons
             name, port = text.lower(), str(HTTPS_PORT)
         name = name.removeprefix("[").removesuffix("]")
         if not name or "/" in name or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
@@ -54,10 +54,10 @@ class AllowedHost:
 
 @dataclass(frozen=True, slots=True)
 class WebhookPolicy:
-    """`hosts`: what may be called, as `AllowedHost.parse` reads it; none: webhooks are off.
+    """`hosts`: the allowed hosts, as `AllowedHost.parse` reads them; none: webhooks are off.
 
-    `allow_private`: also loopback and private networks, for receivers inside one's own.
-    Raises ValueError for a host that is none.
+    `allow_private`: also loopback and private networks, for receivers inside your own. Raises ValueError for
+    an invalid host.
     """
 
     hosts: Sequence[str] = ()
@@ -72,7 +72,7 @@ class WebhookPolicy:
         return bool(self.hosts)
 
     def check(self, url: str) -> WebhookUrl:
-        """The URL, if its form, its host and its port are allowed. Raises Refused, which does not quote it."""
+        """Return the URL if its form, host and port are allowed. Raises Refused, which does not quote it."""
         if not self.is_on:
             raise Refused("webhooks are switched off on this worker (webhook_hosts)")
         try:
@@ -84,7 +84,7 @@ class WebhookPolicy:
         return parsed
 
     def resolve(self, url: str) -> Target:
-        """Where to connect. Raises Refused (also when any address of the name is private) or Unresolved."""
+        """Resolve the URL. Raises Refused (also when any address of the name is private) or Unresolved."""
         parsed = self.check(url)
         try:
             found = socket.getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)

@@ -1,4 +1,4 @@
-"""Delivers what the outbox holds: on threads and a connection of its own, so that no commit waits for it."""
+"""Delivers webhooks from the outbox, on its own threads and connection, so that no commit waits for it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class WebhookSender:
         ca_file: Path | None = None,
         first_retry_s: float = FIRST_RETRY_S,
     ) -> None:
-        """`secrets`: the signing keys, the current one first. `ca_file`: whom to trust instead of the system."""
+        """`secrets`: the signing keys, the current one first. `ca_file`: replaces the system's CAs."""
         self._queue = queue
         self._policy = policy
         self._secrets = tuple(secrets)
@@ -56,7 +56,7 @@ class WebhookSender:
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Begin no more deliveries. One that is under way is made again by another worker, if need be."""
+        """Start no more deliveries. Another worker repeats one that was under way, if needed."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(timeout)
@@ -81,7 +81,7 @@ class WebhookSender:
         pool.shutdown(wait=False, cancel_futures=True)
 
     def _try(self, notice: Notice) -> int | None:
-        """One delivery. Returns the milliseconds until the next, or None if there is to be none."""
+        """Attempt one delivery. Returns the milliseconds until the next attempt, or None if there is none."""
         job_id = notice.outcome.job_id
         try:
             target = self._policy.resolve(notice.url)

@@ -1,4 +1,4 @@
-"""The executor of a model that is spread over several ranks: this process's runner, and the plans for the others."""
+"""The executor of a model spread over several ranks: this process's runner, and the plans for the others."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _POLL_S = 50e-6
 
 
 class TensorParallelExecutor:
-    """An `Executor`. A step that fails anywhere is the last one: the ranks are no longer in step with each other.
+    """An `Executor`. A step that fails anywhere is the last: the ranks are no longer in sync.
 
-    Raises `RankLost` from then on, which no other request is retried after.
+    From then on it raises `RankLost`, after which nothing is retried.
     """
 
     def __init__(self, runner: ModelRunner, ranks: RankProcesses, device: DeviceBackend) -> None:
@@ -42,7 +42,7 @@ class ParallelStep:
     step: LaunchedStep
     ranks: RankProcesses
     end: Mark
-    """Where the device has done the step."""
+    """Reached when the device has finished the step."""
 
     @property
     def plan(self) -> StepPlan:
@@ -50,7 +50,7 @@ class ParallelStep:
 
     def wait(self) -> StepResult:
         with _fatal(self.ranks):
-            # On a GPU a collective waits for a rank that has died, and whoever waits for the GPU with it.
+            # On a GPU a collective waits for a dead rank, and so would a wait for the GPU.
             while not self.end.query():
                 if (reason := self.ranks.failure()) is not None:
                     raise RankLost(reason)

@@ -1,4 +1,4 @@
-"""What rank 0 and the other ranks' processes tell each other before the first step. After it, plans alone."""
+"""Messages between rank 0 and the other ranks before the first step. After it, only plans are sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pagemill.engine.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class LoadShare:
-    """To a rank: load your share of the model. It answers with `Loaded`."""
+    """Tells a rank to load its share of the model. The answer is `Loaded`."""
 
     config: EngineConfig
     rank: int
@@ -26,14 +26,14 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The rank takes plans. It got the resolved `SchedulerConfig` before."""
+    """The rank is ready for plans. Before it, the rank received the resolved `SchedulerConfig`."""
 
     weight_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The rank could not get ready, and has ended."""
+    """The rank failed to start, and has exited."""
 
     message: str
     is_config_error: bool

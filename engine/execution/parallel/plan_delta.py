@@ -1,8 +1,8 @@
-"""A step's plan as it travels to the other ranks: what changes their rows and blocks, and nothing else.
+"""A step's plan as sent to the other ranks: only the changes to their rows and blocks.
 
-Who a sequence belongs to, how it is sampled and what a grammar allows concerns the rank that samples. A prompt
-travels once, when its row is entered; sampled tokens don't travel here but from device to device
-(`RankGroup.broadcast`), because they may not be known yet when the next plan is sent.
+A sequence's request, sampling and grammar concern only the rank that samples. A prompt is sent once, when its
+row is entered; sampled tokens go from device to device instead (`RankGroup.broadcast`), because they may not
+be known yet when the next plan is sent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ANY_PARAMS = SamplingParams()
 
 
 def encode(plan: StepPlan) -> bytes:
-    """Plain tuples: a dataclass would bring its fields' names along for every row."""
+    """Encode as plain tuples: a dataclass would add its fields' names for every row."""
     return pickle.dumps(
         (
             plan.step_id,
@@ -45,7 +45,7 @@ def encode(plan: StepPlan) -> bytes:
 
 
 def decode(message: bytes) -> StepPlan:
-    """The plan that `ModelRunner.launch` takes on the other ranks."""
+    """Return the plan for `ModelRunner.launch` on the other ranks."""
     step_id, new_rows, swap_out, swap_in, block_copies, work, samples = pickle.loads(message)
     return StepPlan(
         step_id,

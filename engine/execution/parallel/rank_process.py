@@ -1,6 +1,7 @@
-"""The process of a rank above 0: loads its share, then runs the plans it is sent. No requests, no queue, no sampling.
+"""The process of a rank above 0: loads its share, then runs the plans it is sent. No requests, no queue, no
+sampling.
 
-It ends when its connection to rank 0 does: rank 0 closes it, and the kernel does if rank 0 dies.
+It ends with its connection to rank 0, which rank 0 closes, or the kernel if rank 0 dies.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Inbox:
-    """Messages from rank 0, read ahead on a thread, which also sees rank 0 die while a collective waits for it."""
+    """Messages from rank 0, read ahead on a thread, which also detects rank 0's death during a collective."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -38,7 +39,7 @@ class Inbox:
 
 
 def main(connection: Connection) -> NoReturn:
-    """Raises nothing: whatever goes wrong ends the process, and rank 0 sees that."""
+    """Run the rank. Raises nothing: every failure ends the process, which rank 0 detects."""
     from pagemill.engine.errors import ConfigError
     from pagemill.engine.execution.parallel.messages import Failed, LoadShare
 
@@ -56,7 +57,7 @@ def main(connection: Connection) -> NoReturn:
             connection.send(Failed(str(error) or type(error).__name__, isinstance(error, ConfigError)))
             _leave(1)
         _run_plans(runner, plans)
-    except (EOFError, OSError):  # rank 0 has gone while this one was loading
+    except (EOFError, OSError):  # rank 0 exited while this one was loading
         _leave(0)
     except Exception:
         logger.exception("the step failed")
@@ -64,7 +65,7 @@ def main(connection: Connection) -> NoReturn:
 
 
 def _get_ready(connection: Connection, task: Any) -> tuple[Any, Inbox]:
-    """Load the rank's share, agree on limits, meet the others; returns the `ModelRunner`, and what brings its plans."""
+    """Load the rank's share, agree on limits, connect; returns the `ModelRunner` and its plans' inbox."""
     from pagemill.engine.devices.registry import find_device
     from pagemill.engine.execution.device_tuning import tune_device
     from pagemill.engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
@@ -84,7 +85,7 @@ def _get_ready(connection: Connection, task: Any) -> tuple[Any, Inbox]:
     limits = connection.recv()
     plans = Inbox(
         connection
-    )  # already: the others are waited for, and kernels compiled, only while rank 0 lives
+    )  # already now: waiting for the others and compiling kernels must stop if rank 0 dies
     group.connect(task.rendezvous, device.collectives)
     runner = ModelRunner(model, config, limits, shape, group)
     connection.send(Ready(model.weight_bytes()))
@@ -99,13 +100,13 @@ def _run_plans(runner: Any, inbox: Inbox) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """At once: tearing down a collective that waits for somebody who is gone may take as long as it waits."""
+    """Exit at once: tearing down a collective that waits for a dead rank may take as long as its timeout."""
     logging.shutdown()
     os._exit(code)
 
 
 if __name__ == "__main__":
-    # Rank 0 hears the signals that a whole group of processes is sent, and decides.
+    # A signal to the process group also reaches rank 0, which decides.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     main(Connection(int(sys.argv[1])))

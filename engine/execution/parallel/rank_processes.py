@@ -1,4 +1,4 @@
-"""Rank 0's side of the other ranks: their processes, from start to end."""
+"""Rank 0's handling of the other ranks' processes, from start to end."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from pagemill.engine.layers.rank_group import RankGroup
 
 _CHILD = "pagemill.engine.execution.parallel.rank_process"
 _END_S = 2.0
-"""How long a process may take to end by itself once its connection is closed."""
+"""The time a process gets to exit by itself once its connection is closed."""
 _LOOK_S = 0.2
-"""How often it is looked whether all processes live while they are waited for."""
+"""The interval at which the processes are checked during a wait for them."""
 _NOTICE_S = 1.0
-"""After a connection broke, how long the kernel may take to tell how the process ended."""
+"""After a connection broke, how long the kernel may take to report how the process ended."""
 
 Answer = TypeVar("Answer", Loaded, Ready)
 
@@ -42,7 +42,7 @@ Answer = TypeVar("Answer", Loaded, Ready)
 class RankProcesses:
     """The processes of ranks 1 and up, on this machine. They end when this object or this process does.
 
-    One thread sends; `failure` may be asked on any.
+    One thread sends; `failure` is safe on any.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -64,7 +64,7 @@ class RankProcesses:
             connection.send(LoadShare(self.config, rank, self._rendezvous))
 
     def agree(self, limits: SchedulerConfig, device: DeviceBackend) -> SchedulerConfig:
-        """Wait until all have loaded, settle on a pool that fits everywhere, and connect the ranks.
+        """Wait until all have loaded, agree on a pool that fits everywhere, and connect the ranks.
 
         Raises:
             ConfigError: a rank can't load its share, or a device has no room for a pool.
@@ -86,7 +86,7 @@ class RankProcesses:
         return limits
 
     def _meet(self, device: DeviceBackend) -> None:
-        """Connect the ranks: on a thread, since a rank that dies meanwhile would be waited for for minutes."""
+        """Connect the ranks, on a thread: the call itself would wait minutes for a rank that dies meanwhile."""
         met: Future[None] = Future()
 
         def run() -> None:
@@ -105,7 +105,7 @@ class RankProcesses:
         met.result()
 
     def wait_ready(self) -> int:
-        """Wait until all take plans; returns the bytes of their weights together. Raises as `agree` does."""
+        """Wait until all take plans; returns the total bytes of their weights. Raises as `agree` does."""
         return sum(answer.weight_bytes for answer in self._answers(Ready))
 
     def send(self, plan: bytes) -> None:
@@ -117,14 +117,14 @@ class RankProcesses:
                 connection.send_bytes(plan)
 
     def give_up(self, error: Exception) -> RankLost:
-        """A step failed on rank 0: the others may be anywhere in it, so they are ended. Returns what to raise."""
+        """End the ranks after a step failed on rank 0: they may be anywhere in it. Returns what to raise."""
         if self._broken is None:
             self._broken = self._why(f"a step failed on rank 0: {type(error).__name__}: {error}")
             self.close()
         return RankLost(self._broken)
 
     def failure(self) -> str | None:
-        """Which process has ended, and how; None while all live."""
+        """The process that has ended, and how; None while all live."""
         if self._broken is not None:
             return self._broken
         for rank, process in enumerate(self._processes if self._end.alive else (), start=1):
@@ -133,9 +133,9 @@ class RankProcesses:
         return None
 
     def close(self) -> None:
-        """End the processes. Again is no error."""
+        """End the processes. May be called again."""
         self._end()
-        self.group.close()  # after them: they would take it for a failure of theirs
+        self.group.close()  # after them: they would report it as their own failure
 
     def _answers(self, kind: type[Answer]) -> list[Answer]:
         answers = []
@@ -157,7 +157,7 @@ class RankProcesses:
             raise RankLost(self._why(f"rank {rank} does not answer: {error}")) from error
 
     def _why(self, otherwise: str) -> str:
-        """The process that ended, if one did; its connections break a moment before the kernel tells."""
+        """Describe the process that ended, if any; its connections break just before the kernel reports it."""
         give_up_at = time.monotonic() + _NOTICE_S
         while (reason := self.failure()) is None and time.monotonic() < give_up_at:
             time.sleep(0.01)
@@ -165,7 +165,7 @@ class RankProcesses:
 
 
 def _threads_of_a_rank(config: EngineConfig) -> int:
-    """On a CPU the ranks share its cores."""
+    """Return a rank's CPU threads: the ranks share the cores."""
     return config.num_threads or max(1, torch.get_num_threads() // config.tensor_parallel_size)
 
 
@@ -181,12 +181,12 @@ def _spawn(connection_fd: int, num_threads: int | None) -> subprocess.Popen[byte
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=(connection_fd,),
-        start_new_session=True,  # Ctrl-C is for rank 0, which may want to finish what it has
+        start_new_session=True,  # Ctrl-C is for rank 0, which may want to finish its work
     )
 
 
 def _end(processes: list[subprocess.Popen[bytes]], connections: list[Connection], directory: str) -> None:
-    """Closed connections end them; a process that is stuck in a collective or stopped is killed."""
+    """End the processes by closing their connections; kill one that is stuck in a collective or stopped."""
     for connection in connections:
         connection.close()
     give_up_at = time.monotonic() + _END_S

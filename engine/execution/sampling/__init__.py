@@ -1,1 +1,1 @@
-"""From logits to tokens: processors, filters, draws and log probabilities."""
+"""Turns logits into tokens: processors, filters, draws and log probabilities."""

@@ -1,4 +1,4 @@
-"""The random rows of a step on their way to the kernel that draws their tokens."""
+"""A step's random rows, staged for the kernel that draws their tokens."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pagemill.kernels.types.sampling_rows import SamplingRows
 
 @dataclass(frozen=True, slots=True)
 class StagedDraws:
-    """Which of a step's samples are drawn, and how."""
+    """The samples of a step that are drawn, with their parameters."""
 
     index: torch.Tensor
     """[num_draws] int64, into the step's samples."""
     rows: SamplingRows
     has_filters: bool
     is_all: bool
-    """Every sample of the step is drawn."""
+    """True if every sample of the step is drawn."""
 
 
 def stage_draws(work: Sequence[SampleWork], transfer: Transfer) -> StagedDraws | None:
-    """Put what the draws need; None: every sample is greedy."""
+    """Stage the draws' inputs; None: every sample is greedy."""
     random = [number for number, item in enumerate(work) if not item.params.is_greedy]
     if not random:
         return None
@@ -38,7 +38,7 @@ def stage_draws(work: Sequence[SampleWork], transfer: Transfer) -> StagedDraws |
         temperatures=put(np.array([row.temperature for row in params], dtype=np.float32)),
         top_k=put(np.array([max(0, row.top_k) for row in params], dtype=np.int32)),
         top_p=put(np.array([row.top_p for row in params], dtype=np.float64)),
-        # By torch, as on the CPU: numpy's logarithm may round the other way.
+        # By torch, as on the CPU: numpy's logarithm may round differently.
         log_min_p=put(torch.tensor([row.min_p for row in params], dtype=torch.float32).log().numpy()),
         seeds=put(np.array([item.row.seed for item in drawn], dtype=np.int64)),
         sample_indices=put(np.array([item.row.sample_index for item in drawn], dtype=np.int64)),
@@ -50,6 +50,6 @@ def stage_draws(work: Sequence[SampleWork], transfer: Transfer) -> StagedDraws |
 
 
 def draw(logits: torch.Tensor, draws: StagedDraws) -> torch.Tensor:
-    """The drawn tokens, [num_draws] int64, from the step's logits [num_samples, vocab_size] fp32."""
+    """Draw tokens, [num_draws] int64, from the step's logits [num_samples, vocab_size] fp32."""
     logits = logits if draws.is_all else logits[draws.index]
     return dispatch.sample_tokens(logits, logits.amax(dim=-1), draws.rows, has_filters=draws.has_filters)

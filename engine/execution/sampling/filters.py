@@ -1,6 +1,6 @@
-"""Top-k, top-p and min-p: which tokens of a row may be drawn, by their probability.
+"""Top-k, top-p and min-p: limit the tokens a row may draw, by their probability.
 
-Applied in this order, each to what the one before has left, as transformers does. Ties with the last token kept
+Applied in this order, each to what the previous one left, as transformers does. Ties with the last token kept
 are kept. Every decision is made within its row, so it does not depend on the batch.
 """
 
@@ -15,7 +15,7 @@ from pagemill.kernels.selection import kth_largest, top_p_thresholds
 
 
 def filter_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> None:
-    """Set what may not be drawn to minus infinity, in place.
+    """Set excluded tokens to minus infinity, in place.
 
     Args:
         logits: [num_rows, vocab_size] float32, divided by the temperature.
@@ -38,12 +38,12 @@ def filter_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> Non
 
 
 def _rows(logits: torch.Tensor, numbers: list[int]) -> torch.Tensor:
-    """All rows as they are, fewer as a copy."""
+    """Return all rows as a view, or fewer as a copy."""
     return logits if len(numbers) == len(logits) else logits[torch.tensor(numbers, device=logits.device)]
 
 
 def _cut(logits: torch.Tensor, numbers: list[int], thresholds: torch.Tensor) -> None:
-    """Drop what is below its row's threshold [num_rows, 1]."""
+    """Exclude the tokens below their row's threshold [num_rows, 1]."""
     if len(numbers) == len(logits):
         logits.masked_fill_(logits < thresholds, -torch.inf)
         return

@@ -1,4 +1,4 @@
-"""Log probabilities of chosen tokens and of the likeliest ones, kept on the device until somebody reads them."""
+"""Log probabilities of chosen and most likely tokens, kept on the device until they are read."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class TopLogprobs:
     values: torch.Tensor  # [num_rows, max_count] float32, best first
     ids: torch.Tensor  # [num_rows, max_count] int64
     counts: tuple[int, ...]
-    """How many of the likeliest each row wants."""
+    """The number of most likely tokens requested per row."""
 
     @classmethod
     def of(cls, logprobs: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> TopLogprobs:
-        """Pick from log probabilities [num_rows, vocab_size]. What is impossible gets the lowest finite number."""
+        """Select from log probabilities [num_rows, vocab_size]. Impossible ones get the lowest finite number."""
         chosen = logprobs.gather(1, token_ids[:, None])[:, 0]
         values, ids = logprobs.topk(min(max(counts, default=0), logprobs.shape[1]))
         lowest = torch.finfo(torch.float32).min  # JSON has no infinity
         return cls(token_ids, chosen.clamp(min=lowest), values.clamp(min=lowest), ids, tuple(counts))
 
     def to_host(self) -> list[TokenLogprobs]:
-        """One entry per row; waits for the device."""
+        """Return one entry per row; waits for the device."""
         tokens, chosen = self.token_ids.tolist(), self.chosen.tolist()
         values, ids = self.values.tolist(), self.ids.tolist()
         return [
@@ -43,7 +43,7 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of one row's chunk of its prompt, still on the device."""
+    """Log probabilities of one row's chunk of its prompt, still on the device."""
 
     work_index: int
     slices: list[TopLogprobs]

@@ -1,8 +1,8 @@
-"""Logits of a few tokens alone, where every sample of a step is confined to a few.
+"""Computes logits of a few tokens only, if every sample of a step is confined to a few.
 
-A labelling step chooses among the first tokens of some labels: a handful of a vocabulary of tens of thousands. Each
-number of a packed product depends on its row and its channel alone, to the last bit, so a product with those channels
-gives the logits that the whole product would, and the choice among them is the same.
+A labelling step chooses among the first tokens of some labels: a handful of a vocabulary of tens of
+thousands. Each number of a packed product depends only on its row and its channel, to the last bit, so a
+product with those channels gives the same logits as the whole product, and the choice among them is the same.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch import nn
 from pagemill.engine.execution.sampling.processors import SampleWork
 
 MOST_TOKENS = 256
-"""Tokens that a step's samples may choose from, all together; with more, the whole vocabulary is computed."""
+"""The most tokens that a step's samples may choose from in total; beyond it the whole vocabulary is computed."""
 _KEPT = 8
-"""Selections of channels that stay packed: the root of a trie serves a whole data set."""
+"""Selections of channels kept packed: the root of a trie serves a whole data set."""
 
 
 @dataclass(frozen=True, slots=True)
 class NarrowVocabulary:
-    """The tokens that a step's logits stand for, instead of all."""
+    """The subset of tokens that a step's logits stand for."""
 
     token_ids: tuple[int, ...]
-    """Ascending, so that of equal logits the first is the lowest id here as well."""
+    """Ascending, so that ties go to the lowest id here as well."""
     barred: torch.Tensor | None = None
-    """[num_samples, num_tokens] bool: what some samples may not choose. None: all may choose all of them."""
+    """[num_samples, num_tokens] bool: tokens that some samples may not choose. None: all may choose all."""
 
 
 NOTHING_SAMPLED = NarrowVocabulary((0,))
-"""Of a step without samples, whose logits nobody reads."""
+"""For a step without samples, whose logits are not read."""
 
 
 @runtime_checkable
@@ -43,12 +43,12 @@ class _Selectable(Protocol):
     out_features: int
 
     def of_channels(self, channels: torch.Tensor) -> nn.Module | None:
-        """A layer with these outputs alone, the same to the last bit; None: this layer has no such thing."""
+        """Return a layer of only these outputs, the same to the last bit; None if this layer has no such thing."""
         ...
 
 
 class NarrowHead:
-    """Makes a model's head compute some of its outputs."""
+    """Makes a model's head compute only some of its outputs."""
 
     def __init__(self, head: _Selectable) -> None:
         self._head: Any = head
@@ -56,9 +56,9 @@ class NarrowHead:
 
     @classmethod
     def of(cls, module: Any) -> NarrowHead | None:
-        """For one of transformers' causal language models; None where the head computes all or nothing.
+        """Wrap one of transformers' causal language models; None if its head can't compute a part.
 
-        What a family does to its logits after the product (a scale, a softcap) it does number by number.
+        What a family does to its logits after the product (a scale, a softcap) is elementwise.
         """
         head = module.get_output_embeddings()
         if not isinstance(head, _Selectable) or head.of_channels(torch.zeros(1, dtype=torch.int64)) is None:
@@ -66,7 +66,7 @@ class NarrowHead:
         return cls(head)
 
     def vocabulary(self, work: Sequence[SampleWork]) -> NarrowVocabulary | None:
-        """The tokens that these samples need; None: all."""
+        """Return the tokens that these samples need; None: all."""
         if not work:
             return NOTHING_SAMPLED
         allowed = []
@@ -82,7 +82,7 @@ class NarrowHead:
 
     @contextmanager
     def only(self, token_ids: tuple[int, ...]) -> Iterator[None]:
-        """Until the end of the block the head's outputs are those of these tokens."""
+        """Limit the head's outputs to these tokens until the end of the block."""
         self._head.forward = self._select(token_ids).forward
         try:
             yield
@@ -94,14 +94,14 @@ class NarrowHead:
 
 
 def _confined_to(work: SampleWork) -> Sequence[int] | None:
-    """The tokens that a sample may choose from, if its parameters ask for nothing but a choice among them."""
+    """Return the tokens that a sample may choose from, if its parameters only need a choice among them."""
     sample, params = work.sample, work.params
     grammar = sample.allowed_token_ids
     if grammar is None and (sample.token_mask is not None or params.allowed_token_ids is None):
         return None
     is_filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
     if (
-        (grammar is not None and params.allowed_token_ids is not None)  # the one may give way to the other
+        (grammar is not None and params.allowed_token_ids is not None)  # one may override the other
         or params.logprobs is not None
         or sample.num_candidates
         or params.logit_bias
@@ -110,7 +110,7 @@ def _confined_to(work: SampleWork) -> Sequence[int] | None:
         or params.repetition_penalty != 1.0
         or params.presence_penalty
         or params.frequency_penalty
-        or (is_filtered and not params.is_greedy)  # filters add up probabilities, here in another order
+        or (is_filtered and not params.is_greedy)  # filters sum probabilities, here in another order
     ):
         return None
     return params.allowed_token_ids if grammar is None else grammar

@@ -1,8 +1,8 @@
-"""What a request's parameters do to its logits before temperature: bias, penalties, and tokens that may not come.
+"""Applies a request's parameters to its logits before temperature: bias, penalties, and barred tokens.
 
-The order is logit_bias, then penalties, then bars. What bars: a grammar, `allowed_token_ids`, `bad_words`, and EOS
-and stop tokens before `min_tokens`. None gives way to another: where they leave nothing, nothing is sampled, and the
-request fails. But a structure that may only end may do so before `min_tokens`.
+The order is logit_bias, then penalties, then bars. Bars come from a grammar, `allowed_token_ids`,
+`bad_words`, and EOS and stop tokens before `min_tokens`. None overrides another: if they leave no token, none
+is sampled, and the request fails. But a structure that can only end may do so before `min_tokens`.
 
 Everything is per row, so a row's result does not depend on its batch, and nothing waits for the device.
 """
@@ -24,7 +24,7 @@ _NO_TOKEN = -2
 
 @dataclass(frozen=True, slots=True)
 class SampleWork:
-    """One sample: where it goes, and the row it belongs to."""
+    """One sample: its place, and the row it belongs to."""
 
     sample: Sample
     row: NewRow
@@ -35,14 +35,14 @@ class SampleWork:
 
     @property
     def output_position(self) -> int:
-        """Tokens generated before this one, resumed ones included."""
+        """Tokens generated before this one, including resumed ones."""
         return self.sample.position - self.row.num_prompt_tokens
 
 
 class BadWords:
-    """Token sequences that may not be generated: the last token is barred where the others have just come.
+    """Token sequences that may not be generated: the last token is barred right after all the others.
 
-    Only output counts as having come, as in vLLM: the prompt may end in the beginning of a bad word.
+    Only output is compared, as in vLLM: the prompt may end in the beginning of a bad word.
     """
 
     def __init__(self, sequences: tuple[tuple[int, ...], ...], device: torch.device) -> None:
@@ -64,7 +64,7 @@ class BadWords:
 
 
 class RowConstraints:
-    """A row's parameters as tensors on the device, made once."""
+    """A row's parameters as tensors on the device, built once."""
 
     def __init__(
         self, row: NewRow, eos_token_ids: tuple[int, ...], vocab_size: int, device: torch.device
@@ -91,7 +91,7 @@ class RowConstraints:
         self.bad_words = BadWords(row.bad_word_ids, device) if row.bad_word_ids else None
 
     def bars(self, work: SampleWork) -> bool:
-        """Whether any token may be out of the question for this sample."""
+        """Return True if any token may be barred for this sample."""
         sample = work.sample
         return (
             sample.allowed_token_ids is not None
@@ -108,7 +108,7 @@ class LogitsProcessors:
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self._eos_token_ids = eos_token_ids
         self._constraints: dict[int, RowConstraints] = {}
-        """By row. A row that has been given to another sequence is made anew."""
+        """Constraints by row; rebuilt when the row goes to another sequence."""
 
     def apply(self, logits: torch.Tensor, work: list[SampleWork], token_table: torch.Tensor) -> list[int]:
         """Change `logits` in place.
@@ -118,7 +118,7 @@ class LogitsProcessors:
             token_table: [num_rows, max_len], the tokens so far.
 
         Returns:
-            The samples that were changed, in order.
+            The changed samples, in order.
         """
         constraints = [self._of(item.row, logits) for item in work]
         biased = [number for number, own in enumerate(constraints) if own.bias is not None]
@@ -146,10 +146,10 @@ class LogitsProcessors:
 def _penalise(
     logits: torch.Tensor, numbers: list[int], work: list[SampleWork], token_table: torch.Tensor
 ) -> None:
-    """Repetition penalty over prompt and output, presence and frequency over output, in place.
+    """Apply repetition penalty over prompt and output, presence and frequency over output, in place.
 
-    Only tokens that have come are touched. One that came several times is computed several times, to the same
-    value.
+    Only tokens that have occurred are touched. A token that occurred several times is computed several times,
+    to the same value.
     """
     device = logits.device
 
@@ -161,7 +161,7 @@ def _penalise(
     seen = token_table[rows, : max(item.sample.position for item in work)]
     at = torch.arange(seen.shape[1], device=device)
     is_known = at < column([item.sample.position for item in work])
-    seen = torch.where(is_known, seen, seen[:, :1])  # what a longer row left behind counts for nothing
+    seen = torch.where(is_known, seen, seen[:, :1])  # ignores leftovers of a longer row
     scores = logits[index, seen]
     if any(item.params.repetition_penalty != 1.0 for item in work):
         factor = column([item.params.repetition_penalty for item in work])
@@ -176,7 +176,7 @@ def _penalise(
 
 
 def _bar(row: torch.Tensor, work: SampleWork, own: RowConstraints, token_table: torch.Tensor) -> None:
-    """Set what may not come to minus infinity, in place."""
+    """Set barred tokens to minus infinity, in place."""
     grammar = _grammar_mask(work.sample, row)
     allowed = torch.ones(row.shape, dtype=torch.bool, device=row.device) if grammar is None else grammar
     if own.ends is not None and work.output_position < work.params.min_tokens:
@@ -195,7 +195,7 @@ def _bar(row: torch.Tensor, work: SampleWork, own: RowConstraints, token_table: 
 
 
 def _grammar_mask(sample: Sample, like: torch.Tensor) -> torch.Tensor | None:
-    """What the sequence's grammar allows, [vocab_size] bool; None without a grammar."""
+    """Return the tokens that the sequence's grammar allows, [vocab_size] bool; None without a grammar."""
     if sample.allowed_token_ids is not None:
         return _as_mask(sample.allowed_token_ids, like.shape[0], like.device)
     if sample.token_mask is None:
@@ -203,7 +203,7 @@ def _grammar_mask(sample: Sample, like: torch.Tensor) -> torch.Tensor | None:
     packed = torch.frombuffer(bytearray(sample.token_mask), dtype=torch.uint8).to(like.device)
     shifts = torch.arange(8, dtype=torch.uint8, device=like.device)
     bits = (packed[:, None] >> shifts & 1).flatten()[: like.shape[0]]
-    # The model's vocabulary may be padded past the tokenizer's: no text needs those tokens.
+    # The model's vocabulary may be padded past the tokenizer's: those tokens have no text.
     return torch.nn.functional.pad(bits, (0, like.shape[0] - bits.shape[0])).to(torch.bool)
 
 

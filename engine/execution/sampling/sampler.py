@@ -25,22 +25,22 @@ from pagemill.kernels.selection import argmax_with_noise, largest
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """What was sampled, still on the device: reading any of it waits."""
+    """The sampled tokens, still on the device: reading any field waits."""
 
     token_ids: torch.Tensor  # [num_samples] int64
     is_valid: torch.Tensor  # [num_samples] bool, False where the logits were not finite
     has_choice: (
         torch.Tensor
-    )  # [num_samples] bool, False where the parameters left no token; `token_ids` has any then
+    )  # [num_samples] bool, False if the parameters left no token; `token_ids` is arbitrary then
     top_logprobs: TopLogprobs | None = None
-    """Of the samples in `logprob_samples`, in this order."""
+    """For the samples in `logprob_samples`, in this order."""
     logprob_samples: tuple[int, ...] = ()
     best: list[tuple[int, torch.Tensor, torch.Tensor]] | None = None
-    """(sample, scores, token ids) of those that asked for candidates."""
+    """(sample, scores, token ids) of samples that asked for candidates."""
     _host: HostCopy | None = None
 
     def start_copy(self, device: DeviceBackend) -> None:
-        """Send the tokens to the host now, ahead of whatever the device is given next."""
+        """Start copying the tokens to the host now, ahead of the device's next work."""
         self._host = device.to_host(self._columns())
 
     def _columns(self) -> torch.Tensor:
@@ -64,7 +64,7 @@ class SamplerOutput:
         }
 
     def fill(self, result: StepResult) -> None:
-        """Bring everything to the host, into the step's result."""
+        """Copy everything to the host, into the step's result."""
         columns = self._columns() if self._host is None else self._host.wait()
         token_ids, valid, has_choice = columns.tolist()
         result.token_ids = [[token] for token in token_ids]
@@ -76,12 +76,12 @@ class SamplerOutput:
 
 class Sampler:
     def __init__(self, eos_token_ids: tuple[int, ...], *, draws_on_device: bool = False) -> None:
-        """`draws_on_device`: draw by `pagemill.kernels.dispatch.sample_tokens`, which neither sorts nor waits."""
+        """`draws_on_device`: draw by `pagemill.kernels.dispatch.sample_tokens`, with no sort and no wait."""
         self._processors = LogitsProcessors(eos_token_ids)
         self._draws_on_device = draws_on_device
 
     def stage(self, work: list[SampleWork], transfer: Transfer) -> StagedDraws | None:
-        """Put what `sample` will need beside the logits; None: nothing."""
+        """Stage what `sample` needs beside the logits; None: nothing."""
         return stage_draws(work, transfer) if self._draws_on_device else None
 
     def sample(
@@ -96,7 +96,7 @@ class Sampler:
         Args:
             logits: [num_samples, vocab_size]; may be overwritten.
             token_table: [num_rows, max_model_len + 1], the tokens so far, for penalties and bad words.
-            draws: what `stage` put for this work.
+            draws: the result of `stage` for this work.
         """
         logits = logits.float()
         peaks, chosen = largest(logits)
@@ -129,7 +129,7 @@ class Sampler:
     def sample_narrow(
         logits: torch.Tensor, work: list[SampleWork], vocabulary: NarrowVocabulary
     ) -> SamplerOutput:
-        """What `sample` chooses, from logits [num_samples, num_tokens] of a narrow vocabulary; overwrites them."""
+        """Do as `sample` does, from logits [num_samples, num_tokens] of a narrow vocabulary; overwrites them."""
         logits = logits.float()
         is_valid = torch.isfinite(logits.amax(dim=-1))
         if vocabulary.barred is not None:
@@ -144,16 +144,16 @@ class Sampler:
 
     @staticmethod
     def _draw(logits: torch.Tensor, work: list[SampleWork]) -> torch.Tensor:
-        """Overwrites the logits."""
+        """Draw the tokens; overwrites the logits."""
         logits = _cooled(logits, work)
         filter_logits(logits, [item.params for item in work])
         return argmax_with_noise(logits, _keys(work, logits.device))
 
 
 def _cooled(logits: torch.Tensor, work: list[SampleWork]) -> torch.Tensor:
-    """Logits over temperature, the largest of each row 0; in place."""
+    """Return logits over temperature, with each row's largest at 0; in place."""
     temperatures = torch.tensor([item.params.temperature for item in work], device=logits.device)
-    # A tiny temperature must not overflow: what matters is the distance to the best logit.
+    # A tiny temperature must not overflow: only the distance to the best logit matters.
     return logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(temperatures[:, None])
 
 

@@ -1,1 +1,1 @@
-"""The model families: how each one's checkpoints become transformers' modules, attending through the paged cache."""
+"""The model families: turn each one's checkpoints into transformers' modules that use the paged cache."""

@@ -1,7 +1,7 @@
 """Baichuan and Baichuan2: a LLaMA with q, k and v in one tensor.
 
-The 7B models rotate, the 13B models use ALiBi. Baichuan2's head multiplies with rows of length one (NormHead).
-config.json says neither outright: see `_is_rotary` and `_has_norm_head`.
+The 7B models rotate, the 13B models use ALiBi. Baichuan2's head multiplies with rows of length one
+(NormHead). config.json states neither directly: see `_is_rotary` and `_has_norm_head`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def _is_rotary(raw: RawConfig) -> bool:
-    """The rotary models' code reads `max_position_embeddings`, the ALiBi models' `model_max_length` alone."""
+    """Return True for a rotary model: only its code reads `max_position_embeddings`."""
     return _ROTARY_ARCHITECTURE in (raw.get("architectures") or ()) or "max_position_embeddings" in raw
 
 
 def _has_norm_head(raw: RawConfig) -> bool:
-    """Only Baichuan2 was trained with a loss on the head's scale, and only it has this vocabulary."""
+    """Return True for Baichuan2: it alone was trained with a loss on the head's scale or has this vocabulary."""
     return "z_loss_weight" in raw or raw.get("vocab_size") == _BAICHUAN2_VOCAB_SIZE
 
 

@@ -1,4 +1,4 @@
-"""BLOOM. transformers' attention adds its ALiBi tensor by itself; here the kernel computes the biases."""
+"""BLOOM. transformers' attention adds its own ALiBi tensor; here the kernel computes the biases."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _adapt(module: nn.Module) -> None:
         attention.register_buffer("alibi_slopes", alibi_slopes(attention.num_heads), persistent=False)
     for child in module.modules():
         if isinstance(child, BloomMLP):
-            # Reproduces the summation order of a tensor-parallel training run; nothing to us, and it reads weights
-            # that fusion repacks.
+            # Reproduces the summation order of a tensor-parallel training run; irrelevant here, and it reads
+            # weights that fusion repacks.
             child.slow_but_exact = False
 
 

@@ -1,6 +1,6 @@
 """Falcon: one KV head (7B), grouped heads (40B, 180B, 11B) or all heads; rotary positions or ALiBi (RW).
 
-transformers' attention repeats the KV heads and calls torch itself; here they stay as few as they are.
+transformers' attention repeats the KV heads and calls torch itself; here they are not repeated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagemill.engine.layers.attention import attend
 from pagemill.engine.models.families.family import Family, RawConfig, replace_attention
 from pagemill.kernels.types.scoring import Scoring
 
-# config.json before Falcon was part of transformers.
+# Types in config.json from before Falcon was part of transformers.
 _FIRST_RELEASE_TYPES = ("RefinedWeb", "RefinedWebModel")
 _FIRST_RELEASE_NAMES = {
     "n_layer": "num_hidden_layers",

@@ -1,4 +1,4 @@
-"""What a model family is to the loader: how its config.json and its tensors become one of transformers' modules."""
+"""The interface of a model family: converts its config.json and tensors to one of transformers' modules."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.layers.decoder_traits import DecoderTraits
 
 RawConfig = Mapping[str, Any]
-"""config.json as it stands on disk."""
+"""The content of config.json."""
 Tensors = dict[str, torch.Tensor]
 """A checkpoint's tensors by name."""
 
 
 def native_config(raw: RawConfig) -> PretrainedConfig:
-    """The configuration as transformers itself reads it. No remote code: `auto_map` is just a field here."""
+    """Build the configuration as transformers itself does. No remote code: `auto_map` is just a field here."""
     config: PretrainedConfig = CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw))
     return config
 
 
 def grouped_kv_heads(config: Any) -> int:
-    """KV heads where the configuration states them, one per query head where it does not."""
+    """Return the configured KV heads, or one per query head if the configuration has none."""
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
@@ -43,30 +43,30 @@ def _never(_config: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A row of docs/models.md. The callables' defaults are what transformers' own families need: nothing."""
+    """A row of docs/models.md. The callables' defaults suit transformers' own families: they do nothing."""
 
     name: str
     model_types: tuple[str, ...]
-    """`model_type` of config.json."""
+    """Values of `model_type` in config.json."""
     architectures: tuple[str, ...]
-    """`architectures` of config.json; a checkpoint that names only others is another kind of model."""
+    """Values of `architectures` in config.json; a checkpoint that names only others is another kind of model."""
     build_config: Callable[[RawConfig], PretrainedConfig] = native_config
     """Raises `ModelLoadError` for settings that transformers' module would ignore."""
     convert_tensors: Callable[[Tensors, PretrainedConfig], Tensors] = _unchanged
-    """From the checkpoint's names and layouts to the module's. May consume its argument."""
+    """Converts the checkpoint's names and layouts to the module's. May consume its argument."""
     decoder: DecoderTraits | None = None
-    """What is known of the decoder; None: its layers stay transformers' own."""
+    """The decoder's known traits; None: its layers stay transformers' own."""
     adapt: Callable[[torch.nn.Module], None] = _nothing
     """Rewires the loaded module, in place and still on the CPU."""
     has_attention_interface: bool = True
     """False: the modules compute attention themselves, and `adapt` replaces that."""
     num_kv_heads: Callable[[Any], int] = grouped_kv_heads
     extrapolates: Callable[[Any], bool] = _never
-    """Whether positions past the trained context are computable and sensible (ALiBi)."""
+    """Returns True if positions past the trained context are computable and sensible (ALiBi)."""
 
 
 def replace_attention(module: torch.nn.Module, attention: type, **methods: Any) -> list[Any]:
-    """Give every attention of this class in a model these methods instead of its own; returns them all."""
+    """Replace methods of every attention of this class in a model; returns these attentions."""
     paged = type(f"Paged{attention.__name__}", (attention,), methods)
     found = [child for child in module.modules() if isinstance(child, attention)]
     for child in found:
@@ -75,6 +75,6 @@ def replace_attention(module: torch.nn.Module, attention: type, **methods: Any) 
 
 
 def require(condition: bool, message: str) -> None:
-    """Refuse a configuration whose meaning would be lost on the way. Raises `ModelLoadError`."""
+    """Refuse a configuration whose meaning the conversion would lose. Raises `ModelLoadError`."""
     if not condition:
         raise ModelLoadError(message)

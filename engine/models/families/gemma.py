@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3, text in and text out. Of a Gemma 3 with eyes, the language model alone is loaded."""
+"""Gemma 1, 2 and 3, text in and text out. Of a multimodal Gemma 3, only the language model is loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.models.families.family import RawConfig, Tensors, native_config, require
 from pagemill.engine.models.families.llama_like import like_llama
 
-# The language model's tensors, as the first release and as transformers 5 name them.
+# The language model's tensors, as named by the first release and by transformers 5.
 _TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model."}
 _HEAD_NAMES = ("language_model.lm_head.weight", "lm_head.weight")
 

@@ -29,7 +29,7 @@ def _build_internlm_config(raw: RawConfig) -> PretrainedConfig:
 
 
 def _rotary_fields(raw: RawConfig) -> dict[str, Any]:
-    """Later config.json files say {"rotary": {"base": ..., "type": "dynamic" | "origin"}}."""
+    """Convert later config.json files' {"rotary": {"base": ..., "type": "dynamic" | "origin"}}."""
     rotary = raw.get("rotary")
     if not rotary:
         return {}
@@ -61,7 +61,7 @@ def _convert_internlm2_tensors(tensors: Tensors, config: Any) -> Tensors:
 
 
 def _split_by_kv_head(name: str, packed: Any, config: Any) -> Tensors:
-    """Rows come per KV head: the query heads that share it, its key, its value, head_dim rows each."""
+    """Split rows that are grouped by KV head: its query heads, its key, its value, head_dim rows each."""
     group_size = config.num_attention_heads // config.num_key_value_heads
     rows = packed.unflatten(0, (config.num_key_value_heads, group_size + 2, -1))
     parts = {"q_proj": rows[:, :-2], "k_proj": rows[:, -2], "v_proj": rows[:, -1]}

@@ -1,6 +1,6 @@
-"""LLaMA and its like: what they share, and those of them that are no more than a line here.
+"""LLaMA and similar families: their shared conversions, and those that need only an entry here.
 
-Another one is an entry of `FAMILIES`, with traits of its own where it differs from LLaMA.
+To add one, add an entry to `FAMILIES`, with its own traits if it differs from LLaMA.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OPTIONAL = (
 
 
 def shared_fields(raw: RawConfig, **overrides: Any) -> dict[str, Any]:
-    """The fields that mean the same everywhere, with `overrides` on top.
+    """Return the fields that mean the same everywhere, with `overrides` on top.
 
     Raises:
         ModelLoadError: a field is missing whose default would be another model's size.
@@ -41,13 +41,13 @@ def shared_fields(raw: RawConfig, **overrides: Any) -> dict[str, Any]:
     fields = {name: raw[name] for name in (*_REQUIRED, *_OPTIONAL) if raw.get(name) is not None} | overrides
     missing = [name for name in _REQUIRED if name not in fields]
     require(not missing, f"config.json of model type {raw.get('model_type')!r} lacks {', '.join(missing)}")
-    # transformers' default is to tie; these families' is not to.
+    # transformers ties by default; these families do not.
     fields.setdefault("tie_word_embeddings", False)
     return fields
 
 
 def renamed(tensors: Tensors, fragments: Mapping[str, str]) -> Tensors:
-    """Every tensor under its new name: each fragment of a name replaced, in the order given."""
+    """Rename every tensor: each fragment of a name is replaced, in the order given."""
     out: Tensors = {}
     for name, tensor in tensors.items():
         for old, new in fragments.items():
@@ -57,7 +57,7 @@ def renamed(tensors: Tensors, fragments: Mapping[str, str]) -> Tensors:
 
 
 def split_rows(tensors: Tensors, packed: str, parts: tuple[str, ...]) -> Tensors:
-    """Tensors whose name contains `packed` cut into equal parts along their rows (weights and biases alike)."""
+    """Cut tensors whose name contains `packed` into equal parts along their rows (weights and biases alike)."""
     out: Tensors = {}
     for name, tensor in tensors.items():
         if packed in name:
@@ -69,7 +69,7 @@ def split_rows(tensors: Tensors, packed: str, parts: tuple[str, ...]) -> Tensors
 
 
 def llama_config(raw: RawConfig) -> PretrainedConfig:
-    """A LLaMA under another name."""
+    """Build the configuration of a LLaMA under another name."""
     config: PretrainedConfig = LlamaConfig.from_dict(shared_fields(raw))
     return config
 
@@ -77,7 +77,7 @@ def llama_config(raw: RawConfig) -> PretrainedConfig:
 def like_llama(
     name: str, model_type: str, *architectures: str, decoder: DecoderTraits = LLAMA_DECODER, **mapping: Any
 ) -> Family:
-    """A family in LLaMA's layout; `mapping`: what else `Family` takes."""
+    """Define a family in LLaMA's layout; `mapping`: further fields of `Family`."""
     return Family(
         name=name, model_types=(model_type,), architectures=architectures, decoder=decoder, **mapping
     )

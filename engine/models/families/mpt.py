@@ -1,7 +1,7 @@
-"""MPT. transformers' attention adds a bias tensor of its own; here the kernel computes the biases.
+"""MPT. transformers' attention adds its own bias tensor; here the kernel computes the biases.
 
-transformers reads more settings than it uses. Those that would change the output are refused, except the largest
-bias, which is honoured (MPT-7B-StoryWriter was trained with 16 in place of 8).
+transformers reads more settings than it uses. Those that would change the output are refused, except the
+largest bias, which is supported (MPT-7B-StoryWriter was trained with 16 instead of 8).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _adapt(module: nn.Module) -> None:
     slopes = mpt_alibi_slopes(model.config.num_attention_heads, attention.alibi_bias_max)
     for child in replace_attention(module, MptAttention, forward=_forward):
         child.register_buffer("alibi_slopes", slopes, persistent=False)
-    # Neither the biases nor the mask are read any more. A mask of four dimensions is passed through as it is.
+    # Neither the biases nor the mask are read any more. A four-dimensional mask is passed through unchanged.
     model.transformer.build_mpt_alibi_tensor = lambda *_, **__: None
     mask = torch.empty(1, 1, 1, 0)
     model.transformer.register_forward_pre_hook(

@@ -1,4 +1,4 @@
-"""Families whose modules transformers has and whose attention goes through its interface, in layouts of their own."""
+"""Families that transformers implements with its attention interface, in layouts other than LLaMA's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _bigcode_kv_heads(config: Any) -> int:
 
 
 def _use_linear_layers(module: nn.Module) -> None:
-    """GPT-2's linear layers keep their weights transposed, in a class of their own; nothing is copied."""
+    """Replace GPT-2's linear layers, a separate class with transposed weights; nothing is copied."""
     from transformers.pytorch_utils import Conv1D
 
     for parent in list(module.modules()):

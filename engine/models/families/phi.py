@@ -1,4 +1,4 @@
-"""Phi 1 to 4, transformers' own but for the names that Phi 3's first release gave its rotary scaling."""
+"""Phi 1 to 4: transformers' own, except for the names that Phi 3's first release gave its rotary scaling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.models.families.family import Family, RawConfig, native_config
 from pagemill.engine.models.families.llama_like import like_llama
 
-_FIRST_RELEASE_ROPE_TYPES = ("su", "yarn")  # both were the one that is called longrope today
+_FIRST_RELEASE_ROPE_TYPES = ("su", "yarn")  # both are called longrope today
 
 
 def _build_phi3_config(raw: RawConfig) -> PretrainedConfig:

@@ -1,7 +1,8 @@
-"""Qwen 1: a Qwen2 with as many KV heads as heads, q, k and v in one tensor, and halves of the MLP's width stated.
+"""Qwen 1: a Qwen2 with as many KV heads as heads, q, k and v in one tensor, and a config with twice the MLP's
+width.
 
-Past `seq_length` its own code rescales queries (logn attention) and rotation (dynamic NTK) with every length reached;
-up to there both are the identity. So the context served ends there.
+Past `seq_length` its own code rescales queries (logn attention) and rotation (dynamic NTK) with every length
+reached; up to there both are the identity. So the served context ends there.
 """
 
 from __future__ import annotations

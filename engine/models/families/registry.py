@@ -1,4 +1,4 @@
-"""Which family a checkpoint belongs to."""
+"""Finds the family of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SUPPORTED_MODEL_TYPES = tuple(sorted(kind for family in FAMILIES for kind in fam
 
 
 def find_family(raw: RawConfig) -> Family:
-    """The family that config.json names.
+    """Return the family that config.json names.
 
     Raises:
-        ModelLoadError: none of ours; the message lists what is supported.
+        ModelLoadError: the family is not supported; the message lists those that are.
     """
     model_type, architectures = raw.get("model_type"), list(raw.get("architectures") or ())
     for family in FAMILIES:

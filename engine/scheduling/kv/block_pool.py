@@ -1,11 +1,11 @@
-"""The physical side of the KV cache: who owns which block id. Knows blocks, never sequences or tokens.
+"""The physical side of the KV cache: ownership of block ids. Knows blocks, never sequences or tokens.
 
 Every block is in exactly one state:
 
-    free      no reference, no hash: in the free queue, at its front
-    cached    no reference, but hashed: in the free queue, reusable by a prefix hit until it is evicted
-    active    at least one reference
-    reserved  the null block, and blocks without a reference that a step in flight still names
+  free      no reference, no hash: in the free queue, at its front
+  cached    no reference, but hashed: in the free queue, reusable by a prefix hit until it is evicted
+  active    at least one reference
+  reserved  the null block, and blocks without a reference that a step in flight still names
 
 The free queue is the LRU list: free blocks first, then cached ones, least recently used first.
 """
@@ -24,7 +24,7 @@ NULL_BLOCK_ID = 0
 class FreeBlockQueue:
     """A doubly linked list through the blocks themselves: O(1) at both ends and from the middle.
 
-    A plain deque will not do: a prefix hit takes its block out of the middle.
+    A deque is not enough: a prefix hit takes its block out of the middle.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class FreeBlockQueue:
         return self._length
 
     def __iter__(self) -> Iterator[KVBlock]:
-        """From the front, the next to be allocated, to the back."""
+        """Iterate from the front, the next to be allocated, to the back."""
         block = self._head.next_free
         while block is not None and block is not self._tail:
             yield block
@@ -101,7 +101,7 @@ class BlockPool:
         self._queue = FreeBlockQueue()
         self._by_hash: dict[bytes, KVBlock] = {}
         self._deferred: dict[int, dict[KVBlock, None]] = {}
-        """Step in flight -> blocks that become available when it retires, in the order they were released."""
+        """Step in flight -> blocks that become available when it retires, in order of release."""
         self._num_deferred = 0
         for block in self.blocks[1:]:
             self._queue.append(block)
@@ -112,7 +112,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can hand out now, cached ones included."""
+        """Blocks that `allocate` can hand out now, including cached ones."""
         return len(self._queue)
 
     @property
@@ -129,7 +129,7 @@ class BlockPool:
         return self._num_deferred + 1
 
     def allocate(self, num_blocks: int) -> list[KVBlock]:
-        """Take blocks with one reference each; the caller has checked `num_available`."""
+        """Take blocks with one reference each; the caller must have checked `num_available`."""
         assert num_blocks <= len(self._queue), f"{num_blocks} blocks wanted, {len(self._queue)} available"
         taken = [self._queue.popleft() for _ in range(num_blocks)]
         for block in taken:
@@ -194,7 +194,7 @@ class BlockPool:
                     self._enqueue(block)
 
     def retire(self, step_id: int) -> None:
-        """Steps up to this one have run: blocks that waited for them become available."""
+        """Make available the blocks that waited for steps up to this one, which have run."""
         self.retired_step_id = max(self.retired_step_id, step_id)
         for waited_for in sorted(s for s in self._deferred if s <= step_id):
             for block in self._deferred.pop(waited_for):
@@ -215,7 +215,7 @@ class BlockPool:
         return True
 
     def forget(self, block: KVBlock) -> None:
-        """Drop a block's hash, if any: what it holds must not be found again."""
+        """Drop a block's hash, if any, so that its contents can't be found again."""
         if block.block_hash is None:
             return
         del self._by_hash[block.block_hash]
@@ -228,12 +228,12 @@ class BlockPool:
             self._queue.prepend(block)
 
     def fill(self, block: KVBlock, num_filled: int) -> None:
-        """Note that an active block's first `num_filled` slots are in use."""
+        """Record that an active block's first `num_filled` slots are in use."""
         self.filled_slots += num_filled - block.num_filled
         block.num_filled = num_filled
 
     def states(self) -> bytes:
-        """What each block is, by id, as the letters of `pagemill.engine.outputs.BlockMap`. Walks the whole pool."""
+        """Return the blocks' states by id, as letters of `pagemill.engine.outputs.BlockMap`. Walks the whole pool."""
         return "".join(
             ("s" if block.ref_count > 1 else "a")
             if block.ref_count
@@ -244,7 +244,7 @@ class BlockPool:
         ).encode()
 
     def free_queue(self) -> list[KVBlock]:
-        """The order in which blocks will be handed out. For tests and debugging."""
+        """Return the blocks in allocation order. For tests and debugging."""
         return list(self._queue)
 
     def check_integrity(self) -> None:

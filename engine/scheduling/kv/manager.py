@@ -1,9 +1,9 @@
 """The logical side of the KV cache: each sequence's block table, prefix hits, forks and copy-on-write.
 
-The scheduler asks here in tokens; which blocks that means is nobody else's business. Blocks become findable
-by their hash when the step that fills them is planned, not when it has run: in each layer every KV write
-precedes attention, so a request that enters the same step may already read them, and a burst of equal cold
-prefixes computes the prefix once.
+The scheduler asks in tokens; only this module maps them to blocks. Blocks become findable by their hash when
+the step that fills them is planned, not when it has run: in each layer every KV write precedes attention, so
+a request that enters the same step may already read them, and a burst of equal cold prefixes computes the
+prefix once.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from pagemill.engine.scheduling.kv.swap_space import SwapSpace
 from pagemill.engine.scheduling.request import Sequence
 
 _HASH_BYTES = 16
-"""128 bits: two different prefixes sharing a hash are less likely than a memory error."""
+"""128 bits: a collision of two prefixes is less likely than a memory error."""
 
 
 @dataclass(slots=True)
 class AllocatedSlots:
-    """What execution must be told of an allocation."""
+    """The effects of an allocation that execution must apply."""
 
     new_block_ids: list[int] = field(default_factory=list)
     """Appended to the sequence's table."""
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, destination) ids to copy before the step writes anything."""
     replaced_blocks: list[tuple[int, int]] = field(default_factory=list)
-    """(index in the table, new id): entries that a copy-on-write exchanged."""
+    """(index in the table, new id): entries replaced by copy-on-write."""
 
 
 NO_NEW_SLOTS = AllocatedSlots()
-"""The answer when the table has room already, as for most decodes. Never changed."""
+"""The result if the table already has room, as for most decodes. Never modified."""
 
 
 class KVCacheManager:
@@ -56,7 +56,7 @@ class KVCacheManager:
         self.block_size = block_size
         self._enable_prefix_caching = enable_prefix_caching
         self._unproven: dict[int, list[tuple[KVBlock, bytes]]] = {}
-        """Step in flight -> blocks findable on the promise that it will fill them."""
+        """Step in flight -> blocks findable before that step has filled them."""
         self._allocation_failures = 0
         self._cow_copies = 0
         self._prefix_queried_tokens = 0
@@ -66,9 +66,9 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def match_prefix(self, sequence: Sequence) -> list[KVBlock]:
-        """The longest cached prefix of a sequence that holds no blocks. Changes nothing.
+        """Return the longest cached prefix of a sequence that holds no blocks. Changes nothing.
 
-        At least one token is left to compute: without it there would be no logits. The answer is valid until
+        At least one token is left to compute: without it there would be no logits. The result is valid until
         the next allocation.
         """
         if not self._enable_prefix_caching:
@@ -82,7 +82,7 @@ class KVCacheManager:
         return hits
 
     def num_blocks_taken(self, hits: list[KVBlock], num_tokens: int) -> int:
-        """How many available blocks a waiting sequence takes until it has room for `num_tokens`."""
+        """Return the available blocks that a waiting sequence takes for `num_tokens`."""
         from_queue = sum(block.ref_count == 0 and not block.is_reserved for block in hits)
         return self.blocks_for(num_tokens) - len(hits) + from_queue
 
@@ -100,7 +100,7 @@ class KVCacheManager:
             self._prefix_hit_tokens += sequence.num_computed_tokens
 
     def num_blocks_needed(self, sequence: Sequence, num_new_tokens: int) -> int:
-        """Blocks that `allocate_slots` would take from the pool."""
+        """Return the number of blocks that `allocate_slots` would take from the pool."""
         start, table = sequence.num_computed_tokens, sequence.block_ids
         needed = -(-(start + num_new_tokens) // self.block_size) - len(table)
         index = start // self.block_size
@@ -109,7 +109,8 @@ class KVCacheManager:
         return needed
 
     def num_blocks_needed_together(self, work: Iterable[tuple[Sequence, int]]) -> int:
-        """Blocks that these (sequence, new tokens) need in all, swapped ones once they are back.
+        """Return the number of blocks that these (sequence, new tokens) need in total, swapped ones once they
+        are back.
 
         Of the sequences that write into one shared block, the last holder writes in place.
         """
@@ -128,7 +129,7 @@ class KVCacheManager:
         return needed + sum(min(count, block.ref_count - 1) for block, count in writers.items())
 
     def append_slot(self, sequence: Sequence) -> bool:
-        """Make room for one token in the sequence's last block, as for most decodes. False: ask `allocate_slots`."""
+        """Make room for one token in the last block, as for most decodes. False: use `allocate_slots`."""
         offset = sequence.num_computed_tokens % self.block_size
         if not offset:
             return False
@@ -136,13 +137,14 @@ class KVCacheManager:
         block = pool.blocks[sequence.block_ids[-1]]
         if block.ref_count > 1:
             return False
-        # `pool.fill` in place: at a thousand rows the call is a tenth of planning a step.
+        # `pool.fill`, inlined: at a thousand rows the call is a tenth of planning a step.
         pool.filled_slots += offset + 1 - block.num_filled
         block.num_filled = offset + 1
         return True
 
     def allocate_slots(self, sequence: Sequence, num_new_tokens: int, step_id: int) -> AllocatedSlots | None:
-        """Make room for a sequence's next tokens in step `step_id`; None: not now, and nothing has changed.
+        """Make room for a sequence's next tokens in step `step_id`; None, with nothing changed, if there is
+        none now.
 
         The first write into a partial block that a fork still shares goes to a copy of it.
         """
@@ -156,7 +158,7 @@ class KVCacheManager:
         return slots
 
     def register_full_blocks(self, sequence: Sequence) -> None:
-        """Make findable what is full, has known tokens, and is computed or planned (up to `last_step_id`)."""
+        """Make findable the full blocks of known tokens that are computed or planned (up to `last_step_id`)."""
         first = sequence.num_registered_blocks
         if sequence.num_computed_tokens // self.block_size <= first or not self._enable_prefix_caching:
             return
@@ -166,14 +168,14 @@ class KVCacheManager:
         hashes = self._block_hashes(sequence, num_full)
         for index in range(first, num_full):
             block = self.pool.blocks[sequence.block_ids[index]]
-            # A table that was swapped in has blocks in it that never lost their hash.
+            # A table that was swapped in has blocks that never lost their hash.
             registered = block.block_hash is None and self.pool.register(block, hashes[index])
             if registered and sequence.last_step_id > self.pool.retired_step_id:
                 self._unproven.setdefault(sequence.last_step_id, []).append((block, hashes[index]))
         sequence.num_registered_blocks = num_full
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child share all of its parent's blocks, the partial last one included."""
+        """Let a child share all of its parent's blocks, including the partial last one."""
         assert not child.block_ids
         for block_id in parent.block_ids:
             self.pool.acquire(self.pool.blocks[block_id])
@@ -184,7 +186,7 @@ class KVCacheManager:
         child.last_step_id = parent.last_step_id
 
     def free(self, sequence: Sequence) -> None:
-        """Give back a sequence's blocks, tail first; those a step in flight names wait for it."""
+        """Release a sequence's blocks, tail first; those that a step in flight names wait for it."""
         blocks = self.pool.blocks
         self.pool.release(
             [blocks[block_id] for block_id in reversed(sequence.block_ids)], sequence.last_step_id
@@ -194,17 +196,17 @@ class KVCacheManager:
         sequence.num_computed_tokens = 0
 
     def forget(self, sequence: Sequence) -> None:
-        """Make nothing that a sequence holds findable: its contents are suspect."""
+        """Make none of a sequence's blocks findable: their contents are suspect."""
         for block_id in sequence.block_ids:
             self.pool.forget(self.pool.blocks[block_id])
 
     def retire(self, step_id: int) -> None:
-        """A step has run: what it filled is proven, what waited for it is available."""
+        """Retire a step: the blocks it filled are proven, those that waited for it are available."""
         self._unproven.pop(step_id, None)
         self.pool.retire(step_id)
 
     def drop_unproven(self, step_id: int) -> None:
-        """Step `step_id` failed: nothing that it or a later step was to fill may be found."""
+        """Step `step_id` failed: make blocks that it or a later step was to fill unfindable."""
         for unproven_id in [s for s in self._unproven if s >= step_id]:
             for block, block_hash in self._unproven.pop(unproven_id):
                 if block.block_hash == block_hash:
@@ -264,12 +266,12 @@ class KVCacheManager:
 
     @staticmethod
     def _kept_blocks(sequence: Sequence) -> list[tuple[int, int]]:
-        """(index, id) of the device blocks that a swapped sequence still refers to."""
+        """Return (index, id) of the device blocks that a swapped sequence still refers to."""
         swapped = enumerate(sequence.swapped_blocks)
         return [(index, entry.block_id) for index, entry in swapped if isinstance(entry, KVBlock)]
 
     def _take_blocks(self, sequence: Sequence, needed: int, step_id: int) -> AllocatedSlots:
-        """Allocate; a shared block that the write starts in is replaced by a copy."""
+        """Allocate blocks; a shared block that the write starts in is replaced by a copy."""
         slots = AllocatedSlots()
         taken = self.pool.allocate(needed)
         index = sequence.num_computed_tokens // self.block_size
@@ -293,9 +295,9 @@ class KVCacheManager:
             pool.fill(pool.blocks[table[index]], min(size, end - index * size))
 
     def _block_hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """The first `num_blocks` chained hashes of a sequence, extending those it remembers.
+        """Return the first `num_blocks` chained hashes of a sequence, extending the stored ones.
 
-        The chain begins with the request's cache salt: what is equal under different salts is not found.
+        The chain begins with the request's cache salt, so equal tokens under different salts do not match.
         """
         hashes = sequence.block_hashes
         if len(hashes) < num_blocks:
@@ -310,7 +312,7 @@ class KVCacheManager:
 
 
 def _chain_root(cache_salt: str) -> bytes:
-    """What a hash chain begins with. A digest, so that no salt can be made to continue somebody else's chain."""
+    """Return the start of a hash chain. A digest, so that no salt can be made to continue another chain."""
     if not cache_salt:
         return b""
     return blake2b(cache_salt.encode(), digest_size=_HASH_BYTES, person=b"cache salt").digest()

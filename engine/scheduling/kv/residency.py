@@ -1,4 +1,4 @@
-"""How long KV blocks live, lie idle and are reused: timed for a sample of the pool."""
+"""Lifetime, idle time and reuse of KV blocks, measured on a sample of the pool."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from pagemill.engine.outputs import Histogram, HistogramSnapshot, LabelValues
 
 SAMPLE = 64
-"""One block in so many is timed, always the same ones: block ids mean nothing, so they are a fair sample."""
+"""One block in this many is timed, always the same ones: block ids carry no meaning, so the sample is fair."""
 RESIDENCY_BUCKETS = (
     0.001,
     0.005,
@@ -29,10 +29,10 @@ RESIDENCY_BUCKETS = (
 
 
 class BlockResidency:
-    """Told by the pool what happens to the blocks of the sample.
+    """Receives the pool's events for the sampled blocks.
 
-    A block lives from its allocation until what it holds is gone: evicted, or freed without a hash. It is idle
-    while it is cached and nobody refers to it.
+    A block lives from its allocation until its contents are gone: evicted, or freed without a hash. It is
+    idle while it is cached and has no reference.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class BlockResidency:
         return block_id % SAMPLE == 1
 
     def allocated(self, block_id: int) -> None:
-        """The block gets new contents; what it held before, if anything, is evicted."""
+        """The block gets new contents; any previous ones are evicted."""
         now = time.monotonic()
         idle_since = self._idle_since.pop(block_id, None)
         if idle_since is not None:
@@ -62,7 +62,7 @@ class BlockResidency:
             self._reuse_gap.observe(time.monotonic() - idle_since)
 
     def released(self, block_id: int, *, is_cached: bool) -> None:
-        """The last reference went."""
+        """The last reference was dropped."""
         now = time.monotonic()
         if is_cached:
             self._idle_since[block_id] = now
@@ -70,7 +70,7 @@ class BlockResidency:
             self._lifetime.observe(now - self._born[block_id])
 
     def forgotten(self, block_id: int) -> None:
-        """An idle block lost its hash: nobody can use what it holds."""
+        """An idle block lost its hash, so its contents can't be used any more."""
         if self._idle_since.pop(block_id, None) is not None:
             self._lifetime.observe(time.monotonic() - self._born[block_id])
 

@@ -1,11 +1,11 @@
-"""Host memory for the KV of preempted sequences: which block of whose table lies there.
+"""Host memory for the KV of preempted sequences: maps table entries to host blocks.
 
-A swapped sequence holds no device block of its own. Blocks that others hold as well stay where they are, and it
-keeps its reference to them; the rest is copied to host blocks. Sequences that leave together share host blocks as
+A swapped sequence holds no device block of its own. Blocks that others also hold stay in place, and it keeps
+its reference to them; the rest is copied to host blocks. Sequences swapped out together share host blocks as
 they shared device blocks.
 
-The copies travel in a plan, which applies them before anything else is written: first those out, then those in.
-So a device block may be given to another sequence in the very step that copies it out.
+The copies travel in a plan, which applies them before any other write: first those out, then those in. So a
+device block may be given to another sequence in the very step that copies it out.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pagemill.engine.scheduling.request import Sequence
 
 @dataclass(frozen=True, slots=True)
 class SwapQuote:
-    """What moving some sequences to the host would move: the blocks that nobody else holds."""
+    """The data that swapping some sequences out would move: the blocks that only they hold."""
 
     num_blocks: int
     num_tokens: int
-    """Tokens whose KV is in them: what would have to be computed again otherwise."""
+    """Tokens whose KV is in them, which would otherwise have to be recomputed."""
 
 
 class SwapSpace:
@@ -39,13 +39,13 @@ class SwapSpace:
         self._block_size = block_size
         self._free = list(range(num_host_blocks - 1, -1, -1))
         self._read: list[int] = []
-        """Host ids that are free once the plan that reads them is made."""
+        """Host ids that become free once the plan that reads them is made."""
         self._outgoing: dict[HostBlock, int] = {}
         """Host block -> the device block that the next plan copies to it."""
         self._incoming: list[tuple[int, int]] = []
         """(host, device) ids that the next plan copies back."""
         self._leaving: list[Sequence] = []
-        """Sequences whose copies out are in no plan yet."""
+        """Sequences whose copies out are not in a plan yet."""
 
     @property
     def num_free(self) -> int:
@@ -56,16 +56,16 @@ class SwapSpace:
         return self.capacity - len(self._free)
 
     def outgoing_blocks(self) -> list[int]:
-        """Device blocks that the next plan copies out; they may be free already."""
+        """Device blocks that the next plan copies out; they may already be free."""
         return list(self._outgoing.values())
 
     def quote(self, sequences: SequenceType[Sequence]) -> SwapQuote:
-        """What `swap_out` would move; it needs as many free host blocks."""
+        """Return what `swap_out` would move; it needs as many free host blocks."""
         blocks = self._own_blocks(sequences)
         return SwapQuote(len(blocks), sum(block.num_filled for block in blocks))
 
     def swap_out(self, sequences: SequenceType[Sequence]) -> None:
-        """Take these running sequences' device blocks, together."""
+        """Take the device blocks of these running sequences, together."""
         hosts: dict[KVBlock, HostBlock] = {}
         for block in self._own_blocks(sequences):
             host = hosts[block] = HostBlock(self._free.pop())
@@ -83,15 +83,16 @@ class SwapSpace:
             self._leaving.append(sequence)
 
     def num_blocks_taken(self, sequences: SequenceType[Sequence]) -> int:
-        """Available device blocks that `swap_in` would take."""
+        """Return the number of available device blocks that `swap_in` would take."""
         found = self._find_cached(sequences)
         idle = {block for block in found.values() if block.ref_count == 0 and not block.is_reserved}
         return len(self._host_blocks(sequences)) - len(found) + len(idle)
 
     def swap_in(self, sequences: SequenceType[Sequence]) -> None:
-        """Give these sequences device blocks again; what the prefix cache still holds is taken from there.
+        """Give these sequences device blocks again, from the prefix cache where it still has them.
 
-        The caller has checked that the pool has enough. At least one token is left to compute, for its logits.
+        The caller has checked that the pool has enough. At least one token is left to compute, for its
+        logits.
         """
         devices = self._find_cached(sequences)
         for block in devices.values():
@@ -120,7 +121,7 @@ class SwapSpace:
             sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_known_tokens - 1)
 
     def drop(self, sequence: Sequence) -> None:
-        """Give back all that a swapped sequence holds, here and on the device."""
+        """Release all that a swapped sequence holds, here and on the device."""
         kept = [entry for entry in sequence.swapped_blocks if isinstance(entry, KVBlock)]
         self._pool.release(reversed(kept), sequence.last_step_id)
         for entry in sequence.swapped_blocks:
@@ -132,7 +133,7 @@ class SwapSpace:
         sequence.num_computed_tokens = sequence.num_registered_blocks = 0
 
     def take_copies(self, step_id: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """The copies for the plan of this step: (device, host) ids out, (host, device) ids in."""
+        """Return the copies for this step's plan: (device, host) ids out, (host, device) ids in."""
         out = [(device_id, host.host_id) for host, device_id in self._outgoing.items()]
         incoming, self._incoming = self._incoming, []
         self._outgoing.clear()
@@ -144,7 +145,7 @@ class SwapSpace:
         return out, incoming
 
     def check_integrity(self, swapped: SequenceType[Sequence]) -> None:
-        """Check that host blocks are free or in tables, and counted rightly."""
+        """Check that host blocks are free or in tables, with correct counts."""
         references = self._host_blocks(swapped)
         for host, count in references.items():
             assert host.ref_count == count, f"host block {host.host_id} stands in {count} tables"
@@ -157,7 +158,7 @@ class SwapSpace:
             )
 
     def _own_blocks(self, sequences: SequenceType[Sequence]) -> list[KVBlock]:
-        """Blocks that these sequences hold and nobody else does."""
+        """Return the blocks that only these sequences hold."""
         references = Counter(block_id for sequence in sequences for block_id in sequence.block_ids)
         blocks = self._pool.blocks
         return [
@@ -165,7 +166,7 @@ class SwapSpace:
         ]
 
     def _find_cached(self, sequences: SequenceType[Sequence]) -> dict[HostBlock, KVBlock]:
-        """Full host blocks whose twin on the device is findable still. The block of the next write is not looked up."""
+        """Map full host blocks to their findable twins on the device, except the block of the next write."""
         found = {}
         for sequence in sequences:
             num_full = min(sequence.num_computed_tokens, sequence.num_known_tokens - 1) // self._block_size
@@ -177,7 +178,7 @@ class SwapSpace:
 
     @staticmethod
     def _host_blocks(sequences: SequenceType[Sequence]) -> Counter[HostBlock]:
-        """Host block -> how many of these tables it stands in."""
+        """Count, per host block, these tables that contain it."""
         return Counter(b for s in sequences for b in s.swapped_blocks if isinstance(b, HostBlock))
 
     @staticmethod

@@ -41,7 +41,8 @@ TokenCount = Annotated[int, Exact(), Range(1, MAX_TOKEN_ID)]
 _Penalty = Annotated[float, Exact(), Range(-2.0, 2.0)]
 _TopLogprobs = Annotated[int, Exact(), Range(0, MAX_LOGPROBS)]
 TokenId = Annotated[int, Exact(), Range(0, MAX_TOKEN_ID)]
-Bias = Annotated[float, Exact(), Range(-MAX_BIAS, MAX_BIAS)]
+_BIASES = Range(-MAX_BIAS, MAX_BIAS)
+Bias = Annotated[float, Exact(), _BIASES]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ class SamplingFields:
         """Check numbers against their ranges, and fields against each other. Raises InvalidParameter."""
         check_ranges(self)
         for bias in self.logit_bias.values():
-            if bias not in Range(-MAX_BIAS, MAX_BIAS):
+            if bias not in _BIASES:
                 raise InvalidParameter(f"logit_bias values must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}]")
         self.check_together()
 
@@ -111,8 +112,10 @@ class SamplingFields:
             count = getattr(self, name)
             if count is not None and count < self.n:
                 raise InvalidParameter(f"{name} ({count}) must not be less than n ({self.n})")
-        if self.beam_width is None and (self.length_penalty != 1.0 or self.early_stopping is not False):
-            raise InvalidParameter("length_penalty and early_stopping need a beam_width")
+        if self.beam_width is None:
+            if self.length_penalty != 1.0 or self.early_stopping is not False:
+                raise InvalidParameter("length_penalty and early_stopping need a beam_width")
+            return
         refused = {
             "best_of": self.best_of is not None,
             "temperature": self.temperature not in (0.0, 1.0),
@@ -122,8 +125,7 @@ class SamplingFields:
             "stop": bool(self.stop),
             "structured_outputs": self.structured_outputs is not None,
         }
-        names = [name for name, is_given in refused.items() if is_given]
-        if self.beam_width is not None and names:
+        if names := [name for name, is_given in refused.items() if is_given]:
             raise InvalidParameter(f"a beam search takes no {', '.join(names)}", "unsupported_feature")
 
 

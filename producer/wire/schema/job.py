@@ -44,7 +44,7 @@ from pagemill.producer.wire.schema.outputs import (
     WireModel,
 )
 from pagemill.producer.wire.schema.signing import split_payload
-from pagemill.producer.wire.schema.tasks import TASK_FIELDS, TASKS, VERSIONS, TaskName
+from pagemill.producer.wire.schema.tasks import REFUSED_FIELDS, TASKS, VERSIONS, TaskName
 from pagemill.producer.wire.schema.webhook_url import WebhookUrl
 from pagemill.sampling_fields import (
     DEFAULT_PROMPT_MAX_TOKENS,
@@ -328,7 +328,7 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         self.check_together()
-        for name in self.model_fields_set & (TASK_FIELDS - TASKS[self.task].fields):
+        for name in self.model_fields_set & REFUSED_FIELDS[self.task]:
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
                 raise InvalidParameter(f"a {self.task} job takes no {name}", "unsupported_feature")
         if self.stream and self.task == "score":

@@ -24,5 +24,9 @@ TASKS: Final[dict[TaskName, Task]] = {
     "generate": Task(1, frozenset(SAMPLING_FIELDS), is_certain=False),
     "score": Task(2, frozenset({"continuations", "logprobs", "truncate_prompt_tokens"}), is_certain=True),
 }
-TASK_FIELDS: Final = frozenset[str]().union(*(task.fields for task in TASKS.values()))
+REFUSED_FIELDS: Final = {
+    name: frozenset[str]().union(*(other.fields for other in TASKS.values())) - task.fields
+    for name, task in TASKS.items()
+}
+"""Per task, the fields that only other tasks accept."""
 VERSIONS: Final = tuple(sorted({task.version for task in TASKS.values()}))

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 class Generate:
     """Sample tokens after the prompt, according to `SamplingParams`."""
 
+    num_tokens = 0
+    """Tokens given beside the prompt."""
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -20,6 +23,11 @@ class Score:
 
     continuations: tuple[tuple[int, ...], ...]
     """Token ids, none empty."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all continuations."""
+        return sum(map(len, self.continuations))
 
 
 Task = Generate | Score

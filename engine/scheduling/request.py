@@ -208,7 +208,7 @@ class Request:
     @property
     def num_input_tokens(self) -> int:
         """Tokens of the prompt and of the continuations to be scored."""
-        return len(self.prompt_token_ids) + sum(len(sequence.continuation) for sequence in self.sequences)
+        return len(self.prompt_token_ids) + self.task.num_tokens
 
     @property
     def num_output_tokens(self) -> int:

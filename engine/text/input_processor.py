@@ -59,9 +59,7 @@ class InputProcessor:
             InvalidRequest: the subclasses say what the caller can do about it.
         """
         self._check_params(params)
-        token_ids = self._tokenise(prompt, messages, prompt_token_ids)
-        if params.truncate_prompt_tokens is not None:
-            token_ids = token_ids[-params.truncate_prompt_tokens :]
+        token_ids = self._truncated(self._tokenise(prompt, messages, prompt_token_ids), params)
         self._check_prompt(token_ids)
         self._check_choice(params)
         return token_ids, replace(params, max_tokens=self._resolve_max_tokens(len(token_ids), params))
@@ -89,9 +87,7 @@ class InputProcessor:
         Raises:
             InvalidRequest: see the subclasses.
         """
-        token_ids = self._tokenise(prompt, messages, prompt_token_ids)
-        if params.truncate_prompt_tokens is not None:
-            token_ids = token_ids[-params.truncate_prompt_tokens :]
+        token_ids = self._truncated(self._tokenise(prompt, messages, prompt_token_ids), params)
         self.check_token_ids("prompt_token_ids", token_ids)
         targets = [self._encode(text) if isinstance(text, str) else list(text) for text in continuations]
         if not targets:
@@ -171,6 +167,11 @@ class InputProcessor:
             return self._tokenizer.encode(prompt)
         except (UnicodeError, TypeError) as error:  # lone surrogates
             raise InvalidRequest("the text is not valid Unicode") from error
+
+    @staticmethod
+    def _truncated(token_ids: list[int], params: SamplingParams) -> list[int]:
+        most = params.truncate_prompt_tokens
+        return token_ids if most is None else token_ids[-most:]
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:

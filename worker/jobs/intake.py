@@ -164,7 +164,7 @@ def check_result_size(job: Job, params: SamplingParams, num_prompt_tokens: int, 
     """
     wanted = 0
     if isinstance(task, Score):
-        wanted += sum(map(len, task.continuations)) * ((params.logprobs or 0) + 1)
+        wanted += task.num_tokens * ((params.logprobs or 0) + 1)
     elif params.logprobs is not None and job.max_tokens is not None and params.max_tokens is not None:
         wanted += params.num_sequences * params.max_tokens * (params.logprobs + 1)
     if params.prompt_logprobs is not None:

@@ -177,8 +177,7 @@ class RunningJob:
     @property
     def input_tokens(self) -> int:
         """Tokens of the prompt and of continuations to be scored."""
-        scored = sum(map(len, self.task.continuations)) if isinstance(self.task, Score) else 0
-        return len(self.prompt_token_ids) + scored
+        return len(self.prompt_token_ids) + self.task.num_tokens
 
     @property
     def unsaved_tokens(self) -> int:

@@ -102,14 +102,13 @@ def _build_echo(config: EngineConfig) -> EngineParts:
 def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EngineParts:
     """Build this process's model: the whole of it, or rank 0's share."""
     from pagemill.engine.devices.registry import find_device
-    from pagemill.engine.execution.device_tuning import tune_device
     from pagemill.engine.execution.host_cache import measure_link
     from pagemill.engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
     from pagemill.engine.execution.model_runner import ModelRunner
     from pagemill.engine.models.loader import load_model
 
-    tune_device(config)
     device, group = find_device(config.device), None if ranks is None else ranks.group
+    device.tune_process(config.num_threads)
     model = load_model(config, device, group)
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, model.dtype)
     shape = replace(model.kv_cache_shape(config.block_size), dtype=cache_dtype)
@@ -156,6 +155,7 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
         kv_block_bytes=shape.block_bytes * config.tensor_parallel_size,
         kv_dtype=str(shape.dtype).removeprefix("torch."),
         weight_bytes=weight_bytes,
+        model_parts=runner.parts,
         ranks=ranks,
     )
 

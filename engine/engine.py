@@ -92,6 +92,11 @@ class Engine:
         return self._parts.fingerprint
 
     @property
+    def model_parts(self) -> str:
+        """How each part of the model runs, as the start logs it."""
+        return self._parts.model_parts
+
+    @property
     def tier(self) -> Tier:
         return self._parts.tier
 

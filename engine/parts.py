@@ -32,6 +32,8 @@ class EngineParts:
     """Bytes of one KV block over all layers; 0 without a device cache."""
     kv_dtype: str = ""
     weight_bytes: int = 0
+    model_parts: str = ""
+    """How each part of the model runs, as the start logs it; empty without a model."""
     ranks: RankProcesses | None = None
     """The other processes of a model spread over several."""
 

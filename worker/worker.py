@@ -355,6 +355,7 @@ class Worker:
         if self._is_serving:
             engine = self.engine.engine
             details |= {"model": self.model, "tier": engine.tier, "fingerprint": engine.fingerprint}
+            details |= {"parts": engine.model_parts} if engine.model_parts else {}
         refusal = self.admission.refusal
         if refusal is not None:
             details["refusal"] = refusal

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +26,10 @@ NO_BATCH_INVARIANCE = (
     "batch_invariant needs device=cpu and dtype=float32, with numba and oneDNN: elsewhere the order of a product's "
     "sums depends on the number of rows"
 )
+
+# Parameters of glibc's mallopt.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 
 
 class Mark(Protocol):
@@ -69,6 +75,16 @@ class DeviceBackend(ABC):
     """Random rows are drawn by `pagemill.kernels.dispatch.sample_tokens`, which neither sorts nor waits."""
     int8_scale_span: str
     """The extent of one scale in int8 products."""
+
+    def tune_process(self, num_threads: int | None) -> None:
+        """Apply the settings of a whole process, before its model is loaded."""
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+            # glibc maps every large temporary anew and faults its pages in; keeping the memory halves the cost
+            # of operators that return megabytes.
+            libc.mallopt(_M_MMAP_THRESHOLD, ctypes.c_int(1 << 30))
+            libc.mallopt(_M_TRIM_THRESHOLD, ctypes.c_int(2**31 - 1))
 
     @abstractmethod
     def check(self, config: EngineConfig, dtype: torch.dtype) -> None:

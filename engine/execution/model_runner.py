@@ -83,8 +83,8 @@ class ModelRunner:
         self._group = group
         self._module = model.module
         self._device = device = model.device
-        direct, told = rewrite(model, config)
-        logger.info("%s: %s", model.served_name, told)
+        direct, self.parts = rewrite(model, config)
+        logger.info("%s: %s", model.served_name, self.parts)
         device.warm_up(model.module, model.dtype, model.num_heads, shape)
         self.kv_cache = KVCache(shape, limits.num_kv_blocks, device, limits.num_host_blocks)
         stages = device.is_apart if config.stage_inputs is None else config.stage_inputs

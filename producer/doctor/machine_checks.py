@@ -91,9 +91,10 @@ def http_port(port: int) -> Finding:
     details = _readiness(f"http://127.0.0.1:{port}/readyz")
     if details is None:
         return Finding("port", "note", f"{port} is taken by something else: workers take the next free one")
-    return Finding(
-        "port", "ok", f"{port} is worker {details.get('worker', '?')}, {details.get('state', '?')}"
-    )
+    told = f"{port} is worker {details.get('worker', '?')}, {details.get('state', '?')}"
+    if "model" in details:
+        told += "; " + "; ".join(str(details[name]) for name in ("model", "parts") if name in details)
+    return Finding("port", "ok", told)
 
 
 def memory_limit() -> Finding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from typer.testing import CliRunner
@@ -13,7 +14,9 @@ from pagemill.cli import doctor as cli_doctor
 from pagemill.cli.app import app
 from pagemill.engine.builder import describe_model
 from pagemill.engine.config import EngineConfig
+from pagemill.producer.doctor.machine_checks import http_port
 from tests.engine.tiny_model import save_tiny_llama
+from tests.worker.harness import running_worker, worker_config
 
 
 def finding(model: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -32,6 +35,16 @@ def test_it_repeats_what_a_start_logs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (found["check"], found["level"]) == ("model parts", "ok")
     assert found["message"] == f"{tmp_path}: {told}"
     assert "forward pass" in told
+
+
+def test_it_asks_the_running_worker(tmp_path: Path, valkey_url: str, queue_name: str) -> None:
+    save_tiny_llama(tmp_path)
+    settings = {"model": str(tmp_path), "num_kv_blocks": 64, "skip_tokenizer_init": True}
+    with running_worker(worker_config(valkey_url, queue_name, **settings)) as worker:
+        found = http_port(urlsplit(worker.http_url or "").port or 0)
+        parts = worker.engine.engine.model_parts
+    assert parts == describe_model(EngineConfig(model=str(tmp_path)))
+    assert found.message.endswith(f"{tmp_path.name}; {parts}")
 
 
 def test_a_model_that_no_worker_would_take_is_an_error(

@@ -67,7 +67,6 @@ def main(connection: Connection) -> NoReturn:
 def _get_ready(connection: Connection, task: Any) -> tuple[Any, Inbox]:
     """Load the rank's share, agree on limits, connect; returns the `ModelRunner` and its plans' inbox."""
     from pagemill.engine.devices.registry import find_device
-    from pagemill.engine.execution.device_tuning import tune_device
     from pagemill.engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
     from pagemill.engine.execution.model_runner import ModelRunner
     from pagemill.engine.execution.parallel.messages import Loaded, Ready
@@ -75,9 +74,9 @@ def _get_ready(connection: Connection, task: Any) -> tuple[Any, Inbox]:
     from pagemill.engine.models.loader import load_model
 
     config = task.config
-    tune_device(config)
     group = RankGroup(task.rank, config.tensor_parallel_size)
     device = find_device(config.device)
+    device.tune_process(config.num_threads)
     model = load_model(config, device, group)
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, model.dtype)
     shape = replace(model.kv_cache_shape(config.block_size), dtype=cache_dtype)

@@ -15,8 +15,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from filelock import FileLock
-
 from pagemill.engine.errors import EngineError, ModelLoadError, is_exhausted
 
 logger = logging.getLogger(__name__)
@@ -35,6 +33,8 @@ def packaged_model_directory() -> Path:
         ModelLoadError: the package is missing, its GGUF file unreadable, or PAGEMILL_CACHE_DIR not writable.
         EngineError: no place to store it: the disk is full, or the user's cache is not writable.
     """
+    from filelock import FileLock  # not in a light install, whose commands look for models too
+
     gguf_file = find_gguf()
     target = _cache_directory() / f"{gguf_file.stem}-{gguf_file.stat().st_size}-v{_FORMAT_VERSION}"
     if target.is_dir():

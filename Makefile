@@ -10,7 +10,7 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 # its tests share servers and workers. One thread each: several per process would fight over the cores.
 WORKERS ?= 3
 PREPARE := echo "==> what the tests share: a model and machine code" && $(BIN)/python -m tests.prepare
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 PAGEMILL_WHOLE_SUITE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Real servers, workers and deadlines beside three others of their kind: what fails there has a second try, by itself and
 # in view. A bug fails twice; code 1 means failed tests, anything else is not theirs.
 TESTS = $(PYTEST) -m "$(or $(MARKS),not slow)" \

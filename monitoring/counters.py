@@ -19,7 +19,7 @@ ProgressResult = Literal["written", "refused"]
 BlockReason = Literal["kv", "rows", "loading", "engine", "paused", "rate", "draining", "redis", "results"]
 WebhookResult = Literal["delivered", "failed", "given_up", "refused"]
 RedisErrorKind = Literal["connection", "timeout", "response", "other"]
-WorkerState = Literal["starting", "ready", "paused", "draining", "degraded", "stopped"]
+WorkerState = Literal["starting", "ready", "paused", "draining", "degraded"]
 
 FAILURE_CODES = tuple(sorted(FINAL_CODES - {"unknown_model"})) + get_args(RetryReason)
 """Codes that an execution can end in on a worker. A job of an unserved model is never pulled; one ended by
@@ -119,7 +119,7 @@ class WorkerCounters:
         """Jobs pulled; `redelivered`: another execution had started it."""
         self.jobs_finished: Counts[Outcome] = Counts(lock, get_args(Outcome))
         """Jobs whose end this worker committed."""
-        self.job_failures: Counts[str] = Counts(lock, (*FAILURE_CODES, "other"))
+        self.job_failures: Counts[str] = Counts(lock, FAILURE_CODES)
         """Executions that ended with an error, by its code, including those that will be retried."""
         self.job_retries: Counts[RetryReason] = Counts(lock, get_args(RetryReason))
         self.jobs_handed_back = Counter(lock)

@@ -23,6 +23,8 @@ from tests.bare_names import sitecustomize as bare_names
 
 ROOT = Path(__file__).resolve().parents[1]
 
+pytest_plugins = ["tests.produced_metrics"]
+
 # This process has imported the guard above; those that tests start find it by its name, wherever they run.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(bare_names.__file__).parent), os.environ.get("PYTHONPATH")])

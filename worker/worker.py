@@ -136,7 +136,8 @@ class Worker:
             return False
         on_loaded()
         self._is_serving = True
-        self.counters.model_load_seconds = time.time() - self._started_at
+        self.counters.model_load_seconds = load_s = time.time() - self._started_at
+        self.counters.admission_blocked_seconds.inc("loading", load_s)
         self.reporter.start(self.engine)
         if self.webhooks is not None:
             self.webhooks.start()
@@ -219,7 +220,6 @@ class Worker:
             self._http = None
         for queue in self._queues:
             queue.close()
-        self.counters.state = "stopped"
         return is_engine_gone
 
     def _hand_back_all(self) -> None:
@@ -239,7 +239,9 @@ class Worker:
         while len(self.table) and time.monotonic() < until and not hurry.is_set():
             if self.failure() is not None:
                 return
+            began = time.monotonic()
             hurry.wait(0.05)
+            self.counters.admission_blocked_seconds.inc("draining", time.monotonic() - began)
 
     def _new_queue(self) -> JobQueue:
         queue = JobQueue(

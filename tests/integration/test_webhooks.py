@@ -20,6 +20,7 @@ from pagemill import JobFailed, Producer
 from pagemill.engine.errors import ConfigError
 from pagemill.producer.wire.calls import outbox
 from pagemill.producer.wire.schema import keys
+from pagemill.worker.webhooks import sender
 from tests.topologies import Certificates
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
 
@@ -163,6 +164,19 @@ def test_what_fails_is_tried_again_and_a_redirect_is_a_failure(
         }  # fmt: skip
     assert len(receiver.received) == 3
     assert len({body for _, body in receiver.received}) == 1
+
+
+def test_what_never_succeeds_is_given_up(
+    producer: Producer, client: QueueClient, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver.answers[:] = [500]
+    monkeypatch.setattr(sender, "MAX_TRIES", 2)
+    with running_worker(config(client, receiver, monkeypatch)) as worker:
+        job = producer.submit(prompt="p", model="echo", max_tokens=1, webhook=receiver.url)
+        job.result(timeout=120)
+        eventually(lambda: worker.counters.webhooks.read()["given_up"] == 1, "the last try")
+        eventually(lambda: not outbox_size(client), "an empty outbox")
+    assert len(receiver.received) == 2
 
 
 def test_a_receiver_that_hangs_delays_no_commit(

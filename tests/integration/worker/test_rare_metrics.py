@@ -1,0 +1,183 @@
+"""Faults and shortages that no other test makes a worker count (`tests/produced_metrics.py` asks for all of them)."""
+
+from __future__ import annotations
+
+import socketserver
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.errors import RedisUnavailable
+from pagemill.producer.wire.server.scripts import Call
+from pagemill.worker.job_queue import JobQueue
+from pagemill.worker.worker import Worker
+from tests.conftest import RedisServer
+from tests.engine.tiny_model import save_tiny_llama
+from tests.integration.worker.test_faults import fail_in_the_engine
+from tests.produced_metrics import children
+from tests.worker.harness import QueueClient, eventually, get, running_worker, worker_config
+
+SLOW = "echo:5"
+
+
+@pytest.fixture
+def client(own_valkey: RedisServer, queue_name: str) -> Iterator[QueueClient]:
+    client = QueueClient(own_valkey.url, queue_name)
+    yield client
+    client.redis.close()
+
+
+def scrape(worker: Worker) -> dict[str, float]:
+    return dict(children(get(f"{worker.http_url}/metrics")[1]))
+
+
+def has_counted(worker: Worker, *names: str) -> None:
+    """Wait until each series was above 0 in some scrape."""
+    missing = set(names)
+
+    def all_seen() -> bool:
+        found = scrape(worker)
+        missing.difference_update([name for name in missing if found[name]])
+        return not missing
+
+    try:
+        eventually(all_seen, "the series", patience_s=60)
+    except AssertionError as error:
+        raise AssertionError(f"never above 0: {sorted(missing)}") from error
+
+
+def test_memory_for_a_fraction_of_the_jobs(client: QueueClient) -> None:
+    """Sequences outgrow the cache: some are moved to the host, others wait."""
+    settings = {"num_kv_blocks": 24, "max_num_batched_tokens": 32, "max_num_seqs": 8, "swap_space_gib": 0.001}
+    with running_worker(worker_config(client.url, client.queue, model=SLOW, **settings)) as worker:
+        jobs = [{"prompt": str(i) * 40, "max_tokens": 150, "ignore_eos": True} for i in range(24)]
+        ids = client.submit(*jobs)
+        has_counted(
+            worker,
+            "kv_cache_allocation_failures_total{}",
+            "kv_cache_host_blocks{state=used}",
+            "kv_cache_host_blocks{state=free}",
+            "kv_cache_swapped_blocks_total{direction=in}",
+            "kv_cache_swapped_blocks_total{direction=out}",
+            "preemptions_total{mode=swap}",
+            "requests_swapped{}",
+            "requests_waiting{reason=kv}",
+        )
+        assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
+
+
+def test_samples_that_need_every_row(client: QueueClient) -> None:
+    with running_worker(worker_config(client.url, client.queue, model=SLOW, max_num_seqs=4)) as worker:
+        (first,) = client.submit({"prompt": "x" * 200, "max_tokens": 200})
+        eventually(lambda: worker.table.by_job(first), "its start")
+        client.submit({"prompt": "wide", "max_tokens": 4, "n": 4, "temperature": 1.0})
+        has_counted(worker, "requests_waiting{reason=rows}")
+
+
+def test_weights_that_are_not_numbers(client: QueueClient, tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"][:] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    settings = {"model": str(tmp_path), "num_kv_blocks": 64, "skip_tokenizer_init": True}
+    with running_worker(worker_config(client.url, client.queue, **settings)) as worker:
+        client.submit(
+            {"model": worker.model, "prompt_token_ids": [5, 6, 7], "max_tokens": 4, "max_attempts": 1}
+        )
+        has_counted(worker, "invalid_logits_total{}")
+
+
+def test_an_output_that_its_structure_does_not_allow(client: QueueClient) -> None:
+    with running_worker(worker_config(client.url, client.queue, model=SLOW)) as worker:
+        (job_id,) = client.submit({"prompt": "x" * 200, "max_tokens": 200, "max_attempts": 2})
+        eventually(lambda: worker.table.by_job(job_id), "its start")
+        fail_in_the_engine(worker, job_id, "output_invalid")
+        has_counted(
+            worker, "job_failures_total{code=output_invalid}", "job_retries_total{reason=output_invalid}"
+        )
+
+
+def test_an_answer_to_a_commit_that_is_lost(client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_worker(worker_config(client.url, client.queue, model=SLOW)) as worker:
+        send, lost = JobQueue.run_many, threading.Event()
+
+        def send_and_lose(queue: JobQueue, calls: Sequence[Call[Any]]) -> list[Any]:
+            replies = send(queue, calls)
+            if "committed" in replies and not lost.is_set():
+                lost.set()
+                raise RedisUnavailable("the connection was reset")
+            return replies
+
+        monkeypatch.setattr(JobQueue, "run_many", send_and_lose)
+        client.wait(client.submit({"prompt": "x", "max_tokens": 1}))
+        has_counted(worker, "result_commits_total{result=already_done}")
+
+
+def test_prompts_longer_than_a_step(client: QueueClient) -> None:
+    settings = {"max_num_batched_tokens": 8, "max_num_seqs": 4}
+    with running_worker(worker_config(client.url, client.queue, model=SLOW, **settings)) as worker:
+        client.submit(*({"prompt": "x" * 400, "max_tokens": 4} for _ in range(3)))
+        has_counted(worker, "requests_waiting{reason=budget}")
+
+
+def test_a_job_that_another_worker_takes(client: QueueClient) -> None:
+    """The stale token's next checkpoint is refused."""
+    with running_worker(
+        worker_config(client.url, client.queue, model=SLOW, renew_s=20.0, lease_s=60.0)
+    ) as worker:
+        (job_id,) = client.submit({"prompt": "x" * 400, "max_tokens": 400})
+        eventually(lambda: client.generated(job_id), "a checkpoint")
+        client.redis.zadd(keys.prefix(client.queue) + "leases", {job_id: 1}, xx=True)
+        client.run(transitions.pull(client.queue, "thief", ["echo"], 1, 10_000))
+        has_counted(worker, "progress_writes_total{result=refused}", "leases_lost_total{}")
+
+
+class _NoRedis(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.recv(1)
+        self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+def test_a_server_that_refuses_hangs_or_is_another(client: QueueClient, own_valkey: RedisServer) -> None:
+    with running_worker(worker_config(client.url, client.queue)) as worker:
+        client.redis.replicaof("127.0.0.1", own_valkey.port)
+        has_counted(worker, "redis_errors_total{kind=response}")
+        client.redis.replicaof("no", "one")
+        client.redis.client_pause(7000, all=True)  # longer than the worker's socket timeout
+        has_counted(worker, "redis_errors_total{kind=timeout}")
+        own_valkey.kill()
+        socketserver.ThreadingTCPServer.allow_reuse_address = True
+        with socketserver.ThreadingTCPServer(("127.0.0.1", own_valkey.port), _NoRedis) as stranger:
+            stranger.daemon_threads = True
+            threading.Thread(target=stranger.serve_forever, daemon=True).start()
+            has_counted(worker, "redis_errors_total{kind=other}")
+            stranger.shutdown()
+        own_valkey.start()
+        (job_id,) = client.submit({"prompt": "back", "max_tokens": 4})
+        assert client.wait([job_id])[0].state == "succeeded"
+
+
+def test_a_start_is_seen_and_counted(client: QueueClient) -> None:
+    config = worker_config(client.url, client.queue)
+    worker = Worker(config, client.url)
+    try:
+        worker.start()
+        has_counted(worker, "worker_state{state=starting}")
+        assert worker.wait_ready(timeout=60)
+        has_counted(worker, "admission_blocked_seconds_total{reason=loading}", "worker_state{state=ready}")
+    finally:
+        worker.close()
+
+
+def test_an_engine_whose_figures_cannot_be_read(client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_worker(worker_config(client.url, client.queue)) as worker:
+        monkeypatch.setattr(type(worker.engine), "stats", property(lambda _: 1 / 0))
+        has_counted(worker, "scrape_source_errors_total{source=engine}")
+        monkeypatch.undo()

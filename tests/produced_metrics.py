@@ -1,0 +1,78 @@
+"""A plugin: every metric child that a worker exports from its first scrape on was produced in a run of all tests.
+
+A child is a series: a metric, or a metric and a label value. The workers of all tests are asked for their
+exposition at each scrape and before they close; a child that never was above 0 fails the run. Only with
+PAGEMILL_WHOLE_SUITE=1, which `make check` sets: a few tests produce few.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagemill.monitoring.counters import WorkerCounters
+from pagemill.monitoring.metrics.exporter import NOT_LOADED, WorkerMetrics
+from pagemill.worker.worker import Worker
+
+# Names of what runs, not of what happens.
+IDENTITIES = {"worker", "queue", "model", "version", "device", "tier", "fingerprint", "dtype"}
+NEEDS_A_CARD = re.compile(r"engine_graph_steps_total.*graph|device_memory_bytes")
+"""Produced in tests/engine by a driver of the tests' own, and by a card."""
+NOT_PRODUCED = 3
+"""The exit status. Not 1: the failed tests' second try would hide it."""
+
+_produced: set[str] = set()
+
+
+def children(exposition: bytes) -> Iterator[tuple[str, float]]:
+    """Yield each series without its worker's identity, and its value."""
+    for family in text_string_to_metric_families(exposition.decode()):
+        if not family.name.startswith("pagemill_"):
+            continue
+        for sample in family.samples:
+            if sample.name.endswith(("_bucket", "_created", "_sum")):
+                continue
+            labels = [f"{k}={v}" for k, v in sorted(sample.labels.items()) if k not in IDENTITIES]
+            yield f"{sample.name.removeprefix('pagemill_')}{{{','.join(labels)}}}", sample.value
+
+
+def expected() -> set[str]:
+    empty = WorkerMetrics(WorkerCounters(), lambda: NOT_LOADED, lambda: None)
+    return {name for name, _ in children(empty.render()) if not NEEDS_A_CARD.search(name)}
+
+
+def _record(worker: Worker) -> bytes:
+    exposition = _render(worker)
+    _produced.update(name for name, value in children(exposition) if value)
+    return exposition
+
+
+def _record_and_close(worker: Worker) -> bool:
+    _record(worker)
+    return _close(worker)
+
+
+_render, _close = Worker._render_metrics, Worker.close
+Worker._render_metrics = _record  # type: ignore[method-assign]
+Worker.close = _record_and_close  # type: ignore[method-assign]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what another process of this run has seen."""
+    _produced.update(getattr(node, "workeroutput", {}).get("produced_metrics", ()))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["produced_metrics"] = sorted(_produced)
+    elif os.environ.get("PAGEMILL_WHOLE_SUITE") == "1" and (missing := sorted(expected() - _produced)):
+        print("\nno test made a worker produce:", *missing, sep="\n  ")  # noqa: T201
+        session.exitstatus = NOT_PRODUCED

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept: the directory that is meant, or one of this process's own where it can't be used."""
+"""The directory of compiled kernels: the configured one, or a private one of this process if that can't be used."""
 
 from __future__ import annotations
 

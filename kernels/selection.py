@@ -1,7 +1,7 @@
 """The best of a row of logits, with and without noise, and where to cut it: the k-th largest, and the least likely
 token of the smallest set with some mass.
 
-The plain torch twins sort, or look for so many of the best; the modules of
+The plain torch twins sort, or look for a number of the best; the modules of
 `pagemill.kernels.cpu.sampling` find the same numbers without.
 """
 
@@ -14,7 +14,7 @@ import torch
 from pagemill.kernels.noise import argmax_of_sums
 
 _HEADS = (256, 4096)
-"""Top-p looks at so many of the best tokens before it sorts the whole vocabulary."""
+"""The number of best tokens that top-p looks at before it sorts the whole vocabulary."""
 
 
 def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,6 +109,6 @@ def argmax_with_noise(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def has_compiled_face(logits: torch.Tensor) -> bool:
-    """Whether a compiled operator takes these logits."""
+    """Return True if a compiled operator takes these logits."""
     is_fast = logits.device.type == "cpu" and logits.dtype is torch.float32 and logits.stride(1) == 1
     return is_fast and importlib.util.find_spec("numba") is not None

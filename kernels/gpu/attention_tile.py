@@ -1,4 +1,4 @@
-"""What the attention kernels do with one tile of keys and values: find it, load it, score it, fold it in.
+"""The attention kernels' operations on one tile of keys and values: find it, load it, score it, fold it in.
 
 Shared by decode and prefill so that a score means the same in both. Softmax runs in base 2: `exp2` is the
 hardware's own exponential, and the factor log2(e) rides on the scale that scores are multiplied with anyway.
@@ -24,7 +24,7 @@ LOWEST_SCORE = tl.constexpr(-1.0e30)
 
 
 def must_upcast(query: torch.Tensor, cache: LayerCache) -> bool:
-    """Whether a kernel has to convert queries to fp32, and with them all that they meet, before it computes."""
+    """Return True if a kernel must convert queries, keys and values to fp32 before it computes."""
     return INTERPRETED and torch.bfloat16 in (query.dtype, cache.keys.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What happens to queries, keys and values between their projection and attention, in one kernel.
+"""One kernel for the work on queries, keys and values between their projection and attention.
 
 The norm of each query and key head where the model has one, rotation, and the write of keys and values into the
 paged cache, quantised where the cache is: apart, these are five passes over memory.

@@ -61,7 +61,7 @@ def _gumbel(key, token_ids):
 
 @triton.jit
 def _distances(logits_ptr, columns, is_column, peak, temperature):
-    """How far below the row's best logit, in units of the temperature: the same bits as torch's division."""
+    """Return the distance below the row's best logit, in units of the temperature: torch's division, bit for bit."""
     logits = tl.load(logits_ptr + columns, mask=is_column, other=float("-inf")).to(tl.float32)
     return tl.div_rn(peak - logits, temperature)
 

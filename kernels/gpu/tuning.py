@@ -1,4 +1,4 @@
-"""How kernels are launched: a table of tile shapes for attention, one of block sizes for the other kernels.
+"""Launch settings of the kernels: a table of tile shapes for attention, one of block sizes for the others.
 
 Never autotuned: a serving process must not time kernels on its first requests, a key lookup costs tens of
 microseconds per launch, and a captured graph could not re-tune. The tests compile every entry ahead of time for
@@ -42,7 +42,7 @@ ANY = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class AttentionEntry:
-    """Where a tile is used. Of the entries that cover a launch, the first one is meant."""
+    """The launches a tile is used for. The first entry that covers a launch applies."""
 
     kernel: Literal["decode", "prefill"]
     architectures: tuple[int, ...]
@@ -52,9 +52,9 @@ class AttentionEntry:
     is_scaled: bool | None
     """Of the cache, whose tiles then pass through registers on their way. None: either."""
     head_dim: int
-    """At most so many dims, rounded up to a power of two."""
+    """The largest head_dim, rounded up to a power of two."""
     rows: int
-    """Decode: at most so many query heads to a KV head, rounded up to a power of two."""
+    """Decode: the most query heads per KV head, rounded up to a power of two."""
     tile: Tile
 
 
@@ -138,7 +138,7 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run truly side by side on the device."""
+    """Return the number of programs that run at the same time on the device."""
     if device.type != "cuda":
         return _ASSUMED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,1 +1,1 @@
-"""What operators take beside tensors; plain data, the same for every face."""
+"""The operators' arguments beside tensors: plain data, the same for every device."""

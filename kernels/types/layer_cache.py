@@ -52,7 +52,7 @@ class LayerCache:
 
 
 def largest_number(dtype: torch.dtype) -> float | None:
-    """What a scaled dtype's largest number stands for; None for a dtype that is stored as it is."""
+    """The value that a scaled dtype's largest number stands for; None for a dtype stored unscaled."""
     return {torch.int8: INTEGER_LIMIT, FP8: FP8_LIMIT}.get(dtype)
 
 

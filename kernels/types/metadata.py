@@ -1,4 +1,4 @@
-"""What the attention operators must know of a step, beside queries and caches. Tensors only."""
+"""A step's metadata for the attention operators, beside queries and caches. Tensors only."""
 
 from __future__ import annotations
 

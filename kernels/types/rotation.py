@@ -1,4 +1,4 @@
-"""What a step does to a layer's queries and keys before they meet."""
+"""The rotation of a layer's queries and keys in a step."""
 
 from __future__ import annotations
 

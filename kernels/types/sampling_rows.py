@@ -1,4 +1,4 @@
-"""How a step's random rows draw their tokens."""
+"""The sampling settings of a step's random rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a query and a key make a score."""
+"""The score of a query and a key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What attention does to a product of query and key before the softmax, the same in every step of a layer.
+    """The transformation of a product of query and key before the softmax, the same in every step of a layer.
 
     A score is `scale * query . key`, then `softcap * tanh(score / softcap)`, then plus
     `alibi_slopes[head] * key position`; keys outside the window score minus infinity.

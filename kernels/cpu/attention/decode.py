@@ -75,7 +75,7 @@ def _plan_splits(seq_lens, num_rows, window, splits):
 
 @jit
 def _plan_costs(splits, num_splits, num_kv_heads):
-    """What the first n tasks cost, for every n. A task is one split for one KV head."""
+    """Return the cost of the first n tasks, for every n. A task is one split for one KV head."""
     costs = np.zeros(num_splits * num_kv_heads + 1, np.int64)
     for task in range(num_splits * num_kv_heads):
         split = task // num_kv_heads

@@ -83,7 +83,7 @@ def gather_scales(target, scales, table, low, high, origin, block_stride, block_
 
 @jit
 def num_common_blocks(table, other, count):
-    """How many of the first `count` blocks of two rows are the same ones."""
+    """Count the leading blocks, of the first `count`, that two rows share."""
     block = 0
     while block < count and table[block] == other[block]:
         block += 1

@@ -19,7 +19,7 @@ from pagemill.kernels.cpu.matmul.work_sharing import new_counter, plan_turns, ta
 QUERIES = 48
 """Rows of a tile, unless one token alone has more: their queries, scores and results stay in the first-level cache."""
 HELD_BYTES = 512 * 1024
-"""Panels of so many bytes stay from one tile of queries to the next: half of a core's second-level cache."""
+"""The most bytes of panels kept from one tile of queries to the next: half of a core's second-level cache."""
 
 
 @jit
@@ -42,7 +42,7 @@ def _plan_tiles(tiles, out, query_start_loc, seq_lens, first_row, num_rows, num_
 
 @jit
 def _plan_costs(tiles, num_tiles, num_kv_heads, group, window):
-    """What the first n tasks cost, for every n. A task is one tile for one KV head, head by head."""
+    """Return the cost of the first n tasks, for every n. A task is one tile for one KV head, head by head."""
     costs = np.zeros(num_tiles * num_kv_heads + 1, np.int64)
     for task in range(num_tiles * num_kv_heads):
         _, _, count, position = tiles[task % num_tiles]
@@ -89,7 +89,7 @@ def _attend_tiles(
     softcap,
     alibi_slopes,
 ):
-    """What one thread takes. Tasks go through the tiles head by head: so the next one often meets the same keys."""
+    """Run one thread's tasks. They go through the tiles head by head, so that the next often meets the same keys."""
     clear_slots(panels, num_slots, head_dim)
     num_heads = num_kv_heads * group
     held_head, held_row, num_held = -1, 0, 0

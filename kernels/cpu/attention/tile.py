@@ -24,7 +24,7 @@ LOWEST = np.float32(-np.inf)
 
 @jit
 def _num_parts(num_rows):
-    """So many tiles of registers does a tile of queries take. Queries and scores lie in lines, part by part."""
+    """Register tiles in a tile of queries. Queries and scores lie in lines, part by part."""
     return (num_rows + MOST_ROWS - 1) // MOST_ROWS
 
 
@@ -328,7 +328,7 @@ def clear_slots(panels, num_slots, head_dim):
 
 @jit
 def tile_bytes(num_rows, head_dim):
-    """What `attend_tile` needs beside its panels, in whole cache lines."""
+    """Scratch memory of `attend_tile` beside its panels, in whole cache lines."""
     num_vectors = 2 * LINES + vector.LANES + 2 + 2 * _num_parts(num_rows)
     return F32 * num_rows * (_padded(head_dim) + _depth(head_dim) + KEYS) + VECTOR * num_vectors
 

@@ -1,1 +1,1 @@
-"""What the compiled kernels are written in: compiler, vectors, rows and memory."""
+"""The building blocks of compiled kernels: compiler, vectors, rows and memory."""

@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 def _cache_directory() -> str:
-    """Where machine code is kept: under NUMBA_CACHE_DIR, beside the package, or in the user's cache.
+    """Return the directory of machine code: under NUMBA_CACHE_DIR, beside the package, or in the user's cache.
 
-    numba looks for changes in a kernel's own file only, while kernels inline one another across files: so the
-    directory is named after the sources of all of them. One that cannot be written is replaced by a private one.
+    numba looks for changes in a kernel's own file only, but kernels inline one another across files, so the
+    directory is named after the sources of all of them. A private one replaces a directory that can't be written.
     """
     package = Path(__file__).parents[2]
     if numba.config.CACHE_DIR:
@@ -62,7 +62,7 @@ numba.config.THREADING_LAYER = "omp"
 
 
 def compiles_for(feature: str) -> bool:
-    """Whether kernels are compiled for a CPU with this, as LLVM names it."""
+    """Return True if kernels are compiled for a CPU with this feature, by LLVM's name."""
     features = numba.config.CPU_FEATURES
     return f"+{feature}" in (codegen.get_host_cpu_features() if features is None else features)
 
@@ -165,7 +165,7 @@ _launch_threads()
 
 
 def use_torch_threads() -> int:
-    """Give the calling thread's kernels as many threads as torch's operators have; return that number."""
+    """Give the calling thread's kernels the number of threads of torch's operators; return that number."""
     num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     numba.set_num_threads(num_threads)
     return num_threads

@@ -86,7 +86,7 @@ class _Lanes:
         builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=_BITS[element] // 8)
 
     def _round_bits(self, bits: Any, dropped: int) -> Any:
-        """Drop so many low bits of a float's pattern, rounding the float to nearest, ties to even."""
+        """Drop this many low bits of a float's pattern, rounding the float to nearest, ties to even."""
         builder = self._builder
         last = builder.and_(builder.lshr(bits, self.constant(_I32, dropped)), self.constant(_I32, 1))
         bits = builder.add(bits, builder.add(last, self.constant(_I32, (1 << (dropped - 1)) - 1)))

@@ -1,4 +1,4 @@
-"""How the operating system backs large tensors."""
+"""Huge pages for large tensors."""
 
 from __future__ import annotations
 

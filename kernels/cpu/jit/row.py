@@ -1,4 +1,4 @@
-"""What the CPU attention kernels do with one row of numbers. Addresses of contiguous fp32; counts in numbers."""
+"""Operations of the CPU attention kernels on one row of numbers. Addresses of contiguous fp32; counts in numbers."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from pagemill.kernels.cpu.layer import layer as cpu_layer
 logger = logging.getLogger(__name__)
 
 _LONGEST_S = 600.0
-"""So long does a process wait for another that compiles the same, before it compiles as well."""
+"""The longest a process waits for another that compiles the same kernels before it compiles them too."""
 _REPORT_S = 15.0
 
 
@@ -39,7 +39,7 @@ class Part(NamedTuple):
     name: str
     """One of `cpu_layer.PARTS`."""
     is_int8: bool
-    """Whether products are of 8-bit integers."""
+    """Products are of 8-bit integers."""
     cache_dtype: torch.dtype
 
     def compile(self) -> None:

@@ -65,7 +65,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """What a layer is made of; `q_norm` and `k_norm` [head_dim] come together or not at all."""
+    """A layer's weights; `q_norm` and `k_norm` [head_dim] are both given or both None."""
 
     input_norm: torch.Tensor  # [hidden_size]
     qkv: Product
@@ -84,7 +84,7 @@ class LayerWeights:
 
 
 class StepBuffers:
-    """What all layers of a model share within a step: its metadata's addresses, and room for their results.
+    """The state that all layers share within a step: the metadata's addresses, and room for their results.
 
     Grows to the largest step seen. For one thread at a time.
     """

@@ -1,6 +1,6 @@
-"""What a decoder layer does, in machine code: its operators, called on records of addresses.
+"""The steps of a decoder layer in machine code: its operators, called on records of addresses.
 
-`layer` and `step` are records of `cpu_layer`: what a layer is made of, and what all layers share within a step.
+`layer` and `step` are records of `layer.py`: a layer's weights, and the state that all layers share within a step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pagemill.kernels.cpu.matmul.work_sharing import (
 
 
 def choose_kernel(kind, floats, integers):
-    """What calls the one of two kernels that is for this kind of weights."""
+    """Return a caller of the one of two kernels that is made for this kind of weights."""
     kernel = integers if kind == types.uint8 else floats
 
     def run(kind, *arguments):
@@ -38,7 +38,7 @@ def choose_kernel(kind, floats, integers):
 def _by_kind(floats, integers):
     """A kernel whose first argument's type says which of the two it is; for compiled callers alone.
 
-    Chosen while compiling, not by a branch: nobody compiles products of a kind that their model does not have.
+    Chosen while compiling, not by a branch: no product is compiled of a kind that the model does not have.
     """
 
     def chosen(kind, *arguments):

@@ -52,7 +52,7 @@ _LINED_BYTES = F32 * BLOCK_ROWS * (BLOCK_INPUTS + GROUP)
 
 
 def is_supported() -> bool:
-    """Whether this CPU has the registers that the tiles are cut for: those of AVX-512, or of AVX2."""
+    """Return True if this CPU has the registers that the tiles are cut for: AVX-512's or AVX2's."""
     return compiles_for("avx512f") or all(map(compiles_for, ("avx2", "fma", "f16c")))
 
 
@@ -155,7 +155,7 @@ def multiply_rows(out, x, num_rows, weight):
 
 @jit
 def multiply_block(out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features):
-    """What `multiply_parallel` does, by one thread."""
+    """Run `multiply_parallel` on one thread."""
     weight = Weight(packed, weight_format, bias, out_features, in_features)
     multiply_rows(Strided(out, F32 * out_features), Strided(x, F32 * x_stride), num_rows, weight)
 
@@ -192,7 +192,7 @@ def _take_panels(counter, per_turn, out, x, lines, num_rows, weight, is_copied, 
 
 @jit
 def fit_the_cache(num_rows, num_inputs):
-    """Whether all of x stays in a second-level cache while panels pass by."""
+    """Return True if all of x stays in a second-level cache while panels stream past."""
     return num_rows <= BLOCK_ROWS and num_rows * num_inputs <= BLOCK_ROWS * BLOCK_INPUTS
 
 

@@ -80,7 +80,7 @@ def _gate_blocks(first, last, gated, x, num_rows, weight, memory, line_memory):
 
 @jit
 def _line_bytes(num_rows, weight):
-    """Room for as many rows of x in lines as `_gate_blocks` has at a time."""
+    """Room for the rows of x, in lines, that `_gate_blocks` processes at a time."""
     most = max(BLOCK_ROWS * BLOCK_INPUTS, _FEWEST_TILES * MOST_ROWS * weight.in_features)
     return F32 * min(most, num_rows * weight.in_features) + VECTOR
 

@@ -59,7 +59,7 @@ class Weight(NamedTuple):
 
 @jit
 def tile_lines(x, tile, num_rows):
-    """Where a tile's lines are, and how many rows it has."""
+    """Return the address of a tile's lines, and its number of rows."""
     first = first_row(tile, num_rows)
     return x.rows + VECTOR * x.num_lines * first, first_row(tile + 1, num_rows) - first
 

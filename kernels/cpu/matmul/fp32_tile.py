@@ -22,7 +22,7 @@ PANEL = 2 * LANES  # output channels
 
 
 class Cut(NamedTuple):
-    """How tiles are cut for a CPU's registers: at most so many rows, and so many halves of a panel at a time."""
+    """The tile shape for a CPU's registers: the most rows, and the halves of a panel computed at a time."""
 
     most_rows: int
     halves: int
@@ -76,7 +76,7 @@ def _add_input(
 
 
 class _Rows(NamedTuple):
-    """Where rows of PANEL numbers lie, in bytes: the first one, how far they are apart, and how far their halves."""
+    """The layout of rows of PANEL numbers, in bytes: the first row, the distance of rows, and of their halves."""
 
     first: Any
     stride: Any
@@ -107,7 +107,7 @@ def _summed(
 
 
 def by_height(heights: range, num_arguments: int, body: Body) -> Any:
-    """What an intrinsic generates that jumps to the tile of as many rows as its first argument says."""
+    """Return the generator of an intrinsic that jumps to the tile with the number of rows in its first argument."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         count, *rest = arguments
@@ -175,7 +175,7 @@ def num_tiles_of(num_rows):
 
 @jit
 def first_row(tile, num_rows):
-    """Where a tile begins if so many rows are cut into tiles of nearly one height; past the last: where it ends."""
+    """Return the first row of a tile, of rows cut into tiles of nearly equal height; past the last tile: the end."""
     return num_rows * tile // num_tiles_of(num_rows)
 
 

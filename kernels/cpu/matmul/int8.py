@@ -240,7 +240,7 @@ def multiply_rows(out, x, num_rows, weight):
 
 @jit
 def multiply_block(out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features):
-    """What `multiply_parallel` does, by one thread."""
+    """Run `multiply_parallel` on one thread."""
     weight = Weight(packed, NO_FORMAT, bias, out_features, in_features)
     multiply_rows(Strided(out, F32 * out_features), Strided(x, F32 * x_stride), num_rows, weight)
 

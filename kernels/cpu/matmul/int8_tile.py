@@ -34,7 +34,7 @@ _I16X32 = _ir.VectorType(_ir.IntType(16), 2 * LANES)
 
 
 class Products(NamedTuple):
-    """How a CPU multiplies integers of 8 bits."""
+    """A CPU's instructions for products of 8-bit integers."""
 
     parts: tuple[tuple[int, ...], ...]
     """Which inputs of a quad are multiplied by one instruction, a row's numbers filling 32 bits."""

@@ -287,7 +287,7 @@ def _pack_halves(source, in_features, num_channels, target, scratch):
 
 @jit
 def _pack_panel(weight_format, source, in_features, num_channels, target, scratch):
-    """Whether the format gives back every number of up to PANEL channels, which lie one after the other."""
+    """Return True if the format reproduces every number of up to PANEL consecutive channels."""
     if weight_format == FLOAT32:
         _pack_floats(source, in_features, num_channels, target)
         return True

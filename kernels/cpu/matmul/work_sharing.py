@@ -19,7 +19,7 @@ from pagemill.kernels.cpu.matmul.fp32_tile import MOST_ROWS
 
 # Both are whole tiles.
 BLOCK_ROWS = 140 // MOST_ROWS * MOST_ROWS
-"""Rows of a product that pass by together, at most: so many of x stay in the second-level cache."""
+"""The most rows of a product that are processed together: as many of x as stay in the second-level cache."""
 FEWEST_ROWS = -(-28 // MOST_ROWS) * MOST_ROWS
 """Blocks get no smaller: all weights pass by for each."""
 _TURNS = 8
@@ -44,7 +44,7 @@ def take(typing_context: Any, counter: Any) -> Any:
 
 @jit
 def are_rows_taken(num_rows, num_threads):
-    """Whether threads take blocks of rows, as many weights passing by for each as do for a thread's panels anyway."""
+    """Return True if threads take blocks of rows, which costs each no more weight traffic than its own panels would."""
     return num_rows > BLOCK_ROWS * (num_threads - 1)
 
 
@@ -70,7 +70,7 @@ def plan_blocks(num_rows, num_threads):
 
 @jit
 def panels_per_turn(num_panels, num_threads):
-    """How many a thread takes at a time: each has several turns, whatever is left over at the end being small."""
+    """Return the number of panels a thread takes at a time: small enough for several turns each and an even end."""
     return max(1, num_panels // (_TURNS * num_threads))
 
 

@@ -90,7 +90,7 @@ def _largest_lane(typing_context: Any, a: Any) -> Any:
 
 @jit(exact=True)
 def _is_larger(number, peak):
-    """Whether `number` takes the place of `peak`, which comes before it: larger, or the first NaN."""
+    """Return True if `number` replaces the earlier `peak`: it is larger, or the first NaN."""
     return number > peak or (np.isnan(number) and not np.isnan(peak))
 
 

@@ -26,7 +26,7 @@ from pagemill.kernels.cpu.jit.vector import LANES
 _BUCKETS = 2048
 _PER_UNIT = np.float32(64.0)
 _LAST = np.float32(_BUCKETS - 1)
-"""What is farther than 32 below the largest shares the last bucket."""
+"""Numbers more than 32 below the largest share the last bucket."""
 _SLACK = 1e-6  # the buckets' sums are not added up in the order of the definition
 _INDEX = (1 << 31) - 1
 

@@ -1,4 +1,4 @@
-"""How many rows per second are labelled, where 2,000 rows share a prompt? Beside vLLM with its prefix cache on.
+"""Rows labelled per second when 2,000 rows share a prompt, beside vLLM with its prefix cache on.
 
 `python -m benchmarks.bulk`. Every output is one of a few labels. `distinct`: no two rows are equal. `repeated`: each
 row comes four times, as in data that nobody has deduplicated. Engines take turns as in `benchmarks.throughput`. Labels

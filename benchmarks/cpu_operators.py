@@ -1,4 +1,4 @@
-"""What do the CPU's int8 products and its draws without noise and sorts bring, each against what it replaces?
+"""The gain of the CPU's int8 products and of draws without noise and sorts, each against the code it replaces.
 
     python -m benchmarks.cpu_operators [--rounds N] [--threads N]
 

@@ -1,4 +1,4 @@
-"""What compiled decoder layers save: the same generation with them and with the modules they stand for, by turns.
+"""The gain of compiled decoder layers: the same generation with them and with the modules they replace, by turns.
 
 `python -m benchmarks.decoder_layer [--rounds N] [--quantization int8]`
 """

@@ -1,4 +1,4 @@
-"""What does HTTP cost? The same requests by direct submission, through the gateway, and through vLLM's own server.
+"""The cost of HTTP: the same requests by direct submission, through the gateway, and through vLLM's own server.
 
 `python -m benchmarks.gateway`. Direct submission is AsyncProducer; both servers are asked by the same httpx client,
 whole and streamed, one request at a time and many at once, in turns. With `--model echo` (the default) nothing is

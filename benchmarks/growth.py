@@ -1,4 +1,4 @@
-"""What does more work cost? Throughput as batch, context, shared prefix and KV pool grow, and memory beside it.
+"""The cost of more work: throughput as batch, context, shared prefix and KV pool grow, and memory beside it.
 
 `python -m benchmarks.growth`. Each sweep changes one thing. Beside a measured time stands what theory says of its
 form, fitted to the measurements by least squares, so that a knee shows as a distance between the two:

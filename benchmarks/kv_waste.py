@@ -1,4 +1,4 @@
-"""How many of the KV slots that are taken hold nothing? Paged blocks beside a slot for every token there might be.
+"""The share of allocated KV slots that hold nothing: paged blocks beside a slot for every possible token.
 
 `python -m benchmarks.kv_waste`. Lengths are drawn as ShareGPT's are: the figures of the PagedAttention paper
 (Kwon et al., 2023, figure 11) for its conversations, 161 tokens in and 338 out on average, both with a long tail. The

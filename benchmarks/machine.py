@@ -1,4 +1,4 @@
-"""Where and on what a table was measured: without it the figures mean nothing."""
+"""The machine and the versions of a measurement: without them the figures mean nothing."""
 
 from __future__ import annotations
 

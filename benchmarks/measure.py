@@ -1,4 +1,4 @@
-"""What happens inside an engine's own process: get ready, then make one pass over a workload whenever told to.
+"""The inside of an engine's own process: get ready, then make one pass over a workload on each request.
 
 Standard library only: a peer's environment imports this file too, and has nothing of ours installed.
 """
@@ -22,7 +22,7 @@ Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
 
 @dataclass(slots=True)
 class Request:
-    """What an engine is to get ready for. Warm-up runs untimed, and shares no tokens with what is timed."""
+    """The workloads to get ready for. Warm-up runs untimed, and shares no tokens with the timed passes."""
 
     model: str
     warmup: list[Workload]

@@ -1,4 +1,4 @@
-"""What do the metrics cost? The time in which an engine counts, takes snapshots and is scraped, per step.
+"""The cost of metrics: the time in which an engine counts, takes snapshots and is scraped, per step.
 
 `python -m benchmarks.metrics_cost`. One engine decodes a full batch as a worker's thread would drive it: a snapshot
 every tenth of a second, a scrape every `--scrape-s` seconds. Everything that is done for metrics alone is timed where

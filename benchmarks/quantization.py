@@ -1,4 +1,4 @@
-"""What do fewer bits cost, and what do they save? Perplexity and greedy agreement on real text, against fp32.
+"""The cost and gain of fewer bits: perplexity and greedy agreement on real text, against fp32.
 
     python -m benchmarks.quantization [--windows N] [--variants NAME ...]
 
@@ -99,7 +99,7 @@ def score_tokens(llm: LLM, windows: list[list[int]]) -> list[float]:
 
 
 def change(logprobs: list[float], base: list[float]) -> tuple[float, float]:
-    """How much higher the perplexity is than the base's, as a share, and the standard error of it."""
+    """Return the increase of perplexity over the base's, as a share, and its standard error."""
     losses = [theirs - ours for ours, theirs in zip(logprobs, base, strict=True)]
     ratio = math.exp(statistics.fmean(losses))
     return ratio - 1, ratio * statistics.stdev(losses) / math.sqrt(len(losses))

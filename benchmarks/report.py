@@ -1,4 +1,4 @@
-"""Where benchmarks find the model and leave their figures."""
+"""The benchmarks' model and the place of their figures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write(path: Path, figures: dict[str, Any]) -> None:
 
 
 def model_directory(model: str) -> Path:
-    """Where a model named on a command line lies: a directory, or the packaged model."""
+    """Return the directory of a model named on a command line: a directory, or the packaged model."""
     if Path(model).is_dir():
         return Path(model)
     from pagemill.engine.models.packaged import PACKAGED_MODEL, packaged_model_directory

@@ -1,4 +1,4 @@
-"""What does planning cost? Milliseconds to plan and to retire a step in which every row decodes.
+"""The cost of planning: milliseconds to plan and to retire a step in which every row decodes.
 
 `python -m benchmarks.scheduler`. No model: tokens are made up, so that nothing but the scheduler is timed. The CPU
 time of the process is what counts, and the fastest step beside the median one.

@@ -1,4 +1,4 @@
-"""How long until a worker's engine is ready, and until a lone job's first token? Beside the bare model.
+"""Time until a worker's engine is ready, and until a lone job's first token, beside the bare model.
 
 `python -m benchmarks.startup`. `ready`: from starting a fresh interpreter until an engine of a converted, cached model
 can take requests. `first token`: of one request that has the warm engine to itself, beside transformers' own forward

@@ -1,4 +1,4 @@
-"""How many output tokens per second, beside static batches, vLLM and OpenVINO, from the same requests and weights?
+"""Output tokens per second, beside static batches, vLLM and OpenVINO, from the same requests and weights.
 
 Every engine's process is started once, loads, warms up, and is stopped in place while another one runs. One pass of
 one workload is ordered from each engine in turn, and every other round in the reverse order. Ratios are taken
@@ -75,7 +75,7 @@ class Measurements:
         return [timing.tokens_per_second for timing in self.by_round(contender, workload).values()]
 
     def ratios(self, subject: str, contender: str, workload: str) -> list[float]:
-        """How many times the contender's throughput the subject's is, per round in which both made a pass."""
+        """Return the subject's throughput over the contender's, per round in which both made a pass."""
         ours, theirs = self.by_round(subject, workload), self.by_round(contender, workload)
         return [ours[n].tokens_per_second / theirs[n].tokens_per_second for n in ours if n in theirs]
 
@@ -95,7 +95,7 @@ def build_request(
     model: str, vocab_size: int, workloads: Sequence[Workload], *, seed: int, share: float, kv_cache_gib: int,
     options: Mapping[str, Any],
 ) -> Request:  # fmt: skip
-    """What engines get ready for; as warm-up a small share of each workload, from another seed."""
+    """The workloads that engines get ready for; as warm-up a small share of each, from another seed."""
     warmup = [WORKLOADS[workload.name](vocab_size, seed + 1, share / 8) for workload in workloads]
     return Request(
         model=model,
@@ -198,7 +198,7 @@ def table(measurements: Measurements, workloads: Sequence[Workload]) -> Table:
 
 
 def summary(measurements: Measurements, workloads: Sequence[Workload]) -> dict[str, Any]:
-    """What the JSON file holds per workload and engine; output tokens themselves are left out."""
+    """The JSON file's entry per workload and engine; output tokens themselves are left out."""
     return {
         workload.name: {
             "requests": len(workload.prompts),

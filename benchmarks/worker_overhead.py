@@ -1,4 +1,4 @@
-"""What do the queue, the worker and the producer cost? The bare engine against all of them, on the same requests.
+"""The cost of queue, worker and producer: the bare engine against all of them, on the same requests.
 
 `python -m benchmarks.worker_overhead`. The sides make their passes in turns, as in `benchmarks.throughput`; the share
 of the bare engine's throughput that is left is taken round by round, and both must generate the same tokens.

@@ -169,7 +169,7 @@ def redis_url(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def queue_name() -> str:
-    """A queue nobody else uses."""
+    """A queue name of the test's own."""
     return f"q-{uuid.uuid4().hex[:12]}"
 
 

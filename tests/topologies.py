@@ -187,7 +187,7 @@ class ClusterSetup:
         return next(name for name in (f"q-{i}" for i in range(10_000)) if self.owner(name) == index)
 
     def begin_move(self, queue: str, target: int) -> None:
-        """From now on the slot is on its way: the owner answers ASK for keys that it has not got."""
+        """Begin to migrate the slot: the owner answers ASK for keys that it has not got."""
         slot, source = key_slot(keys.prefix(queue).encode()), self.owner(queue)
         ids = [self.client(i).execute_command("CLUSTER", "MYID").decode() for i in (source, target)]
         self.client(target).execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])

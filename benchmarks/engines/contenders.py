@@ -1,4 +1,4 @@
-"""Who can stand in a table: our engine, plain transformers, and the peers that have an environment here."""
+"""The contenders of a table: our engine, plain transformers, and the peers that have an environment here."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from pathlib import Path
 class Peer:
     name: str
     package: str
-    """What must be importable in its environment."""
+    """The module that must be importable in its environment."""
     requirements: tuple[str, ...]
     unneeded: tuple[str, ...] = ()
     """Removed again after the installation."""
 
     def directory(self) -> Path:
-        """Where its environment lives: PAGEMILL_BENCH_<NAME>_ENV, or the user's cache directory."""
+        """Its environment: PAGEMILL_BENCH_<NAME>_ENV, or one in the user's cache directory."""
         explicit = os.environ.get(f"PAGEMILL_BENCH_{self.name.upper()}_ENV")
         if explicit:
             return Path(explicit)

@@ -74,7 +74,7 @@ def _start_worker(request: measure.Request, state_dir: Path) -> subprocess.Popen
 
 
 def _when_ready(worker: subprocess.Popen[bytes], ask: Any) -> Any:
-    """What `ask` says once it says something."""
+    """Return the result of `ask` once it has one."""
     from pagemill import RedisUnavailable
 
     give_up = time.monotonic() + START_LIMIT_S

@@ -1,4 +1,4 @@
-"""What one writes without an engine: transformers' `generate` over static batches, in arrival order."""
+"""The baseline without an engine: transformers' `generate` over static batches, in arrival order."""
 
 from __future__ import annotations
 

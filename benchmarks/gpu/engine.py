@@ -46,7 +46,7 @@ _FIRST_TOKEN_IDS = 10_000
 
 @dataclass(frozen=True)
 class Job:
-    """What one process runs."""
+    """The engines that one process runs."""
 
     model: str
     engine: str
@@ -229,7 +229,7 @@ def _saved_model(job: Job, directory: Path) -> Any:
 
 
 def _tokens(job: Job, directory: Path, **options: Any) -> list[list[int]]:
-    """What a saved model makes of the workload, every other request greedy; `options` of `EngineConfig`."""
+    """Return a saved model's outputs for the workload, every other request greedy; `options` of `EngineConfig`."""
     from pagemill.engine.llm import LLM
     from pagemill.engine.sampling_params import SamplingParams
 
@@ -273,7 +273,7 @@ def run_switches(job: Job, directory: Path) -> Row:
 
 
 def run_ranks(job: Job, directory: Path) -> Row:
-    """How many requests differ with the model spread over two devices: none should."""
+    """Count the requests that differ with the model spread over two devices: none should."""
     _saved_model(job, directory)
     whole = _tokens(job, directory)
     row: Row = {"engine": "pagemill", "requests": len(whole)}

@@ -20,7 +20,7 @@ _RELATIVE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the operands are: a real model's, or toys for a walk through without a GPU."""
+    """The size of the operands: a real model's, or toys for a walk through without a GPU."""
 
     num_tokens: int
     hidden_size: int

@@ -1,4 +1,4 @@
-"""What the engine and its kernels do on the GPU at hand: are they right, and how near do they come to its limits?
+"""Correctness and speed of the engine and its kernels on the GPU at hand, beside the GPU's limits.
 
     python -m benchmarks.gpu [--section NAME ...] [--out DIR] [--budget SECONDS]
     python -m benchmarks.gpu --device cpu --dry-run      the same walk over toy sizes, without a GPU
@@ -70,7 +70,7 @@ class Session:
 
 
 def machine(session: Session) -> list[Row]:
-    """What ran where. Ask for this section with every other: figures mean nothing without it."""
+    """Versions and hardware. Ask for this section with every other: figures mean nothing without it."""
     facts: dict[str, Any] = {"python": platform.python_version()}
     if session.device.type == "cuda":
         properties = torch.cuda.get_device_properties(session.device)
@@ -157,7 +157,7 @@ def _job(session: Session, model: str, engine: str, **fields: Any) -> gpu_engine
 
 
 def switches(session: Session) -> list[Row]:
-    """How many requests differ with each of the engine's ways on instead of off: none should."""
+    """Count the requests that differ with each of the engine's options on instead of off: none should."""
     job = _job(session, "tiny", "switches", num_requests=12, shortest=8, longest=48)
     return [_answer(session, job, 600.0 if session.is_dry else 180.0)]
 
@@ -285,7 +285,7 @@ def _on_device(section: Section, session: Session, device: DeviceProcess) -> Ite
 
 
 def _save(session: Session) -> None:
-    """Rewrite the results; whoever is killed while writing leaves the old ones."""
+    """Rewrite the results; a process killed while writing leaves the old ones."""
     path = session.out / "gpu.json"
     new = path.with_suffix(".new")
     new.write_text(json.dumps(session.done, indent=1) + "\n")

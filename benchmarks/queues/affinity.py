@@ -78,7 +78,7 @@ class Figures:
 def measure(
     backlog: Backlog, transport: SyncTransport, *, with_affinity: bool, num_seqs: int, cached_prefixes: int
 ) -> Figures:
-    """Run the backlog once, `num_seqs` jobs at a time, in a cache with room for so many prefixes."""
+    """Run the backlog once, `num_seqs` jobs at a time, in a cache with room for this many prefixes."""
     from pagemill.engine.llm import LLM
     from pagemill.engine.sampling_params import SamplingParams
 

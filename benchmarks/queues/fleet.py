@@ -1,4 +1,4 @@
-"""What more workers bring: real worker processes with an engine that only sleeps, on one queue and on a Cluster.
+"""The gain of more workers: real worker processes with an engine that only sleeps, on one queue and on a Cluster.
 
     python -m benchmarks.queues.fleet                  # 1, 2, 4 and 8 workers
 
@@ -47,7 +47,7 @@ def place(name: str, directory: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def jobs_per_second(url: str, queues: Sequence[str], workers: int, jobs: int, step_ms: int) -> float:
-    """From the first job that ended to the last: neither the workers' start nor the submits are in it."""
+    """Seconds from the first ended job to the last, without the workers' start and the submits."""
     settings = {"redis_url": url, "model": f"echo:{step_ms}", "max_num_seqs": ROWS, "http_port": 0}
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -1,4 +1,4 @@
-"""How fast jobs go into the queue and out of it, what they cost there, and what others make of the same.
+"""Rates of jobs into the queue and out of it, their cost there, and the same work by other queues.
 
     python -m benchmarks.queues.rates
 
@@ -49,7 +49,7 @@ class Figures:
     rates: dict[str, list[float]] = field(default_factory=dict)
     bytes_per_job: float = 0.0
     waiting_megabytes: float = 0.0
-    """What the waiting jobs of the memory measurement took, in 10^6 bytes."""
+    """The size of the waiting jobs of the memory measurement, in 10^6 bytes."""
     pull_us: dict[str, float] = field(default_factory=dict)
     """Microseconds of one pull, round trip included: median."""
 

@@ -37,7 +37,7 @@ _ID = "0" * 24
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the simulated engines are like."""
+    """The properties of the simulated engines."""
 
     queue: str = "simulation"
     rows: int = 16
@@ -56,7 +56,7 @@ class Load:
 
 @dataclass(slots=True)
 class Tally:
-    """What came of one stretch of a run."""
+    """The outcome of one stretch of a run."""
 
     seconds: float = 0.0
     cpu_s: float = 0.0
@@ -222,7 +222,7 @@ class Fleet:
         self._selector = selectors.DefaultSelector()
 
     def run(self, workers: int, seconds: float | None) -> Tally:
-        """Let so many work for so long, or (None) until nothing waits or runs. Their jobs go on in the next run."""
+        """Let workers run for this long, or (None) until no job waits or runs. Their jobs go on in the next run."""
         while len(self._workers) < workers:
             worker = SimulatedWorker(self._url, self._load, f"{self._name}-{len(self._workers)}")
             self._workers.append(worker)

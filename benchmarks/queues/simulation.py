@@ -1,4 +1,4 @@
-"""How many workers one Redis serves: the real scripts on a real server, under workers whose engines are simulated.
+"""The number of workers that one Redis serves: the real scripts on a real server, under simulated engines.
 
     python -m benchmarks.queues.simulation                            # 1,000,000 jobs, up to 1,000 workers
     python -m benchmarks.queues.simulation --jobs 20000 --workers 8 32 --stage-s 3
@@ -82,7 +82,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Where one server's throughput stops growing."""
+    """The point where one server's throughput stops growing."""
 
     jobs_per_s: float
     workers: float | None
@@ -90,7 +90,7 @@ class Limit:
     reached_by: str | None
     """server, or machine where the clients and whatever else runs there left the server no core of its own."""
     jobs_per_s_of_a_full_core: float
-    """What the server's CPU time per job allows, wherever the clients ran out first."""
+    """The rate that the server's CPU time per job allows, wherever the clients reached their limit first."""
 
 
 class Clients:
@@ -137,7 +137,7 @@ def clients(url: str, load: Load, processes: int) -> Iterator[Clients]:
 
 
 class ServerMeter:
-    """What the server spent between two readings."""
+    """The server's CPU time between two readings."""
 
     def __init__(self, client: redis.Redis) -> None:
         self._client = client
@@ -225,7 +225,7 @@ def measure(
 
 
 def find_limit(stages: Sequence[Stage]) -> Limit:
-    """Where throughput stops growing: a stage gains less than half of what its workers add."""
+    """Return the stage where throughput stops growing: it gains less than half of the added workers' share."""
     pace = stages[0].offered_jobs_per_s / stages[0].workers
     best = max(stages, key=lambda stage: stage.jobs_per_s)
     busiest = max(stages, key=lambda stage: stage.server_cores)

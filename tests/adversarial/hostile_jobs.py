@@ -1,4 +1,4 @@
-"""Jobs that mean harm, by what they try: each ends with a typed error or a correct result, and nobody else notices."""
+"""Hostile jobs by kind: each ends with a typed error or a correct result, and no other job is affected."""
 
 from __future__ import annotations
 

@@ -29,13 +29,13 @@ SIGNER = Keys([KEY])
 PATIENCE_S = 60.0
 """For the hostile jobs of one kind to end, on a model that costs nothing; a real one has ten times as long."""
 SLOWER = 20
-"""The good tenant's jobs may take so many times what they take alone, and `GRACE_S` (a busy machine)."""
+"""The good tenant's jobs may take this many times their time alone, plus `GRACE_S` (a busy machine)."""
 GRACE_S = 5.0
 MAX_GROWTH_MB = 700
 """Of the worker's memory beside what it has with good jobs alone."""
 TYPED = FINAL_CODES | {"deadline_exceeded", "attempts_exhausted"}
 UNTYPED_CAUSES = {"engine_error", "worker_lost", "out_of_memory"}
-"""Nobody's own error: something went wrong inside."""
+"""Codes of internal errors: no job causes them."""
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Neighbourhood:
         return "" if is_typed else f"{error.code} {error.cause}: {error.message[:200]}"
 
     def run_good_jobs(self) -> tuple[list[list[Output]], float]:
-        """What they came to, and the seconds until the last had ended."""
+        """Return the outcomes, and the seconds until the last had ended."""
         began = time.monotonic()
         outcomes = self.client.wait(self.good_jobs(), 10 * PATIENCE_S)
         took = time.monotonic() - began

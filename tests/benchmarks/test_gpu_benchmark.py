@@ -50,7 +50,7 @@ def test_without_a_gpu_it_says_so_and_leaves(tmp_path: Path) -> None:
 
 
 def _dry_run(out: Path, *arguments: str) -> dict[str, list[dict[str, object]]]:
-    """What a walk over toy sizes reports, in the interpreter and on the CPU."""
+    """The report of a walk over toy sizes, in the interpreter and on the CPU."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""What holds at the end of every fault: all jobs ended once, all counts add up, nothing is left over."""
+"""Invariants after every fault: all jobs ended once, all counts add up, nothing is left over."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class Nursery:
         return worker
 
     def kill_devices(self, times: int) -> None:
-        """The next so many steps that begin a prompt kill the device of their worker, whichever it is."""
+        """The next steps, this many, that begin a prompt kill the device of their worker, whichever it is."""
         for number in range(times):
             (self._faults / f"kill-device-{number}").touch()
 

@@ -46,7 +46,7 @@ def keep_running(spawn: Spawn, client: QueueClient, ids: list[str], workers: int
 
 
 def handed_back(worker: ForkedWorker) -> tuple[int, int]:
-    """How many jobs a worker gave up: those that it blames for nothing, and those that may have killed its device."""
+    """Count the jobs that a worker gave up: those not blamed, and those that may have killed its device."""
     log = worker.log()
     return len(re.findall("job handed back", log)), len(re.findall("may have killed the device", log))
 

@@ -185,7 +185,7 @@ CHECKPOINTS = st.lists(
 def test_a_checkpoint_that_is_none_starts_its_job_over(
     client: QueueClient, worker: Worker, entries: list[bytes]
 ) -> None:
-    """What stands in a checkpoint is another party's word: the job runs from its prompt, the others don't notice."""
+    """A checkpoint is untrusted input: the job runs from its prompt, and the others are not affected."""
     fingerprint = worker.engine.engine.fingerprint
     client.pause()
     eventually(lambda: worker.admission.blocked == "paused", "the worker to pause")

@@ -31,7 +31,7 @@ THREADS = TASKS = 3
 
 
 class Submits:
-    """What was submitted: ids that were answered, and every error."""
+    """The submitted jobs: acknowledged ids, and every error."""
 
     def __init__(self, url: str, queue: str) -> None:
         self._url = url
@@ -163,7 +163,7 @@ def test_connections_are_cut_at_every_phase(own_valkey: RedisServer, queue_name:
 
 
 def submitted(url: str, queue: str, *, bulk: bool = True) -> list[BaseException]:
-    """What a submit, a bulk submit and their asynchronous twins raise. In bulk they try for a while."""
+    """The errors of a submit, a bulk submit and their asynchronous twins. In bulk they retry for a while."""
     job = {"prompt": "p", "model": "echo"}
 
     async def asynchronously(bulk: bool) -> None:

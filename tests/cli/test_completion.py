@@ -18,7 +18,7 @@ START = "import sys; sys.argv[0] = 'pagemill'; from pagemill.__main__ import mai
 
 
 def pagemill(**variables: str) -> str:
-    """What the program says to a shell that asks through these variables."""
+    """Return the program's output for a shell that asks through these variables."""
     result: str = CliRunner().invoke(app, [], env=variables, prog_name="pagemill").stdout
     return result
 

@@ -20,7 +20,7 @@ from tests.worker.harness import running_worker, worker_config
 
 
 def finding(model: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What it says of the model, and nothing else."""
+    """Return the finding on the model alone."""
     monkeypatch.setattr(cli_doctor, "examine", lambda *_: ([], True))
     document = json.loads(CliRunner().invoke(app, ["doctor", "--json", "--model", model]).stdout)
     (only,) = document["findings"]

@@ -90,7 +90,7 @@ def bad_values(name: str) -> tuple[str, ...]:
 
 
 def leaves(kind: Any) -> set[Any]:
-    """What a type is made of, without None."""
+    """Return the members of a union type, without None."""
     origin = get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         return set().union(*map(leaves, get_args(kind))) - {types.NoneType}

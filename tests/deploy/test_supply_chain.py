@@ -1,4 +1,4 @@
-"""What the images are installed from, what they may write, and the bill of materials."""
+"""The images' sources, their writable paths, and the bill of materials."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ print(compiler.numba.config.CACHE_DIR)
 
 @pytest.fixture
 def confined() -> list[str]:
-    """What to put before a command: a user without rights, a read-only root, the declared volumes and nothing else."""
+    """A command prefix: a user without rights, a read-only root, the declared volumes and nothing else."""
     mounts = "mount -t tmpfs none /var/cache && mkdir /var/cache/pagemill && chown 10001 /var/cache/pagemill"
     mounts += " && mount -t tmpfs none /tmp && chmod 1777 /tmp && mount -o remount,bind,ro /"
     # To read files of root's is no right that a container's user needs: there they are everybody's to read.

@@ -1,4 +1,4 @@
-"""Maps of the block pool: right at every moment, and taken only while somebody looks."""
+"""Maps of the block pool: right at every moment, and taken only while a viewer is connected."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ BOUNDED_BY_CONSTRUCTION = {
 
 
 def attack(engine: Engine, number: int) -> None:
-    """Requests about as large as a job may be, each with texts that nobody has sent before."""
+    """Requests about as large as a job may be, each with new texts."""
     unique = f"{number:08}"
     labels = tuple(f"{label} {unique} {label:0950}" for label in range(60))
     words = tuple(f"{unique} {word:060}" for word in range(200))

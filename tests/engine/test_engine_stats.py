@@ -1,4 +1,4 @@
-"""What the engine says of itself, against what it was given to do."""
+"""The engine's statistics against the work it was given."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def references() -> list[Reference]:
-    """What transformers writes after every prompt, each alone.
+    """Return transformers' continuation of every prompt, each alone.
 
     One forward pass over a prompt and a proposed output tells whether the output is greedy at every position,
     in a twentieth of the time that `generate` takes. So `generate` writes every fourth reference, and any other

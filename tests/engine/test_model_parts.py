@@ -1,4 +1,4 @@
-"""What a start says of a model's parts, and the same without its weights."""
+"""A start's report of a model's parts, and the same without its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `LLM.generate` makes of seeing all its requests beforehand: less work, and the same results."""
+"""The gain of `LLM.generate` from seeing all its requests beforehand: less work, and the same results."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ PROMPT = [5, 17, 3, 80, 41, 2, 9, 33, 60]
 
 @dataclass
 class Sample:
-    """What a caller has been told of one sample so far."""
+    """The output of one sample that the caller has received so far."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

@@ -48,7 +48,7 @@ class Soak:
         self.num_added = self.num_ended = self.num_refused = 0
 
     def run(self, num_requests: int, *, check_every: int) -> None:
-        """Send so many requests, and step until all of them have ended."""
+        """Send this many requests, and step until all of them have ended."""
         target, steps = self.num_added + num_requests, 0
         while self.num_added < target or self.engine.has_unfinished():
             while self.num_added < target and len(self.live) < MAX_WAITING and self.rng.random() < 0.7:

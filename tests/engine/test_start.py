@@ -1,4 +1,4 @@
-"""What a start leaves undone: by what is imported and called, not by the clock (`benchmarks/startup.py` has that)."""
+"""Work that a start avoids, by imports and calls, not by the clock (`benchmarks/startup.py` has that)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What released versions wrote: it is still written so, payloads byte for byte, and still read.
+"""Data of released versions: still written the same, payloads byte for byte, and still read.
 
 The members of a header come in any order.
 """

@@ -70,7 +70,7 @@ def _end(outcome: Outcome) -> tuple[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def before(releases: dict[str, Release], valkey_url: str) -> list[tuple[str, list[str]]]:
-    """What the released version alone makes of the jobs."""
+    """The outcomes of the jobs under the released version alone."""
     client = QueueClient(valkey_url, "before")
     try:
         return drain(client, releases["released"], releases["released"])

@@ -78,7 +78,7 @@ def signed_entry(entry: str, job_id: str) -> str:
 
 
 def _run() -> dict[str, Any]:
-    """What a worker with the packaged model stores of the jobs in RUN."""
+    """The data that a worker with the packaged model stores for the jobs in RUN."""
     with tempfile.TemporaryDirectory() as directory:
         server = RedisServer(server_binary("valkey-server"), Path(directory) / "valkey")
         server.start()

@@ -1,4 +1,4 @@
-"""What is built from the sources, once for all tests of it."""
+"""Artefacts built from the sources, once for all tests."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Shop:
 
 @pytest.fixture(scope="module")
 def shop(wheel: Path, valkey_url: str, tmp_path_factory: pytest.TempPathFactory) -> Shop:
-    """What pagemill depends on is lent from this environment, and pagemill itself is not."""
+    """An environment with pagemill's dependencies from this one, but not pagemill itself."""
     environment, folder = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("shop")
     venv.create(environment, with_pip=True)
     shop = Shop(folder, environment / "bin", valkey_url)

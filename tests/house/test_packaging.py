@@ -1,4 +1,4 @@
-"""What `pip install` brings: every package in the wheel, and a light install that works without the rest."""
+"""The result of `pip install`: every package in the wheel, and a light install that works without the rest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.house.conftest import built
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PARTS = ("producer", "engine", "kernels", "worker", "monitoring")
 BESIDE = {"LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg", "setup.py", "MANIFEST.in"}
-"""What an sdist has beside the package."""
+"""Files of an sdist beside the package."""
 
 
 def test_extras_name_each_other_rightly() -> None:

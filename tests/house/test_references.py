@@ -1,4 +1,4 @@
-"""What prose and strings name is there: files, folders and modules, in pages, docstrings, comments and settings."""
+"""Files, folders and modules named in pages, docstrings, comments and settings exist."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def prose(name: str) -> Iterator[tuple[int, str]]:
 
 @cache
 def names_in(path: Path) -> frozenset[str]:
-    """What a module defines or imports."""
+    """Return the names that a module defines or imports."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         match node:

@@ -13,7 +13,7 @@ from tests.worker.harness import running_worker, worker_config
 
 
 def waits(client: redis.Redis) -> int:
-    """How often the server was asked to wait for its disk."""
+    """Count the server's waits for its disk."""
     return int(client.info("commandstats").get("cmdstat_waitaof", {}).get("calls", 0))
 
 

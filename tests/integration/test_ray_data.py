@@ -148,7 +148,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def kill_one_half_way(client: QueueClient, run: str, half: int, pids: Path) -> threading.Thread:
-    """SIGKILL for one of the processes that have made jobs, once so many jobs have ended."""
+    """SIGKILL one of the processes that have made jobs, once this many jobs have ended."""
 
     def kill() -> None:
         with Producer(client.url, queue=client.queue) as producer:

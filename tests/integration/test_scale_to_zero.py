@@ -47,7 +47,7 @@ def exporter(client: QueueClient) -> Iterator[QueueExporter]:
 def figures(
     request: pytest.FixtureRequest, client: QueueClient, exporter: QueueExporter, tmp_path: Path
 ) -> Iterator[Figures]:
-    """What the triggers' queries come to: added up here, or by a Prometheus that runs them as they are."""
+    """The values of the triggers' queries: added up here, or by a Prometheus that runs them unchanged."""
     if request.param == "exporter":
         yield lambda: added_up(exporter.url)
         return

@@ -76,7 +76,7 @@ def test_a_signed_payload_is_worth_nothing_elsewhere_or_changed(worker: Worker, 
 def test_a_checkpoint_is_gone_on_from_only_if_a_worker_signed_it(
     config: WorkerConfig, client: QueueClient, forged: bool
 ) -> None:
-    """Another worker begins; then the lease lapses with what it wrote, or what somebody else put there."""
+    """Let another worker begin after the lease lapses with its checkpoint, or with a forged one."""
     prompt = "0123456789" * 5
     with running_worker(config) as first:
         fingerprint = first.engine.engine.fingerprint

@@ -1,4 +1,4 @@
-"""What a job may say about sampling is what the engine takes."""
+"""The engine accepts every sampling setting that a job may carry."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_both_accept_or_both_refuse(fields: dict[str, Any]) -> None:
 
 
 def nested(depth: int) -> dict[str, Any]:
-    """A schema of so many objects in one another."""
+    """A schema of this many nested objects."""
     schema: dict[str, Any] = {}
     for _ in range(depth - 1):
         schema = {"items": schema}

@@ -131,7 +131,7 @@ class _Pool:
             values[part] = self._values.put(block, values[part])
 
     def slots(self, table: torch.Tensor, first: int, end: int) -> list[int]:
-        """Where a row's tokens `first` to `end` are."""
+        """Return the slots of a row's tokens `first` to `end`."""
         size = self._block_size
         return [int(table[at // size]) * size + at % size for at in range(first, end)]
 

@@ -1,4 +1,4 @@
-"""What every set of a queue must hold, given the states of its jobs. For machines that do anything to a queue."""
+"""The required contents of a queue's sets, given the states of its jobs. For state machines over a queue."""
 
 from __future__ import annotations
 

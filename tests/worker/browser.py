@@ -28,7 +28,7 @@ def missing() -> str | None:
 
 
 class Browser:
-    """What the tests do with it."""
+    """The actions of the tests."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver

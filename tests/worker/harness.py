@@ -1,4 +1,4 @@
-"""What the worker's tests share: a bare queue client, and workers in this process and in their own."""
+"""Shared by the worker's tests: a bare queue client, and workers in this process and in their own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pagemill.worker.config import WorkerConfig
 from pagemill.worker.worker import Worker
 
 PATIENCE_S = 120.0
-"""How long anything may take before a test calls it missing; generous, since the machine may be busy."""
+"""The longest a test waits for anything; generous, since the machine may be busy."""
 
 RUN_WORKER = """
 import json, sys

@@ -20,7 +20,7 @@ Start = Callable[..., tuple[EngineThread, "Outputs"]]
 
 
 class Outputs:
-    """What the engine delivered, until a request's last word."""
+    """The engine's outputs, until a request's last one."""
 
     def __init__(self) -> None:
         self.queue: SimpleQueue[list[RequestOutput]] = SimpleQueue()

@@ -1,4 +1,4 @@
-"""What the process around a worker does when the model is there."""
+"""The process around a worker once the model is loaded."""
 
 from __future__ import annotations
 

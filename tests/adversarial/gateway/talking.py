@@ -19,7 +19,7 @@ _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\x20-\x7e\x80-\xff
 
 
 class NoHttp(AssertionError):
-    """What came back is no answer."""
+    """The bytes received are no answer."""
 
 
 def split_answers(raw: bytes, methods: list[bytes]) -> tuple[list[int], bytes]:

@@ -53,7 +53,7 @@ class Besieged:
         assert "Traceback" not in errors, f"{said}\n{errors[-3000:]}"
 
     def _news(self) -> str:
-        """What it has logged since the last look."""
+        """Return the log lines since the last call."""
         with self.log.open(encoding="utf-8", errors="replace") as log:
             log.seek(self.log_read)
             news = log.read()

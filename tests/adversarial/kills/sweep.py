@@ -36,7 +36,7 @@ POISON = "\x07"
 
 @dataclass(frozen=True)
 class Toll:
-    """What a run came to."""
+    """The outcome of a run."""
 
     kind: str
     has_poison: bool
@@ -48,12 +48,12 @@ class Toll:
     doubled: int
     """Ends that were counted, or told, more than once."""
     leaked: int
-    """Keys of the living, when nobody lives."""
+    """Keys of live workers left over when none is alive."""
     buried: int
     """Dead, though nothing was wrong with them."""
     seconds: float
     fault: str = ""
-    """What the invariants of tests/chaos say."""
+    """Violations of the invariants of tests/chaos."""
 
     @property
     def is_clean(self) -> bool:
@@ -94,7 +94,7 @@ class Load:
 
 
 def sweep(url: str, kind: str, kills: int, seed: int, directory: Path, *, has_poison: bool) -> Toll:
-    """Kill so many workers of one queue."""
+    """Kill this many workers of one queue."""
     rng, began = random.Random(seed), time.monotonic()
     queue = f"q-{uuid.uuid4().hex[:12]}"
     client = QueueClient(url, queue)

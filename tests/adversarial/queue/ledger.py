@@ -1,4 +1,4 @@
-"""What may be true of a queue: a plain account of the guarantees in docs/protocol.md, kept beside a real one.
+"""The permitted states of a queue: a plain account of the guarantees in docs/protocol.md, kept beside a real one.
 
 It does not predict states, since time passes as it likes. It knows of every job what was asked for and what was
 answered, so it can tell which ends have a reason, which replies are lies, and how long a record must be there.
@@ -15,7 +15,7 @@ from pagemill.producer.wire.schema.outputs import ACTIVE_STATES, END_STATES
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
 RECORD_MS = {"dead": 14 * DAY_MS}
-"""How long an end is on record where it is not a day."""
+"""The time an end is kept where it is not a day."""
 NOTICE_MS = BATCH_MS = 7 * DAY_MS
 FAR_LEASE_MS = 600_000
 """A lease that ends later than this was left by a clock that was set back, and is cut."""
@@ -47,10 +47,10 @@ class KnownJob:
     has_stepped: bool = False
     has_advanced: bool = False
     crashes: int = 0
-    """At most so many: executions that entered a step, got no further, and were taken over."""
+    """An upper bound: executions that entered a step, got no further, and were taken over."""
     failures: int = 0
     is_cancelled: bool = False
-    """Somebody asked for it."""
+    """A cancel was requested."""
     entries: list[bytes] = field(default_factory=list)
     lengths: Counter[int] = field(default_factory=Counter)
 
@@ -58,7 +58,7 @@ class KnownJob:
     """As last seen; for ever, once it is terminal."""
     finished_at_ms: float = 0.0
     text: str = ""
-    """What its one commit said."""
+    """The outcome of its one commit."""
     told: set[str] = field(default_factory=set)
     """Outboxes that handed its end out."""
     settled: set[str] = field(default_factory=set)
@@ -157,7 +157,7 @@ class Ledger:
         job.lease_until_ms = until_ms
 
     def is_surely_held(self, job: KnownJob) -> bool:
-        """Nobody can have taken it over: its worker's writes must be taken."""
+        """No other worker can have taken it over, so its worker's writes must be accepted."""
         is_leased = job.is_held and job.lease_until_ms > self.now_ms
         return is_leased and not job.is_cancelled and job.deadline_ms > self.latest_ms
 
@@ -204,7 +204,7 @@ class Ledger:
             self.ended(job, state, finished_at_ms)
 
     def _check_reason(self, job: KnownJob, state: str, leader: KnownJob | None) -> None:
-        """Nothing ends by itself: somebody committed, cancelled, or set a deadline; or five workers died."""
+        """A job ends by a commit, a cancel, a deadline, or the death of five workers, and by nothing else."""
         match state:
             case "cancelled":
                 assert job.is_cancelled, f"{job.id} was cancelled by nobody"

@@ -20,7 +20,7 @@ DEAR = {"sweep", "pull", "submit", "cancel", "batch_cancel", "batch_ack", "outbo
 
 @dataclass
 class Meter:
-    """The dearest call of each script so far. Nobody else may talk to the server meanwhile."""
+    """The most expensive call of each script so far. No other client may use the server meanwhile."""
 
     queue: Queue
     rng: random.Random

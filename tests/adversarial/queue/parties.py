@@ -31,7 +31,7 @@ ENDED_BY_REQUEST = {"cancelled": "cancelled", "expired": "expired"}
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long leases, pauses and deadlines are (ms): time is jumped over, or has to pass."""
+    """Lengths of leases, pauses and deadlines (ms): time is jumped over, or has to pass."""
 
     leases: tuple[int, ...]
     pause: tuple[int, int]
@@ -46,7 +46,7 @@ def write_header(header: dict[str, Any]) -> bytes:
 
 
 class Parties:
-    """What submits to one queue, and what runs its jobs."""
+    """The submitters of one queue, and the workers that run its jobs."""
 
     def __init__(self, queue: Queue, seed: int, clock: ClockedServer | None, *, kills: bool = False) -> None:
         self.queue = queue
@@ -80,7 +80,7 @@ class Parties:
         self.ledger.set_time(seconds * 1000 + micros // 1000)
 
     def send(self, call: Call[T]) -> T:
-        """The reply; sometimes to the second of two equal calls, the first of which nobody heard back from."""
+        """Return the reply; sometimes to the second of two equal calls, when the first one's reply was lost."""
         self.asked_before_ms = self.ledger.now_ms
         self.is_unsure = False
         if self.kills and self.rng.random() < 0.002:

@@ -12,7 +12,7 @@ HOURS_S = 3600
 
 
 class Readers(Parties):
-    """What is done to a queue from the outside."""
+    """Operations on a queue from the outside."""
 
     def cancel(self) -> None:
         ids = self.pick(most=self.rng.choice([1, 1, 5])) + self.pick(self.ledger.jobs, 1)
@@ -174,7 +174,7 @@ class Readers(Parties):
             job.settled.add(box)
 
     def switch(self) -> None:
-        """What an operator does."""
+        """An operator's calls."""
         match self.rng.randint(0, 3):
             case 0:
                 self.send(registry.set_paused(self.queue.name, self.rng.random() < 0.2))
@@ -226,7 +226,7 @@ class Readers(Parties):
         self.read_time()
 
     def tell_all(self) -> None:
-        """Every notice that is owed, whoever has claimed it: none may be missing afterwards."""
+        """Return every notice owed, claimed or not: none may be missing afterwards."""
         for box in RELAYS:
             owed = self.queue.client.zrange(f"{self.queue.prefix}outbox{':' if box else ''}{box}", 0, -1)
             for name in owed:

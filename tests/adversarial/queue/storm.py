@@ -14,7 +14,7 @@ from tests.producer.driving import PLENTY
 from tests.producer.queue_sets import check_sets
 
 STAYS = re.compile(r"meta|counts|weights|turns:.*")
-"""What a queue that has come to rest keeps for good: its totals, its settings, whose turn it is."""
+"""The keys that an idle queue keeps for good: totals, settings, and the turns of tenants."""
 OF_JOBS = re.compile(r"(job|in|out|ckpt|md|history):(.*)")
 OF_BATCHES = re.compile(r"(batch|bjobs|bfeed|backed):(.*)")
 FOR_A_TIME = re.compile(r"(workers|dead|bexpiry|(end|sharers):.*)")
@@ -24,12 +24,12 @@ MAX_COMMANDS = {"batch_cancel": 12_000, "submit": 6_000}
 MAX_COMMANDS_ELSE = 5_000
 """Of any script: 128 ends, or 256 followers that get another leader, cost a few thousand."""
 MAX_REPLY = 4 * MEGABYTE + 2 * MAX_BYTES + 2 * MEGABYTE
-"""What a reply ends at, and one job more: its payload, its checkpoint, its result or error."""
+"""The size limit of a reply, and one job more: its payload, its checkpoint, its result or error."""
 
 
 class Storm(Readers):
     def run(self, jobs: int) -> None:
-        """Until so many were created; then rest."""
+        """Jobs to create before the queue rests."""
         while len(self.ledger.jobs) < jobs:
             self.step()
             if self.meter.calls % 500 < 2:

@@ -1,4 +1,4 @@
-"""What only CUDA uses by default, on the CPU: staged inputs, static decode inputs, fused modules, device sampling.
+"""CUDA's default paths on the CPU: staged inputs, static decode inputs, fused modules, device sampling.
 
 Each is switched on alone and together; outputs must be the ones of the plain engine.
 """

@@ -65,7 +65,7 @@ def fused_model(
 
 
 def fuse_for_cpu(model: Any, linear: LinearOptions) -> None:
-    """What a start does to a model on the CPU."""
+    """Rewrite a model as a start does on the CPU."""
     CpuBackend().fuse(model, traits_of(model), torch.float32, linear)
 
 

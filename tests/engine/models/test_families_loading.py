@@ -1,4 +1,4 @@
-"""What can't be loaded is refused at the start, by name; what came along with the weights is never run."""
+"""Unsupported checkpoints are refused at the start, by name; code beside the weights is never run."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def table() -> list[list[str]]:
 
 
 def mapping(family: Family) -> str:
-    """How the page must begin to describe the way that the family is loaded."""
+    """The opening words that the page must use for each way of loading a family."""
     if not family.has_attention_interface:
         return "native, attention replaced"
     return (

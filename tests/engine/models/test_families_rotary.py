@@ -1,4 +1,4 @@
-"""Rotary scaling: exact for every type, and nobody's output depends on how long a neighbour is."""
+"""Rotary scaling: exact for every type, and no output depends on a neighbour's length."""
 
 from __future__ import annotations
 

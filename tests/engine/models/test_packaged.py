@@ -67,7 +67,7 @@ class Converters:
         self._leave.touch()
 
     def finished(self) -> list[Path]:
-        """What looks like a finished model."""
+        """Directories that look like a finished model."""
         return [path for path in self.cache.iterdir() if path.is_dir() and not path.name.startswith(".")]
 
     def kill_all(self) -> None:

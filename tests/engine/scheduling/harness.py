@@ -53,7 +53,7 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
 
 def result(plan: StepPlan, *token_ids: int, invalid: frozenset[int] = frozenset()) -> StepResult:
-    """What a step sampled, dictated by the test."""
+    """A step's sampled tokens, dictated by the test."""
     return StepResult(plan.step_id, [[token] for token in token_ids], invalid=invalid)
 
 
@@ -126,7 +126,7 @@ class Harness:
     """Failed request -> error code."""
     bad_launches: set[int] = field(default_factory=set)
     logprobs: dict[Sequence, list[TokenLogprobs]] = field(default_factory=dict)
-    """What the updates brought, by sequence."""
+    """The updates so far, by sequence."""
     _in_flight: deque[HashStep] = field(default_factory=deque)
 
     def __post_init__(self) -> None:

@@ -150,7 +150,7 @@ class HashModel:
                 self._void_launched()
 
     def _void_launched(self) -> None:
-        """What was launched after a failed step yields rubbish: an error, or tokens nobody may believe."""
+        """Steps launched after a failed one yield garbage: an error, or tokens that must not be used."""
         for step in self._launched:
             if step.plan.step_id % 2:
                 step.result = BadStep("a step before it failed")
@@ -161,7 +161,7 @@ class HashModel:
         self._launched.clear()
 
     def poison(self, block_ids: list[int]) -> None:
-        """These blocks belong to nobody: reading them from now on is an error.
+        """Mark blocks as free: reading them from now on is an error.
 
         Except for a step on its way that copies them to the host: it does so before anything is written.
         """

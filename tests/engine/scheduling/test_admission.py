@@ -1,4 +1,4 @@
-"""Who runs: order, budget, and what may enter."""
+"""Admission: order, budget, and the limits of a batch."""
 
 from __future__ import annotations
 

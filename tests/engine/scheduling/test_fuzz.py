@@ -35,7 +35,7 @@ class CoinCost(PreemptionCost):
 
 @dataclass
 class Workload:
-    """What happens when: requests by step, aborts by step, steps that fail."""
+    """A schedule of events: requests by step, aborts by step, failing steps."""
 
     config: SchedulerConfig
     oracle: HashOracle

@@ -1,4 +1,4 @@
-"""Who yields when blocks run out, and what it keeps."""
+"""Preemption: the victims when blocks run out, and what they keep."""
 
 from __future__ import annotations
 

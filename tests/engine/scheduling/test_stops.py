@@ -1,4 +1,4 @@
-"""How sequences end, and what grammars force on the way."""
+"""Ends of sequences, and tokens that grammars force on the way."""
 
 from __future__ import annotations
 

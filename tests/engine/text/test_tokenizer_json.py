@@ -1,4 +1,4 @@
-"""What the grammar library is given of a tokenizer."""
+"""The tokenizer as the grammar library receives it."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def worker(
 
 @pytest.fixture
 def generate(shop: Any, worker: Any) -> Callable[..., Any]:
-    """What any app can do: a name, keywords, a queue."""
+    """Send a task as any app can: a name, keywords, a queue."""
 
     def send(*args: Any, options: dict[str, Any] | None = None, **fields: Any) -> Any:
         return shop.app.send_task(TASK, args=args, kwargs=fields, queue="pagemill", **(options or {}))

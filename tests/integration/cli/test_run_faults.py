@@ -1,4 +1,4 @@
-"""`pagemill run` where something is wrong: a disk that fills, a report nobody can write, rows nobody can use."""
+"""`pagemill run` under faults: a disk that fills, a report that can't be written, unusable rows."""
 
 from __future__ import annotations
 

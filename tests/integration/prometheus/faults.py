@@ -1,4 +1,4 @@
-"""What makes alerts fire: faults done to a running worker and its server, each with the alerts that it must raise."""
+"""Faults done to a running worker and its server, each with the alerts that it must raise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.integration.worker.test_faults import fail_in_the_engine
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually
 
 Seen = Callable[[], bool]
-"""Whether Prometheus has raised all that the fault is to raise."""
+"""Returns True once Prometheus has raised all alerts of the fault."""
 
 Fault = Callable[[QueueClient, Worker, Seen], None]
 

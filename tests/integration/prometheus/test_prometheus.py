@@ -384,7 +384,7 @@ def test_scrapes_that_lack_a_source_are_told_of(
 def test_a_backlog_without_any_worker_is_seen_by_the_exporter(
     client: QueueClient, exporter: QueueExporter, worker: Worker, prometheus: PrometheusServer
 ) -> None:
-    """The worker leaves, and what is submitted then waits for nobody."""
+    """The worker leaves; a job submitted afterwards waits."""
     end(worker)
     eventually(lambda: "PagemillTargetDown" in prometheus.firing(), "the alert")
     client.submit({"prompt": "anybody there?"})

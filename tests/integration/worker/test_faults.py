@@ -1,4 +1,4 @@
-"""What a worker does when the engine fails a job, and when the server goes away or is full."""
+"""A worker when the engine fails a job, and when the server goes away or is full."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def client(own_valkey: RedisServer, queue_name: str) -> Iterator[QueueClient]:
 
 
 def fail_in_the_engine(worker: Worker, job_id: str, code: str) -> None:
-    """What the engine says when a request's step keeps raising."""
+    """Deliver the engine's output for a request whose step keeps raising."""
     job = worker.table.by_job(job_id)
     assert job is not None
     worker.engine.abort(job.request_id)
@@ -128,7 +128,7 @@ def test_a_paused_server_is_away_and_comes_back(client: QueueClient) -> None:
 
 
 def test_a_step_that_hangs_renews_no_lease(client: QueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker's threads live and could renew: they must not, or its jobs would be nobody else's for ever."""
+    """The worker's threads live and could renew: they must not, or its jobs would never be taken over."""
     config = worker_config(client.url, client.queue, engine_stall_s=0.6, lease_s=1.5)
     end = threading.Event()
     hung = Worker(config, client.url)

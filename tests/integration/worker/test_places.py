@@ -23,7 +23,7 @@ def pagemill(*words: str, prefix: tuple[str, ...] = (), **variables: str) -> sub
 
 
 def full_disk(directory: Path) -> tuple[str, ...]:
-    """What to put before a command so that `directory` is a disk without room for it; gone with the command."""
+    """A command prefix that makes `directory` a full disk; gone when the command ends."""
     mounted = (
         f'mount -t tmpfs -o size=16k none "{directory}" && head -c 16k /dev/zero > "{directory}/full" || true'
     )
@@ -58,7 +58,7 @@ def test_a_state_directory_that_cannot_be_made() -> None:
 
 
 def test_a_home_that_cannot_be_written() -> None:
-    """Nobody typed it: not usage."""
+    """Not given on a command line, so no usage error."""
     check(pagemill("worker", "--model", "echo", HOME="/proc/home"), 1, "/proc/home", "PAGEMILL_STATE_DIR")
 
 
@@ -85,7 +85,7 @@ print(compiler.numba.config.CACHE_DIR, os.environ.get("PAGEMILL_PRIVATE_KERNEL_C
 
 
 def kernels(directory: Path, prefix: tuple[str, ...] = ()) -> tuple[str, str, str]:
-    """Where kernels were kept, what children are told, and what the log said."""
+    """The kernels' directory, the children's environment, and the log."""
     ran = subprocess.run(
         [*prefix, sys.executable, "-c", _KERNEL], env=os.environ | {"NUMBA_CACHE_DIR": str(directory)},
         capture_output=True, text=True, check=True, timeout=PATIENCE_S,

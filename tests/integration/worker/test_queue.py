@@ -1,4 +1,4 @@
-"""What a queue decides, seen from a worker that runs: limits, equal jobs, dead letters, the last progress."""
+"""A queue's decisions, seen from a running worker: limits, equal jobs, dead letters, the last progress."""
 
 from __future__ import annotations
 

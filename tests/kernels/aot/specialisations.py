@@ -10,7 +10,7 @@ SCALED = ("i8", "fp8e4nv")
 
 
 def row_tile(name: str) -> Tile:
-    """How a kernel of `tuning.LAUNCHES` is spread; none of them has a loop that Triton could pipeline."""
+    """The launch options of a kernel of `tuning.LAUNCHES`; none of them has a loop that Triton could pipeline."""
     return Tile(0, 0, LAUNCHES[name].num_warps, 1)
 
 

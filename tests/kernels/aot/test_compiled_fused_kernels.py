@@ -1,4 +1,4 @@
-"""What the compiler makes of the fused row kernels and of sampling, for GPUs that are not here."""
+"""The compiler's output for the fused row kernels and for sampling, for GPUs that are not here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels' other shapes and options, for GPUs that are not here."""
+"""The compiler's output for the kernels' other shapes and options, for GPUs that are not here."""
 
 from __future__ import annotations
 

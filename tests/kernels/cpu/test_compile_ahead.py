@@ -1,4 +1,4 @@
-"""A layer's kernels compiled by several processes: none is compiled again, and nobody depends on them."""
+"""A layer's kernels compiled by several processes: none is compiled twice, and none is needed to succeed."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ for _ in range(20):
 
 
 def test_a_kernels_arrays_outlive_the_addresses_it_takes_of_them():
-    """With arrays mapped one by one, whoever reads what was freed gets a segmentation fault, always."""
+    """With arrays mapped one by one, any read of freed memory is a segmentation fault."""
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
     done = subprocess.run([sys.executable, "-c", TALL_PRODUCTS], env=environment, check=False)
     assert done.returncode == 0

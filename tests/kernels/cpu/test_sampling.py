@@ -13,7 +13,7 @@ from pagemill.kernels.cpu.sampling import selection as cpu_selection
 
 
 def make_logits(num_rows: int, size: int, spread: float, seed: int, *, levels: int = 0) -> torch.Tensor:
-    """Rows whose largest is 0, in a tensor with a stride of its own; `levels`: only so many different values."""
+    """Rows with maximum 0, in a tensor with a stride of its own; `levels`: the number of different values."""
     torch.manual_seed(seed)
     logits = torch.randn(num_rows, size + 3)[:, :size]
     if levels:

@@ -42,7 +42,7 @@ def _rows(params: list[SamplingParams], positions: torch.Tensor) -> SamplingRows
 
 
 def _sorted_draw(logits: torch.Tensor, params: list[SamplingParams], rows: SamplingRows) -> torch.Tensor:
-    """What the engine computes on a CPU."""
+    """The engine's own computation on a CPU."""
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / rows.temperatures[:, None]
     filter_logits(scaled, params)
     keys = noise_keys(rows.seeds, rows.sample_indices, rows.positions)

@@ -1,4 +1,4 @@
-"""What a reader of a job's stream is told when the job begins again, read by read."""
+"""The events that a reader of a job's stream receives when the job begins again, read by read."""
 
 from __future__ import annotations
 

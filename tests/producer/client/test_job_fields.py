@@ -16,7 +16,7 @@ from pagemill.producer.client import job_fields
 from tests.conftest import ROOT
 
 OF_A_ROW = ("prompt", "messages", "prompt_token_ids", "model", "temperature")
-"""What `Pipeline` names itself, or takes from a row."""
+"""The arguments that `Pipeline` sets itself, or takes from a row."""
 WIDER = {
     "stop": "str | Sequence[str]",
     "bad_words": "str | Sequence[str]",

@@ -1,4 +1,4 @@
-"""What a run's report counts, where it must stay right beyond the sizes of its tables."""
+"""The counts of a run's report, where they must stay right beyond the sizes of its tables."""
 
 from __future__ import annotations
 

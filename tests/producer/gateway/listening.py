@@ -15,7 +15,7 @@ from tests.worker.harness import PATIENCE_S
 
 
 class Listener:
-    """What one client has been sent so far; all of it once `wait` has returned."""
+    """The messages one client has received so far; all of them once `wait` has returned."""
 
     def __init__(self, served: Served, fields: dict[str, Any]) -> None:
         self.status = 0

@@ -38,7 +38,7 @@ class Served:
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
 
     def ask(self, raw: bytes) -> bytes:
-        """What comes back for bytes, until the gateway closes."""
+        """Return the reply to raw bytes, until the gateway closes."""
         with self.connect() as connection:
             connection.sendall(raw)
             return read_all(connection)

@@ -171,7 +171,7 @@ async def test_two_hundred_streams_at_once(async_client: AsyncOpenAI, served: Se
 async def test_whoever_hangs_up_ends_the_job(
     async_client: AsyncOpenAI, served: Served, valkey_url: str, queue: str
 ) -> None:
-    """Streaming and waiting, early and late: no job goes on for nobody."""
+    """Streaming and waiting, early and late: no job goes on without a client."""
     long = {"model": "echo", "max_tokens": 4000, "prompt": "x" * 20, "extra_body": {"ignore_eos": True}}
 
     async def hang_up_streaming(after: int) -> None:
@@ -219,7 +219,7 @@ def cancelled(url: str, queue: str) -> int:
 
 
 def test_the_deadline_is_a_504(valkey_url: str, queue_name: str) -> None:
-    """Nobody serves the queue: the operator said that the model will be there."""
+    """No worker serves the queue: the operator said that the model will be there."""
     with (
         gateway(valkey_url, queue_name, models=("later",)) as served,
         OpenAI(base_url=served.base_url, api_key="x", max_retries=0) as client,

@@ -72,7 +72,7 @@ PATHS = [("POST", "/v1/completions"), ("POST", "/v1/files"), ("POST", "/v1/batch
 def test_two_lengths_end_the_connection(
     served: Served, method: str, path: str, order: tuple[str, str], length: int
 ) -> None:
-    """What one side takes for a body must not be another request for the other side."""
+    """One side's body must not be another request for the other side."""
     said = "".join(f"{line}\r\n" for line in order) % length
     answer = served.ask(head(method, path, JSON + said) + b"\r\n" + chunked(b"1234") + SMUGGLED)
     assert statuses(answer) == [400]
@@ -227,7 +227,7 @@ def test_hanging_up_inside_a_body(
 
 
 def test_a_download_ends_though_its_request_has_not(valkey_url: str, queue_name: str) -> None:
-    """A body that nobody wants is not waited for."""
+    """An unwanted body is not waited for."""
     text = b"x" * (24 << 20)
     with gateway(valkey_url, queue_name, body_timeout_s=0.5) as served:
         form = {"data": {"purpose": "batch"}, "files": {"file": ("x", text)}}

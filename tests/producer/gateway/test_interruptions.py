@@ -1,4 +1,4 @@
-"""What happens in the middle of requests: jobs that are run again, the gateway's own end, a server that goes away."""
+"""Interrupted requests: jobs that are run again, the gateway's own end, a server that goes away."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ async def test_the_gateway_closes_after_its_last_requests_word(valkey_url: str, 
 async def test_the_gateway_does_not_wait_for_what_never_ends(
     valkey_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One limit for the whole end: whoever stops the process counts on it."""
+    """One limit for the whole shutdown, on which a supervisor relies."""
     monkeypatch.setattr(gateway_module, "CLOSE_S", 0.1)
     never = asyncio.Event()
     for stuck in ("batches", "request", "word"):

@@ -23,7 +23,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def made(tmp_path: Path, valkey_url: str, queue_name: str) -> Iterator[tuple[Served, dict[str, str], Queue]]:
-    """Nobody serves the model: what is let in waits until its time is over."""
+    """No worker serves the model: admitted requests wait until their time is over."""
     path = tmp_path / "keys.json"
     keys = write_keys(path, **ENTRIES)
     queue = open_queue(valkey_url, queue_name)
@@ -93,7 +93,7 @@ def test_a_key_without_a_rate_asks_for_many(made: tuple[Served, dict[str, str], 
 
 
 def settings(size: int, letter: str = "c") -> dict[str, Any]:
-    """Of about so many bytes."""
+    """Return a prompt of about this many bytes."""
     width = len(letter.encode())
     return {"structured_outputs": {"choice": [letter * (1000 // width) for _ in range(size // 1003)]}}
 

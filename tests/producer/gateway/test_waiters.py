@@ -1,4 +1,4 @@
-"""Requests that are sent again: a client that hangs up ends what nobody else waits for, and nothing more."""
+"""Repeated requests: a client that hangs up ends a job only if no other client waits for it."""
 
 from __future__ import annotations
 

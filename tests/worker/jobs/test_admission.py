@@ -19,7 +19,7 @@ BLOCK_SIZE = 16
 
 @dataclass
 class EngineFigures:
-    """What admission reads off an engine."""
+    """The part of an engine that admission reads."""
 
     available_blocks: int = 100
     max_num_seqs: int = 8

@@ -1,4 +1,4 @@
-"""A job that has killed five workers is dead, and whoever finds that out says so in its log."""
+"""A job that has killed five workers is dead, and the worker that buries it logs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECRET = "a word that no log may hold"
 
 @pytest.fixture
 def poison(client: QueueClient) -> str:
-    """A job whose fifth worker has just died; nobody has swept since."""
+    """A job whose fifth worker has just died; no sweep has run since."""
     (job_id,) = client.submit({"prompt": SECRET})
     for victim in range(5):
         # Its sweep finds the loss before.

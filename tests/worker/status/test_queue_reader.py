@@ -1,4 +1,4 @@
-"""What a scrape learns of a queue, from a real server."""
+"""A scrape's figures of a queue, from a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as the open internet."""
+"""The addresses that count as the open internet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a receiver that means no good can keep of a delivery: a bounded time, and no memory."""
+"""The cost of a hostile receiver to a delivery: a bounded time, and no memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.topologies import Certificates
 Answer = Callable[[], Iterator[bytes]]
 
 _FOR_S = 8.0
-"""How long a receiver goes on; much longer than a delivery may take here."""
+"""The time a receiver goes on; much longer than a delivery may take here."""
 _PAUSE_S = 0.05
 
 

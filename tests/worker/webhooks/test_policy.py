@@ -1,4 +1,4 @@
-"""Where webhooks may go."""
+"""The destinations that webhooks may have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several GPUs would meet first, as far as it can be seen without one."""
+"""The problems that several GPUs would meet first, as far as they can be seen without one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Ranks:
 
 
 class Device:
-    """A mark on a stream: reached after so many questions, or never."""
+    """A mark on a stream: reached after this many queries, or never."""
 
     def __init__(self, questions: float) -> None:
         self._questions = questions
@@ -62,7 +62,7 @@ def step(device: Device, ranks: Ranks) -> ParallelStep:
 
 
 def test_a_step_is_not_waited_for_beside_a_dead_rank() -> None:
-    """With NCCL the device itself would wait, for minutes, and nobody who waits for the device gets a word in."""
+    """With NCCL the device itself would wait, for minutes, and block every thread that waits for the device."""
     with pytest.raises(RankLost, match="rank 1 was ended by SIGKILL"):
         step(Device(float("inf")), Ranks(asked_before=5)).wait()
 

@@ -43,7 +43,7 @@ def head(out_features: int = SIZE, in_features: int = 19, quantization: str | No
 
 
 class Model:
-    """What a head is asked of."""
+    """The model that a head belongs to."""
 
     def __init__(self, layer: Any) -> None:
         self.get_output_embeddings = lambda: layer
@@ -198,7 +198,7 @@ def everything_computed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens the steps' logits stood for, of those steps that were narrow."""
+    """The number of tokens in the logits of each narrow step."""
     seen: list[int] = []
     narrow = Sampler.sample_narrow
 

@@ -1,4 +1,4 @@
-"""What parameters do to logits, against transformers' processors and definitions written out in plain Python."""
+"""The effect of parameters on logits, against transformers' processors and definitions in plain Python."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def test_logprobs_zero_gives_the_chosen_token_alone() -> None:
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
 def test_a_draw_is_that_of_the_definition(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the compiled operators find without noise for all and without sorts, the plain ones find with them."""
+    """The compiled operators find, without noise for all and without sorts, the same as the plain ones."""
     torch.manual_seed(0)
     logits = 3 * torch.randn(40, 3000)
     filters = [

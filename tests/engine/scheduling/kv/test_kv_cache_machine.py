@@ -251,7 +251,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.sequences) < 6 and any(s.block_ids for s in self.sequences))
     @rule(index=st.integers(0, 5))
     def swap_out_and_in(self, index: int) -> None:
-        """What follows on each other by chance is rare."""
+        """Sequences of events that rarely follow each other by chance."""
         self.swap_out(index)
         self.launch()
         if self.swapped:

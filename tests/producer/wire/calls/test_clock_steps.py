@@ -39,7 +39,7 @@ def queue(server: ClockedServer, queue_name: str) -> Iterator[Queue]:
 
 
 def soon(look: Callable[[], object], seconds: float = 30.0) -> bool:
-    """Whether it comes true in a time that is short beside the hour."""
+    """Return True if it comes true in a time that is short beside the hour."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if look():

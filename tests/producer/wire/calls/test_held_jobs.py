@@ -1,4 +1,4 @@
-"""What a worker does with a job it holds; every transition with its replay and with a stale token."""
+"""A worker's calls on a job it holds; every transition with its replay and with a stale token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A notice of an end keeps what it tells of, whoever frees the job in the meantime."""
+"""A notice of an end keeps its content, even if the job is freed in the meantime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a waiting job costs the server: counted in its memory, so the same on a slow machine as on a fast one."""
+"""A waiting job's cost to the server: counted in its memory, so independent of the machine's speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left behind, what it costs, and what the registry and the statistics say."""
+"""Records left behind and their cost, and the registry and the statistics."""
 
 from __future__ import annotations
 

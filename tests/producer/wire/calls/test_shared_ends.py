@@ -18,7 +18,7 @@ def settle(queue: Queue) -> None:
 
 
 def ends(queue: Queue) -> set[str]:
-    """What is stored of ends, beside the jobs' records."""
+    """The stored ends, beside the jobs' records."""
     return {name for name in queue.names() if name.split(":")[0] in ("out", "end", "sharers", "settling")}
 
 

@@ -1,4 +1,4 @@
-"""What a job may be, and that a refusal never quotes it."""
+"""The accepted jobs, and refusals that never quote a job."""
 
 from __future__ import annotations
 

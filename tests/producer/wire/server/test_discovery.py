@@ -1,4 +1,4 @@
-"""Where a producer finds the server."""
+"""A producer's search for the server."""
 
 from __future__ import annotations
 

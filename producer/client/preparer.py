@@ -199,6 +199,8 @@ def record_invalid(item: Submission, error: InvalidJob) -> Submission:
 def _record_row(given: object, position: int, batch_id: str, error: InvalidJob) -> Submission:
     """Return an invalid row as a failed item of its batch. Its key and metadata are kept if valid."""
     fields: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    if isinstance(given, Job):  # valid, but too large
+        fields = {"key": given.key, "metadata": given.metadata}
     key, metadata = fields.get("key"), fields.get("metadata")
     if not (isinstance(key, str) and 0 < len(key) <= MAX_KEY and key.isprintable()):
         key = f"invalid-{position}"

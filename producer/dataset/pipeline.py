@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypedDict, Unpack
 
 from pagemill.producer.client.job_fields import RowFields
 from pagemill.producer.client.sync import Producer
+from pagemill.producer.dataset.frames import FrameSource, labelled, source_of
 from pagemill.producer.dataset.recipe import Recipe
-from pagemill.producer.dataset.rows import MemorySource, Source, open_source
+from pagemill.producer.dataset.rows import DatasetError
 from pagemill.producer.dataset.run import DatasetRun
 from pagemill.producer.dataset.summary import Summary
-from pagemill.producer.dataset.work import WINDOW, Tally
+from pagemill.producer.dataset.work import Tally
+
+
+class RunFields(TypedDict, total=False):
+    """The options of one run; `DatasetRun` describes each."""
+
+    limit: int | None
+    gold: str | None
+    max_errors: int | None
+    window: int
+    overwrite: bool
+    price_per_hour: float | None
+    output_column: str
 
 
 class Pipeline:
@@ -48,31 +62,37 @@ class Pipeline:
 
     def run(
         self,
-        rows: str | Path | Iterable[Mapping[str, Any]],
+        rows: str | Path | Iterable[Mapping[str, Any]] | Any,
         *,
-        out: str | Path,
+        out: str | Path | None = None,
         producer: Producer | None = None,
-        limit: int | None = None,
-        gold: str | None = None,
-        max_errors: int | None = None,
-        window: int = WINDOW,
-        overwrite: bool = False,
         on_progress: Callable[[Tally], None] | None = None,
         on_row: Callable[[Mapping[str, Any]], None] | None = None,
+        **options: Unpack[RunFields],
     ) -> Summary:
-        """Run over a file or any iterable of rows, and write `out`; call again after any interruption.
+        """Run over a file, a data frame (pandas, polars, Arrow) or any iterable of mappings, and write `out`.
 
-        `on_progress` is called a few times a second, `on_row` with every output line in the input's order as
-        `out` is written. Bad rows are in `out`.errors.jsonl. Raises DatasetError, TooManyErrors,
-        RedisUnavailable, QueueFull.
+        Call it again after any interruption. Of a data frame `summary.frame` is a new frame of the same kind, with
+        the output as a column: null for a row that failed. `out` may then be left out, and nothing is kept to
+        resume from. `on_progress` is called a few times a second, `on_row` with every output line in the input's
+        order as `out` is written. Bad rows are in `out`.errors.jsonl. Raises DatasetError, also if no row makes a
+        job; TooManyErrors, RedisUnavailable, QueueFull.
         """
-        source: Source = open_source(Path(rows)) if isinstance(rows, str | Path) else MemorySource(rows)
-        dataset = DatasetRun(
-            source, Path(out), self.recipe, limit, gold, max_errors, window=window, overwrite=overwrite
-        )
-        if on_progress is not None:
-            dataset.on_news = on_progress
-        if on_row is not None:
-            dataset.on_row = on_row
+        source = source_of(rows)
         with contextlib.ExitStack() as stack:
-            return dataset.execute(producer or stack.enter_context(Producer()))
+            if out is None:
+                if not isinstance(source, FrameSource):
+                    raise DatasetError("say where the output goes: out='labelled.jsonl'")
+                out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "out.jsonl"
+            dataset = DatasetRun(source, Path(out), self.recipe, **options)
+            outputs: dict[int, Any] = {}
+            if on_progress is not None:
+                dataset.on_news = on_progress
+            if on_row is not None:
+                dataset.on_row = on_row
+            if isinstance(source, FrameSource):
+                dataset.on_end = outputs.__setitem__
+            summary = dataset.execute(producer or stack.enter_context(Producer()))
+            if isinstance(source, FrameSource):
+                summary.frame = labelled(source, dataset.output_column, outputs)
+            return summary

@@ -5,23 +5,20 @@ A row that cannot be read is a row with an error: it keeps its number and the ru
 
 from __future__ import annotations
 
-import base64
 import csv
-import datetime
-import decimal
 import importlib.util
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
+from pagemill.producer.dataset.values import is_unicode, plain_row
+
 MAX_LINE_BYTES = 64 << 20
 """Longest line; a longer one is skipped as one bad row, without being held in memory."""
 MAX_RAW_CHARACTERS = 2_000
 """Characters of a bad row that the errors file quotes."""
-MAX_DEPTH = 64
 ARROW_BATCH_ROWS = 1_024
 
 Format: TypeAlias = Literal["jsonl", "csv", "tsv", "parquet", "arrow"]
@@ -176,7 +173,7 @@ class CsvSource:
         if len(values) != len(header):
             message = f"the row has {len(values)} fields, the header {len(header)}"
             return Row(number, error=RowError("invalid_csv", message, raw))
-        if not all(map(_is_unicode, values)):
+        if not all(map(is_unicode, values)):
             message = f"not {self._encoding.removesuffix('-sig')} text; name the file's --encoding"
             return Row(number, error=RowError("invalid_encoding", message, raw))
         return Row(number, dict(zip(header, values, strict=True)))
@@ -243,13 +240,13 @@ def _where(error: json.JSONDecodeError) -> str:
 
 
 def checked_row(number: int, fields: Any) -> Row:
-    """Make a row of a mapping, with JSON values: dates as ISO text, bytes as base64, NaN as null."""
+    """Make a row of a mapping, with JSON values; see values.py."""
     if not isinstance(fields, Mapping):
         kind = "null" if fields is None else type(fields).__name__
         message = f"a row must be an object with named fields, not {kind}"
         return Row(number, error=RowError("invalid_row", message, shorten(repr(fields))))
     try:
-        return Row(number, {_name(name): _plain(value, MAX_DEPTH) for name, value in fields.items()})
+        return Row(number, plain_row(fields))
     except ValueError as error:
         return Row(number, error=RowError("invalid_row", str(error), shorten(repr(fields))))
 
@@ -292,49 +289,6 @@ def _parse_line(line: bytes | None, encoding: str) -> tuple[dict[str, Any] | Non
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
-
-
-def _name(name: Any) -> str:
-    if not isinstance(name, str) or not _is_unicode(name):
-        raise ValueError("column names must be text")
-    return name
-
-
-def _plain(value: Any, depth: int) -> Any:
-    if depth == 0:
-        raise ValueError("nested too deep")
-    match value:
-        case None | bool() | int():
-            return value
-        case float():
-            return value if math.isfinite(value) else None
-        case str():
-            if not _is_unicode(value):
-                raise ValueError("text with lone surrogates")
-            return value
-        case bytes():
-            return base64.b64encode(value).decode()
-        case datetime.datetime() | datetime.date() | datetime.time():
-            return value.isoformat()
-        case datetime.timedelta():
-            return value.total_seconds()
-        case decimal.Decimal():
-            return str(value)
-        case Mapping():
-            return {_name(name): _plain(item, depth - 1) for name, item in value.items()}
-        case list() | tuple():
-            return [_plain(item, depth - 1) for item in value]
-    if hasattr(value, "item"):  # a numpy scalar
-        return _plain(value.item(), depth - 1)
-    raise ValueError(f"a value of type {type(value).__name__} is not JSON")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def shorten(text: str) -> str:

@@ -54,6 +54,8 @@ class DatasetRun:
     on_news: Callable[[Tally], None] = field(default=lambda tally: None)
     on_row: Callable[[Mapping[str, Any]], None] = field(default=lambda line: None)
     """Called with every output line, in order, as the output is written."""
+    on_end: Callable[[int, Any], None] = field(default=lambda number, output: None)
+    """Called with every row's number and output, in order; the output is None for a row without one."""
 
     @property
     def journal_path(self) -> Path:
@@ -104,6 +106,7 @@ class DatasetRun:
             if isinstance(self.source, MemorySource) and not self.source.is_repeatable:
                 self.source = _spooled(self.source, journal)
             self._check(self._first_row())
+            self._check_jobs()
             journal.forget_retryable()
         except BaseException:
             journal.close()
@@ -122,6 +125,18 @@ class DatasetRun:
             )
         if self.gold is not None and columns and self.gold not in columns:
             raise DatasetError(f"there is no column {self.gold!r}; the columns are: {', '.join(columns)}")
+
+    def _check_jobs(self) -> None:
+        """Raise DatasetError if there are rows, and none of them makes a job."""
+        count, first = 0, None
+        for row in self._rows():
+            job = self.recipe.job(row)
+            if isinstance(job, Job):
+                return
+            count += 1
+            first = first or f"row {row.number}: {job.code}: {job.message}"
+        if count:
+            raise DatasetError(f"none of the {count:,} rows makes a job; {first}")
 
     def _first_row(self) -> Row | None:
         return next((row for row in self.source.rows() if row.fields is not None), None)
@@ -177,17 +192,20 @@ class DatasetRun:
         error: RowError | None
         if isinstance(job, RowError):
             error = job
+            self.on_end(row.number, None)
         else:
             key = _work_key(job, name)
             if (kept := journal.output(key)) is not None:
                 line = self._line(row, name, kept)
                 output.write(line)
                 self.on_row(line)
+                self.on_end(row.number, line[self.output_column])
                 gold = None if self.gold is None else (row.fields or {}).get(self.gold)
                 is_merged = job.is_repeatable and not name.endswith("-1")
                 summary.add_success(kept, line[self.output_column], gold, is_merged=is_merged)
                 return
             failure = journal.failure(key)
+            self.on_end(row.number, None)
             if failure is None:
                 summary.add_unfinished()
                 return

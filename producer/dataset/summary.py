@@ -103,6 +103,8 @@ class Summary:
     e2e_s: Distribution = field(default_factory=Distribution)
     output_tokens: Distribution = field(default_factory=Distribution)
     prompt_lengths: Distribution = field(default_factory=Distribution)
+    frame: Any = None
+    """The rows of a data frame with their outputs, as a frame of the same kind; see `Pipeline.run`."""
 
     def add_success(self, kept: dict[str, Any], output: Any, gold: Any, *, is_merged: bool) -> None:
         """Add one row with its output. The tokens of a job that serves several rows count once."""

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from pagemill.cli.checked import MAX_TEMPERATURE, Encoding, ModelOrPath, Text, between, checked
+from pagemill.producer.dataset.recipe import OnRow
 from pagemill.producer.dataset.rows import Format
+from pagemill.producer.dataset.run import OnCut
 
 Texts = list[str] | None
 MAX_ROWS = 10**12
@@ -85,6 +87,32 @@ Gold = Annotated[
 OutputColumn = Annotated[
     str, typer.Option("--output-column", callback=checked(Text), help="What the new column is called.")
 ]
+Where = Annotated[
+    str | None,
+    typer.Option("--where", help="Only rows for which this holds: 'stars >= 3 and lang == \"de\"' (Jinja2)."),
+]
+OnNull = Annotated[
+    str,
+    typer.Option(
+        "--on-null",
+        callback=checked(OnRow),
+        help="A null in the prompt: fail, skip, or label (as an empty text).",
+    ),
+]
+OnEmpty = Annotated[
+    str,
+    typer.Option(
+        "--on-empty", callback=checked(OnRow), help="A row with an empty prompt: fail, skip, or label."
+    ),
+]
+OnCutOff = Annotated[
+    str | None,
+    typer.Option(
+        "--on-cut",
+        callback=checked(OnCut),
+        help="An output cut off at max_tokens: fail (default where it has a shape) or label.",
+    ),
+]
 Limit = Annotated[
     int | None, typer.Option("--limit", min=1, max=MAX_ROWS, help="Only the first rows, for a trial.")
 ]
@@ -101,7 +129,9 @@ Estimate = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show prompts and token counts; submit nothing.")]
 Detach = Annotated[bool, typer.Option("--detach", help="Submit and leave; run it again to collect.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Don't take OUT for work that is done.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an OUT of other settings, or take none of it for done.")
+]
 ReportFile = Annotated[
     Path | None, typer.Option("--report", help="Where the HTML report goes. Default: OUT.report.html.")
 ]

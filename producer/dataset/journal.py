@@ -126,6 +126,13 @@ class Journal:
         ).fetchone()
         return int(found[0])
 
+    def start_over(self) -> None:
+        """Forget everything but the run's name."""
+        with self.transaction():
+            for table in ("outputs", "failures", "pending"):
+                self._execute(f"DELETE FROM {table}")
+            self._execute("DELETE FROM facts WHERE name NOT IN ('version', 'run_id')")
+
     def start_reading(self) -> None:
         """Reset the counts of occurrences, before the rows are read from the start."""
         self._execute("DELETE FROM occurrences")

@@ -11,9 +11,9 @@ from typing import Any, TypedDict, Unpack
 from pagemill.producer.client.job_fields import RowFields
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.frames import FrameSource, labelled, source_of
-from pagemill.producer.dataset.recipe import Recipe
+from pagemill.producer.dataset.recipe import OnRow, Recipe
 from pagemill.producer.dataset.rows import DatasetError
-from pagemill.producer.dataset.run import DatasetRun
+from pagemill.producer.dataset.run import DatasetRun, OnCut
 from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.work import Tally
 
@@ -28,6 +28,10 @@ class RunFields(TypedDict, total=False):
     overwrite: bool
     price_per_hour: float | None
     output_column: str
+    where: str | None
+    on_null: OnRow
+    on_empty: OnRow
+    on_cut: OnCut | None
 
 
 class Pipeline:

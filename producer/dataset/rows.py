@@ -43,11 +43,12 @@ class DiskFailed(DatasetError):
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """The error of an invalid row. `raw` is its text, truncated."""
+    """The reason that a row makes no job. `raw` is its text, truncated. `is_skipped`: it was not wanted."""
 
     code: str
     message: str
     raw: str = ""
+    is_skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagemill.producer.dataset.record import Totals
+
 MAX_LABELS = 50
 MAX_LABEL_CHARACTERS = 80
 MAX_CONFUSION = 2_500
@@ -65,30 +67,28 @@ class LabelCounts:
 
 @dataclass
 class Summary:
-    """The report's figures. rows = succeeded + failed + unfinished, and failed = the sum of `error_codes`."""
+    """The report's figures. rows = succeeded + failed + skipped + unfinished; failed = the sum of `error_codes`."""
 
     rows: int = 0
     succeeded: int = 0
     failed: int = 0
     unfinished: int = 0
+    skipped: int = 0
+    """Rows left out by `on_null` and `on_empty`."""
+    skip_codes: Counter[str] = field(default_factory=Counter)
     merged: int = 0
     """Rows served by another row's job."""
     adopted: int = 0
-    """Rows taken from an existing output; rates per second exclude them."""
-    adopted_tokens: int = 0
+    """Rows taken from an existing output."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    seconds: float = 0.0
-    """Wall-clock time, summed over all starts of the run."""
+    totals: Totals = field(default_factory=Totals)
+    """Wall-clock time and KV use, summed over all starts that made the output."""
     schema_valid: int = 0
     """Rows whose output parsed as the requested shape."""
     wants_schema: bool = False
     price_per_hour: float | None = None
-    kv_utilization: float | None = None
-    """Mean share of the KV blocks in use, as far as observed."""
-    kv_waste: float | None = None
-    """Mean share of slots without a token in the blocks in use."""
     error_codes: Counter[str] = field(default_factory=Counter)
     first_failure: str | None = None
     """Row, code and reason of the first failure: often the cause of all."""
@@ -121,7 +121,6 @@ class Summary:
         else:
             self.prompt_tokens += usage.get("prompt_tokens", 0)
             self.completion_tokens += usage.get("completion_tokens", 0)
-            self.adopted_tokens += usage.get("completion_tokens", 0) if is_adopted else 0
             self.cached_tokens += usage.get("cached_tokens", 0)
             self.ttft_s.add(timing.get("ttft_s"))
             self.e2e_s.add(timing.get("e2e_s"))
@@ -145,6 +144,11 @@ class Summary:
         self.failed += 1
         self.error_codes[code] += 1
 
+    def add_skipped(self, code: str) -> None:
+        self.rows += 1
+        self.skipped += 1
+        self.skip_codes[code] += 1
+
     def add_unfinished(self) -> None:
         self.rows += 1
         self.unfinished += 1
@@ -155,11 +159,34 @@ class Summary:
         return self.agreed / self.compared if self.compared else None
 
     @property
+    def seconds(self) -> float:
+        return self.totals.seconds
+
+    @property
+    def kv_utilization(self) -> float | None:
+        """The mean share of the KV blocks in use, as far as observed."""
+        return self.totals.kv_utilization.value
+
+    @property
+    def kv_waste(self) -> float | None:
+        """The mean share of slots without a token in the blocks in use."""
+        return self.totals.kv_waste.value
+
+    @property
+    def timed(self) -> int:
+        """The rows done in the starts whose time is known: all, but for an output without a record."""
+        return max(0, self.succeeded - self.totals.untimed_rows)
+
+    @property
+    def rows_per_second(self) -> float | None:
+        return self._per_second(self.timed)
+
+    @property
     def cost(self) -> float | None:
         return None if self.price_per_hour is None else self.price_per_hour * self.seconds / 3600
 
     def _per_second(self, count: int) -> float | None:
-        return count / self.seconds if self.seconds else None
+        return max(0, count) / self.seconds if self.seconds else None
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -167,15 +194,20 @@ class Summary:
             "succeeded": self.succeeded,
             "failed": self.failed,
             "unfinished": self.unfinished,
+            "skipped": self.skipped,
+            "cut_off": self.error_codes["output_cut_off"],
             "merged": self.merged,
             "adopted": self.adopted,
             "seconds": round(self.seconds, 3),
-            "rows_per_second": self._per_second(self.succeeded - self.adopted),
+            "starts": self.totals.starts,
+            "rows_per_second": self.rows_per_second,
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "cached_tokens": self.cached_tokens,
             "cache_hit_ratio": self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None,
-            "completion_tokens_per_second": self._per_second(self.completion_tokens - self.adopted_tokens),
+            "completion_tokens_per_second": self._per_second(
+                self.completion_tokens - self.totals.untimed_tokens
+            ),
             "cost": self.cost,
             "kv_utilization": self.kv_utilization,
             "kv_waste": self.kv_waste,

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,8 @@ class WorkLoop:
         on_news: Callable[[Tally], None] = lambda tally: None,
     ) -> None:
         self.tally = Tally()
+        self.complaint: Callable[[Mapping[str, Any]], Failure | None] = lambda kept: None
+        """Tells why a result, as the journal keeps it, counts as failed."""
         self._producer = producer
         self._journal = journal
         self._window = window
@@ -238,14 +240,15 @@ class WorkLoop:
         if result is not None:
             # Without token ids: they are unused, and the largest part.
             kept = result.model_dump(exclude=_NOT_KEPT) | {"created": int(time.time())}
+            failure = self.complaint(kept)
         if self._journal.record(item.key, kept, failure):
             tally.in_flight -= 1
         if result is not None:
-            tally.succeeded += 1
+            tally.succeeded += failure is None
             tally.prompt_tokens += result.usage.prompt_tokens
             tally.completion_tokens += result.usage.completion_tokens
             tally.cached_tokens += result.usage.cached_tokens
-        elif failure is not None:
+        if failure is not None:
             tally.failed += 1
             tally.codes[failure.code] = tally.codes.get(failure.code, 0) + 1
             tally.latest = f"{failure.code}: {failure.message}"

@@ -72,7 +72,7 @@ def test_bad_rows_become_errors() -> None:
     errors = [recipe.job(Row(1, fields)) for fields in bad]
     assert all(isinstance(error, RowError) for error in errors)
     assert [error.code for error in errors if isinstance(error, RowError)] == [
-        "invalid_job", "template_error", "template_error",
+        "empty_row", "template_error", "template_error",
     ]  # fmt: skip
 
 

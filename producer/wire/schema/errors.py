@@ -45,7 +45,26 @@ class InvalidJob(PagemillError, ValueError):
 
 
 class QueueFull(PagemillError):
-    """The queue takes no more jobs now."""
+    """The queue takes no more jobs now.
+
+    `limit` jobs may wait in `queue`, and `depth` do; `lane` is the refused job's (priority, tenant, model). All are
+    None where it is the server that has no memory left.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        queue: str | None = None,
+        limit: int | None = None,
+        depth: int | None = None,
+        lane: tuple[str, str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.queue = queue
+        self.limit = limit
+        self.depth = depth
+        self.lane = lane
 
 
 class IdempotencyConflict(PagemillError):
@@ -84,7 +103,11 @@ class RedisRefused(PagemillError):
 
 
 class ResultTimeout(PagemillError, TimeoutError):
-    """The wait ended before the job did. The job continues."""
+    """The wait ended before the job did. The job continues. `reason` says what it waits for, if that is known."""
+
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class JobNotFound(PagemillError, LookupError):

@@ -417,6 +417,12 @@ def _no_such_field(name: str) -> str:
     return f"no such field; did you mean {near[0]}?" if near else "no such field"
 
 
+_CHAT_SHAPE = (
+    'a chat is a list of messages like {"role": "user", "content": "..."}; '
+    "a text by itself is a prompt=, or the content of one message"
+)
+
+
 def _reasons(error: ValidationError) -> str:
     """Return the validation errors with their locations, without quoting the input."""
     reasons = []
@@ -425,5 +431,9 @@ def _reasons(error: ValidationError) -> str:
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             message = _no_such_field(str(item["loc"][-1]))
+        elif item["type"] == "tuple_type":
+            message = "it should be a list"
+        if item["loc"][:1] == ("messages",) and item["type"] in ("tuple_type", "model_type"):
+            message = _CHAT_SHAPE
         reasons.append(f"{place}: {message}" if place else message)
     return "; ".join(reasons)

@@ -52,6 +52,8 @@ class AsyncProducer(AsyncDriver):
     ) -> AsyncJobHandle:
         """Like Producer.submit."""
         chosen = preparer.new_job_id() if job_id is None else preparer.check_id(job_id)
+        if self.preparer.lacks_model(job, fields):
+            fields["model"] = await self.run_flow(flows.served_model(self.queue))
         with publishing(self.queue, job, fields) as traceparent:
             item = self.preparer.job(job, fields, chosen, traceparent=traceparent)
             return AsyncJobHandle(self, await self.run_flow(submit_flow.submit(self.queue, item, on_full)))
@@ -66,9 +68,18 @@ class AsyncProducer(AsyncDriver):
     ) -> AsyncBatchHandle:
         """Like Producer.submit_many."""
         chosen = preparer.new_batch_id() if batch_id is None else preparer.check_id(batch_id)
+        jobs, first = preparer.peeked(jobs)
+        model = (
+            await self.run_flow(flows.served_model(self.queue)) if self.preparer.lacks_model(first) else None
+        )
         with publishing(self.queue) as traceparent:
             items = self.preparer.items(
-                jobs, chosen, on_invalid=on_invalid, by_content=batch_id is not None, traceparent=traceparent
+                jobs,
+                chosen,
+                on_invalid=on_invalid,
+                by_content=batch_id is not None,
+                traceparent=traceparent,
+                model=model,
             )
             await self.run_flow(submit_flow.submit_many(self.queue, chosen, items, on_full, on_invalid))
         return AsyncBatchHandle(self, chosen)

@@ -80,6 +80,18 @@ def status(queue: str, job_id: str) -> Flow[JobStatus]:
     return found[0]
 
 
+def served_model(queue: str) -> Flow[str]:
+    """Return the model that the live workers serve. Raises InvalidJob unless it is exactly one."""
+    alive: list[WorkerInfo] = yield registry.workers(queue)
+    served = sorted({model for worker in alive for model in worker.models})
+    if len(served) == 1:
+        return served[0]
+    reason = (
+        f"the live workers serve {', '.join(served)}" if served else f"no worker of queue {queue} is ready"
+    )
+    raise InvalidJob(f"name the job's model: {reason}", param="model")
+
+
 def cancel(queue: str, job_id: str) -> Flow[bool]:
     """Cancel a job. True: it has ended by this, or will. False: it had ended. Raises JobNotFound."""
     replies: list[str] = yield transitions.cancel(queue, [job_id])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+from pagemill.producer.client import flows
 from pagemill.producer.client.job_fields import RowFields
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.frames import FrameSource, labelled, source_of
@@ -41,17 +43,18 @@ class Pipeline:
         summary = pipeline.run("reviews.jsonl", out="labelled.jsonl")
 
     `fields` are further fields of a Job, for instance max_tokens=64. Without a template the column `messages`
-    or `prompt` is the prompt. Raises DatasetError for invalid options.
+    or `prompt` is the prompt. `json_schema` is text, an object or a pydantic class. Without a model it is the
+    producer's, or what the live workers serve. Raises DatasetError for invalid options.
     """
 
     def __init__(
         self,
         template: str | None = None,
         *,
-        model: str,
+        model: str | None = None,
         system: str | None = None,
         choices: Sequence[str] | None = None,
-        json_schema: str | None = None,
+        json_schema: str | Mapping[str, Any] | type[Any] | None = None,
         regex: str | None = None,
         chat: bool = True,
         temperature: float = 0.0,
@@ -61,7 +64,8 @@ class Pipeline:
         given = {name: value for name, value in shape.items() if value is not None}
         if given:
             fields["structured_outputs"] = given
-        self.recipe = Recipe(model, template, system, chat, {"temperature": temperature, **fields})
+        self.model = model
+        self.recipe = Recipe(model or "-", template, system, chat, {"temperature": temperature, **fields})
         self.recipe.check(None)
 
     def run(
@@ -88,7 +92,9 @@ class Pipeline:
                 if not isinstance(source, FrameSource):
                     raise DatasetError("say where the output goes: out='labelled.jsonl'")
                 out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "out.jsonl"
-            dataset = DatasetRun(source, Path(out), self.recipe, **options)
+            producer = producer or stack.enter_context(Producer())
+            model = self.model or producer.model or producer.run_flow(flows.served_model(producer.queue))
+            dataset = DatasetRun(source, Path(out), replace(self.recipe, model=model), **options)
             outputs: dict[int, Any] = {}
             if on_progress is not None:
                 dataset.on_news = on_progress
@@ -96,7 +102,7 @@ class Pipeline:
                 dataset.on_row = on_row
             if isinstance(source, FrameSource):
                 dataset.on_end = outputs.__setitem__
-            summary = dataset.execute(producer or stack.enter_context(Producer()))
+            summary = dataset.execute(producer)
             if isinstance(source, FrameSource):
                 summary.frame = labelled(source, dataset.output_column, outputs)
             return summary

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
+from pagemill.bounds import InvalidParameter
 from pagemill.producer.dataset.rows import DatasetError, Row, RowError, shorten
 from pagemill.producer.dataset.template import NullRendered, PromptTemplate, TemplateFailed, is_blank
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
-from pagemill.structured_outputs import StructuredOutputs
+from pagemill.structured_outputs import StructuredOutputs, is_model
 
 OnRow: TypeAlias = Literal["fail", "skip", "label"]
 """What becomes of a row: an error, left out, or a job like others."""
@@ -45,9 +47,14 @@ class Recipe:
         fields = dict(self.fields)
         if self.is_scored:  # nothing is sampled
             fields.pop("temperature", None)
-        shape = fields.get("structured_outputs")
-        if isinstance(shape, StructuredOutputs):
-            fields["structured_outputs"] = {n: v for n, v in asdict(shape).items() if v is not None}
+        if is_model(fields.get("response_format")):
+            fields["structured_outputs"] = fields.pop("response_format")
+        if (shape := fields.get("structured_outputs")) is not None:
+            with contextlib.suppress(InvalidParameter):  # `check` tells
+                given = asdict(StructuredOutputs.of(shape))
+                fields["structured_outputs"] = {
+                    name: value for name, value in given.items() if value is not None
+                }
         object.__setattr__(self, "fields", fields)
 
     @property

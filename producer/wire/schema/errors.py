@@ -2,6 +2,7 @@
 
 PagemillError
 ├── InvalidJob             the job is invalid, or asks for something unsupported (also a ValueError)
+├── InvalidOutput          the output is not what it was to be parsed as (also a ValueError)
 ├── QueueFull              the queue's limit or the server's memory is reached
 ├── IdempotencyConflict    the idempotency key belongs to a job with another payload
 ├── RedisUnavailable       no server, or the call's outcome is unknown: retry with the same id
@@ -42,6 +43,10 @@ class InvalidJob(PagemillError, ValueError):
         super().__init__(message)
         self.code = code
         self.param = param
+
+
+class InvalidOutput(PagemillError, ValueError):
+    """The output is no JSON of the class that it was to be parsed as, perhaps because it was cut off."""
 
 
 class QueueFull(PagemillError):

@@ -56,7 +56,7 @@ from pagemill.sampling_fields import (
     SamplingFields,
     TokenId,
 )
-from pagemill.structured_outputs import StructuredOutputs
+from pagemill.structured_outputs import StructuredOutputs, is_model
 
 __all__ = [
     "Job",
@@ -291,7 +291,11 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
     @model_validator(mode="before")
     @classmethod
     def _map_response_format(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or data.get("response_format") is None:
+        if not isinstance(data, dict):
+            return data
+        if is_model(data.get("structured_outputs")):
+            data = {**data, "structured_outputs": {"json": data["structured_outputs"]}}
+        if data.get("response_format") is None:
             return data
         if data.get("structured_outputs") is not None:
             raise ValueError("give response_format or structured_outputs, not both")
@@ -379,7 +383,9 @@ def turn_tokens(content: bytes) -> int:
 
 
 def _structure(response_format: Any) -> dict[str, Any] | None:
-    """Convert OpenAI's response_format to structured_outputs."""
+    """Convert OpenAI's response_format, or a pydantic class as its clients take, to structured_outputs."""
+    if is_model(response_format):
+        return {"json": response_format}
     match response_format:
         case {"type": "text"}:
             return None

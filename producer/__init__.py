@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from pagemill.producer.wire.schema.job import (
         BatchCounts,
+        BatchInfo,
         BatchItem,
         Job,
         JobStatus,
@@ -70,6 +71,7 @@ __all__ = [
     "Usage",
     "StreamEvent",
     "BatchCounts",
+    "BatchInfo",
     "BatchItem",
     "PagemillError",
     "InvalidAddress",

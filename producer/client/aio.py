@@ -19,7 +19,7 @@ from pagemill.producer.client.job_fields import JobFields
 from pagemill.producer.client.preparer import JobLike, OnInvalid
 from pagemill.producer.client.submit_flow import OnFull
 from pagemill.producer.client.tracing import publishing
-from pagemill.producer.wire.schema.outputs import JobStatus
+from pagemill.producer.wire.schema.outputs import BatchInfo, JobStatus
 from pagemill.producer.wire.server.clients import open_async_client
 from pagemill.producer.wire.server.discovery import find_redis
 from pagemill.producer.wire.server.transport import AsyncTransport
@@ -91,6 +91,10 @@ class AsyncProducer(AsyncDriver):
     def batch(self, batch_id: str) -> AsyncBatchHandle:
         """Like Producer.batch."""
         return AsyncBatchHandle(self, preparer.check_id(batch_id))
+
+    def batches(self) -> AsyncIterator[BatchInfo]:
+        """Like Producer.batches."""
+        return self.iterate_flow(flows.batch_infos(self.queue))
 
     async def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
         """Like Producer.statuses."""

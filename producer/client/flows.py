@@ -11,7 +11,14 @@ from pagemill.producer.wire.calls import batches, reads, registry, transitions
 from pagemill.producer.wire.calls.reads import Feed
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.schema.errors import InvalidJob, JobNotFound, RedisUnavailable, ResultTimeout
-from pagemill.producer.wire.schema.outputs import BatchCounts, JobStatus, Output, Result, StreamEvent
+from pagemill.producer.wire.schema.outputs import (
+    BatchCounts,
+    BatchInfo,
+    JobStatus,
+    Output,
+    Result,
+    StreamEvent,
+)
 from pagemill.producer.wire.server.scripts import Call
 
 T = TypeVar("T")
@@ -139,6 +146,18 @@ def batch_counts(queue: str, batch_id: str) -> Flow[BatchCounts]:
     if counts is None:
         raise JobNotFound(f"no batch {batch_id}: never submitted, or removed after its time")
     return counts
+
+
+def batch_infos(queue: str) -> Flow[None]:
+    """Emit a BatchInfo for each batch of the queue, in pages; one that moves meanwhile may be missed."""
+    start = 0
+    while True:
+        found: list[BatchInfo] = yield batches.listed(queue, start, batches.LIST_BATCHES)
+        for info in found:
+            yield Emit(info)
+        start += len(found)
+        if len(found) < batches.LIST_BATCHES:
+            return
 
 
 def wait_batch(queue: str, batch_id: str, timeout: float | None) -> Flow[BatchCounts]:

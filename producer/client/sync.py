@@ -21,7 +21,7 @@ from pagemill.producer.client.listener import Listener
 from pagemill.producer.client.preparer import JobLike, OnInvalid
 from pagemill.producer.client.submit_flow import OnFull
 from pagemill.producer.client.tracing import publishing
-from pagemill.producer.wire.schema.outputs import JobStatus
+from pagemill.producer.wire.schema.outputs import BatchInfo, JobStatus
 from pagemill.producer.wire.server.clients import open_client
 from pagemill.producer.wire.server.discovery import find_redis
 from pagemill.producer.wire.server.transport import Pending, SyncTransport
@@ -106,6 +106,10 @@ class Producer(Driver):
     def batch(self, batch_id: str) -> BatchHandle:
         """Return a handle to a batch that was submitted elsewhere or earlier, without asking the server."""
         return BatchHandle(self, preparer.check_id(batch_id))
+
+    def batches(self) -> Iterator[BatchInfo]:
+        """Yield the queue's batches, of all tenants, the latest first; they are kept for a week after their end."""
+        return self.iterate_flow(flows.batch_infos(self.queue))
 
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
         """Return the status of many jobs at once. Raises JobNotFound."""

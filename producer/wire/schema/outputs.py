@@ -237,6 +237,14 @@ class BatchCounts(WireModel):
         return self.ended == self.total
 
 
+class BatchInfo(WireModel):
+    """A batch of the queue, and its jobs by state."""
+
+    id: str
+    created_at: float
+    counts: BatchCounts
+
+
 class BatchItem(WireModel):
     """The end of one job of a batch: its result or its error. Reading from `cursor` gives the next."""
 

@@ -50,9 +50,16 @@ CancelRun = Annotated[bool, typer.Option("--cancel", help="Cancel what an earlie
 
 # `pagemill run` alone
 Rows = Annotated[
-    Path, typer.Argument(metavar="IN", help="JSONL, CSV, TSV, Parquet, or a Hugging Face dataset directory.")
+    Path,
+    typer.Argument(
+        metavar="IN",
+        help="JSONL, CSV or TSV (also .gz, .zst), Parquet, a Hugging Face dataset directory, or - for standard input.",
+    ),
 ]
-Output = Annotated[Path, typer.Option("--out", help="OUT.jsonl, .csv, .tsv or .parquet; written at the end.")]
+Output = Annotated[
+    Path,
+    typer.Option("--out", help="OUT.jsonl, .csv, .tsv (also .gz, .zst) or .parquet; written at the end."),
+]
 Template = Annotated[
     str | None, typer.Option("--template", help="The prompt, in Jinja2: 'Summarize: {{ text }}'.")
 ]
@@ -112,6 +119,10 @@ OnCutOff = Annotated[
         callback=checked(OnCut),
         help="An output cut off at max_tokens: fail (default where it has a shape) or label.",
     ),
+]
+SchemaColumns = Annotated[
+    bool,
+    typer.Option("--schema-columns", help="Also a column for each field of --json-schema: output.FIELD."),
 ]
 Limit = Annotated[
     int | None, typer.Option("--limit", min=1, max=MAX_ROWS, help="Only the first rows, for a trial.")

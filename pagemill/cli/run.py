@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import signal
+import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,8 +50,10 @@ from pagemill.cli.worker import check_options
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset import report
 from pagemill.producer.dataset.bar import RunBar
+from pagemill.producer.dataset.compressed import compression_of
+from pagemill.producer.dataset.errors import DatasetError, DiskFailed
 from pagemill.producer.dataset.recipe import OnRow, Recipe
-from pagemill.producer.dataset.rows import DatasetError, DiskFailed, Format, open_source
+from pagemill.producer.dataset.rows import Format, Source, open_source
 from pagemill.producer.dataset.run import DatasetRun, OnCut
 from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.tokens import TokenCounter
@@ -88,6 +93,7 @@ class RunOptions:
     field: options.Field = None
     gold: options.Gold = None
     output_column: options.OutputColumn = OUTPUT
+    schema_columns: options.SchemaColumns = False
     where: options.Where = None
     on_null: options.OnNull = "fail"
     on_empty: options.OnEmpty = "fail"
@@ -117,8 +123,8 @@ def run(given: RunOptions) -> None:
     """Send every row of a dataset through the model. After any interruption, run the same command again."""
     check_options(given.worker_option)
     page = given.report_file or given.out.with_name(given.out.name + ".report.html")
-    with reported(given.out):
-        dataset = _dataset(given)
+    with reported(given.out), contextlib.ExitStack() as inputs:
+        dataset = _dataset(given, inputs)
         if given.dry_run:
             limit = prompt_limit(given.model, given.redis_url, given.queue, given.worker_option or [])
             if not preview(dataset, TokenCounter(given.model), limit, as_json=given.as_json):
@@ -135,15 +141,15 @@ def run(given: RunOptions) -> None:
                 _leave(dataset, producer, cancel=given.cancel, as_json=given.as_json)
                 return
             summary = _execute(dataset, producer, metrics_url, given.quiet)
-        _report(dataset, summary, given.source, page, as_json=given.as_json)
+        _report(dataset, summary, page, as_json=given.as_json)
     _finish(dataset, summary, estimate=given.estimate)
 
 
-def _dataset(given: RunOptions) -> DatasetRun:
+def _dataset(given: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:
     model = served_name(given.model) if given.model else "-"
     text = _template_text(given.template, given.template_file)
     return DatasetRun(
-        source=open_source(given.source, cast("Format | None", given.kind), given.encoding),
+        source=_source(given, inputs),
         out=given.out,
         recipe=Recipe(model, text, given.system, not given.no_chat, _job_fields(given)),
         limit=TRIAL_ROWS if given.estimate and given.limit is None else given.limit,
@@ -153,11 +159,31 @@ def _dataset(given: RunOptions) -> DatasetRun:
         overwrite=given.overwrite,
         price_per_hour=given.price_per_hour,
         output_column=given.output_column,
+        schema_columns=given.schema_columns,
         where=given.where,
         on_null=cast("OnRow", given.on_null),
         on_empty=cast("OnRow", given.on_empty),
         on_cut=cast("OnCut | None", given.on_cut),
     )
+
+
+def _source(given: RunOptions, inputs: contextlib.ExitStack) -> Source:
+    """Open the input; standard input is kept in a file for the time of the run, since rows are read twice."""
+    kind = cast("Format | None", given.kind)
+    if str(given.source) != "-":
+        return open_source(given.source, kind, given.encoding)
+    data = sys.stdin.buffer
+    start = data.read(4)
+    suffix = f".{kind or 'jsonl'}{compression_of(start)}"
+    file = inputs.enter_context(
+        tempfile.NamedTemporaryFile(prefix="pagemill-rows-", suffix=suffix)  # noqa: SIM115
+    )
+    file.write(start)
+    shutil.copyfileobj(data, file)
+    file.flush()
+    source = open_source(Path(file.name), kind, given.encoding)
+    source.name = "standard input"
+    return source
 
 
 def _leave(dataset: DatasetRun, producer: Producer, *, cancel: bool, as_json: bool) -> None:
@@ -300,9 +326,9 @@ def _execute(dataset: DatasetRun, producer: Producer, metrics_url: str | None, q
         return dataset.execute(producer)
 
 
-def _report(dataset: DatasetRun, summary: Summary, source: Path, page: Path, *, as_json: bool) -> None:
+def _report(dataset: DatasetRun, summary: Summary, page: Path, *, as_json: bool) -> None:
     """Write the report's files, and print its figures to stdout; the output itself is complete by now."""
-    about = {"input": str(source), "output": str(dataset.out), "model": dataset.recipe.model}
+    about = {"input": dataset.source.name, "output": str(dataset.out), "model": dataset.recipe.model}
     if as_json:
         typer.echo(json.dumps({**about, **summary.as_json()}))
     else:

@@ -7,16 +7,14 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from pagemill.producer.dataset.rows import (
-    DatasetError,
-    MemorySource,
-    Row,
-    Source,
-    checked_row,
-    open_source,
-)
+from pagemill.producer.dataset.errors import DatasetError
+from pagemill.producer.dataset.rows import MemorySource, Row, Source, checked_row, open_source
+from pagemill.producer.dataset.schema_fields import field_values
+
+if TYPE_CHECKING:
+    from pagemill.producer.dataset.run import DatasetRun
 
 CHUNK_ROWS = 1_024
 
@@ -32,8 +30,8 @@ class Frame(Protocol):
         """Return a slice of the rows."""
         ...
 
-    def labelled(self, positions: list[int], name: str, values: list[Any]) -> Any:
-        """Return a new frame of these rows, with a column added."""
+    def labelled(self, positions: list[int], columns: Mapping[str, list[Any]]) -> Any:
+        """Return a new frame of these rows, with columns added."""
         ...
 
 
@@ -76,11 +74,13 @@ def source_of(rows: object) -> Source:
     return MemorySource(rows)
 
 
-def labelled(source: FrameSource, name: str, values: Mapping[int, Any]) -> Any:
-    """Return a frame of the kind that was given, with the rows in `values` and their outputs, by the rows' numbers."""
-    numbers = sorted(values)
-    outputs = [values[number] for number in numbers]
-    return source.frame.labelled([number - 1 for number in numbers], name, outputs)
+def labelled(source: FrameSource, run: DatasetRun, outputs: Mapping[int, Any]) -> Any:
+    """Return a frame of the kind that was given, with the rows in `outputs`, by their numbers, and what they got."""
+    numbers = sorted(outputs)
+    columns = {run.output_column: [outputs[number] for number in numbers]}
+    values = [field_values(output, run.fields) for output in columns[run.output_column]]
+    columns |= {f"{run.output_column}.{name}": [value[name] for value in values] for name in run.fields}
+    return source.frame.labelled([number - 1 for number in numbers], columns)
 
 
 class _Pandas:
@@ -97,13 +97,14 @@ class _Pandas:
         found: list[dict[str, Any]] = self._frame.iloc[start:stop].to_dict("records")
         return found
 
-    def labelled(self, positions: list[int], name: str, values: list[Any]) -> Any:
+    def labelled(self, positions: list[int], columns: Mapping[str, list[Any]]) -> Any:
         import pandas
 
         taken = self._frame.iloc[positions]
+        kind = None if positions else object
         # By position: an index may hold a label twice.
         return taken.assign(
-            **{name: pandas.Series(values, index=taken.index, dtype=None if values else object)}
+            **{name: pandas.Series(values, index=taken.index, dtype=kind) for name, values in columns.items()}
         )
 
 
@@ -121,14 +122,16 @@ class _Polars:
         found: list[dict[str, Any]] = self._frame.slice(start, stop - start).to_dicts()
         return found
 
-    def labelled(self, positions: list[int], name: str, values: list[Any]) -> Any:
+    def labelled(self, positions: list[int], columns: Mapping[str, list[Any]]) -> Any:
         import polars
 
-        try:
-            column = polars.Series(name, values)
-        except (TypeError, polars.exceptions.PolarsError):
-            column = polars.Series(name, _texts(values))
-        return self._frame[positions].with_columns(column)
+        def column(name: str, values: list[Any]) -> Any:
+            try:
+                return polars.Series(name, values)
+            except (TypeError, polars.exceptions.PolarsError):
+                return polars.Series(name, _texts(values))
+
+        return self._frame[positions].with_columns([column(*pair) for pair in columns.items()])
 
 
 class _Arrow:
@@ -145,17 +148,19 @@ class _Arrow:
         found: list[dict[str, Any]] = self._table.slice(start, stop - start).to_pylist()
         return found
 
-    def labelled(self, positions: list[int], name: str, values: list[Any]) -> Any:
+    def labelled(self, positions: list[int], columns: Mapping[str, list[Any]]) -> Any:
         import pyarrow
 
-        try:
-            column = pyarrow.array(values)
-        except pyarrow.ArrowException:
-            column = pyarrow.array(_texts(values))
-        if pyarrow.types.is_null(column.type):
-            column = column.cast(pyarrow.string())
         taken = self._table.take(pyarrow.array(positions, pyarrow.int64()))
-        return taken.append_column(name, column)
+        for name, values in columns.items():
+            try:
+                column = pyarrow.array(values)
+            except pyarrow.ArrowException:
+                column = pyarrow.array(_texts(values))
+            if pyarrow.types.is_null(column.type):
+                column = column.cast(pyarrow.string())
+            taken = taken.append_column(name, column)
+        return taken
 
 
 def _frame(value: object) -> Frame | None:

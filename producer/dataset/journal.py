@@ -16,7 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from pagemill.producer.dataset.rows import DatasetError, DiskFailed, Row, RowError
+from pagemill.producer.dataset.errors import DatasetError, DiskFailed
+from pagemill.producer.dataset.rows import Row, RowError
 
 VERSION = 1
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pagemill.producer.dataset.compressed import data_suffix
 from pagemill.producer.dataset.recipe import Recipe
 from pagemill.producer.dataset.rows import Row
+from pagemill.producer.dataset.schema_fields import field_values
 from pagemill.producer.dataset.writers import META, TEXT_CELLS
 
 
@@ -20,6 +22,8 @@ class OutputLines:
     recipe: Recipe
     column: str
     """The name of the output's column."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """The fields of the schema that have columns of their own, and their types."""
 
     def make(self, row: Row, name: str, kept: Mapping[str, Any]) -> dict[str, Any]:
         """Return the input's columns, the output and its origin. An earlier run's `_pagemill` is replaced."""
@@ -31,7 +35,10 @@ class OutputLines:
             "usage": kept.get("usage"),
         }
         columns = {name: value for name, value in (row.fields or {}).items() if name != META}
-        return {**columns, self.column: self._output_value(samples), META: meta}
+        output = self._output_value(samples)
+        values = field_values(output, self.fields)
+        added = {f"{self.column}.{field}": value for field, value in values.items()}
+        return {**columns, self.column: output, **added, META: meta}
 
     def _output_value(self, samples: list[dict[str, Any]]) -> Any:
         """Return the value of the row's output.
@@ -58,7 +65,7 @@ class OutputLines:
     def _kept(self, output: Any, meta: Mapping[str, Any], path: Path) -> dict[str, Any]:
         wants_json, samples = self.recipe.wants_json, int(self.recipe.fields.get("n") or 1)
         is_encoded = wants_json or samples > 1 or self.recipe.is_scored
-        if isinstance(output, str) and path.suffix.lower() in TEXT_CELLS and is_encoded:
+        if isinstance(output, str) and data_suffix(path) in TEXT_CELLS and is_encoded:
             loaded = _loaded(output)
             output = output if loaded is None else loaded
         finish_reason = meta.get("finish_reason")

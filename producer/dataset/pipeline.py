@@ -12,9 +12,9 @@ from typing import Any, TypedDict, Unpack
 from pagemill.producer.client import flows
 from pagemill.producer.client.job_fields import RowFields
 from pagemill.producer.client.sync import Producer
+from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.frames import FrameSource, labelled, source_of
 from pagemill.producer.dataset.recipe import OnRow, Recipe
-from pagemill.producer.dataset.rows import DatasetError
 from pagemill.producer.dataset.run import DatasetRun, OnCut
 from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.work import Tally
@@ -30,6 +30,7 @@ class RunFields(TypedDict, total=False):
     overwrite: bool
     price_per_hour: float | None
     output_column: str
+    schema_columns: bool
     where: str | None
     on_null: OnRow
     on_empty: OnRow
@@ -104,5 +105,5 @@ class Pipeline:
                 dataset.on_end = outputs.__setitem__
             summary = dataset.execute(producer)
             if isinstance(source, FrameSource):
-                summary.frame = labelled(source, dataset.output_column, outputs)
+                summary.frame = labelled(source, dataset, outputs)
             return summary

@@ -10,7 +10,8 @@ from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from pagemill.bounds import InvalidParameter
-from pagemill.producer.dataset.rows import DatasetError, Row, RowError, shorten
+from pagemill.producer.dataset.errors import DatasetError
+from pagemill.producer.dataset.rows import Row, RowError, shorten
 from pagemill.producer.dataset.template import NullRendered, PromptTemplate, TemplateFailed, is_blank
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job

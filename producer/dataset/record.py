@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagemill.producer.dataset.rows import DatasetError
+from pagemill.producer.dataset.errors import DatasetError
 
 VERSION = 1
 MAX_SHOWN = 60

@@ -87,6 +87,7 @@ def write_html(summary: Summary, path: Path, about: dict[str, Any]) -> None:
             charts=[(title, bars, max(count for _, count in bars)) for title, bars in charts if bars],
             quantiles=[(name, values) for name, values in quantiles if values["p50"] is not None],
             confusion=_matrix(summary),
+            samples=summary.samples,
             written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         ),
         encoding="utf-8",

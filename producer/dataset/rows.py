@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
+from pagemill.producer.dataset.compressed import check_supported, compression, data_suffix, reading
+from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.values import is_unicode, plain_row
 
 MAX_LINE_BYTES = 64 << 20
@@ -31,14 +34,6 @@ SUFFIXES: dict[str, Format] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-
-
-class DatasetError(Exception):
-    """The run cannot start or continue; the message says what to do."""
-
-
-class DiskFailed(DatasetError):
-    """A write failed in the middle of a run; earlier writes are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +73,10 @@ def open_source(path: Path, kind: Format | None = None, encoding: str = "utf-8")
         return ArrowSource(_dataset_files(path), str(path), _read_arrow_stream)
     if not path.exists():
         raise DatasetError(f"{path}: no such file")
-    chosen = kind or SUFFIXES.get(path.suffix.lower())
+    chosen = kind or SUFFIXES.get(data_suffix(path))
+    check_supported(path)
+    if compression(path) and chosen in ("parquet", "arrow"):
+        raise DatasetError(f"{path}: {chosen} files are compressed in themselves; unpack it first")
     match chosen:
         case "jsonl":
             return JsonLinesSource(path, encoding)
@@ -132,11 +130,11 @@ class CsvSource:
 
     def rows(self) -> Iterator[Row]:
         # Undecodable bytes become lone surrogates, so that only their own row is refused.
-        try:
-            file = self._path.open(encoding=self._encoding, errors="surrogateescape", newline="")
-        except LookupError:
-            raise DatasetError(f"there is no encoding {self._encoding!r}; try utf-8 or latin-1") from None
-        with file:
+        with reading(self._path) as raw:
+            try:
+                file = io.TextIOWrapper(raw, self._encoding, errors="surrogateescape", newline="")
+            except LookupError:
+                raise DatasetError(f"there is no encoding {self._encoding!r}; try utf-8 or latin-1") from None
             reader = csv.reader(file, delimiter=self._delimiter, strict=True)
             header = self._header(reader)
             number = 0
@@ -254,7 +252,7 @@ def checked_row(number: int, fields: Any) -> Row:
 
 def _lines(path: Path) -> Iterator[bytes | None]:
     """Yield the lines of a file; None for one that is too long."""
-    with path.open("rb") as file:
+    with reading(path) as file:
         is_first = True
         while line := file.readline(MAX_LINE_BYTES):
             if is_first:

@@ -18,19 +18,13 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, cast, get_args
 
 from pagemill.producer.client.sync import Producer
+from pagemill.producer.dataset.errors import DatasetError, DiskFailed
 from pagemill.producer.dataset.journal import Failure, Journal
 from pagemill.producer.dataset.lines import OutputLines
 from pagemill.producer.dataset.recipe import OnRow, Recipe, raw_text
 from pagemill.producer.dataset.record import Mean, Record, Totals, differences
-from pagemill.producer.dataset.rows import (
-    DatasetError,
-    DiskFailed,
-    MemorySource,
-    Row,
-    RowError,
-    Source,
-    open_source,
-)
+from pagemill.producer.dataset.rows import MemorySource, Row, RowError, Source, open_source
+from pagemill.producer.dataset.schema_fields import schema_fields
 from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.template import Condition, TemplateFailed
 from pagemill.producer.dataset.work import WINDOW, Tally, Work, WorkLoop
@@ -56,6 +50,8 @@ class DatasetRun:
     overwrite: bool = False
     price_per_hour: float | None = None
     output_column: str = OUTPUT
+    schema_columns: bool = False
+    """Also a column for each field of the JSON schema, named `output.FIELD`."""
     where: str | None = None
     """The rows that are wanted, as an expression in Jinja2's syntax; `limit` counts these alone."""
     on_null: OnRow = "fail"
@@ -75,6 +71,8 @@ class DatasetRun:
             if getattr(self, name) not in (*get_args(known), None):
                 raise DatasetError(f"{name} is one of {', '.join(get_args(known))}")
         self.recipe = replace(self.recipe, on_null=self.on_null, on_empty=self.on_empty)
+        schema = (self.recipe.fields.get("structured_outputs") or {}).get("json")
+        self.fields = schema_fields(schema) if self.schema_columns else {}
         self._condition = None if self.where is None else Condition(self.where)
 
     @property
@@ -87,7 +85,7 @@ class DatasetRun:
 
     @property
     def _lines(self) -> OutputLines:
-        return OutputLines(self.recipe, self.output_column)
+        return OutputLines(self.recipe, self.output_column, self.fields)
 
     @property
     def errors_path(self) -> Path:
@@ -156,11 +154,11 @@ class DatasetRun:
         if self._condition is not None and first is not None and first.fields:
             self._condition.check_columns(first.fields)
         columns = (first.fields if first else None) or {}
-        if self.output_column in columns:
-            raise DatasetError(
-                f"the input has a column {self.output_column!r} already; "
-                "name the new one with --output-column"
-            )
+        for name in (self.output_column, *(f"{self.output_column}.{part}" for part in self.fields)):
+            if name in columns:
+                raise DatasetError(
+                    f"the input has a column {name!r} already; name the new one with --output-column"
+                )
         if self.gold is not None and columns and self.gold not in columns:
             raise DatasetError(f"there is no column {self.gold!r}; the columns are: {', '.join(columns)}")
 
@@ -209,7 +207,7 @@ class DatasetRun:
         samples = (row.fields for row in self._rows() if row.fields is not None)
         with (
             replacing(self.errors_path) as errors,
-            replacing(self.out, samples, self.output_column) as output,
+            replacing(self.out, samples, self.output_column, self.fields) as output,
         ):
             for row, job, name in self._jobs(journal):
                 self._write_row(journal, summary, output, errors, row, job, name)
@@ -243,6 +241,7 @@ class DatasetRun:
                 self.on_end(row.number, line[self.output_column])
                 gold = None if self.gold is None else (row.fields or {}).get(self.gold)
                 is_merged = job.is_repeatable and not name.endswith("-1")
+                summary.add_sample(row, line[self.output_column])
                 summary.add_success(kept, line[self.output_column], gold, is_merged=is_merged)
                 return
             if failure is None:
@@ -329,7 +328,12 @@ class DatasetRun:
 
     def _settings(self) -> dict[str, Any]:
         """Return what the output depends on but the rows, as JSON."""
-        settings = {**self.recipe.settings(), "output_column": self.output_column, "where": self.where}
+        about = {
+            "output_column": self.output_column,
+            "where": self.where,
+            "schema_columns": self.schema_columns,
+        }
+        settings = {**self.recipe.settings(), **about}
         return cast("dict[str, Any]", json.loads(json.dumps(settings, default=str)))
 
 

@@ -9,12 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagemill.producer.dataset.record import Totals
+from pagemill.producer.dataset.rows import Row
+from pagemill.producer.dataset.writers import META
 
 MAX_LABELS = 50
 MAX_LABEL_CHARACTERS = 80
 MAX_CONFUSION = 2_500
 RESERVOIR = 10_000
 OTHER = "(other)"
+SAMPLES = 10
+MAX_SAMPLE_CHARACTERS = 300
 
 
 class Distribution:
@@ -103,6 +107,9 @@ class Summary:
     e2e_s: Distribution = field(default_factory=Distribution)
     output_tokens: Distribution = field(default_factory=Distribution)
     prompt_lengths: Distribution = field(default_factory=Distribution)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Some rows with their outputs, drawn uniformly, in the rows' order."""
+    draws: random.Random = field(default_factory=lambda: random.Random(0), repr=False)
     frame: Any = None
     """The rows of a data frame with their outputs, as a frame of the same kind; see `Pipeline.run`."""
 
@@ -130,6 +137,16 @@ class Summary:
         self.labels.add(text if len(text) <= MAX_LABEL_CHARACTERS else OTHER)
         if self.gold is not None and gold is not None:
             self._compare(as_label(gold), text)
+
+    def add_sample(self, row: Row, output: Any) -> None:
+        """Perhaps keep a row for the report, to be called before `add_success` (Vitter's algorithm R)."""
+        place = self.succeeded
+        if place >= SAMPLES and (place := self.draws.randrange(self.succeeded + 1)) >= SAMPLES:
+            return
+        if len(self.samples) == SAMPLES:
+            del self.samples[place]
+        shown = {name: _shortened(value) for name, value in (row.fields or {}).items() if name != META}
+        self.samples.append({"row": row.number, "input": shown, "output": _shortened(output)})
 
     def _compare(self, gold: str, output: str) -> None:
         self.compared += 1
@@ -223,11 +240,17 @@ class Summary:
                 {"gold": gold, "output": output, "rows": count}
                 for (gold, output), count in self.confusion.most_common()
             ],
+            "samples": self.samples,
             "ttft_s": self.ttft_s.as_json(),
             "e2e_s": self.e2e_s.as_json(),
             "prompt_tokens_per_row": self.prompt_lengths.as_json(),
             "completion_tokens_per_row": self.output_tokens.as_json(),
         }
+
+
+def _shortened(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_SAMPLE_CHARACTERS else f"{text[:MAX_SAMPLE_CHARACTERS]}..."
 
 
 def as_label(value: Any) -> str:

@@ -14,7 +14,7 @@ from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, Undefine
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pagemill.producer.dataset.rows import DatasetError
+from pagemill.producer.dataset.errors import DatasetError
 
 ROW_NAME = "row"
 """The whole row, for columns whose names are not identifiers: {{ row["review text"] }}."""

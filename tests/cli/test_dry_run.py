@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -122,3 +123,14 @@ def test_the_known_limits_are_the_models_own() -> None:
     config = json.loads((packaged_model_directory() / "config.json").read_text())
     limits = {"smollm2": config["max_position_embeddings"], "echo": ECHO_MAX_MODEL_LEN}
     assert limits == KNOWN_LIMITS
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_rows_come_from_standard_input(compress: Any, tmp_path: Path) -> None:
+    data = compress(b'{"text": "a"}\n{"text": "b"}\n')
+    command = ["run", "-", "--out", str(tmp_path / "out.jsonl"), "--dry-run", "--template", "{{ text }}"]
+    done = CliRunner().invoke(app, [*command, "--model", "echo", "--queue", "q"], input=data)
+    assert done.exit_code == 0, done.output
+    assert "2 of 2 rows looked at: 0 bad" in done.stderr
+    done = CliRunner().invoke(app, [*command, "--model", "echo", "--format", "csv"], input=b"text\na\n")
+    assert "1 of 1 rows" in done.stderr

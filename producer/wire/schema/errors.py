@@ -23,14 +23,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagemill.producer.wire.schema.base_error import InvalidOutput as InvalidOutput
+from pagemill.producer.wire.schema.base_error import PagemillError as PagemillError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagemill.producer.wire.schema.outputs import Output
-
-
-class PagemillError(Exception):
-    """The root of the tree."""
 
 
 class InvalidJob(PagemillError, ValueError):
@@ -43,10 +42,6 @@ class InvalidJob(PagemillError, ValueError):
         super().__init__(message)
         self.code = code
         self.param = param
-
-
-class InvalidOutput(PagemillError, ValueError):
-    """The output is no JSON of the class that it was to be parsed as, perhaps because it was cut off."""
 
 
 class QueueFull(PagemillError):

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from pagemill.producer.wire.schema.errors import InvalidOutput
+from pagemill.producer.wire.schema.base_error import InvalidOutput
 
 T = TypeVar("T")
 

@@ -23,8 +23,8 @@ from pagemill import (
     SamplingParams,
     StructuredOutputs,
 )
+from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.pipeline import Pipeline
-from pagemill.producer.dataset.rows import DatasetError
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from tests.producer.driving import Queue

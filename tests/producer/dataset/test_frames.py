@@ -17,9 +17,9 @@ import pyarrow
 import pytest
 
 from pagemill import Producer
+from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.frames import source_of
 from pagemill.producer.dataset.pipeline import Pipeline
-from pagemill.producer.dataset.rows import DatasetError
 from tests.producer.scripted_worker import scripted_worker
 
 Make = Callable[[dict[str, list[Any]]], Any]
@@ -138,7 +138,7 @@ def test_a_cell_of_any_library_has_a_json_value(value: Any, expected: Any) -> No
 def test_mixed_types_in_one_column(producer: Producer) -> None:
     values = ["text", 3, 2.5, None, [1], {"a": 1}, MOMENT, b"x", decimal.Decimal(2)]
     given = pandas.DataFrame({"text": pandas.Series(values, dtype=object)})
-    found = simple("{{ text | tojson }}").run(given, producer=producer).frame
+    found = simple("{{ text | tojson }}").run(given, producer=producer, on_empty="label").frame
     assert list(found["output"]) == [
         '"text"', "3", "2.5", "null", "[1]", '{"a": 1}', '"2026-11-23T03:15:00"', '"eA=="', '"2"',
     ]  # fmt: skip
@@ -186,7 +186,7 @@ def test_rows_without_a_frame_need_a_file() -> None:
 def test_outputs_of_different_types_become_text(producer: Producer) -> None:
     for name in ("polars", "arrow"):
         source = source_of(MAKERS[name]({"text": ["a", "b"]}))
-        found = source.frame.labelled([1, 0], "output", [{"a": 1}, "x"])  # type: ignore[attr-defined]
+        found = source.frame.labelled([1, 0], {"output": [{"a": 1}, "x"]})  # type: ignore[attr-defined]
         assert column(found, "text") == ["b", "a"]
         assert column(found, "output") == ['{"a": 1}', "x"]
 

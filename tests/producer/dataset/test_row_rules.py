@@ -12,8 +12,8 @@ import pytest
 
 from pagemill import Producer, StructuredOutputs
 from pagemill.producer.dataset import report
+from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.pipeline import Pipeline
-from pagemill.producer.dataset.rows import DatasetError
 from pagemill.producer.dataset.template import Condition, PromptTemplate, TemplateFailed
 from pagemill.producer.dataset.work import TooManyErrors
 from pagemill.producer.wire.calls import transitions

@@ -11,9 +11,10 @@ import pytest
 
 from pagemill import Producer
 from pagemill.producer.dataset import report
+from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.dataset.record import Mean, Record
-from pagemill.producer.dataset.rows import DatasetError, MemorySource
+from pagemill.producer.dataset.rows import MemorySource
 from pagemill.producer.dataset.run import DatasetRun
 from pagemill.producer.dataset.work import TooManyErrors
 from tests.producer.scripted_worker import scripted_worker

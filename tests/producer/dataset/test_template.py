@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.recipe import Recipe
-from pagemill.producer.dataset.rows import DatasetError, Row, RowError
+from pagemill.producer.dataset.rows import Row, RowError
 from pagemill.producer.dataset.template import PromptTemplate, TemplateFailed
 from pagemill.producer.wire.schema.job import Job
 

@@ -98,7 +98,7 @@ class DatasetRun:
     def execute(self, producer: Producer) -> Summary:
         """Run to the end. Raises DatasetError, TooManyErrors and the producer's errors."""
         with self._opened(producer) as journal:
-            with _Stopwatch(journal, self.kv) as stopwatch:
+            with Stopwatch(journal, self.kv) as stopwatch:
 
                 def tell(tally: Tally) -> None:
                     stopwatch.tick()
@@ -337,7 +337,7 @@ class DatasetRun:
         return cast("dict[str, Any]", json.loads(json.dumps(settings, default=str)))
 
 
-class _Stopwatch:
+class Stopwatch:
     """Adds the time of a start and its KV use to the journal's totals: now and then, and even if the block raises."""
 
     def __init__(self, journal: Journal, kv: Callable[[], tuple[Mean, Mean]]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pagemill import Producer
-from pagemill.producer.dataset import report
+from pagemill.producer.dataset import report, run
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.dataset.record import Mean, Record
@@ -117,9 +117,9 @@ def test_when_and_where_a_job_runs_makes_no_other_work(producer: Producer, out: 
 
 def test_time_and_kv_figures_add_up_over_starts(producer: Producer, out: Path) -> None:
     def start(count: int, kv: float) -> Any:
-        run = DatasetRun(MemorySource(ROWS[:count]), out, simple().recipe, price_per_hour=3600.0)
-        run.kv = lambda: (Mean(2, 2 * kv), Mean(2, kv))
-        return run.execute(producer)
+        dataset = DatasetRun(MemorySource(ROWS[:count]), out, simple().recipe, price_per_hour=3600.0)
+        dataset.kv = lambda: (Mean(2, 2 * kv), Mean(2, kv))
+        return dataset.execute(producer)
 
     first, second, third = start(10, 0.2), start(20, 0.4), start(20, 0.4)
     assert 0 < first.seconds < second.seconds < third.seconds
@@ -142,6 +142,15 @@ def test_time_until_an_interruption_counts(producer: Producer, out: Path) -> Non
     assert record is not None
     assert record.totals == summary.totals
     assert record.rows == 20
+
+
+def test_time_until_a_kill_counts_too(producer: Producer, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The totals are stored while the run goes on: nothing is left to do at its end, which a killed one never has."""
+    monkeypatch.setattr(run, "STORE_INTERVAL_S", 0.0)
+    with monkeypatch.context() as killed:
+        killed.setattr(run.Stopwatch, "__exit__", lambda self, *exception: None)
+        interrupt(simple(), producer, out, ROWS)
+    assert simple().run(ROWS, out=out, producer=producer).totals.starts == 2
 
 
 @pytest.mark.parametrize("text", ["{torn", "[]", '{"version": 1}', '{"version": 99}'])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from pagemill.producer.dataset.compressed import check_supported, compression, data_suffix, reading
-from pagemill.producer.dataset.errors import DatasetError
+from pagemill.producer.dataset.errors import DatasetError, EmptyFile
 from pagemill.producer.dataset.values import is_unicode, plain_row
 
 MAX_LINE_BYTES = 64 << 20
@@ -159,7 +159,7 @@ class CsvSource:
         try:
             header = next(reader)
         except StopIteration:
-            raise DatasetError(f"{self.name} is empty: the first line must name the columns") from None
+            raise EmptyFile(f"{self.name} is empty: the first line must name the columns") from None
         except csv.Error as error:
             raise DatasetError(f"{self.name}: the header line is no CSV: {error}") from None
         repeated = {name for name in header if header.count(name) > 1}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, cast, get_args
 
 from pagemill.producer.client.sync import Producer
-from pagemill.producer.dataset.errors import DatasetError, DiskFailed
+from pagemill.producer.dataset.errors import DatasetError, DiskFailed, EmptyFile
 from pagemill.producer.dataset.journal import Failure, Journal
 from pagemill.producer.dataset.lines import OutputLines
 from pagemill.producer.dataset.recipe import OnRow, Recipe, raw_text
@@ -277,6 +277,8 @@ class DatasetRun:
 
     def _adopt(self, journal: Journal) -> Totals:
         """Record the rows of an existing output as work done; returns the time that they took."""
+        if not _has_rows(self.out):
+            return Totals()
         record = Record.read(self.record_path)
         if record is not None:
             self._check_same(record.settings, self.out)
@@ -374,6 +376,13 @@ class Stopwatch:
 def _work_key(job: Job, name: str) -> str:
     """Return the key of a job's work; equal deterministic jobs share one."""
     return name.partition("-")[0] if job.is_repeatable else name
+
+
+def _has_rows(path: Path) -> bool:
+    try:
+        return next(open_source(path).rows(), None) is not None
+    except EmptyFile:
+        return False
 
 
 def _selected(rows: Iterator[Row], condition: Condition) -> Iterator[Row]:

@@ -64,6 +64,13 @@ def test_other_work_does_not_replace_a_finished_output(
     assert {path.name for path in out.parent.iterdir()} == {"out.jsonl", "out.jsonl.run.json"}
 
 
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.csv.gz", "out.parquet"])
+def test_an_output_without_rows_has_nothing_to_lose(name: str, producer: Producer, out: Path) -> None:
+    rows = [{"text": "fail"}]
+    assert simple().run(rows, out=out.with_name(name), producer=producer).failed == 1
+    assert simple("a {{ text }}").run(rows, out=out.with_name(name), producer=producer).succeeded == 1
+
+
 def test_overwrite_replaces_it(producer: Producer, out: Path) -> None:
     simple().run(ROWS, out=out, producer=producer)
     simple("{{ text }}!").run(ROWS, out=out, producer=producer, overwrite=True)

@@ -40,7 +40,7 @@ def figures(summary: Summary) -> list[tuple[str, str]]:
             if summary.totals.untimed_rows
             else ""
         )
-        lines.append(("of these", f"{made:,} done now, {summary.adopted:,} in earlier starts{untimed}"))
+        lines.append(("of these", f"{made:,} new, {summary.adopted:,} from the earlier output{untimed}"))
     if summary.merged:
         lines.append(("served by an equal row's run", f"{summary.merged:,}"))
     if summary.cost is not None:

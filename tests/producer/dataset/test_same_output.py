@@ -137,7 +137,7 @@ def test_time_and_kv_figures_add_up_over_starts(producer: Producer, out: Path) -
     assert third.kv_utilization == pytest.approx((0.2 + 0.4 + 0.4) / 3)
     assert third.kv_waste == pytest.approx((0.1 + 0.2 + 0.2) / 3)
     lines = dict(report.figures(third))
-    assert lines["of these"] == "0 done now, 20 in earlier starts"
+    assert lines["of these"] == "0 new, 20 from the earlier output"
     assert "in 3 starts" in lines["time"]
 
 

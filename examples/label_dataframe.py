@@ -1,4 +1,4 @@
-"""A column of labels for a pandas frame: `python -m examples.label_dataframe`. Polars differs by a line or two."""
+"""A column of labels for a data frame: `python -m examples.label_dataframe`. Polars and Arrow are no different."""
 
 from __future__ import annotations
 
@@ -6,28 +6,16 @@ import os
 
 import pandas as pd
 
-from pagemill import Producer
+from pagemill.producer.dataset.pipeline import Pipeline
 
 MODEL = os.environ.get("PAGEMILL_MODEL", "smollm2")
 REVIEWS = pd.DataFrame({"text": ["Works as it should.", "Broke after a day.", "I would buy it again."]})
 
 
 def label(frame: pd.DataFrame, column: str, labels: list[str]) -> pd.Series:
-    """One of `labels` for each row, None where a row failed. Rows keep the frame's index."""
-    jobs = (
-        {
-            "messages": [{"role": "user", "content": f"Answer with {' or '.join(labels)}: {text}"}],
-            "model": MODEL,
-            "temperature": 0.0,
-            "structured_outputs": {"choice": labels},
-            "key": str(position),
-        }
-        for position, text in enumerate(frame[column])
-    )
-    with Producer() as queue:
-        found = {item.key: item.result for item in queue.submit_many(jobs).results()}
-    values = [result.text if (result := found[str(position)]) else None for position in range(len(frame))]
-    return pd.Series(values, index=frame.index, name="label")
+    """One of `labels` for each row, null where a row failed. Rows keep the frame's index."""
+    template = f"Answer with {' or '.join(labels)}: {{{{ row[{column!r}] }}}}"
+    return Pipeline(template, model=MODEL, choices=labels).run(frame).frame["output"]
 
 
 if __name__ == "__main__":

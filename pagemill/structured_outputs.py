@@ -26,7 +26,7 @@ ShortText = Annotated[str, Exact(), Length(1, MAX_STRING)]
 
 
 class _SchemaObject:
-    """Accepts a JSON schema as an object, too."""
+    """Accepts a JSON schema as an object or a pydantic class, too."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return {
@@ -36,8 +36,24 @@ class _SchemaObject:
         }
 
 
+def is_model(value: Any) -> bool:
+    """Return whether this is a pydantic class, which describes its own JSON schema."""
+    return isinstance(value, type) and callable(getattr(value, "model_json_schema", None))
+
+
 def schema_text(schema: Any) -> Any:
-    """Return an object, true or false as JSON text; anything else unchanged. Raises InvalidParameter."""
+    """Return an object, true, false or a pydantic class as a schema's JSON text; anything else unchanged.
+
+    Raises InvalidParameter.
+    """
+    if is_model(schema):
+        try:
+            schema = schema.model_json_schema()
+        except Exception as error:  # pydantic's own, for a field that has no JSON form
+            reason = str(error).partition("\n")[0]
+            raise InvalidParameter(
+                f"json: {schema.__name__} has no JSON schema: {reason}", "schema_invalid"
+            ) from None
     if not isinstance(schema, dict | bool):
         return schema
     try:
@@ -53,8 +69,9 @@ class StructuredOutputs:
     """The shape of an output; exactly one field is set.
 
     `choice`: one of these strings. `regex`: a text that matches as a whole. `json`: a value that a JSON schema
-    allows; the schema is text, or the object itself, which becomes text. `grammar`: what a grammar in Lark's syntax
-    or in GBNF derives. What a schema means only the engine can tell. Raises InvalidParameter.
+    allows; the schema is text, or the object itself or a pydantic class, which become text. `grammar`: what a
+    grammar in Lark's syntax or in GBNF derives. What a schema means only the engine can tell. Raises
+    InvalidParameter.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "hide_input_in_errors": True}
@@ -83,15 +100,17 @@ class StructuredOutputs:
             _check_schema(text)
 
     @classmethod
-    def of(cls, shape: StructuredOutputs | Mapping[str, Any]) -> StructuredOutputs:
-        """Return the shape, or one made from its fields. Raises InvalidParameter."""
+    def of(cls, shape: StructuredOutputs | Mapping[str, Any] | type[Any]) -> StructuredOutputs:
+        """Return the shape, or one made from its fields or a pydantic class. Raises InvalidParameter."""
         if isinstance(shape, cls):
             return shape
+        if is_model(shape):
+            return cls(json=shape)  # type: ignore[arg-type]
         try:
             return cls(**shape)  # type: ignore[arg-type]
         except TypeError:
             raise InvalidParameter(
-                "give a StructuredOutputs, or a mapping with one of choice, regex, json, grammar"
+                "give a StructuredOutputs, a mapping with one of choice, regex, json, grammar, or a pydantic class"
             ) from None
 
     def _check_choice(self) -> None:

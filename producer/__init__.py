@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         IdempotencyConflict,
         InvalidAddress,
         InvalidJob,
+        InvalidOutput,
         JobCancelled,
         JobDead,
         JobError,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     )
     from pagemill.producer.wire.schema.job import (
         BatchCounts,
+        BatchInfo,
         BatchItem,
         Job,
         JobStatus,
@@ -69,10 +71,12 @@ __all__ = [
     "Usage",
     "StreamEvent",
     "BatchCounts",
+    "BatchInfo",
     "BatchItem",
     "PagemillError",
     "InvalidAddress",
     "InvalidJob",
+    "InvalidOutput",
     "QueueFull",
     "IdempotencyConflict",
     "RedisRefused",

@@ -319,6 +319,7 @@ class Worker:
             pid=os.getpid(),
             started_at=self._started_at,
             running=len(self.table),
+            max_model_len=self.engine.engine.limits.max_model_len if self._is_serving else None,
         )
 
     def _state(self) -> str:

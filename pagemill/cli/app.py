@@ -123,7 +123,8 @@ def describe(error: PagemillError) -> str:
         case QueueFull():
             return f"{error}; wait for it to drain (pagemill queue stats) and submit again"
         case ResultTimeout():
-            return f"{error}. Ask again later, or end it with: pagemill cancel ID"
+            batch = "batch " if "batch" in str(error) else ""
+            return f"{error}. Ask again later, or end it with: pagemill {batch}cancel ID"
         case JobNotFound():
             return f"{error}. Is it in another queue (--queue, PAGEMILL_QUEUE)?"
         case JobError():

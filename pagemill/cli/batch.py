@@ -1,4 +1,7 @@
-"""`pagemill batch run`: files of OpenAI's Batch API. Exit codes as for `pagemill run`."""
+"""`pagemill batch`: OpenAI's batch files, and the batches that producers submitted.
+
+Exit codes of `run` as for `pagemill run`; of the others 0 done, 1 there is no such batch, or not in time.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,37 @@ import contextlib
 import json
 import time
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pagemill.cli import options, run
-from pagemill.cli.app import AsJson, Queue, RedisUrl, app, default_model, say
-from pagemill.cli.checked import YEAR_S, between
+from pagemill.cli import options, run, views
+from pagemill.cli.app import (
+    EXIT_INTERRUPTED,
+    AsJson,
+    Queue,
+    RedisUrl,
+    Timeout,
+    app,
+    default_model,
+    say,
+)
+from pagemill.cli.checked import YEAR_S, between, checked
 from pagemill.cli.local_worker import served_name
 from pagemill.cli.worker import check_options
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.bar import RunBar
 from pagemill.producer.openai.batch_file import BatchFile
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.outputs import ACTIVE_STATES, END_STATES
 
-batch_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="OpenAI Batch files.")
+_STATES = (*ACTIVE_STATES, *END_STATES)
+
+batch_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Batches: OpenAI's files, and submit_many's."
+)
 app.add_typer(batch_app, name="batch")
 
 
@@ -78,3 +97,80 @@ def batch_run(
         codes = ", ".join(f"{code} {n:,}" for code, n in sorted(summary.codes.items()))
         say(f"{summary.failed:,} failed ({codes}): {batch.errors_path}")
         raise typer.Exit(run.EXIT_FAILED_ROWS)
+
+
+BatchId = Annotated[
+    str, typer.Argument(metavar="ID", callback=checked(keys.Id), help="What `submit_many` returned.")
+]
+
+
+@batch_app.command("list")
+def batch_list(
+    limit: Annotated[int, typer.Option("--limit", min=1, max=100_000, help="The latest ones.")] = 50,
+    redis_url: RedisUrl = None,
+    queue: Queue = "default",
+    as_json: AsJson = False,
+) -> None:
+    """The batches of the queue, the latest first."""
+    with Producer(redis_url, queue=queue) as producer:
+        found = list(islice(producer.batches(), limit))
+    if as_json:
+        typer.echo(json.dumps([info.model_dump() for info in found]))
+        return
+    rows = [
+        (info.id, views.ago(info.created_at), info.counts.total, *(getattr(info.counts, s) for s in _STATES))
+        for info in found
+    ]
+    if rows:
+        views.print_rows(("batch", "created", "jobs", *_STATES), rows)
+    else:
+        say(f"queue {queue} has no batches")
+
+
+@batch_app.command("status")
+def batch_status(
+    batch_id: BatchId, redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False
+) -> None:
+    """How many jobs of a batch are in which state."""
+    with Producer(redis_url, queue=queue) as producer:
+        counts = producer.batch(batch_id).counts()
+    if as_json:
+        typer.echo(json.dumps({"id": batch_id, **counts.model_dump(), "done": counts.done}))
+        return
+    ended = f"{counts.ended:,} of {counts.total:,} ended"
+    states = [(state, f"{getattr(counts, state):,}") for state in _STATES if getattr(counts, state)]
+    views.print_rows((), [("batch", batch_id), ("jobs", ended), *states])
+
+
+@batch_app.command("cancel")
+def batch_cancel(batch_id: BatchId, redis_url: RedisUrl = None, queue: Queue = "default") -> None:
+    """Stop the jobs of a batch that have not ended. What has ended stays."""
+    with Producer(redis_url, queue=queue) as producer:
+        handle = producer.batch(batch_id)
+        handle.counts()  # an unknown batch is an error, not one without jobs
+        stopped = handle.cancel()
+    say(f"{stopped:,} jobs of batch {batch_id} are cancelled, or will be within a moment")
+
+
+@batch_app.command("results")
+def batch_results(
+    batch_id: BatchId,
+    ordered: Annotated[bool, typer.Option("--ordered", help="In the order of the submits.")] = False,
+    after: Annotated[
+        str | None,
+        typer.Option("--after", metavar="CURSOR", help="Only what comes after this line's cursor."),
+    ] = None,
+    timeout: Timeout = None,
+    redis_url: RedisUrl = None,
+    queue: Queue = "default",
+) -> None:
+    """Print each end as a line of JSON as it happens, until all have ended. `--timeout 0` prints what is there."""
+    with Producer(redis_url, queue=queue) as producer:
+        try:
+            for item in producer.batch(batch_id).results(ordered=ordered, after=after, timeout=timeout):
+                typer.echo(item.model_dump_json())
+        except KeyboardInterrupt:
+            say(
+                f"\nthe batch goes on: pagemill batch results {batch_id}, or pagemill batch cancel {batch_id}"
+            )
+            raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from pagemill.cli.checked import MAX_TEMPERATURE, Encoding, ModelOrPath, Text, between, checked
+from pagemill.producer.dataset.recipe import OnRow
 from pagemill.producer.dataset.rows import Format
+from pagemill.producer.dataset.run import OnCut
 
 Texts = list[str] | None
 MAX_ROWS = 10**12
@@ -48,9 +50,16 @@ CancelRun = Annotated[bool, typer.Option("--cancel", help="Cancel what an earlie
 
 # `pagemill run` alone
 Rows = Annotated[
-    Path, typer.Argument(metavar="IN", help="JSONL, CSV, TSV, Parquet, or a Hugging Face dataset directory.")
+    Path,
+    typer.Argument(
+        metavar="IN",
+        help="JSONL, CSV or TSV (also .gz, .zst), Parquet, a Hugging Face dataset directory, or - for standard input.",
+    ),
 ]
-Output = Annotated[Path, typer.Option("--out", help="OUT.jsonl, .csv, .tsv or .parquet; written at the end.")]
+Output = Annotated[
+    Path,
+    typer.Option("--out", help="OUT.jsonl, .csv, .tsv (also .gz, .zst) or .parquet; written at the end."),
+]
 Template = Annotated[
     str | None, typer.Option("--template", help="The prompt, in Jinja2: 'Summarize: {{ text }}'.")
 ]
@@ -85,6 +94,36 @@ Gold = Annotated[
 OutputColumn = Annotated[
     str, typer.Option("--output-column", callback=checked(Text), help="What the new column is called.")
 ]
+Where = Annotated[
+    str | None,
+    typer.Option("--where", help="Only rows for which this holds: 'stars >= 3 and lang == \"de\"' (Jinja2)."),
+]
+OnNull = Annotated[
+    str,
+    typer.Option(
+        "--on-null",
+        callback=checked(OnRow),
+        help="A null in the prompt: fail, skip, or label (as an empty text).",
+    ),
+]
+OnEmpty = Annotated[
+    str,
+    typer.Option(
+        "--on-empty", callback=checked(OnRow), help="A row with an empty prompt: fail, skip, or label."
+    ),
+]
+OnCutOff = Annotated[
+    str | None,
+    typer.Option(
+        "--on-cut",
+        callback=checked(OnCut),
+        help="An output cut off at max_tokens: fail (default where it has a shape) or label.",
+    ),
+]
+SchemaColumns = Annotated[
+    bool,
+    typer.Option("--schema-columns", help="Also a column for each field of --json-schema: output.FIELD."),
+]
 Limit = Annotated[
     int | None, typer.Option("--limit", min=1, max=MAX_ROWS, help="Only the first rows, for a trial.")
 ]
@@ -101,7 +140,9 @@ Estimate = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show prompts and token counts; submit nothing.")]
 Detach = Annotated[bool, typer.Option("--detach", help="Submit and leave; run it again to collect.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Don't take OUT for work that is done.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an OUT of other settings, or take none of it for done.")
+]
 ReportFile = Annotated[
     Path | None, typer.Option("--report", help="Where the HTML report goes. Default: OUT.report.html.")
 ]

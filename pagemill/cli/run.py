@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import signal
-import unicodedata
+import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +36,7 @@ from pagemill.cli.app import (
     say,
     scored,
 )
+from pagemill.cli.dry_run import preview, prompt_limit
 from pagemill.cli.grouped import grouped
 from pagemill.cli.local_worker import (
     LocalWorker,
@@ -48,9 +50,11 @@ from pagemill.cli.worker import check_options
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset import report
 from pagemill.producer.dataset.bar import RunBar
-from pagemill.producer.dataset.recipe import Recipe
-from pagemill.producer.dataset.rows import DatasetError, DiskFailed, Format, RowError, open_source
-from pagemill.producer.dataset.run import DatasetRun
+from pagemill.producer.dataset.compressed import compression_of
+from pagemill.producer.dataset.errors import DatasetError, DiskFailed
+from pagemill.producer.dataset.recipe import OnRow, Recipe
+from pagemill.producer.dataset.rows import Format, Source, open_source
+from pagemill.producer.dataset.run import DatasetRun, OnCut
 from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.tokens import TokenCounter
 from pagemill.producer.dataset.work import WINDOW, TooManyErrors
@@ -58,14 +62,11 @@ from pagemill.producer.dataset.writers import OUTPUT
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.process.stop_signals import stop_signals
 from pagemill.producer.wire.schema.errors import PagemillError
-from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.server.discovery import find_redis
 
 EXIT_INCOMPLETE = 1
 EXIT_FAILED_ROWS = 4
 TRIAL_ROWS = 100
-PREVIEW_ROWS = 3
-SAMPLED_ROWS = 1_000
 GRACE_S = 1
 """Drain seconds of a worker started here, after Ctrl-C; its jobs continue later from their checkpoints."""
 PIPE_WIDTH = 200
@@ -92,6 +93,11 @@ class RunOptions:
     field: options.Field = None
     gold: options.Gold = None
     output_column: options.OutputColumn = OUTPUT
+    schema_columns: options.SchemaColumns = False
+    where: options.Where = None
+    on_null: options.OnNull = "fail"
+    on_empty: options.OnEmpty = "fail"
+    on_cut: options.OnCutOff = None
     limit: options.Limit = None
     max_errors: options.MaxErrors = None
     price_per_hour: options.PricePerHour = None
@@ -117,10 +123,12 @@ def run(given: RunOptions) -> None:
     """Send every row of a dataset through the model. After any interruption, run the same command again."""
     check_options(given.worker_option)
     page = given.report_file or given.out.with_name(given.out.name + ".report.html")
-    with reported(given.out):
-        dataset = _dataset(given)
+    with reported(given.out), contextlib.ExitStack() as inputs:
+        dataset = _dataset(given, inputs)
         if given.dry_run:
-            _preview(dataset, given.model, given.as_json)
+            limit = prompt_limit(given.model, given.redis_url, given.queue, given.worker_option or [])
+            if not preview(dataset, TokenCounter(given.model), limit, as_json=given.as_json):
+                raise typer.Exit(EXIT_FAILED_ROWS)
             return
         with contextlib.ExitStack() as stack:
             url, metrics_url = server(
@@ -133,15 +141,15 @@ def run(given: RunOptions) -> None:
                 _leave(dataset, producer, cancel=given.cancel, as_json=given.as_json)
                 return
             summary = _execute(dataset, producer, metrics_url, given.quiet)
-        _report(dataset, summary, given.source, page, as_json=given.as_json)
+        _report(dataset, summary, page, as_json=given.as_json)
     _finish(dataset, summary, estimate=given.estimate)
 
 
-def _dataset(given: RunOptions) -> DatasetRun:
+def _dataset(given: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:
     model = served_name(given.model) if given.model else "-"
     text = _template_text(given.template, given.template_file)
     return DatasetRun(
-        source=open_source(given.source, cast("Format | None", given.kind), given.encoding),
+        source=_source(given, inputs),
         out=given.out,
         recipe=Recipe(model, text, given.system, not given.no_chat, _job_fields(given)),
         limit=TRIAL_ROWS if given.estimate and given.limit is None else given.limit,
@@ -151,7 +159,31 @@ def _dataset(given: RunOptions) -> DatasetRun:
         overwrite=given.overwrite,
         price_per_hour=given.price_per_hour,
         output_column=given.output_column,
+        schema_columns=given.schema_columns,
+        where=given.where,
+        on_null=cast("OnRow", given.on_null),
+        on_empty=cast("OnRow", given.on_empty),
+        on_cut=cast("OnCut | None", given.on_cut),
     )
+
+
+def _source(given: RunOptions, inputs: contextlib.ExitStack) -> Source:
+    """Open the input; standard input is kept in a file for the time of the run, since rows are read twice."""
+    kind = cast("Format | None", given.kind)
+    if str(given.source) != "-":
+        return open_source(given.source, kind, given.encoding)
+    data = sys.stdin.buffer
+    start = data.read(4)
+    suffix = f".{kind or 'jsonl'}{compression_of(start)}"
+    file = inputs.enter_context(
+        tempfile.NamedTemporaryFile(prefix="pagemill-rows-", suffix=suffix)  # noqa: SIM115
+    )
+    file.write(start)
+    shutil.copyfileobj(data, file)
+    file.flush()
+    source = open_source(Path(file.name), kind, given.encoding)
+    source.name = "standard input"
+    return source
 
 
 def _leave(dataset: DatasetRun, producer: Producer, *, cancel: bool, as_json: bool) -> None:
@@ -287,18 +319,16 @@ def _is_local(model: str) -> bool:
 
 
 def _execute(dataset: DatasetRun, producer: Producer, metrics_url: str | None, quiet: bool) -> Summary:
-    count = dataset.source.count()
+    count = dataset.count()
     total = count if count is None or dataset.limit is None else min(count, dataset.limit)
     with RunBar(total, metrics_url, is_quiet=quiet) as bar:
-        dataset.on_news = bar.update
-        summary = dataset.execute(producer)
-        summary.kv_utilization, summary.kv_waste = bar.kv_figures()
-        return summary
+        dataset.on_news, dataset.kv = bar.update, bar.kv_figures
+        return dataset.execute(producer)
 
 
-def _report(dataset: DatasetRun, summary: Summary, source: Path, page: Path, *, as_json: bool) -> None:
+def _report(dataset: DatasetRun, summary: Summary, page: Path, *, as_json: bool) -> None:
     """Write the report's files, and print its figures to stdout; the output itself is complete by now."""
-    about = {"input": str(source), "output": str(dataset.out), "model": dataset.recipe.model}
+    about = {"input": dataset.source.name, "output": str(dataset.out), "model": dataset.recipe.model}
     if as_json:
         typer.echo(json.dumps({**about, **summary.as_json()}))
     else:
@@ -341,54 +371,11 @@ def _print(dataset: DatasetRun, summary: Summary, page: Path) -> None:
 
 
 def _print_estimate(dataset: DatasetRun, summary: Summary) -> None:
-    count = dataset.source.count()
-    made = summary.rows - summary.adopted
-    if not count or not summary.succeeded or not made or not summary.seconds:
-        say("no estimate: no row was done in this run, or the number of rows is not known")
+    count = dataset.count()
+    rate = summary.rows_per_second
+    if not count or not rate:
+        say("no estimate: no row is done of which the time is known, or the number of rows is not known")
         return
-    hours = count * summary.seconds / made / 3600
+    hours = count / rate / 3600
     cost = "" if dataset.price_per_hour is None else f", {hours * dataset.price_per_hour:.2f} at that price"
-    say(f"all {count:,} rows: about {hours:.2f} hours{cost}, going by these {made:,}")
-
-
-def _preview(dataset: DatasetRun, model: str | None, as_json: bool) -> None:
-    """Print the first prompts as they would be sent, and estimates from a sample of the rows."""
-    counter = TokenCounter(model)
-    tokens = rows = bad = 0
-    for row, job in islice(dataset.previews(SAMPLED_ROWS), SAMPLED_ROWS):
-        rows += 1
-        size = 0 if isinstance(job, RowError) else counter.count(job)
-        bad += isinstance(job, RowError)
-        tokens += size
-        if rows > PREVIEW_ROWS:
-            continue
-        if as_json:
-            shown: dict[str, Any] = {"row": row.number, "prompt_tokens": size, "exact": counter.is_exact}
-            shown["error" if isinstance(job, RowError) else "job"] = (
-                job.message if isinstance(job, RowError) else json.loads(job.to_payload())
-            )
-            typer.echo(json.dumps(shown, ensure_ascii=False))
-        else:
-            typer.echo(f"--- row {row.number}, {counter.about}{size} prompt tokens")
-            typer.echo(f"bad row: {job.message}" if isinstance(job, RowError) else prompt_text(job))
-    total = dataset.source.count()
-    rest = f" of {total:,} rows" if total is not None else " rows"
-    mean = tokens / (rows - bad) if rows > bad else 0
-    say(
-        f"{rows:,}{rest} looked at: {bad:,} bad, {counter.about}{mean:.0f} prompt tokens each; nothing submitted"
-    )
-
-
-def prompt_text(job: Job) -> str:
-    """Return a job's prompt in readable form."""
-    if job.messages is not None:
-        return "\n".join(f"[{message.role}] {_visible(message.content)}" for message in job.messages)
-    return _visible(job.prompt) if job.prompt is not None else f"{len(job.prompt_token_ids or ())} token ids"
-
-
-def _visible(text: str) -> str:
-    """Escape control characters: data must not move the cursor or set the title of the terminal."""
-    return "".join(
-        char if char in "\n\t" or unicodedata.category(char) != "Cc" else f"\\x{ord(char):02x}"
-        for char in text
-    )
+    say(f"all {count:,} rows: about {hours:.2f} hours{cost}, going by these {summary.timed:,}")

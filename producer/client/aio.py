@@ -19,7 +19,7 @@ from pagemill.producer.client.job_fields import JobFields
 from pagemill.producer.client.preparer import JobLike, OnInvalid
 from pagemill.producer.client.submit_flow import OnFull
 from pagemill.producer.client.tracing import publishing
-from pagemill.producer.wire.schema.outputs import JobStatus
+from pagemill.producer.wire.schema.outputs import BatchInfo, JobStatus
 from pagemill.producer.wire.server.clients import open_async_client
 from pagemill.producer.wire.server.discovery import find_redis
 from pagemill.producer.wire.server.transport import AsyncTransport
@@ -52,6 +52,8 @@ class AsyncProducer(AsyncDriver):
     ) -> AsyncJobHandle:
         """Like Producer.submit."""
         chosen = preparer.new_job_id() if job_id is None else preparer.check_id(job_id)
+        if self.preparer.lacks_model(job, fields):
+            fields["model"] = await self.run_flow(flows.served_model(self.queue))
         with publishing(self.queue, job, fields) as traceparent:
             item = self.preparer.job(job, fields, chosen, traceparent=traceparent)
             return AsyncJobHandle(self, await self.run_flow(submit_flow.submit(self.queue, item, on_full)))
@@ -66,9 +68,18 @@ class AsyncProducer(AsyncDriver):
     ) -> AsyncBatchHandle:
         """Like Producer.submit_many."""
         chosen = preparer.new_batch_id() if batch_id is None else preparer.check_id(batch_id)
+        jobs, first = preparer.peeked(jobs)
+        model = (
+            await self.run_flow(flows.served_model(self.queue)) if self.preparer.lacks_model(first) else None
+        )
         with publishing(self.queue) as traceparent:
             items = self.preparer.items(
-                jobs, chosen, on_invalid=on_invalid, by_content=batch_id is not None, traceparent=traceparent
+                jobs,
+                chosen,
+                on_invalid=on_invalid,
+                by_content=batch_id is not None,
+                traceparent=traceparent,
+                model=model,
             )
             await self.run_flow(submit_flow.submit_many(self.queue, chosen, items, on_full, on_invalid))
         return AsyncBatchHandle(self, chosen)
@@ -80,6 +91,10 @@ class AsyncProducer(AsyncDriver):
     def batch(self, batch_id: str) -> AsyncBatchHandle:
         """Like Producer.batch."""
         return AsyncBatchHandle(self, preparer.check_id(batch_id))
+
+    def batches(self) -> AsyncIterator[BatchInfo]:
+        """Like Producer.batches."""
+        return self.iterate_flow(flows.batch_infos(self.queue))
 
     async def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
         """Like Producer.statuses."""

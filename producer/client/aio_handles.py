@@ -61,9 +61,11 @@ class AsyncBatchHandle:
     async def counts(self) -> BatchCounts:
         return await self._producer.run_flow(flows.batch_counts(self._producer.queue, self.id))
 
-    def results(self, ordered: bool = False, after: str | None = None) -> AsyncIterator[BatchItem]:
+    def results(
+        self, ordered: bool = False, after: str | None = None, timeout: float | None = None
+    ) -> AsyncIterator[BatchItem]:
         return self._producer.iterate_flow(
-            flows.batch_results(self._producer.queue, self.id, ordered=ordered, after=after)
+            flows.batch_results(self._producer.queue, self.id, ordered=ordered, after=after, timeout=timeout)
         )
 
     async def ack(self, cursor: str) -> int:

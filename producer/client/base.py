@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, TypeVar, get_args
 
 from pagemill.producer.client.effects import Flow
 from pagemill.producer.client.preparer import Preparer
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import InvalidJob
+from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.signing import Keys
 from pagemill.producer.wire.server.clients import ServerAddress
 from pagemill.producer.wire.server.discovery import URL_VARIABLE, with_credentials
@@ -25,8 +26,10 @@ class ProducerBase:
 
     Without `url`, PAGEMILL_REDIS_URL says where Redis is, else the embedded server of a local worker is used.
     With `hmac_key` (without it: the first of PAGEMILL_HMAC_KEYS, if that is set) every job is signed. With
-    `durability="fsync"` a submit returns once it is in the server's append-only file on disk. Raises InvalidJob
-    for invalid options, InvalidAddress for an invalid address.
+    `durability="fsync"` a submit returns once it is in the server's append-only file on disk. `model` and `defaults`
+    are fields for jobs that do not name them (a `Job` is taken as it is); a job without any model gets the one that
+    the live workers serve, if they serve exactly one. Raises InvalidJob for invalid options, InvalidAddress for an
+    invalid address.
     """
 
     def __init__(
@@ -37,6 +40,8 @@ class ProducerBase:
         tenant: str = "default",
         hmac_key: str | bytes | None = None,
         durability: Durability = "server",
+        model: str | None = None,
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         keys.prefix(queue)
         if not keys.TENANT_PATTERN.fullmatch(tenant):
@@ -47,9 +52,13 @@ class ProducerBase:
             ServerAddress.parse(with_credentials(given))
         self.queue = queue
         self.tenant = tenant
+        self.model: str | None = model or (defaults or {}).get("model")
         self._url = url
         self._durability = durability
-        self.preparer = Preparer(queue, tenant, _signing_keys(hmac_key))
+        fields = {**(defaults or {}), **({} if model is None else {"model": model})}
+        if fields:
+            Job.parse({"prompt": "x", "model": "m", **fields})
+        self.preparer = Preparer(queue, tenant, _signing_keys(hmac_key), fields)
         self._init_connection()
 
     def _init_connection(self) -> None:

@@ -7,10 +7,18 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from pagemill.producer.client.effects import Emit, Flow, Sleep, Wait
-from pagemill.producer.wire.calls import batches, reads, transitions
+from pagemill.producer.wire.calls import batches, reads, registry, transitions
 from pagemill.producer.wire.calls.reads import Feed
+from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.schema.errors import InvalidJob, JobNotFound, RedisUnavailable, ResultTimeout
-from pagemill.producer.wire.schema.outputs import BatchCounts, JobStatus, Output, Result, StreamEvent
+from pagemill.producer.wire.schema.outputs import (
+    BatchCounts,
+    BatchInfo,
+    JobStatus,
+    Output,
+    Result,
+    StreamEvent,
+)
 from pagemill.producer.wire.server.scripts import Call
 
 T = TypeVar("T")
@@ -79,6 +87,18 @@ def status(queue: str, job_id: str) -> Flow[JobStatus]:
     return found[0]
 
 
+def served_model(queue: str) -> Flow[str]:
+    """Return the model that the live workers serve. Raises InvalidJob unless it is exactly one."""
+    alive: list[WorkerInfo] = yield registry.workers(queue)
+    served = sorted({model for worker in alive for model in worker.models})
+    if len(served) == 1:
+        return served[0]
+    reason = (
+        f"the live workers serve {', '.join(served)}" if served else f"no worker of queue {queue} is ready"
+    )
+    raise InvalidJob(f"name the job's model: {reason}", param="model")
+
+
 def cancel(queue: str, job_id: str) -> Flow[bool]:
     """Cancel a job. True: it has ended by this, or will. False: it had ended. Raises JobNotFound."""
     replies: list[str] = yield transitions.cancel(queue, [job_id])
@@ -97,8 +117,27 @@ def wait_result(queue: str, job_id: str, timeout: float | None) -> Flow[Result]:
             if result is not None:
                 return result
             if pace.is_over:
-                raise ResultTimeout(f"job {job_id} is {outcome.state} after {timeout} s; it goes on")
+                raise (yield from _late(queue, job_id, f"job {job_id} is {outcome.state} after {timeout} s"))
             yield Wait(job_id, pace.remaining, polled=True)
+
+
+def _late(queue: str, job_id: str, message: str) -> Flow[ResultTimeout]:
+    """Return the error for a job that has not ended, with what it waits for."""
+    try:
+        found = yield from status(queue, job_id)
+        reason = found.error
+        if found.state == "queued" and reason is not None and found.leader is None:
+            alive: list[WorkerInfo] = yield registry.workers(queue)
+            served = sorted({model for worker in alive for model in worker.models})
+            others = (
+                f"those alive serve {', '.join(served)}"
+                if served
+                else f"queue {queue} has none that is ready"
+            )
+            reason = f"{reason}; {others}"
+    except (RedisUnavailable, JobNotFound):
+        reason = None
+    return ResultTimeout(f"{message}: {reason}; it goes on" if reason else f"{message}; it goes on", reason)
 
 
 def batch_counts(queue: str, batch_id: str) -> Flow[BatchCounts]:
@@ -107,6 +146,18 @@ def batch_counts(queue: str, batch_id: str) -> Flow[BatchCounts]:
     if counts is None:
         raise JobNotFound(f"no batch {batch_id}: never submitted, or removed after its time")
     return counts
+
+
+def batch_infos(queue: str) -> Flow[None]:
+    """Emit a BatchInfo for each batch of the queue, in pages; one that moves meanwhile may be missed."""
+    start = 0
+    while True:
+        found: list[BatchInfo] = yield batches.listed(queue, start, batches.LIST_BATCHES)
+        for info in found:
+            yield Emit(info)
+        start += len(found)
+        if len(found) < batches.LIST_BATCHES:
+            return
 
 
 def wait_batch(queue: str, batch_id: str, timeout: float | None) -> Flow[BatchCounts]:
@@ -125,14 +176,19 @@ def wait_batch(queue: str, batch_id: str, timeout: float | None) -> Flow[BatchCo
         yield Wait(f"batch:{batch_id}", pace.next_interval())
 
 
-def batch_results(queue: str, batch_id: str, *, ordered: bool, after: str | None) -> Flow[None]:
-    """Emit a BatchItem for each end, from the cursor on, and return when all jobs have ended."""
+def batch_results(
+    queue: str, batch_id: str, *, ordered: bool, after: str | None, timeout: float | None = None
+) -> Flow[None]:
+    """Emit a BatchItem for each end, from the cursor on, and return when all jobs have ended.
+
+    After `timeout` seconds it emits what is there, and raises ResultTimeout instead of waiting for more.
+    """
     position = 0
     if after is not None:
         letter, position = batches.split_cursor(after)
         if letter != ("s" if ordered else "e"):
             raise InvalidJob("this cursor is of the other order: give results() the same `ordered` as before")
-    pace = _Pace()
+    pace = _Pace(timeout)
     while True:
         counts = yield from _patiently(batch_counts(queue, batch_id), pace)
         if counts is None:
@@ -148,6 +204,10 @@ def batch_results(queue: str, batch_id: str, *, ordered: bool, after: str | None
             pace.reset()
         elif position >= (counts.total if ordered else counts.ended) and counts.done:
             return
+        elif pace.is_over:
+            raise ResultTimeout(
+                f"{counts.ended} of {counts.total} jobs of batch {batch_id} have ended after {timeout} s; it goes on"
+            )
         else:
             yield Wait(f"batch:{batch_id}", pace.next_interval())
 

@@ -71,14 +71,17 @@ class BatchHandle:
         """Return the numbers of jobs by state; they sum to the total."""
         return self._producer.run_flow(flows.batch_counts(self._producer.queue, self.id))
 
-    def results(self, ordered: bool = False, after: str | None = None) -> Iterator[BatchItem]:
+    def results(
+        self, ordered: bool = False, after: str | None = None, timeout: float | None = None
+    ) -> Iterator[BatchItem]:
         """Yield each end as it happens (ordered: in the order of submission), until all jobs have ended.
 
         Never raises for a job: an item holds a result or an error. `after` is the cursor of the last item
-        processed, so that another reader, or a later one, continues from there.
+        processed, so that another reader, or a later one, continues from there. Raises ResultTimeout when jobs
+        have not ended `timeout` seconds after the first was asked for; those that have are delivered first.
         """
         return self._producer.iterate_flow(
-            flows.batch_results(self._producer.queue, self.id, ordered=ordered, after=after)
+            flows.batch_results(self._producer.queue, self.id, ordered=ordered, after=after, timeout=timeout)
         )
 
     def ack(self, cursor: str) -> int:

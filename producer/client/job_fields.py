@@ -40,7 +40,7 @@ class RowFields(TypedDict, total=False):
     prompt_logprobs: int | None
     truncate_prompt_tokens: int | None
     skip_special_tokens: bool
-    structured_outputs: StructuredOutputs | Mapping[str, Any] | None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | type[Any] | None
     task: Literal["generate", "score"]
     continuations: Sequence[str | Sequence[int]] | None
     priority: Literal["high", "normal", "low"]
@@ -58,7 +58,7 @@ class RowFields(TypedDict, total=False):
     stream: bool
     webhook: str | None
     traceparent: str | None
-    response_format: Mapping[str, Any] | None
+    response_format: Mapping[str, Any] | type[Any] | None
 
 
 class JobFields(RowFields, total=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -55,13 +56,29 @@ def seed_of(job_id: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+def peeked(jobs: Iterable[JobLike]) -> tuple[Iterable[JobLike], object]:
+    """Return the same jobs, and the first of them: () if there is none."""
+    iterator = iter(jobs)
+    for first in iterator:
+        return itertools.chain([first], iterator), first
+    return (), ()
+
+
 class Preparer:
     """Makes the submissions of one producer."""
 
-    def __init__(self, queue: str, tenant: str, hmac_keys: Keys) -> None:
+    def __init__(
+        self, queue: str, tenant: str, hmac_keys: Keys, defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        """`tenant` and `defaults` are for jobs that do not name these fields."""
         self._queue = queue
-        self._tenant = tenant
+        self._defaults: dict[str, Any] = {"tenant": tenant, **(defaults or {})}
         self._hmac_keys = hmac_keys
+
+    def lacks_model(self, job: object, fields: Mapping[str, Any] | None = None) -> bool:
+        """Return whether neither a job that is given as a mapping nor a default names its model."""
+        is_mapping = job is None or isinstance(job, Mapping)
+        return is_mapping and not any("model" in (given or {}) for given in (job, fields, self._defaults))  # type: ignore[operator]
 
     def job(
         self,
@@ -103,12 +120,19 @@ class Preparer:
         on_invalid: OnInvalid,
         by_content: bool,
         traceparent: str | None = None,
+        model: str | None = None,
     ) -> Iterator[Submission]:
         """Yield submissions for the items of a batch, lazily; `traceparent` is for items without one.
 
         The key of an item without one is its position or, in a batch that may be submitted again
-        (`by_content`), the hash of its work and its number among equal items.
+        (`by_content`), the hash of its work and its number among equal items. `model`: for items without one.
         """
+        if model is not None:
+            defaults = {**self._defaults, "model": model}
+            preparer = Preparer(self._queue, defaults["tenant"], self._hmac_keys, defaults)
+            options: dict[str, Any] = {"by_content": by_content, "traceparent": traceparent}
+            yield from preparer.items(jobs, batch_id, on_invalid=on_invalid, **options)
+            return
         names = _Names(by_content)
         forms = JobForms()
         for position, given in enumerate(jobs):
@@ -140,11 +164,11 @@ class Preparer:
     def _build(self, job: JobLike | None, fields: Mapping[str, Any]) -> Job:
         if isinstance(job, Job) and not fields and "tenant" in job.model_fields_set:
             return job
-        given: dict[str, Any] = {"tenant": self._tenant}
+        given = dict(self._defaults)
         if isinstance(job, dict):
             given |= job
         elif isinstance(job, Job):
-            given |= {name: getattr(job, name) for name in job.model_fields_set}
+            given = {"tenant": given["tenant"]} | {name: getattr(job, name) for name in job.model_fields_set}
         elif isinstance(job, Mapping):
             given |= dict(job)
         elif job is not None:
@@ -199,6 +223,8 @@ def record_invalid(item: Submission, error: InvalidJob) -> Submission:
 def _record_row(given: object, position: int, batch_id: str, error: InvalidJob) -> Submission:
     """Return an invalid row as a failed item of its batch. Its key and metadata are kept if valid."""
     fields: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    if isinstance(given, Job):  # valid, but too large
+        fields = {"key": given.key, "metadata": given.metadata}
     key, metadata = fields.get("key"), fields.get("metadata")
     if not (isinstance(key, str) and 0 < len(key) <= MAX_KEY and key.isprintable()):
         key = f"invalid-{position}"

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
 from pagemill.producer.client.effects import Begin, Finish, Flow, Sleep, Sync
 from pagemill.producer.client.preparer import OnInvalid, record_invalid
 from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls.limits import QueueLimits, limits
+from pagemill.producer.wire.calls.registry import StatsPage, stats_page
 from pagemill.producer.wire.calls.transitions import Submission, SubmitReply
-from pagemill.producer.wire.schema.errors import IdempotencyConflict, InvalidJob, QueueFull, RedisUnavailable
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.errors import (
+    IdempotencyConflict,
+    InvalidJob,
+    PagemillError,
+    QueueFull,
+    RedisUnavailable,
+)
 from pagemill.producer.wire.server.scripts import Call
 
 OnFull: TypeAlias = Literal["block", "raise"]
@@ -52,7 +62,7 @@ def submit(queue: str, item: Submission, on_full: OnFull) -> Flow[str]:
             if reply.status != "full":
                 break
             if on_full == "raise":
-                raise QueueFull(f"queue {queue} takes no more jobs now")
+                raise (yield from _full(queue, item))
         yield Sleep(pause)
         pause = min(LAST_PAUSE_S, 2 * pause)
     if reply.status == "too_large":
@@ -122,7 +132,7 @@ class _Batch:
                     reply = send(self.call(chunk))
                     continue
             if self._on_full == "raise":
-                raise QueueFull(f"queue {self._queue} takes no more jobs now")
+                raise (yield from _full(self._queue, chunk[0]))
             yield Sleep(pause)
             pause = min(LAST_PAUSE_S, 2 * pause)
             reply = send(self.call(chunk))
@@ -140,6 +150,21 @@ class _Batch:
                     raise error
                 left.append(record_invalid(item, error))
         return left, is_full
+
+
+def _full(queue: str, item: Submission) -> Flow[QueueFull]:
+    """Return the error for a full queue, with its figures if the server still tells them."""
+    _, priority, tenant, model = keys.split_lane(json.loads(item.header)["lane"])
+    lane = (priority, tenant, model)
+    try:
+        found: QueueLimits = yield limits(queue)
+        page: StatsPage = yield stats_page(queue)
+    except PagemillError:
+        return QueueFull(f"queue {queue} takes no more jobs now", queue=queue, lane=lane)
+    depth = page.totals.counts.get("queued", 0) + page.totals.counts.get("delayed", 0)
+    limit = found.jobs or transitions.DEFAULT_QUEUE_LIMIT
+    message = f"queue {queue} takes no more jobs now: {depth:,} wait, the limit is {limit:,}"
+    return QueueFull(message, queue=queue, limit=limit, depth=depth, lane=lane)
 
 
 def _too_large(queue: str, item: Submission) -> InvalidJob:

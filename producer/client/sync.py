@@ -21,7 +21,7 @@ from pagemill.producer.client.listener import Listener
 from pagemill.producer.client.preparer import JobLike, OnInvalid
 from pagemill.producer.client.submit_flow import OnFull
 from pagemill.producer.client.tracing import publishing
-from pagemill.producer.wire.schema.outputs import JobStatus
+from pagemill.producer.wire.schema.outputs import BatchInfo, JobStatus
 from pagemill.producer.wire.server.clients import open_client
 from pagemill.producer.wire.server.discovery import find_redis
 from pagemill.producer.wire.server.transport import Pending, SyncTransport
@@ -62,6 +62,8 @@ class Producer(Driver):
         "block" waits for room. Raises InvalidJob, IdempotencyConflict.
         """
         chosen = preparer.new_job_id() if job_id is None else preparer.check_id(job_id)
+        if self.preparer.lacks_model(job, fields):
+            fields["model"] = self.run_flow(flows.served_model(self.queue))
         with publishing(self.queue, job, fields) as traceparent:
             item = self.preparer.job(job, fields, chosen, traceparent=traceparent)
             return JobHandle(self, self.run_flow(submit_flow.submit(self.queue, item, on_full)))
@@ -79,12 +81,20 @@ class Producer(Driver):
         A job's `key` names it inside the batch. Submitting the same keys under the same `batch_id` again
         attaches to the existing jobs and adds only the missing ones. `on_invalid`: "record" makes a bad row a
         failed item of the batch, "raise" raises InvalidJob (what came before stays submitted). `on_full`:
-        "block" waits for room, "raise" raises QueueFull.
+        "block" waits for room, "raise" raises QueueFull. If the first job names no model, jobs without one get that
+        of the live workers.
         """
         chosen = preparer.new_batch_id() if batch_id is None else preparer.check_id(batch_id)
+        jobs, first = preparer.peeked(jobs)
+        model = self.run_flow(flows.served_model(self.queue)) if self.preparer.lacks_model(first) else None
         with publishing(self.queue) as traceparent:
             items = self.preparer.items(
-                jobs, chosen, on_invalid=on_invalid, by_content=batch_id is not None, traceparent=traceparent
+                jobs,
+                chosen,
+                on_invalid=on_invalid,
+                by_content=batch_id is not None,
+                traceparent=traceparent,
+                model=model,
             )
             self.run_flow(submit_flow.submit_many(self.queue, chosen, items, on_full, on_invalid))
         return BatchHandle(self, chosen)
@@ -96,6 +106,10 @@ class Producer(Driver):
     def batch(self, batch_id: str) -> BatchHandle:
         """Return a handle to a batch that was submitted elsewhere or earlier, without asking the server."""
         return BatchHandle(self, preparer.check_id(batch_id))
+
+    def batches(self) -> Iterator[BatchInfo]:
+        """Yield the queue's batches, of all tenants, the latest first; they are kept for a week after their end."""
+        return self.iterate_flow(flows.batch_infos(self.queue))
 
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
         """Return the status of many jobs at once. Raises JobNotFound."""

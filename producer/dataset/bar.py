@@ -11,6 +11,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from pagemill.producer.dataset.record import Mean
 from pagemill.producer.dataset.work import Tally
 
 LOG_INTERVAL_S = 10.0
@@ -51,8 +52,8 @@ class RunBar:
         self._progress.stop()
         self._kv.stop()
 
-    def kv_figures(self) -> tuple[float | None, float | None]:
-        """Return the run's mean KV utilisation and mean waste (slots of blocks in use that hold no token)."""
+    def kv_figures(self) -> tuple[Mean, Mean]:
+        """Return the KV utilisation and the waste (slots of blocks in use that hold no token) so far."""
         return self._kv.mean(KV_METRIC), self._kv.mean(WASTE_METRIC)
 
     def update(self, tally: Tally) -> None:
@@ -88,7 +89,7 @@ class KvGauge:
         self._url = url if url is not None and url.startswith("http://") else None
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self._samples: dict[str, list[float]] = {KV_METRIC: [], WASTE_METRIC: []}
+        self._means = {KV_METRIC: Mean(), WASTE_METRIC: Mean()}
 
     def start(self) -> None:
         if self._url is not None:
@@ -100,10 +101,9 @@ class KvGauge:
         if self._thread is not None:
             self._thread.join(timeout=2 * SCRAPE_INTERVAL_S)
 
-    def mean(self, metric: str) -> float | None:
+    def mean(self, metric: str) -> Mean:
         """Return the mean over the scrapes that found blocks in use."""
-        values = self._samples[metric]
-        return sum(values) / len(values) if values else None
+        return self._means[metric]
 
     def _watch(self) -> None:
         while not self._stopped.wait(SCRAPE_INTERVAL_S):
@@ -111,7 +111,7 @@ class KvGauge:
             self.ratio = values.get(KV_METRIC)
             if self.ratio:
                 for metric, value in values.items():
-                    self._samples[metric].append(value)
+                    self._means[metric] = self._means[metric].plus(Mean(1, value))
 
     def _scrape(self) -> dict[str, float]:
         assert self._url is not None
@@ -123,6 +123,6 @@ class KvGauge:
         found = {}
         for line in text.splitlines():
             name = line.partition("{")[0].partition(" ")[0]
-            if name in self._samples:
+            if name in self._means:
                 found[name] = float(line.rpartition(" ")[2])
         return found

@@ -16,7 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from pagemill.producer.dataset.rows import DatasetError, DiskFailed, Row, RowError
+from pagemill.producer.dataset.errors import DatasetError, DiskFailed
+from pagemill.producer.dataset.rows import Row, RowError
 
 VERSION = 1
 
@@ -125,6 +126,13 @@ class Journal:
             (digest,),
         ).fetchone()
         return int(found[0])
+
+    def start_over(self) -> None:
+        """Forget everything but the run's name."""
+        with self.transaction():
+            for table in ("outputs", "failures", "pending"):
+                self._execute(f"DELETE FROM {table}")
+            self._execute("DELETE FROM facts WHERE name NOT IN ('version', 'run_id')")
 
     def start_reading(self) -> None:
         """Reset the counts of occurrences, before the rows are read from the start."""

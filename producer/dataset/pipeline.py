@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypedDict, Unpack
 
+from pagemill.producer.client import flows
 from pagemill.producer.client.job_fields import RowFields
 from pagemill.producer.client.sync import Producer
-from pagemill.producer.dataset.recipe import Recipe
-from pagemill.producer.dataset.rows import MemorySource, Source, open_source
-from pagemill.producer.dataset.run import DatasetRun
+from pagemill.producer.dataset.errors import DatasetError
+from pagemill.producer.dataset.frames import FrameSource, labelled, source_of
+from pagemill.producer.dataset.recipe import OnRow, Recipe
+from pagemill.producer.dataset.run import DatasetRun, OnCut
 from pagemill.producer.dataset.summary import Summary
-from pagemill.producer.dataset.work import WINDOW, Tally
+from pagemill.producer.dataset.work import Tally
+
+
+class RunFields(TypedDict, total=False):
+    """The options of one run; `DatasetRun` describes each."""
+
+    limit: int | None
+    gold: str | None
+    max_errors: int | None
+    window: int
+    overwrite: bool
+    price_per_hour: float | None
+    output_column: str
+    schema_columns: bool
+    where: str | None
+    on_null: OnRow
+    on_empty: OnRow
+    on_cut: OnCut | None
 
 
 class Pipeline:
@@ -23,17 +44,18 @@ class Pipeline:
         summary = pipeline.run("reviews.jsonl", out="labelled.jsonl")
 
     `fields` are further fields of a Job, for instance max_tokens=64. Without a template the column `messages`
-    or `prompt` is the prompt. Raises DatasetError for invalid options.
+    or `prompt` is the prompt. `json_schema` is text, an object or a pydantic class. Without a model it is the
+    producer's, or what the live workers serve. Raises DatasetError for invalid options.
     """
 
     def __init__(
         self,
         template: str | None = None,
         *,
-        model: str,
+        model: str | None = None,
         system: str | None = None,
         choices: Sequence[str] | None = None,
-        json_schema: str | None = None,
+        json_schema: str | Mapping[str, Any] | type[Any] | None = None,
         regex: str | None = None,
         chat: bool = True,
         temperature: float = 0.0,
@@ -43,36 +65,45 @@ class Pipeline:
         given = {name: value for name, value in shape.items() if value is not None}
         if given:
             fields["structured_outputs"] = given
-        self.recipe = Recipe(model, template, system, chat, {"temperature": temperature, **fields})
+        self.model = model
+        self.recipe = Recipe(model or "-", template, system, chat, {"temperature": temperature, **fields})
         self.recipe.check(None)
 
     def run(
         self,
-        rows: str | Path | Iterable[Mapping[str, Any]],
+        rows: str | Path | Iterable[Mapping[str, Any]] | Any,
         *,
-        out: str | Path,
+        out: str | Path | None = None,
         producer: Producer | None = None,
-        limit: int | None = None,
-        gold: str | None = None,
-        max_errors: int | None = None,
-        window: int = WINDOW,
-        overwrite: bool = False,
         on_progress: Callable[[Tally], None] | None = None,
         on_row: Callable[[Mapping[str, Any]], None] | None = None,
+        **options: Unpack[RunFields],
     ) -> Summary:
-        """Run over a file or any iterable of rows, and write `out`; call again after any interruption.
+        """Run over a file, a data frame (pandas, polars, Arrow) or any iterable of mappings, and write `out`.
 
-        `on_progress` is called a few times a second, `on_row` with every output line in the input's order as
-        `out` is written. Bad rows are in `out`.errors.jsonl. Raises DatasetError, TooManyErrors,
-        RedisUnavailable, QueueFull.
+        Call it again after any interruption. Of a data frame `summary.frame` is a new frame of the same kind, with
+        the output as a column: null for a row that failed. `out` may then be left out, and nothing is kept to
+        resume from. `on_progress` is called a few times a second, `on_row` with every output line in the input's
+        order as `out` is written. Bad rows are in `out`.errors.jsonl. Raises DatasetError, also if no row makes a
+        job; TooManyErrors, RedisUnavailable, QueueFull.
         """
-        source: Source = open_source(Path(rows)) if isinstance(rows, str | Path) else MemorySource(rows)
-        dataset = DatasetRun(
-            source, Path(out), self.recipe, limit, gold, max_errors, window=window, overwrite=overwrite
-        )
-        if on_progress is not None:
-            dataset.on_news = on_progress
-        if on_row is not None:
-            dataset.on_row = on_row
+        source = source_of(rows)
         with contextlib.ExitStack() as stack:
-            return dataset.execute(producer or stack.enter_context(Producer()))
+            if out is None:
+                if not isinstance(source, FrameSource):
+                    raise DatasetError("say where the output goes: out='labelled.jsonl'")
+                out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "out.jsonl"
+            producer = producer or stack.enter_context(Producer())
+            model = self.model or producer.model or producer.run_flow(flows.served_model(producer.queue))
+            dataset = DatasetRun(source, Path(out), replace(self.recipe, model=model), **options)
+            outputs: dict[int, Any] = {}
+            if on_progress is not None:
+                dataset.on_news = on_progress
+            if on_row is not None:
+                dataset.on_row = on_row
+            if isinstance(source, FrameSource):
+                dataset.on_end = outputs.__setitem__
+            summary = dataset.execute(producer)
+            if isinstance(source, FrameSource):
+                summary.frame = labelled(source, dataset, outputs)
+            return summary

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-from pagemill.producer.dataset.rows import DatasetError, Row, RowError, shorten
-from pagemill.producer.dataset.template import PromptTemplate, TemplateFailed
+from pagemill.bounds import InvalidParameter
+from pagemill.producer.dataset.errors import DatasetError
+from pagemill.producer.dataset.rows import Row, RowError, shorten
+from pagemill.producer.dataset.template import NullRendered, PromptTemplate, TemplateFailed, is_blank
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
+from pagemill.structured_outputs import StructuredOutputs, is_model
 
+OnRow: TypeAlias = Literal["fail", "skip", "label"]
+"""What becomes of a row: an error, left out, or a job like others."""
 PROMPT_COLUMNS = ("messages", "prompt", "prompt_token_ids")
 """Columns for the prompt without a template; the first one present is used."""
+NO_SETTINGS = frozenset(
+    {"priority", "tenant", "deadline", "ttl", "delay", "run_at", "timeout", "max_attempts", "metadata"}
+)
+"""Fields of a job that change when it runs, and nothing in its output."""
 
 
 @dataclass(frozen=True)
@@ -29,24 +39,56 @@ class Recipe:
     system: str | None = None
     chat: bool = True
     fields: Mapping[str, Any] = field(default_factory=dict)
+    on_null: OnRow = "fail"
+    """A row of which the template prints a null; `label` prints nothing."""
+    on_empty: OnRow = "fail"
+    """A row whose columns that the template names, or whose prompt, are all null or blank."""
 
     def __post_init__(self) -> None:
+        fields = dict(self.fields)
         if self.is_scored:  # nothing is sampled
-            fields = {name: value for name, value in self.fields.items() if name != "temperature"}
-            object.__setattr__(self, "fields", fields)
+            fields.pop("temperature", None)
+        if is_model(fields.get("response_format")):
+            fields["structured_outputs"] = fields.pop("response_format")
+        if (shape := fields.get("structured_outputs")) is not None:
+            with contextlib.suppress(InvalidParameter):  # `check` tells
+                given = asdict(StructuredOutputs.of(shape))
+                fields["structured_outputs"] = {
+                    name: value for name, value in given.items() if value is not None
+                }
+        object.__setattr__(self, "fields", fields)
 
     @property
     def is_scored(self) -> bool:
         """True if rows get log-probabilities instead of texts."""
         return self.fields.get("task") == "score"
 
+    @property
+    def has_shape(self) -> bool:
+        """True if the output has to be of a form, and not any text."""
+        return any(self.fields.get(name) is not None for name in ("structured_outputs", "response_format"))
+
+    @property
+    def wants_json(self) -> bool:
+        """True if the output is the JSON of a schema."""
+        shape = self.fields.get("structured_outputs") or {}
+        return "json" in shape or self.fields.get("response_format") is not None
+
+    def settings(self) -> dict[str, Any]:
+        """Return everything that an output depends on but its row."""
+        about = {"model": self.model, "template": self.template, "system": self.system, "chat": self.chat}
+        return about | {name: value for name, value in self.fields.items() if name not in NO_SETTINGS}
+
     @cached_property
     def _template(self) -> PromptTemplate | None:
-        return None if self.template is None else PromptTemplate(self.template)
+        return self._made(self.template)
 
     @cached_property
     def _system(self) -> PromptTemplate | None:
-        return None if self.system is None else PromptTemplate(self.system)
+        return self._made(self.system)
+
+    def _made(self, source: str | None) -> PromptTemplate | None:
+        return None if source is None else PromptTemplate(source, nulls_are_empty=self.on_null == "label")
 
     @cached_property
     def _is_repeatable(self) -> bool:
@@ -77,13 +119,24 @@ class Recipe:
         if row.error is not None:
             return row.error
         assert row.fields is not None
+        if self.on_empty != "label" and self._is_empty(row.fields):
+            reason = "there is nothing to work on: what the prompt is made of is null or blank"
+            return RowError("empty_row", reason, raw_text(row.fields), self.on_empty == "skip")
         try:
             fields = {"dedupe": self._is_repeatable, "model": self.model, **self.fields}
             return Job.parse(fields | self._prompt(row.fields))
+        except NullRendered as error:
+            return RowError("null_in_prompt", str(error), raw_text(row.fields), self.on_null == "skip")
         except TemplateFailed as error:
             return RowError("template_error", str(error), raw_text(row.fields))
         except InvalidJob as error:
             return RowError(error.code, str(error), raw_text(row.fields))
+
+    def _is_empty(self, columns: Mapping[str, Any]) -> bool:
+        if self._template is not None:
+            return self._template.is_empty(columns)
+        given = [columns[name] for name in PROMPT_COLUMNS if name in columns]
+        return bool(given) and all(map(is_blank, given))
 
     def _prompt(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         if self._template is None:

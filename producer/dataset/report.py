@@ -18,9 +18,10 @@ BAR_WIDTH = 30
 def figures(summary: Summary) -> list[tuple[str, str]]:
     """Return the report's lines as (name, value)."""
     facts = summary.as_json()
+    starts = f" in {summary.totals.starts} starts" if summary.totals.starts > 1 else ""
     lines = [
         ("rows", f"{summary.rows:,} = {summary.succeeded:,} done + {summary.failed:,} failed"),
-        ("time", f"{_duration(summary.seconds)}, {_number(facts['rows_per_second'])} rows/s"),
+        ("time", f"{_duration(summary.seconds)}{starts}, {_number(facts['rows_per_second'])} rows/s"),
         ("tokens", f"{summary.prompt_tokens:,} prompt + {summary.completion_tokens:,} output, "
                    f"{_number(facts['completion_tokens_per_second'])} output tokens/s"),
         ("prefix-cache hits", _percent(facts["cache_hit_ratio"])),
@@ -28,15 +29,22 @@ def figures(summary: Summary) -> list[tuple[str, str]]:
     if summary.kv_utilization is not None:
         waste = f", {_percent(summary.kv_waste)} of their slots empty" if summary.kv_waste is not None else ""
         lines.append(("KV blocks in use", f"{_percent(summary.kv_utilization)} (mean){waste}"))
+    if summary.skipped:
+        lines[0] = ("rows", lines[0][1] + f" + {summary.skipped:,} skipped")
     if summary.unfinished:
         lines[0] = ("rows", lines[0][1] + f" + {summary.unfinished:,} unfinished")
     if summary.adopted:
-        lines.append(("taken from an earlier output", f"{summary.adopted:,}"))
+        made = summary.succeeded - summary.adopted
+        untimed = (
+            f"; the time of {summary.totals.untimed_rows:,} is not known"
+            if summary.totals.untimed_rows
+            else ""
+        )
+        lines.append(("of these", f"{made:,} new, {summary.adopted:,} from the earlier output{untimed}"))
     if summary.merged:
         lines.append(("served by an equal row's run", f"{summary.merged:,}"))
     if summary.cost is not None:
-        made = summary.succeeded - summary.adopted
-        per_thousand = 1000 * summary.cost / made if made else 0.0
+        per_thousand = 1000 * summary.cost / summary.timed if summary.timed else 0.0
         lines.append(("cost", f"{summary.cost:.4f}, {per_thousand:.4f} per 1,000 rows"))
     if summary.wants_schema:
         lines.append(("valid outputs", _percent(facts["schema_valid_ratio"])))
@@ -48,6 +56,7 @@ def figures(summary: Summary) -> list[tuple[str, str]]:
             ("submit to end", f"p50 {e2e['p50']:.2f} s, p90 {e2e['p90']:.2f} s, p99 {e2e['p99']:.2f} s")
         )
     lines += [(f"failed: {code}", f"{count:,}") for code, count in summary.error_codes.most_common()]
+    lines += [(f"skipped: {code}", f"{count:,}") for code, count in summary.skip_codes.most_common()]
     return lines
 
 
@@ -78,6 +87,7 @@ def write_html(summary: Summary, path: Path, about: dict[str, Any]) -> None:
             charts=[(title, bars, max(count for _, count in bars)) for title, bars in charts if bars],
             quantiles=[(name, values) for name, values in quantiles if values["p50"] is not None],
             confusion=_matrix(summary),
+            samples=summary.samples,
             written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         ),
         encoding="utf-8",

@@ -5,23 +5,23 @@ A row that cannot be read is a row with an error: it keeps its number and the ru
 
 from __future__ import annotations
 
-import base64
 import csv
-import datetime
-import decimal
 import importlib.util
+import io
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
+from pagemill.producer.dataset.compressed import check_supported, compression, data_suffix, reading
+from pagemill.producer.dataset.errors import DatasetError, EmptyFile
+from pagemill.producer.dataset.values import is_unicode, plain_row
+
 MAX_LINE_BYTES = 64 << 20
 """Longest line; a longer one is skipped as one bad row, without being held in memory."""
 MAX_RAW_CHARACTERS = 2_000
 """Characters of a bad row that the errors file quotes."""
-MAX_DEPTH = 64
 ARROW_BATCH_ROWS = 1_024
 
 Format: TypeAlias = Literal["jsonl", "csv", "tsv", "parquet", "arrow"]
@@ -36,21 +36,14 @@ SUFFIXES: dict[str, Format] = {
 }
 
 
-class DatasetError(Exception):
-    """The run cannot start or continue; the message says what to do."""
-
-
-class DiskFailed(DatasetError):
-    """A write failed in the middle of a run; earlier writes are kept."""
-
-
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """The error of an invalid row. `raw` is its text, truncated."""
+    """The reason that a row makes no job. `raw` is its text, truncated. `is_skipped`: it was not wanted."""
 
     code: str
     message: str
     raw: str = ""
+    is_skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +73,10 @@ def open_source(path: Path, kind: Format | None = None, encoding: str = "utf-8")
         return ArrowSource(_dataset_files(path), str(path), _read_arrow_stream)
     if not path.exists():
         raise DatasetError(f"{path}: no such file")
-    chosen = kind or SUFFIXES.get(path.suffix.lower())
+    chosen = kind or SUFFIXES.get(data_suffix(path))
+    check_supported(path)
+    if compression(path) and chosen in ("parquet", "arrow"):
+        raise DatasetError(f"{path}: {chosen} files are compressed in themselves; unpack it first")
     match chosen:
         case "jsonl":
             return JsonLinesSource(path, encoding)
@@ -134,11 +130,11 @@ class CsvSource:
 
     def rows(self) -> Iterator[Row]:
         # Undecodable bytes become lone surrogates, so that only their own row is refused.
-        try:
-            file = self._path.open(encoding=self._encoding, errors="surrogateescape", newline="")
-        except LookupError:
-            raise DatasetError(f"there is no encoding {self._encoding!r}; try utf-8 or latin-1") from None
-        with file:
+        with reading(self._path) as raw:
+            try:
+                file = io.TextIOWrapper(raw, self._encoding, errors="surrogateescape", newline="")
+            except LookupError:
+                raise DatasetError(f"there is no encoding {self._encoding!r}; try utf-8 or latin-1") from None
             reader = csv.reader(file, delimiter=self._delimiter, strict=True)
             header = self._header(reader)
             number = 0
@@ -163,7 +159,7 @@ class CsvSource:
         try:
             header = next(reader)
         except StopIteration:
-            raise DatasetError(f"{self.name} is empty: the first line must name the columns") from None
+            raise EmptyFile(f"{self.name} is empty: the first line must name the columns") from None
         except csv.Error as error:
             raise DatasetError(f"{self.name}: the header line is no CSV: {error}") from None
         repeated = {name for name in header if header.count(name) > 1}
@@ -176,7 +172,7 @@ class CsvSource:
         if len(values) != len(header):
             message = f"the row has {len(values)} fields, the header {len(header)}"
             return Row(number, error=RowError("invalid_csv", message, raw))
-        if not all(map(_is_unicode, values)):
+        if not all(map(is_unicode, values)):
             message = f"not {self._encoding.removesuffix('-sig')} text; name the file's --encoding"
             return Row(number, error=RowError("invalid_encoding", message, raw))
         return Row(number, dict(zip(header, values, strict=True)))
@@ -243,20 +239,20 @@ def _where(error: json.JSONDecodeError) -> str:
 
 
 def checked_row(number: int, fields: Any) -> Row:
-    """Make a row of a mapping, with JSON values: dates as ISO text, bytes as base64, NaN as null."""
+    """Make a row of a mapping, with JSON values; see values.py."""
     if not isinstance(fields, Mapping):
         kind = "null" if fields is None else type(fields).__name__
         message = f"a row must be an object with named fields, not {kind}"
         return Row(number, error=RowError("invalid_row", message, shorten(repr(fields))))
     try:
-        return Row(number, {_name(name): _plain(value, MAX_DEPTH) for name, value in fields.items()})
+        return Row(number, plain_row(fields))
     except ValueError as error:
         return Row(number, error=RowError("invalid_row", str(error), shorten(repr(fields))))
 
 
 def _lines(path: Path) -> Iterator[bytes | None]:
     """Yield the lines of a file; None for one that is too long."""
-    with path.open("rb") as file:
+    with reading(path) as file:
         is_first = True
         while line := file.readline(MAX_LINE_BYTES):
             if is_first:
@@ -292,49 +288,6 @@ def _parse_line(line: bytes | None, encoding: str) -> tuple[dict[str, Any] | Non
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
-
-
-def _name(name: Any) -> str:
-    if not isinstance(name, str) or not _is_unicode(name):
-        raise ValueError("column names must be text")
-    return name
-
-
-def _plain(value: Any, depth: int) -> Any:
-    if depth == 0:
-        raise ValueError("nested too deep")
-    match value:
-        case None | bool() | int():
-            return value
-        case float():
-            return value if math.isfinite(value) else None
-        case str():
-            if not _is_unicode(value):
-                raise ValueError("text with lone surrogates")
-            return value
-        case bytes():
-            return base64.b64encode(value).decode()
-        case datetime.datetime() | datetime.date() | datetime.time():
-            return value.isoformat()
-        case datetime.timedelta():
-            return value.total_seconds()
-        case decimal.Decimal():
-            return str(value)
-        case Mapping():
-            return {_name(name): _plain(item, depth - 1) for name, item in value.items()}
-        case list() | tuple():
-            return [_plain(item, depth - 1) for item in value]
-    if hasattr(value, "item"):  # a numpy scalar
-        return _plain(value.item(), depth - 1)
-    raise ValueError(f"a value of type {type(value).__name__} is not JSON")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def shorten(text: str) -> str:

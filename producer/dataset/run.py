@@ -12,29 +12,28 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self, TypeAlias, cast, get_args
 
 from pagemill.producer.client.sync import Producer
-from pagemill.producer.dataset.journal import Journal
-from pagemill.producer.dataset.recipe import Recipe, raw_text
-from pagemill.producer.dataset.rows import (
-    DatasetError,
-    DiskFailed,
-    MemorySource,
-    Row,
-    RowError,
-    Source,
-    open_source,
-)
+from pagemill.producer.dataset.errors import DatasetError, DiskFailed, EmptyFile
+from pagemill.producer.dataset.journal import Failure, Journal
+from pagemill.producer.dataset.lines import OutputLines
+from pagemill.producer.dataset.recipe import OnRow, Recipe, raw_text
+from pagemill.producer.dataset.record import Mean, Record, Totals, differences
+from pagemill.producer.dataset.rows import MemorySource, Row, RowError, Source, open_source
+from pagemill.producer.dataset.schema_fields import schema_fields
 from pagemill.producer.dataset.summary import Summary
+from pagemill.producer.dataset.template import Condition, TemplateFailed
 from pagemill.producer.dataset.work import WINDOW, Tally, Work, WorkLoop
-from pagemill.producer.dataset.writers import META, OUTPUT, TEXT_CELLS, Writer, check_output, replacing
+from pagemill.producer.dataset.writers import OUTPUT, Writer, check_output, replacing
 from pagemill.producer.wire.schema.job import Job
 
+OnCut: TypeAlias = Literal["fail", "label"]
 SPOOL_ROWS = 1_000
+STORE_INTERVAL_S = 5.0
 
 
 @dataclass
@@ -51,35 +50,70 @@ class DatasetRun:
     overwrite: bool = False
     price_per_hour: float | None = None
     output_column: str = OUTPUT
+    schema_columns: bool = False
+    """Also a column for each field of the JSON schema, named `output.FIELD`."""
+    where: str | None = None
+    """The rows that are wanted, as an expression in Jinja2's syntax; `limit` counts these alone."""
+    on_null: OnRow = "fail"
+    on_empty: OnRow = "fail"
+    on_cut: OnCut | None = None
+    """An output that ended at max_tokens. Default: `fail` where a shape was asked for, else `label`."""
     on_news: Callable[[Tally], None] = field(default=lambda tally: None)
+    kv: Callable[[], tuple[Mean, Mean]] = field(default=lambda: (Mean(), Mean()))
+    """Asked for the KV utilisation and waste of this start so far."""
     on_row: Callable[[Mapping[str, Any]], None] = field(default=lambda line: None)
     """Called with every output line, in order, as the output is written."""
+    on_end: Callable[[int, Any], None] = field(default=lambda number, output: None)
+    """Called with every row's number and output, in order; the output is None for a row without one."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("on_null", OnRow), ("on_empty", OnRow), ("on_cut", OnCut)):
+            if getattr(self, name) not in (*get_args(known), None):
+                raise DatasetError(f"{name} is one of {', '.join(get_args(known))}")
+        self.recipe = replace(self.recipe, on_null=self.on_null, on_empty=self.on_empty)
+        schema = (self.recipe.fields.get("structured_outputs") or {}).get("json")
+        self.fields = schema_fields(schema) if self.schema_columns else {}
+        self._condition = None if self.where is None else Condition(self.where)
 
     @property
     def journal_path(self) -> Path:
         return self.out.with_name(self.out.name + ".partial")
 
     @property
+    def record_path(self) -> Path:
+        return self.out.with_name(self.out.name + ".run.json")
+
+    @property
+    def _lines(self) -> OutputLines:
+        return OutputLines(self.recipe, self.output_column, self.fields)
+
+    @property
     def errors_path(self) -> Path:
         return self.out.with_name(self.out.name + ".errors.jsonl")
 
+    def count(self) -> int | None:
+        """Return the number of rows that are wanted, if it is cheap to determine; `limit` aside."""
+        return self.source.count() if self._condition is None else None
+
     def execute(self, producer: Producer) -> Summary:
-        """Run to the end. Raises DatasetError, TooManyErrors and the producer's errors; see `resume_hint`."""
-        with self._opened() as journal:
-            with _Stopwatch(journal):
+        """Run to the end. Raises DatasetError, TooManyErrors and the producer's errors."""
+        with self._opened(producer) as journal:
+            with Stopwatch(journal, self.kv) as stopwatch:
+
+                def tell(tally: Tally) -> None:
+                    stopwatch.tick()
+                    self.on_news(tally)
+
                 loop = WorkLoop(
-                    producer,
-                    journal,
-                    window=self.window,
-                    max_errors=self.max_errors,
-                    on_news=self.on_news,
+                    producer, journal, window=self.window, max_errors=self.max_errors, on_news=tell
                 )
+                loop.complaint = self._cut_off
                 loop.run(lambda: self._works(journal))
             return self._finish(journal)
 
     def detach(self, producer: Producer) -> Tally:
         """Submit everything without collecting: `execute` collects later, possibly in another process."""
-        with self._opened() as journal:
+        with self._opened(producer) as journal:
             loop = WorkLoop(producer, journal, on_news=self.on_news)
             loop.run(lambda: self._works(journal), collect=False)
             return loop.tally
@@ -89,21 +123,24 @@ class DatasetRun:
         with Journal(self.journal_path) as journal:
             return WorkLoop(producer, journal).cancel()
 
-    def previews(self, count: int) -> Iterator[tuple[Row, Job | RowError]]:
+    def previews(self, count: int | None = None) -> Iterator[tuple[Row, Job | RowError]]:
         """Yield the first rows and their jobs, without a server."""
         self._check(self._first_row())
-        for row in islice(self.source.rows(), count):
+        for row in islice(self._rows(), count):
             yield row, self.recipe.job(row)
 
-    def _opened(self) -> Journal:
+    def _opened(self, producer: Producer) -> Journal:
         check_output(self.out)
         journal = Journal(self.journal_path)
         try:
-            if journal.fact("began") is None:
-                self._begin(journal)
             if isinstance(self.source, MemorySource) and not self.source.is_repeatable:
                 self.source = _spooled(self.source, journal)
             self._check(self._first_row())
+            self._check_jobs()
+            if journal.fact("began") is None:
+                self._begin(journal)
+            else:
+                self._continue(journal, producer)
             journal.forget_retryable()
         except BaseException:
             journal.close()
@@ -114,20 +151,35 @@ class DatasetRun:
 
     def _check(self, first: Row | None) -> None:
         self.recipe.check(first)
+        if self._condition is not None and first is not None and first.fields:
+            self._condition.check_columns(first.fields)
         columns = (first.fields if first else None) or {}
-        if self.output_column in columns:
-            raise DatasetError(
-                f"the input has a column {self.output_column!r} already; "
-                "name the new one with --output-column"
-            )
+        for name in (self.output_column, *(f"{self.output_column}.{part}" for part in self.fields)):
+            if name in columns:
+                raise DatasetError(
+                    f"the input has a column {name!r} already; name the new one with --output-column"
+                )
         if self.gold is not None and columns and self.gold not in columns:
             raise DatasetError(f"there is no column {self.gold!r}; the columns are: {', '.join(columns)}")
+
+    def _check_jobs(self) -> None:
+        """Raise DatasetError if there are rows, and none of them makes a job."""
+        count, first = 0, None
+        for row in self._rows():
+            job = self.recipe.job(row)
+            if isinstance(job, Job):
+                return
+            count += 1
+            first = first or f"row {row.number}: {job.code}: {job.message}"
+        if count:
+            raise DatasetError(f"none of the {count:,} rows makes a job; {first}")
 
     def _first_row(self) -> Row | None:
         return next((row for row in self.source.rows() if row.fields is not None), None)
 
     def _rows(self) -> Iterator[Row]:
-        return islice(self.source.rows(), self.limit)
+        rows = self.source.rows()
+        return islice(rows if self._condition is None else _selected(rows, self._condition), self.limit)
 
     def _works(self, journal: Journal) -> Iterator[Work | None]:
         for _, job, name in self._jobs(journal):
@@ -145,22 +197,24 @@ class DatasetRun:
                 yield row, job, f"{digest}-{journal.occurrence(digest)}"
 
     def _finish(self, journal: Journal) -> Summary:
+        totals = Totals.of(json.loads(journal.fact("totals") or Totals().to_json()))
         summary = Summary(
             gold=self.gold,
             price_per_hour=self.price_per_hour,
-            seconds=float(journal.fact("seconds") or 0.0),
-            wants_schema=_wants_schema(self.recipe),
+            totals=totals,
+            wants_schema=self.recipe.wants_json,
         )
         samples = (row.fields for row in self._rows() if row.fields is not None)
         with (
             replacing(self.errors_path) as errors,
-            replacing(self.out, samples, self.output_column) as output,
+            replacing(self.out, samples, self.output_column, self.fields) as output,
         ):
             for row, job, name in self._jobs(journal):
                 self._write_row(journal, summary, output, errors, row, job, name)
         if not summary.failed:
             self.errors_path.unlink(missing_ok=True)
         if summary.unfinished == 0:
+            Record(self._settings(), totals, summary.rows).write(self.record_path)
             journal.remove()
         return summary
 
@@ -174,112 +228,149 @@ class DatasetRun:
         job: Job | RowError,
         name: str,
     ) -> None:
-        error: RowError | None
         if isinstance(job, RowError):
             error = job
         else:
             key = _work_key(job, name)
-            if (kept := journal.output(key)) is not None:
-                line = self._line(row, name, kept)
+            kept = journal.output(key)
+            failure = journal.failure(key) if kept is None else self._cut_off(kept)
+            if kept is not None and failure is None:
+                line = self._lines.make(row, name, kept)
                 output.write(line)
                 self.on_row(line)
+                self.on_end(row.number, line[self.output_column])
                 gold = None if self.gold is None else (row.fields or {}).get(self.gold)
                 is_merged = job.is_repeatable and not name.endswith("-1")
+                summary.add_sample(row, line[self.output_column])
                 summary.add_success(kept, line[self.output_column], gold, is_merged=is_merged)
                 return
-            failure = journal.failure(key)
             if failure is None:
+                self.on_end(row.number, None)
                 summary.add_unfinished()
                 return
             error = RowError(failure.code, failure.message, raw_text(row.fields or {}))
+        self.on_end(row.number, None)
+        if error.is_skipped:
+            summary.add_skipped(error.code)
+            return
         summary.add_failure(row.number, error.code, error.message)
         errors.write({"row": row.number, "raw": error.raw, "code": error.code, "message": error.message})
 
-    def _line(self, row: Row, name: str, kept: dict[str, Any]) -> dict[str, Any]:
-        """Return the input's columns, the output and its origin. An earlier run's `_pagemill` is replaced."""
+    def _cut_off(self, kept: Mapping[str, Any]) -> Failure | None:
+        """Return the failure of a result that ended at max_tokens, if such are failures."""
         samples = kept["outputs"]
-        meta = {
-            "key": name,
-            "row": row.number,
-            "finish_reason": samples[0].get("finish_reason"),
-            "usage": kept.get("usage"),
-        }
-        columns = {name: value for name, value in (row.fields or {}).items() if name != META}
-        return {**columns, self.output_column: self._output_value(samples), META: meta}
-
-    def _output_value(self, samples: list[dict[str, Any]]) -> Any:
-        """Return the value of the row's `output`.
-
-        A text; the parsed value if a shape was asked for; a list for n > 1. For scores a log-probability, or
-        one per continuation.
-        """
-        if self.recipe.is_scored:
-            scores = [sample["logprob"] for sample in samples]
-            names = self.recipe.fields.get("continuations")
-            return scores[0] if names is None else dict(zip(map(_name, names), scores, strict=True))
-        values = [s["parsed"] if s.get("parsed") is not None else s["text"] for s in samples]
-        return values[0] if len(values) == 1 else values
+        choices = (self.recipe.fields.get("structured_outputs") or {}).get("choice") or ()
+        is_cut = any(s.get("finish_reason") == "length" and s.get("text") not in choices for s in samples)
+        if not is_cut or self.on_cut == "label" or (self.on_cut is None and not self.recipe.has_shape):
+            return None
+        return Failure("output_cut_off", "the output was cut off at max_tokens; raise --max-tokens")
 
     def _begin(self, journal: Journal) -> None:
         """Record the work in an existing output, and that it has been read, atomically."""
         with journal.transaction():
+            totals = Totals()
             if self.out.exists() and not self.overwrite:
-                self._adopt(journal)
-            journal.set_facts(began=str(int(time.time())))
+                totals = self._adopt(journal)
+            journal.set_facts(
+                began=str(int(time.time())), settings=json.dumps(self._settings()), totals=totals.to_json()
+            )
 
-    def _adopt(self, journal: Journal) -> None:
-        """Record the rows of an existing output as work done."""
+    def _adopt(self, journal: Journal) -> Totals:
+        """Record the rows of an existing output as work done; returns the time that they took."""
+        if not _has_rows(self.out):
+            return Totals()
+        record = Record.read(self.record_path)
+        if record is not None:
+            self._check_same(record.settings, self.out)
+            if self.limit is not None and self.limit < record.rows:
+                raise DatasetError(
+                    f"{self.out} is the output of {record.rows:,} rows, and --limit {self.limit} would drop "
+                    "some of them; choose another --out, or replace it with --overwrite"
+                )
+        rows = tokens = 0
         for row in open_source(self.out).rows():
-            meta = (row.fields or {}).get(META)
-            if isinstance(meta, str):
-                meta = _loaded(meta)
-            if not isinstance(meta, dict) or not isinstance(meta.get("key"), str):
+            line = self._lines.read(row.fields or {}, self.out)
+            if line is None:
                 raise DatasetError(
                     f"{self.out} is there already and was not written by a run (row {row.number}); "
                     "choose another --out, or replace it with --overwrite"
                 )
-            assert row.fields is not None
-            kept = self._kept(row.fields.get(self.output_column), meta)
-            digest, _, occurrence = meta["key"].partition("-")
-            journal.record(meta["key"], kept, None)
+            name, kept = line
+            digest, _, occurrence = name.partition("-")
+            journal.record(name, kept, None)
             if occurrence == "1":
                 journal.record(digest, kept, None)
+            rows += 1
+            tokens += kept["usage"].get("completion_tokens") or 0
+        if rows and not any(journal.output(name) for _, _, name in self._jobs(journal) if name):
+            raise DatasetError(
+                f"{self.out} has none of these rows with this prompt, model and sampling: it is the output of "
+                "another run. Choose another --out, or replace it with --overwrite"
+            )
+        return Totals(untimed_rows=rows, untimed_tokens=tokens) if record is None else record.totals
 
-    def _kept(self, output: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
-        """Reconstruct the journal's result from an output line, as far as possible."""
-        wants_json, samples = _wants_schema(self.recipe), int(self.recipe.fields.get("n") or 1)
-        is_encoded = wants_json or samples > 1 or self.recipe.is_scored
-        if isinstance(output, str) and self.out.suffix.lower() in TEXT_CELLS and is_encoded:
-            loaded = _loaded(output)
-            output = output if loaded is None else loaded
-        finish_reason = meta.get("finish_reason")
-        if self.recipe.is_scored:
-            scores = output.values() if isinstance(output, dict) else [output]
-            scored = [{"logprob": score, "finish_reason": finish_reason} for score in scores]
-            return {"outputs": scored, "usage": meta.get("usage") or {}}
-        outputs = []
-        for index, value in enumerate(output if samples > 1 and isinstance(output, list) else [output]):
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            is_parsed = not isinstance(value, str) or (wants_json and finish_reason == "stop")
-            parsed = value if is_parsed else None
-            outputs.append({"index": index, "text": text, "parsed": parsed, "finish_reason": finish_reason})
-        return {"outputs": outputs, "usage": meta.get("usage") or {}}
+    def _continue(self, journal: Journal, producer: Producer) -> None:
+        """Check that the journal is of the same work; with `overwrite` other work is cancelled and forgotten."""
+        then = json.loads(journal.fact("settings") or "null")
+        if then is None:
+            return
+        if not self.overwrite:
+            self._check_same(then, self.journal_path)
+        elif differences(then, self._settings()):
+            WorkLoop(producer, journal).cancel()
+            journal.start_over()
+            self._begin(journal)
+
+    def _check_same(self, then: dict[str, Any], path: Path) -> None:
+        if differing := differences(then, self._settings()):
+            raise DatasetError(
+                f"{path} is of a run with other settings ({differing}). "
+                "Choose another --out, or start over with --overwrite"
+            )
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what the output depends on but the rows, as JSON."""
+        about = {
+            "output_column": self.output_column,
+            "where": self.where,
+            "schema_columns": self.schema_columns,
+        }
+        settings = {**self.recipe.settings(), **about}
+        return cast("dict[str, Any]", json.loads(json.dumps(settings, default=str)))
 
 
-class _Stopwatch:
-    """Adds the block's duration to the journal's `seconds`, even if the block raises."""
+class Stopwatch:
+    """Adds the time of a start and its KV use to the journal's totals: now and then, and even if the block raises."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, kv: Callable[[], tuple[Mean, Mean]]) -> None:
         self._journal = journal
-        self._started = 0.0
+        self._kv = kv
+        self._before = Totals.of(json.loads(journal.fact("totals") or Totals().to_json()))
+        self._started = self._stored = time.monotonic()
 
-    def __enter__(self) -> None:
-        self._started = time.monotonic()
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *exception: object) -> None:
         with contextlib.suppress(DiskFailed):  # a full disk is already being reported, or will be
-            before = float(self._journal.fact("seconds") or 0.0)
-            self._journal.set_facts(seconds=repr(before + time.monotonic() - self._started))
+            self._store()
+
+    def tick(self) -> None:
+        """Store the totals, if that was long ago: a start that is killed loses no more than that."""
+        if time.monotonic() - self._stored >= STORE_INTERVAL_S:
+            self._store()
+
+    def _store(self) -> None:
+        self._stored = time.monotonic()
+        utilization, waste = self._kv()
+        totals = replace(
+            self._before,
+            seconds=self._before.seconds + self._stored - self._started,
+            starts=self._before.starts + 1,
+            kv_utilization=self._before.kv_utilization.plus(utilization),
+            kv_waste=self._before.kv_waste.plus(waste),
+        )
+        self._journal.set_facts(totals=totals.to_json())
 
 
 def _work_key(job: Job, name: str) -> str:
@@ -287,21 +378,21 @@ def _work_key(job: Job, name: str) -> str:
     return name.partition("-")[0] if job.is_repeatable else name
 
 
-def _name(continuation: Any) -> str:
-    """Return a continuation's name in an output: its text, or its token ids."""
-    return continuation if isinstance(continuation, str) else " ".join(map(str, continuation))
-
-
-def _wants_schema(recipe: Recipe) -> bool:
-    shape = recipe.fields.get("structured_outputs") or {}
-    return "json" in shape or recipe.fields.get("response_format") is not None
-
-
-def _loaded(text: str) -> Any:
+def _has_rows(path: Path) -> bool:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return None
+        return next(open_source(path).rows(), None) is not None
+    except EmptyFile:
+        return False
+
+
+def _selected(rows: Iterator[Row], condition: Condition) -> Iterator[Row]:
+    """Yield the rows that the condition holds for, and those that it fails on as errors."""
+    for row in rows:
+        try:
+            if row.fields is None or condition.holds(row.fields):
+                yield row
+        except TemplateFailed as error:
+            yield Row(row.number, error=RowError("where_failed", str(error), raw_text(row.fields or {})))
 
 
 class _SpooledSource:

@@ -8,11 +8,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagemill.producer.dataset.record import Totals
+from pagemill.producer.dataset.rows import Row
+from pagemill.producer.dataset.writers import META
+
 MAX_LABELS = 50
 MAX_LABEL_CHARACTERS = 80
 MAX_CONFUSION = 2_500
 RESERVOIR = 10_000
 OTHER = "(other)"
+SAMPLES = 10
+MAX_SAMPLE_CHARACTERS = 300
 
 
 class Distribution:
@@ -65,30 +71,28 @@ class LabelCounts:
 
 @dataclass
 class Summary:
-    """The report's figures. rows = succeeded + failed + unfinished, and failed = the sum of `error_codes`."""
+    """The report's figures. rows = succeeded + failed + skipped + unfinished; failed = the sum of `error_codes`."""
 
     rows: int = 0
     succeeded: int = 0
     failed: int = 0
     unfinished: int = 0
+    skipped: int = 0
+    """Rows left out by `on_null` and `on_empty`."""
+    skip_codes: Counter[str] = field(default_factory=Counter)
     merged: int = 0
     """Rows served by another row's job."""
     adopted: int = 0
-    """Rows taken from an existing output; rates per second exclude them."""
-    adopted_tokens: int = 0
+    """Rows taken from an existing output."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    seconds: float = 0.0
-    """Wall-clock time, summed over all starts of the run."""
+    totals: Totals = field(default_factory=Totals)
+    """Wall-clock time and KV use, summed over all starts that made the output."""
     schema_valid: int = 0
     """Rows whose output parsed as the requested shape."""
     wants_schema: bool = False
     price_per_hour: float | None = None
-    kv_utilization: float | None = None
-    """Mean share of the KV blocks in use, as far as observed."""
-    kv_waste: float | None = None
-    """Mean share of slots without a token in the blocks in use."""
     error_codes: Counter[str] = field(default_factory=Counter)
     first_failure: str | None = None
     """Row, code and reason of the first failure: often the cause of all."""
@@ -103,6 +107,11 @@ class Summary:
     e2e_s: Distribution = field(default_factory=Distribution)
     output_tokens: Distribution = field(default_factory=Distribution)
     prompt_lengths: Distribution = field(default_factory=Distribution)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Some rows with their outputs, drawn uniformly, in the rows' order."""
+    draws: random.Random = field(default_factory=lambda: random.Random(0), repr=False)
+    frame: Any = None
+    """The rows of a data frame with their outputs, as a frame of the same kind; see `Pipeline.run`."""
 
     def add_success(self, kept: dict[str, Any], output: Any, gold: Any, *, is_merged: bool) -> None:
         """Add one row with its output. The tokens of a job that serves several rows count once."""
@@ -119,7 +128,6 @@ class Summary:
         else:
             self.prompt_tokens += usage.get("prompt_tokens", 0)
             self.completion_tokens += usage.get("completion_tokens", 0)
-            self.adopted_tokens += usage.get("completion_tokens", 0) if is_adopted else 0
             self.cached_tokens += usage.get("cached_tokens", 0)
             self.ttft_s.add(timing.get("ttft_s"))
             self.e2e_s.add(timing.get("e2e_s"))
@@ -129,6 +137,16 @@ class Summary:
         self.labels.add(text if len(text) <= MAX_LABEL_CHARACTERS else OTHER)
         if self.gold is not None and gold is not None:
             self._compare(as_label(gold), text)
+
+    def add_sample(self, row: Row, output: Any) -> None:
+        """Perhaps keep a row for the report, to be called before `add_success` (Vitter's algorithm R)."""
+        place = self.succeeded
+        if place >= SAMPLES and (place := self.draws.randrange(self.succeeded + 1)) >= SAMPLES:
+            return
+        if len(self.samples) == SAMPLES:
+            del self.samples[place]
+        shown = {name: _shortened(value) for name, value in (row.fields or {}).items() if name != META}
+        self.samples.append({"row": row.number, "input": shown, "output": _shortened(output)})
 
     def _compare(self, gold: str, output: str) -> None:
         self.compared += 1
@@ -143,6 +161,11 @@ class Summary:
         self.failed += 1
         self.error_codes[code] += 1
 
+    def add_skipped(self, code: str) -> None:
+        self.rows += 1
+        self.skipped += 1
+        self.skip_codes[code] += 1
+
     def add_unfinished(self) -> None:
         self.rows += 1
         self.unfinished += 1
@@ -153,11 +176,34 @@ class Summary:
         return self.agreed / self.compared if self.compared else None
 
     @property
+    def seconds(self) -> float:
+        return self.totals.seconds
+
+    @property
+    def kv_utilization(self) -> float | None:
+        """The mean share of the KV blocks in use, as far as observed."""
+        return self.totals.kv_utilization.value
+
+    @property
+    def kv_waste(self) -> float | None:
+        """The mean share of slots without a token in the blocks in use."""
+        return self.totals.kv_waste.value
+
+    @property
+    def timed(self) -> int:
+        """The rows done in the starts whose time is known: all, but for an output without a record."""
+        return max(0, self.succeeded - self.totals.untimed_rows)
+
+    @property
+    def rows_per_second(self) -> float | None:
+        return self._per_second(self.timed)
+
+    @property
     def cost(self) -> float | None:
         return None if self.price_per_hour is None else self.price_per_hour * self.seconds / 3600
 
     def _per_second(self, count: int) -> float | None:
-        return count / self.seconds if self.seconds else None
+        return max(0, count) / self.seconds if self.seconds else None
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -165,15 +211,20 @@ class Summary:
             "succeeded": self.succeeded,
             "failed": self.failed,
             "unfinished": self.unfinished,
+            "skipped": self.skipped,
+            "cut_off": self.error_codes["output_cut_off"],
             "merged": self.merged,
             "adopted": self.adopted,
             "seconds": round(self.seconds, 3),
-            "rows_per_second": self._per_second(self.succeeded - self.adopted),
+            "starts": self.totals.starts,
+            "rows_per_second": self.rows_per_second,
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "cached_tokens": self.cached_tokens,
             "cache_hit_ratio": self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None,
-            "completion_tokens_per_second": self._per_second(self.completion_tokens - self.adopted_tokens),
+            "completion_tokens_per_second": self._per_second(
+                self.completion_tokens - self.totals.untimed_tokens
+            ),
             "cost": self.cost,
             "kv_utilization": self.kv_utilization,
             "kv_waste": self.kv_waste,
@@ -189,11 +240,17 @@ class Summary:
                 {"gold": gold, "output": output, "rows": count}
                 for (gold, output), count in self.confusion.most_common()
             ],
+            "samples": self.samples,
             "ttft_s": self.ttft_s.as_json(),
             "e2e_s": self.e2e_s.as_json(),
             "prompt_tokens_per_row": self.prompt_lengths.as_json(),
             "completion_tokens_per_row": self.output_tokens.as_json(),
         }
+
+
+def _shortened(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_SAMPLE_CHARACTERS else f"{text[:MAX_SAMPLE_CHARACTERS]}..."
 
 
 def as_label(value: Any) -> str:

@@ -6,35 +6,46 @@ A template comes from the user who starts the run, never from a row or the queue
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
+from functools import wraps
 from typing import Any
 
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, UndefinedError, meta
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pagemill.producer.dataset.rows import DatasetError
+from pagemill.producer.dataset.errors import DatasetError
 
 ROW_NAME = "row"
 """The whole row, for columns whose names are not identifiers: {{ row["review text"] }}."""
 MAX_RENDERED_CHARACTERS = 1 << 20
 
 
+_TEXT_FILTERS = (
+    "capitalize", "center", "e", "escape", "forceescape", "indent", "lower", "replace", "string", "striptags", "title",
+    "trim", "truncate", "upper", "urlencode", "wordwrap",
+)  # fmt: skip
+"""Jinja2's filters that would make text of a null: "None"."""
+
+
 class TemplateFailed(ValueError):
     """This row cannot be rendered; the run goes on."""
 
 
-class PromptTemplate:
-    """A text with {{ column }} in it. Raises DatasetError if it is not a template."""
+class NullRendered(TemplateFailed):
+    """The template prints a null of this row."""
 
-    def __init__(self, source: str) -> None:
+
+class PromptTemplate:
+    """A text with {{ column }} in it. Raises DatasetError if it is not a template.
+
+    A null that is printed is an empty text with `nulls_are_empty`, else an error of the row; conditions, `default` and
+    `tojson` see it as it is.
+    """
+
+    def __init__(self, source: str, *, nulls_are_empty: bool = False) -> None:
         self.source = source
-        environment = ImmutableSandboxedEnvironment(
-            undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
-        )
-        environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": False}
-        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-        environment.globals.pop("range", None)  # a typo must not loop for an hour
+        environment = _environment(nulls_are_empty)
         try:
             self._template = environment.from_string(source)
             self.names = frozenset(meta.find_undeclared_variables(environment.parse(source)))
@@ -43,11 +54,12 @@ class PromptTemplate:
 
     def check_columns(self, columns: Mapping[str, Any]) -> None:
         """Raise DatasetError if the row lacks a column of the template, naming the existing ones."""
-        unknown = sorted(self.names - columns.keys() - {ROW_NAME})
-        if unknown:
-            raise DatasetError(
-                f"the template asks for {', '.join(unknown)}; the columns are: {', '.join(columns) or 'none'}"
-            )
+        _check_columns("the template", self.names, columns)
+
+    def is_empty(self, fields: Mapping[str, Any]) -> bool:
+        """Return whether every column that the template names is null or blank in this row."""
+        names = fields.keys() if ROW_NAME in self.names else self.names
+        return bool(names) and all(name in fields and is_blank(fields[name]) for name in names)
 
     def render(self, fields: Mapping[str, Any]) -> str:
         """Return the text for one row. Raises TemplateFailed."""
@@ -58,12 +70,103 @@ class PromptTemplate:
                 if size > MAX_RENDERED_CHARACTERS:
                     raise TemplateFailed(f"the prompt has more than {MAX_RENDERED_CHARACTERS} characters")
                 pieces.append(piece)
+        except NullRendered:
+            nulls = [name for name in sorted(self.names) if fields.get(name, "") is None]
+            raise NullRendered(
+                f"the template prints a null ({', '.join(nulls) or 'inside a column'})"
+            ) from None
         except UndefinedError as error:
             raise TemplateFailed(f"the row lacks what the template asks for: {error.message}") from None
-        except SecurityError as error:
-            raise TemplateFailed(f"the template may not do that: {error.message}") from None
-        except TemplateFailed:
-            raise
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise TemplateFailed(f"{type(error).__name__}: {error}") from None
+        except _ROW_ERRORS as error:
+            raise _failed(error) from None
         return "".join(pieces)
+
+
+class Condition:
+    """An expression about a row, in Jinja2's syntax and sandbox: `stars >= 3 and lang in ("de", "fr")`.
+
+    Raises DatasetError if it is none.
+    """
+
+    def __init__(self, source: str) -> None:
+        environment = _environment(True)
+        try:
+            self._expression = environment.compile_expression(source, undefined_to_none=False)
+            self._names = meta.find_undeclared_variables(environment.parse("{{ (" + source + ") }}"))
+        except TemplateSyntaxError as error:
+            raise DatasetError(f"--where {source!r} is no expression: {error.message}") from None
+
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """Raise DatasetError if the row lacks a column of the expression."""
+        _check_columns("--where", self._names, columns)
+
+    def holds(self, fields: Mapping[str, Any]) -> bool:
+        """Return whether the row is wanted. Raises TemplateFailed."""
+        try:
+            return bool(self._expression({ROW_NAME: fields, **fields}))
+        except UndefinedError as error:
+            raise TemplateFailed(f"the row lacks what --where asks for: {error.message}") from None
+        except _ROW_ERRORS as error:
+            raise _failed(error) from None
+
+
+def is_blank(value: Any) -> bool:
+    """Return whether a cell holds nothing: null, white space, or an empty list or object."""
+    return value is None or value in ([], {}) or (isinstance(value, str) and not value.strip())
+
+
+_ROW_ERRORS = (
+    SecurityError, TemplateFailed, TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError,
+)  # fmt: skip
+
+
+def _failed(error: Exception) -> TemplateFailed:
+    match error:
+        case TemplateFailed():
+            return error
+        case SecurityError():
+            return TemplateFailed(f"the template may not do that: {error.message}")
+    return TemplateFailed(f"{type(error).__name__}: {error}")
+
+
+def _check_columns(asking: str, names: Set[str], columns: Mapping[str, Any]) -> None:
+    unknown = sorted(names - columns.keys() - {ROW_NAME})
+    if unknown:
+        raise DatasetError(
+            f"{asking} asks for {', '.join(unknown)}; the columns are: {', '.join(columns) or 'none'}"
+        )
+
+
+def _environment(nulls_are_empty: bool) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
+        finalize=_blank_null if nulls_are_empty else _refuse_null,
+    )
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": False}
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    environment.filters |= {name: _keeping_null(environment.filters[name]) for name in _TEXT_FILTERS}
+    environment.globals.pop("range", None)  # a typo must not loop for an hour
+    return environment
+
+
+def _keeping_null(text_filter: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the filter, with null as the result for null."""
+    place = 1 if hasattr(text_filter, "jinja_pass_arg") else 0
+
+    @wraps(text_filter)
+    def filtered(*values: Any, **options: Any) -> Any:
+        return None if values[place] is None else text_filter(*values, **options)
+
+    return filtered
+
+
+def _blank_null(value: Any) -> Any:
+    return "" if value is None else value
+
+
+def _refuse_null(value: Any) -> Any:
+    if value is None:
+        raise NullRendered
+    return value

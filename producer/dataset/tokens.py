@@ -30,6 +30,11 @@ class TokenCounter:
         return "" if self.is_exact else "about "
 
     def count(self, job: Job) -> int:
+        """Return the tokens of the job's prompt, after its own truncation."""
+        size = self._count(job)
+        return size if job.truncate_prompt_tokens is None else min(size, job.truncate_prompt_tokens)
+
+    def _count(self, job: Job) -> int:
         if job.prompt_token_ids is not None:
             return len(job.prompt_token_ids)
         texts = (

@@ -6,9 +6,9 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from pagemill.producer.client import flows
 from pagemill.producer.client.effects import Flow, Wait
@@ -22,6 +22,11 @@ from pagemill.producer.wire.schema.outputs import BatchItem
 WINDOW = 20_000
 CHUNK = 1_000
 WAIT_S = 0.5
+RUNS_PRIORITY: Final = "low"
+RUNS_TENANT: Final = "dataset-runs"
+"""Where jobs wait that say nothing of it: behind those that somebody waits for, in a lane of their own. A producer
+with a tenant keeps it."""
+DEFAULT_TENANT: Final = "default"
 PATIENCE_S = 300.0
 """Seconds that a server may be away in the middle of a run."""
 LOST_AFTER_S = 10.0
@@ -75,6 +80,8 @@ class WorkLoop:
         on_news: Callable[[Tally], None] = lambda tally: None,
     ) -> None:
         self.tally = Tally()
+        self.complaint: Callable[[Mapping[str, Any]], Failure | None] = lambda kept: None
+        """Tells why a result, as the journal keeps it, counts as failed."""
         self._producer = producer
         self._journal = journal
         self._window = window
@@ -83,6 +90,8 @@ class WorkLoop:
         self._batch_id = ""
         self._position = 0
         self._reached = time.monotonic()
+        own = producer.tenant if producer.tenant != DEFAULT_TENANT else RUNS_TENANT
+        self._place = {"priority": RUNS_PRIORITY, "tenant": own}
 
     def run(self, works: Callable[[], Iterator[Work | None]], *, collect: bool = True) -> None:
         """Do everything `works` yields (None: a row without a job); called again if the server has lost jobs.
@@ -165,7 +174,12 @@ class WorkLoop:
 
     def _item(self, work: Work) -> Job | None:
         name = self._journal.needs(work.key)
-        return None if name is None else work.job.model_copy(update={"key": name})
+        if name is None:
+            return None
+        place = {
+            field: value for field, value in self._place.items() if field not in work.job.model_fields_set
+        }
+        return work.job.model_copy(update={"key": name, **place})
 
     def _collect_rest(self) -> bool:
         """Wait for the jobs in flight. False: the server no longer knows them."""
@@ -238,14 +252,15 @@ class WorkLoop:
         if result is not None:
             # Without token ids: they are unused, and the largest part.
             kept = result.model_dump(exclude=_NOT_KEPT) | {"created": int(time.time())}
+            failure = self.complaint(kept)
         if self._journal.record(item.key, kept, failure):
             tally.in_flight -= 1
         if result is not None:
-            tally.succeeded += 1
+            tally.succeeded += failure is None
             tally.prompt_tokens += result.usage.prompt_tokens
             tally.completion_tokens += result.usage.completion_tokens
             tally.cached_tokens += result.usage.cached_tokens
-        elif failure is not None:
+        if failure is not None:
             tally.failed += 1
             tally.codes[failure.code] = tally.codes.get(failure.code, 0) + 1
             tally.latest = f"{failure.code}: {failure.message}"

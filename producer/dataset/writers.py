@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
-from pagemill.producer.dataset.rows import DatasetError, DiskFailed
+from pagemill.producer.dataset.compressed import check_supported, compression, data_suffix, writing
+from pagemill.producer.dataset.errors import DatasetError, DiskFailed
 
 PARQUET_ROWS = 4_096
 OUTPUT = "output"
@@ -24,26 +26,33 @@ class Writer(Protocol):
         """Add one row: the input's columns, `output` and `_pagemill`."""
         ...
 
-    def close(self) -> None:
-        """Flush everything to disk."""
-        ...
-
 
 @contextmanager
 def replacing(
-    path: Path, samples: Iterable[Mapping[str, Any]] = (), output_column: str = OUTPUT
+    path: Path,
+    samples: Iterable[Mapping[str, Any]] = (),
+    output_column: str = OUTPUT,
+    fields: Mapping[str, str] | None = None,
 ) -> Iterator[Writer]:
     """Open a writer whose file replaces `path` at the end of the block; an error leaves `path` as it was.
 
-    `samples`: for Parquet, every input row, to find the columns' types. Raises DatasetError.
+    `samples`: for Parquet, every input row, to find the columns' types. `fields`: the schema's fields that have
+    columns of their own, and their types. Raises DatasetError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        writer = _writer(temporary, path.suffix.lower(), samples, output_column)
-        try:
-            yield writer
-        finally:
-            writer.close()
+        if data_suffix(path) == ".parquet":
+            parquet = ParquetWriter(temporary, samples, output_column, fields or {})
+            try:
+                yield parquet
+            finally:
+                parquet.close()
+        else:
+            with writing(temporary, compression(path)) as raw:
+                text = io.TextIOWrapper(raw, "utf-8", newline="")
+                yield _text_writer(text, data_suffix(path))
+                text.flush()
+                text.detach()
         temporary.replace(path)
         _sync_directory(path.parent)
     except OSError as error:
@@ -57,8 +66,13 @@ def replacing(
 
 def check_output(path: Path) -> None:
     """Raise DatasetError early for an output that could not be written at the end."""
-    if path.suffix.lower() not in (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"):
-        raise DatasetError(f"{path}: the output's name must end with .jsonl, .csv, .tsv or .parquet")
+    if data_suffix(path) not in (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"):
+        raise DatasetError(
+            f"{path}: the output's name must end with .jsonl, .csv, .tsv (perhaps with .gz or .zst) or .parquet"
+        )
+    if data_suffix(path) == ".parquet" and compression(path):
+        raise DatasetError(f"{path}: Parquet is compressed in itself; leave {path.suffix} out")
+    check_supported(path)
     if not path.parent.is_dir():
         raise DatasetError(f"{path.parent} is no directory; make it first")
     if not os.access(path.parent, os.W_OK):
@@ -66,24 +80,18 @@ def check_output(path: Path) -> None:
 
 
 class JsonLinesWriter:
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="utf-8")
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
 
     def write(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-    def close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
 
 
 class CsvWriter:
     """Writes CSV, with values other than text as JSON."""
 
-    def __init__(self, path: Path, delimiter: str) -> None:
-        self._file = path.open("w", encoding="utf-8", newline="")
-        self._csv = csv.writer(self._file, delimiter=delimiter)
+    def __init__(self, file: TextIO, delimiter: str) -> None:
+        self._csv = csv.writer(file, delimiter=delimiter)
         self._columns: list[str] | None = None
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -96,24 +104,22 @@ class CsvWriter:
             )
         self._csv.writerow([_cell(line.get(name)) for name in self._columns])
 
-    def close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-
 
 class ParquetWriter:
-    def __init__(self, path: Path, samples: Iterable[Mapping[str, Any]], output_column: str) -> None:
+    def __init__(
+        self, path: Path, samples: Iterable[Mapping[str, Any]], output_column: str, fields: Mapping[str, str]
+    ) -> None:
         from pyarrow import parquet
 
-        self._schema = _schema(samples, output_column)
-        self._output_column = output_column
+        columns = {output_column: "", **{f"{output_column}.{name}": kind for name, kind in fields.items()}}
+        self._schema = _schema(samples, columns)
+        self._texts = [name for name, kind in columns.items() if not kind]
         self._path = path
         self._parquet = parquet.ParquetWriter(path, self._schema, compression="zstd")
         self._lines: list[dict[str, Any]] = []
 
     def write(self, line: Mapping[str, Any]) -> None:
-        self._lines.append({**line, self._output_column: _cell(line[self._output_column])})
+        self._lines.append({**line, **{name: _text(line[name]) for name in self._texts}})
         if len(self._lines) == PARQUET_ROWS:
             self._flush()
 
@@ -131,19 +137,20 @@ class ParquetWriter:
             self._lines = []
 
 
-def _writer(path: Path, suffix: str, samples: Iterable[Mapping[str, Any]], output_column: str) -> Writer:
+def _text_writer(file: TextIO, suffix: str) -> Writer:
     match suffix:
         case ".csv":
-            return CsvWriter(path, ",")
+            return CsvWriter(file, ",")
         case ".tsv":
-            return CsvWriter(path, "\t")
-        case ".parquet":
-            return ParquetWriter(path, samples, output_column)
-    return JsonLinesWriter(path)
+            return CsvWriter(file, "\t")
+    return JsonLinesWriter(file)
 
 
-def _schema(samples: Iterable[Mapping[str, Any]], output_column: str) -> Any:
-    """Return every column's type, found by reading all rows: one guessed from the first may not hold."""
+def _schema(samples: Iterable[Mapping[str, Any]], added: Mapping[str, str]) -> Any:
+    """Return every column's type, found by reading all rows: one guessed from the first may not hold.
+
+    `added`: the output's columns and their types in a JSON schema; "" for values as JSON text.
+    """
     import pyarrow
 
     schema = pyarrow.schema([])
@@ -173,15 +180,18 @@ def _schema(samples: Iterable[Mapping[str, Any]], output_column: str) -> Any:
         ("finish_reason", pyarrow.string()),
         ("usage", pyarrow.struct(usage)),
     ]
-    return schema.append(pyarrow.field(output_column, pyarrow.string())).append(
-        pyarrow.field(META, pyarrow.struct(meta))
-    )
+    types = {"integer": pyarrow.int64(), "number": pyarrow.float64(), "boolean": pyarrow.bool_()}
+    for name, kind in added.items():
+        schema = schema.append(pyarrow.field(name, types.get(kind, pyarrow.string())))
+    return schema.append(pyarrow.field(META, pyarrow.struct(meta)))
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return _text(value) or ""
+
+
+def _text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _sync_directory(directory: Path) -> None:

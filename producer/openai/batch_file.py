@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagemill.producer.client.sync import Producer
+from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.journal import Failure, Journal
-from pagemill.producer.dataset.rows import DatasetError
 from pagemill.producer.dataset.work import WINDOW, Tally, Work, WorkLoop
 from pagemill.producer.dataset.writers import check_output, replacing
 from pagemill.producer.openai.lines import BatchAnswers, BatchRequests, BatchSummary, RefusedFile

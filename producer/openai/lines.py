@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.journal import Failure
-from pagemill.producer.dataset.rows import DatasetError, JsonLinesSource
+from pagemill.producer.dataset.rows import JsonLinesSource
 from pagemill.producer.openai.formats import URLS, choice, completion, parse_job, read_job
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job

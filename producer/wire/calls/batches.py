@@ -12,10 +12,11 @@ from typing import Any
 from pagemill.producer.wire.calls.reads import read_outcome
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import InvalidJob
-from pagemill.producer.wire.schema.outputs import BatchCounts, BatchItem
+from pagemill.producer.wire.schema.outputs import BatchCounts, BatchInfo, BatchItem
 from pagemill.producer.wire.server.scripts import Call
 
 PAGE_JOBS = 250
+LIST_BATCHES = 100
 PAGE_BYTES = 1 << 20
 """Bytes after which a page of results ends; a single result may be larger."""
 
@@ -31,6 +32,11 @@ class Page:
 def counts(queue: str, batch_id: str) -> Call[BatchCounts | None]:
     """Return the numbers of jobs by state; None for an unknown batch."""
     return Call("batch_counts", (keys.prefix(queue),), (batch_id,), _counts)
+
+
+def listed(queue: str, start: int, count: int) -> Call[list[BatchInfo]]:
+    """Return some batches of the queue, the one that was last added to or ended first."""
+    return Call("batch_list", (keys.prefix(queue),), (start, count), _listed)
 
 
 def page(queue: str, batch_id: str, position: int, *, ordered: bool) -> Call[Page]:
@@ -66,6 +72,17 @@ def _counts(reply: Any) -> BatchCounts | None:
     flat = list(reply)
     values = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
     return BatchCounts(**{name: values.get(name, 0) for name in BatchCounts.model_fields})
+
+
+def _listed(reply: list[Any]) -> list[BatchInfo]:
+    found = []
+    for batch_id, flat in reply[1:]:
+        values = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
+        counts = BatchCounts(**{name: values.get(name, 0) for name in BatchCounts.model_fields})
+        found.append(
+            BatchInfo(id=batch_id.decode(), created_at=values.get("created_at", 0) / 1000, counts=counts)
+        )
+    return found
 
 
 def _page(letter: str, reply: list[Any]) -> Page:

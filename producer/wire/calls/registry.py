@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import ConfigDict
+
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.outputs import WireModel
 from pagemill.producer.wire.server.scripts import Call
@@ -14,7 +16,9 @@ WORKER_TTL_MS = 10_000
 
 
 class WorkerInfo(WireModel):
-    """The state that a worker reports with every heartbeat."""
+    """The state that a worker reports with every heartbeat. Fields of later versions are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
     id: str
     models: tuple[str, ...]
@@ -27,6 +31,8 @@ class WorkerInfo(WireModel):
     started_at: float = 0.0
     running: int = 0
     """Jobs that the worker holds."""
+    max_model_len: int | None = None
+    """The most tokens of a prompt and its output, once the model is loaded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 PagemillError
 ├── InvalidJob             the job is invalid, or asks for something unsupported (also a ValueError)
+├── InvalidOutput          the output is not what it was to be parsed as (also a ValueError)
 ├── QueueFull              the queue's limit or the server's memory is reached
 ├── IdempotencyConflict    the idempotency key belongs to a job with another payload
 ├── RedisUnavailable       no server, or the call's outcome is unknown: retry with the same id
@@ -22,14 +23,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagemill.producer.wire.schema.base_error import InvalidOutput as InvalidOutput
+from pagemill.producer.wire.schema.base_error import PagemillError as PagemillError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagemill.producer.wire.schema.outputs import Output
-
-
-class PagemillError(Exception):
-    """The root of the tree."""
 
 
 class InvalidJob(PagemillError, ValueError):
@@ -45,7 +45,26 @@ class InvalidJob(PagemillError, ValueError):
 
 
 class QueueFull(PagemillError):
-    """The queue takes no more jobs now."""
+    """The queue takes no more jobs now.
+
+    `limit` jobs may wait in `queue`, and `depth` do; `lane` is the refused job's (priority, tenant, model). All are
+    None where it is the server that has no memory left.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        queue: str | None = None,
+        limit: int | None = None,
+        depth: int | None = None,
+        lane: tuple[str, str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.queue = queue
+        self.limit = limit
+        self.depth = depth
+        self.lane = lane
 
 
 class IdempotencyConflict(PagemillError):
@@ -84,7 +103,11 @@ class RedisRefused(PagemillError):
 
 
 class ResultTimeout(PagemillError, TimeoutError):
-    """The wait ended before the job did. The job continues."""
+    """The wait ended before the job did. The job continues. `reason` says what it waits for, if that is known."""
+
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class JobNotFound(PagemillError, LookupError):

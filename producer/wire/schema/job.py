@@ -23,6 +23,7 @@ from pagemill.producer.wire.schema.outputs import (
     ACTIVE_STATES,
     END_STATES,
     BatchCounts,
+    BatchInfo,
     BatchItem,
     Checkpoint,
     CheckpointSample,
@@ -56,7 +57,7 @@ from pagemill.sampling_fields import (
     SamplingFields,
     TokenId,
 )
-from pagemill.structured_outputs import StructuredOutputs
+from pagemill.structured_outputs import StructuredOutputs, is_model
 
 __all__ = [
     "Job",
@@ -81,6 +82,7 @@ __all__ = [
     "ErrorInfo",
     "StreamEvent",
     "BatchCounts",
+    "BatchInfo",
     "BatchItem",
     "Checkpoint",
     "CheckpointSample",
@@ -291,7 +293,11 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
     @model_validator(mode="before")
     @classmethod
     def _map_response_format(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or data.get("response_format") is None:
+        if not isinstance(data, dict):
+            return data
+        if is_model(data.get("structured_outputs")):
+            data = {**data, "structured_outputs": {"json": data["structured_outputs"]}}
+        if data.get("response_format") is None:
             return data
         if data.get("structured_outputs") is not None:
             raise ValueError("give response_format or structured_outputs, not both")
@@ -379,7 +385,9 @@ def turn_tokens(content: bytes) -> int:
 
 
 def _structure(response_format: Any) -> dict[str, Any] | None:
-    """Convert OpenAI's response_format to structured_outputs."""
+    """Convert OpenAI's response_format, or a pydantic class as its clients take, to structured_outputs."""
+    if is_model(response_format):
+        return {"json": response_format}
     match response_format:
         case {"type": "text"}:
             return None
@@ -417,6 +425,12 @@ def _no_such_field(name: str) -> str:
     return f"no such field; did you mean {near[0]}?" if near else "no such field"
 
 
+_CHAT_SHAPE = (
+    'a chat is a list of messages like {"role": "user", "content": "..."}; '
+    "a text by itself is a prompt=, or the content of one message"
+)
+
+
 def _reasons(error: ValidationError) -> str:
     """Return the validation errors with their locations, without quoting the input."""
     reasons = []
@@ -425,5 +439,9 @@ def _reasons(error: ValidationError) -> str:
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             message = _no_such_field(str(item["loc"][-1]))
+        elif item["type"] == "tuple_type":
+            message = "it should be a list"
+        if item["loc"][:1] == ("messages",) and item["type"] in ("tuple_type", "model_type"):
+            message = _CHAT_SHAPE
         reasons.append(f"{place}: {message}" if place else message)
     return "; ".join(reasons)

@@ -5,9 +5,14 @@ Times are unix seconds (float, UTC) by the server's clock, durations are seconds
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from pagemill.producer.wire.schema.base_error import InvalidOutput
+
+T = TypeVar("T")
 
 State = Literal["queued", "delayed", "running", "succeeded", "failed", "cancelled", "expired", "dead"]
 EndState = Literal["succeeded", "failed", "cancelled", "expired", "dead"]
@@ -24,6 +29,11 @@ class WireModel(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, hide_input_in_errors=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+
+@lru_cache(maxsize=64)
+def _adapter(model: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(model)
 
 
 class TokenLogprob(WireModel):
@@ -53,7 +63,21 @@ class Output(WireModel):
     logprob: float | None = None
     """The sum over the tokens of a scored continuation. Left out of the JSON of other outputs."""
     parsed: Any = None
-    """The parsed value of the text, if the job asked for a structure."""
+    """The parsed value of the text, if the job asked for JSON, and it was not cut off."""
+
+    def parse(self, model: type[T]) -> T:
+        """Return the text, which is JSON, as an instance of a pydantic class or another type. Raises InvalidOutput."""
+        try:
+            adapter: TypeAdapter[T] = _adapter(model)  # type: ignore[arg-type]  # a class is hashable
+            return adapter.validate_json(self.text)
+        except ValidationError as error:
+            if self.finish_reason == "length":
+                message = "the output was cut off at max_tokens; submit the job again with more"
+            else:
+                complaint = error.errors(include_input=False, include_url=False, include_context=False)[0]
+                place = ".".join(map(str, complaint["loc"]))
+                message = f"the output is no {getattr(model, '__name__', model)}: {place}: {complaint['msg']}"
+            raise InvalidOutput(message) from error
 
 
 class Usage(WireModel):
@@ -97,6 +121,15 @@ class Result(WireModel):
     @property
     def text(self) -> str:
         return self.outputs[0].text
+
+    @property
+    def parsed(self) -> Any:
+        """The first output's parsed value."""
+        return self.outputs[0].parsed
+
+    def parse(self, model: type[T]) -> T:
+        """Return the first output as an instance of a pydantic class; see `Output.parse`."""
+        return self.outputs[0].parse(model)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -202,6 +235,14 @@ class BatchCounts(WireModel):
     def done(self) -> bool:
         """True if every submitted job has ended."""
         return self.ended == self.total
+
+
+class BatchInfo(WireModel):
+    """A batch of the queue, and its jobs by state."""
+
+    id: str
+    created_at: float
+    counts: BatchCounts
 
 
 class BatchItem(WireModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -267,3 +268,19 @@ def test_a_batch_file(pagemill: Callable[..., Finished], worker: Any, tmp_path: 
     assert json.loads(done.stdout)["completed"] == 4
     answers = [json.loads(line) for line in (tmp_path / "requests.output.jsonl").read_text().splitlines()]
     assert [a["response"]["body"]["choices"][0]["text"] for a in answers] == [f"row {i}" for i in range(4)]
+
+
+def test_a_run_in_a_pipe(worker: Any, valkey_url: str, queue_name: str, tmp_path: Path) -> None:
+    """Standard input is read to its end, whether or not the run is started a second time."""
+    data = gzip.compress(b"".join(b'{"text": "row %d"}\n' % i for i in range(8)))
+    for adopted in (0, 8):
+        done = subprocess.run(
+            [sys.executable, "-m", "pagemill", "run", "-", "--out", "out.jsonl.gz", "--template", "{{ text }}",
+             "--no-chat", "--max-tokens", "20", "--json"], input=data, cwd=tmp_path, capture_output=True,
+            env=environment(valkey_url, queue_name), timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert (report["input"], report["succeeded"], report["adopted"]) == ("standard input", 8, adopted)
+    found = gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes()).decode().splitlines()
+    assert [json.loads(line)["output"] for line in found] == [f"row {i}" for i in range(8)]

@@ -20,7 +20,8 @@ OF_A_ROW = ("prompt", "messages", "prompt_token_ids", "model", "temperature")
 WIDER = {
     "stop": "str | Sequence[str]",
     "bad_words": "str | Sequence[str]",
-    "response_format": "Mapping[str, Any] | None",
+    "structured_outputs": "StructuredOutputs | Mapping[str, Any] | type[Any] | None",
+    "response_format": "Mapping[str, Any] | type[Any] | None",
 }
 HEAD = '''"""The fields of a job as keyword arguments: written from `Job`, so that a type checker knows them.
 

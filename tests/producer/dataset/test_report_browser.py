@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pagemill.producer.dataset import report
+from pagemill.producer.dataset.record import Totals
 from pagemill.producer.dataset.summary import Summary
 from tests.worker.browser import DESKTOP, PHONE, Browser, open_browser
 
@@ -25,7 +26,7 @@ HOSTILE = [
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose labels, gold values, error codes and file names all try to be markup."""
-    summary = Summary(gold=HOSTILE[0], price_per_hour=2.0, seconds=90.0, wants_schema=True)
+    summary = Summary(gold=HOSTILE[0], price_per_hour=2.0, totals=Totals(seconds=90.0), wants_schema=True)
     for number, label in enumerate(HOSTILE * 4):
         kept: dict[str, Any] = {
             "outputs": [{"text": label, "parsed": label, "finish_reason": "stop"}],

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from pagemill import Producer
+from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.journal import Journal
 from pagemill.producer.dataset.pipeline import Pipeline
-from pagemill.producer.dataset.rows import DatasetError
 from pagemill.producer.dataset.work import TooManyErrors
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pagemill.producer.dataset.record import Totals
 from pagemill.producer.dataset.summary import MAX_CONFUSION, Summary
 
 
@@ -30,8 +31,8 @@ def test_the_first_failure_is_kept_in_words() -> None:
     assert (summary.failed, summary.error_codes.total()) == (2, 2)
 
 
-def test_rows_of_an_earlier_output_count_in_nothing_that_is_per_second() -> None:
-    summary = Summary(seconds=2.0)
+def test_rows_whose_time_is_not_known_count_in_nothing_that_is_per_second() -> None:
+    summary = Summary(totals=Totals(seconds=2.0, starts=1, untimed_rows=6, untimed_tokens=18))
     usage = {"prompt_tokens": 5, "completion_tokens": 3, "cached_tokens": 0}
     earlier = {"outputs": [{"text": "a", "finish_reason": "stop"}], "usage": usage}
     for number in range(10):

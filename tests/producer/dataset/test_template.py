@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.recipe import Recipe
-from pagemill.producer.dataset.rows import DatasetError, Row, RowError
+from pagemill.producer.dataset.rows import Row, RowError
 from pagemill.producer.dataset.template import PromptTemplate, TemplateFailed
 from pagemill.producer.wire.schema.job import Job
 
@@ -72,7 +73,7 @@ def test_bad_rows_become_errors() -> None:
     errors = [recipe.job(Row(1, fields)) for fields in bad]
     assert all(isinstance(error, RowError) for error in errors)
     assert [error.code for error in errors if isinstance(error, RowError)] == [
-        "invalid_job", "template_error", "template_error",
+        "empty_row", "template_error", "template_error",
     ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from pagemill import Producer
-from pagemill.producer.dataset.rows import DatasetError
+from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.openai.batch_file import BatchFile
 from pagemill.producer.openai.formats import CHAT_URL, COMPLETIONS_URL
 from pagemill.producer.openai.lines import job_of, success_line

@@ -1,0 +1,121 @@
+"""`pagemill run --dry-run`: the first prompts as they would be sent, and the length of every one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from pagemill.cli.app import say
+from pagemill.cli.local_worker import has_server, live_workers, served_name
+from pagemill.producer.dataset.rows import RowError
+from pagemill.producer.dataset.run import DatasetRun
+from pagemill.producer.dataset.tokens import TokenCounter
+from pagemill.producer.wire.schema.errors import PagemillError
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.server.discovery import find_redis
+
+PREVIEW_ROWS = 3
+SHOWN_HEAD, SHOWN_TAIL = 1_200, 600
+"""Characters that are shown of a prompt, at its beginning and at its end, if it is longer."""
+KNOWN_LIMITS = {"smollm2": 8_192, "echo": 4_096}
+"""Of the models that need no directory."""
+
+
+def prompt_limit(model: str | None, url: str | None, queue: str, worker_options: list[str]) -> int | None:
+    """Return the most tokens of prompt and output that one job may have; None if nobody says.
+
+    Live workers of the model say it, else the model's own configuration does. A dry run needs no server.
+    """
+    with contextlib.suppress(PagemillError):
+        alive = live_workers(find_redis(url), queue) if has_server(url) else []
+        serving = [info for info in alive if model is None or served_name(model) in info.models]
+        if len({name for info in serving for name in info.models}) == 1 or model is not None:
+            announced = [info.max_model_len for info in serving if info.max_model_len is not None]
+            if announced:
+                return min(announced)
+    for option in worker_options:
+        name, _, value = option.partition("=")
+        if name == "max_model_len" and value.isdecimal():
+            return int(value)
+    return None if model is None else KNOWN_LIMITS.get(model, _configured(Path(model) / "config.json"))
+
+
+def preview(dataset: DatasetRun, counter: TokenCounter, limit: int | None, *, as_json: bool) -> bool:
+    """Print the first prompts, and what is wrong with any; returns whether all rows are fit to be submitted."""
+    tokens = rows = bad = skipped = 0
+    longest, long_rows, first_long = 0, 0, 0
+    for row, job in dataset.previews():
+        rows += 1
+        size = 0
+        if isinstance(job, Job):
+            size = counter.count(job)
+            if limit is not None and size + 1 > limit:  # at least one token of output
+                long_rows, first_long = long_rows + 1, first_long or row.number
+        else:
+            bad, skipped = bad + (not job.is_skipped), skipped + job.is_skipped
+        tokens, longest = tokens + size, max(longest, size)
+        if rows <= PREVIEW_ROWS:
+            _print(row.number, job, size, counter, as_json=as_json)
+    jobs = rows - bad - skipped
+    total = dataset.count()
+    parts = [
+        f"{rows:,}{f' of {total:,} rows' if total is not None else ' rows'} looked at: {bad:,} bad",
+        *([f"{skipped:,} skipped"] if skipped else []),
+        f"{counter.about}{tokens / jobs if jobs else 0:,.0f} prompt tokens each, {longest:,} at most",
+    ]
+    if limit is None:
+        parts.append("whether that fits is not known: no live worker serves the model (--model)")
+    elif long_rows:
+        parts.append(f"{long_rows:,} too long for the model's {limit:,} (the first: row {first_long:,})")
+    else:
+        parts.append(f"the model takes {limit:,}")
+    say(", ".join(parts) + "; nothing submitted")
+    return not (bad or long_rows)
+
+
+def prompt_text(job: Job) -> str:
+    """Return a job's prompt in readable form, without the middle of a long one."""
+    if job.messages is not None:
+        return "\n".join(f"[{message.role}] {_visible(message.content)}" for message in job.messages)
+    return _visible(job.prompt) if job.prompt is not None else f"{len(job.prompt_token_ids or ())} token ids"
+
+
+def _print(number: int, job: Job | RowError, size: int, counter: TokenCounter, *, as_json: bool) -> None:
+    if as_json:
+        shown: dict[str, Any] = {"row": number, "prompt_tokens": size, "exact": counter.is_exact}
+        shown["error" if isinstance(job, RowError) else "job"] = (
+            job.message if isinstance(job, RowError) else json.loads(job.to_payload())
+        )
+        typer.echo(json.dumps(shown, ensure_ascii=False))
+        return
+    typer.echo(f"--- row {number}, {counter.about}{size:,} prompt tokens")
+    if isinstance(job, Job):
+        typer.echo(prompt_text(job))
+    else:
+        typer.echo(f"{'skipped' if job.is_skipped else 'bad row'}: {job.message}")
+
+
+def _configured(path: Path) -> int | None:
+    """Return the context length that a checkpoint's configuration gives."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        length = {**config, **(config.get("text_config") or {})}["max_position_embeddings"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return length if isinstance(length, int) else None
+
+
+def _visible(text: str) -> str:
+    """Shorten a text, and escape control characters: data must not move the cursor or set the terminal's title."""
+    left_out = len(text) - SHOWN_HEAD - SHOWN_TAIL
+    if left_out > 0:
+        text = f"{text[:SHOWN_HEAD]}\n... {left_out:,} characters ...\n{text[-SHOWN_TAIL:]}"
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) != "Cc" else f"\\x{ord(char):02x}"
+        for char in text
+    )

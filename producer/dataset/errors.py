@@ -1,0 +1,15 @@
+"""The exceptions of dataset runs."""
+
+from __future__ import annotations
+
+
+class DatasetError(Exception):
+    """The run cannot start or continue; the message says what to do."""
+
+
+class EmptyFile(DatasetError):
+    """The file has not even a header."""
+
+
+class DiskFailed(DatasetError):
+    """A write failed in the middle of a run; earlier writes are kept."""

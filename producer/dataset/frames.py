@@ -1,0 +1,187 @@
+"""Data frames as rows, and back: pandas, polars, Arrow tables. None is imported unless the caller has one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pagemill.producer.dataset.errors import DatasetError
+from pagemill.producer.dataset.rows import MemorySource, Row, Source, checked_row, open_source
+from pagemill.producer.dataset.schema_fields import field_values
+
+if TYPE_CHECKING:
+    from pagemill.producer.dataset.run import DatasetRun
+
+CHUNK_ROWS = 1_024
+
+
+class Frame(Protocol):
+    """One library's frame, by positions counted from 0."""
+
+    def columns(self) -> list[Any]: ...
+
+    def size(self) -> int: ...
+
+    def records(self, start: int, stop: int) -> list[dict[str, Any]]:
+        """Return a slice of the rows."""
+        ...
+
+    def labelled(self, positions: list[int], columns: Mapping[str, list[Any]]) -> Any:
+        """Return a new frame of these rows, with columns added."""
+        ...
+
+
+class FrameSource:
+    """The rows of a data frame, converted a chunk at a time. Raises DatasetError for columns that no row can have."""
+
+    def __init__(self, frame: Frame, name: str) -> None:
+        self.name = name
+        self.frame = frame
+        columns = frame.columns()
+        if odd := [column for column in columns if not isinstance(column, str)]:
+            raise DatasetError(
+                f"column names must be text, not {odd[0]!r}; rename them, in pandas: df.columns = df.columns.map(str)"
+            )
+        if repeated := [column for column, count in Counter(columns).items() if count > 1]:
+            raise DatasetError(f"columns appear twice: {', '.join(repeated)}")
+
+    def rows(self) -> Iterator[Row]:
+        for start in range(0, self.frame.size(), CHUNK_ROWS):
+            for index, fields in enumerate(self.frame.records(start, start + CHUNK_ROWS), start + 1):
+                yield checked_row(index, fields)
+
+    def count(self) -> int | None:
+        return self.frame.size()
+
+
+def source_of(rows: object) -> Source:
+    """Return the source for a path, a data frame or an iterable of mappings. Raises DatasetError."""
+    if isinstance(rows, str | Path):
+        return open_source(Path(rows))
+    frame = _frame(rows)
+    if frame is not None:
+        return FrameSource(frame, type(rows).__name__)
+    if isinstance(rows, Mapping):
+        raise DatasetError("a mapping is one row: give a list of them, or a data frame for columns")
+    if not isinstance(rows, Iterable) or isinstance(rows, bytes | bytearray):
+        raise DatasetError(
+            f"rows are a file's path, a data frame or an iterable of mappings, not {type(rows).__name__}"
+        )
+    return MemorySource(rows)
+
+
+def labelled(source: FrameSource, run: DatasetRun, outputs: Mapping[int, Any]) -> Any:
+    """Return a frame of the kind that was given, with the rows in `outputs`, by their numbers, and what they got."""
+    numbers = sorted(outputs)
+    columns = {run.output_column: [outputs[number] for number in numbers]}
+    values = [field_values(output, run.fields) for output in columns[run.output_column]]
+    columns |= {f"{run.output_column}.{name}": [value[name] for value in values] for name in run.fields}
+    return source.frame.labelled([number - 1 for number in numbers], columns)
+
+
+class _Pandas:
+    def __init__(self, frame: Any) -> None:
+        self._frame = frame
+
+    def columns(self) -> list[Any]:
+        return list(self._frame.columns)
+
+    def size(self) -> int:
+        return len(self._frame)
+
+    def records(self, start: int, stop: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._frame.iloc[start:stop].to_dict("records")
+        return found
+
+    def labelled(self, positions: list[int], columns: Mapping[str, list[Any]]) -> Any:
+        import pandas
+
+        taken = self._frame.iloc[positions]
+        kind = None if positions else object
+        # By position: an index may hold a label twice.
+        return taken.assign(
+            **{name: pandas.Series(values, index=taken.index, dtype=kind) for name, values in columns.items()}
+        )
+
+
+class _Polars:
+    def __init__(self, frame: Any) -> None:
+        self._frame = frame
+
+    def columns(self) -> list[Any]:
+        return list(self._frame.columns)
+
+    def size(self) -> int:
+        return int(self._frame.height)
+
+    def records(self, start: int, stop: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._frame.slice(start, stop - start).to_dicts()
+        return found
+
+    def labelled(self, positions: list[int], columns: Mapping[str, list[Any]]) -> Any:
+        import polars
+
+        def column(name: str, values: list[Any]) -> Any:
+            try:
+                return polars.Series(name, values)
+            except (TypeError, polars.exceptions.PolarsError):
+                return polars.Series(name, _texts(values))
+
+        return self._frame[positions].with_columns([column(*pair) for pair in columns.items()])
+
+
+class _Arrow:
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def columns(self) -> list[Any]:
+        return list(self._table.schema.names)
+
+    def size(self) -> int:
+        return int(self._table.num_rows)
+
+    def records(self, start: int, stop: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._table.slice(start, stop - start).to_pylist()
+        return found
+
+    def labelled(self, positions: list[int], columns: Mapping[str, list[Any]]) -> Any:
+        import pyarrow
+
+        taken = self._table.take(pyarrow.array(positions, pyarrow.int64()))
+        for name, values in columns.items():
+            try:
+                column = pyarrow.array(values)
+            except pyarrow.ArrowException:
+                column = pyarrow.array(_texts(values))
+            if pyarrow.types.is_null(column.type):
+                column = column.cast(pyarrow.string())
+            taken = taken.append_column(name, column)
+        return taken
+
+
+def _frame(value: object) -> Frame | None:
+    """Wrap a data frame; None for anything else."""
+    pandas, polars, pyarrow = (sys.modules.get(name) for name in ("pandas", "polars", "pyarrow"))
+    if pandas is not None and isinstance(value, pandas.DataFrame):
+        return _Pandas(value)
+    if polars is not None and isinstance(value, polars.LazyFrame):
+        return _Polars(value.collect())
+    if polars is not None and isinstance(value, polars.DataFrame):
+        return _Polars(value)
+    if pyarrow is not None and isinstance(value, pyarrow.RecordBatch):
+        value = pyarrow.Table.from_batches([value])
+    if pyarrow is not None and isinstance(value, pyarrow.Table):
+        return _Arrow(value)
+    return None
+
+
+def _texts(values: Sequence[Any]) -> list[str | None]:
+    """Return values of different types as text, those that are none as JSON."""
+    return [
+        value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for value in values
+    ]

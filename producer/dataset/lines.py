@@ -1,0 +1,94 @@
+"""A row's line in the output: made from a result, and read back from a finished output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pagemill.producer.dataset.compressed import data_suffix
+from pagemill.producer.dataset.recipe import Recipe
+from pagemill.producer.dataset.rows import Row
+from pagemill.producer.dataset.schema_fields import field_values
+from pagemill.producer.dataset.writers import META, TEXT_CELLS
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLines:
+    """The lines of one run; a result is a dict as the journal keeps it."""
+
+    recipe: Recipe
+    column: str
+    """The name of the output's column."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """The fields of the schema that have columns of their own, and their types."""
+
+    def make(self, row: Row, name: str, kept: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the input's columns, the output and its origin. An earlier run's `_pagemill` is replaced."""
+        samples = kept["outputs"]
+        meta = {
+            "key": name,
+            "row": row.number,
+            "finish_reason": samples[0].get("finish_reason"),
+            "usage": kept.get("usage"),
+        }
+        columns = {name: value for name, value in (row.fields or {}).items() if name != META}
+        output = self._output_value(samples)
+        values = field_values(output, self.fields)
+        added = {f"{self.column}.{field}": value for field, value in values.items()}
+        return {**columns, self.column: output, **added, META: meta}
+
+    def _output_value(self, samples: list[dict[str, Any]]) -> Any:
+        """Return the value of the row's output.
+
+        A text; the parsed value if a shape was asked for; a list for n > 1. For scores a log-probability, or
+        one per continuation.
+        """
+        if self.recipe.is_scored:
+            scores = [sample["logprob"] for sample in samples]
+            names = self.recipe.fields.get("continuations")
+            return scores[0] if names is None else dict(zip(map(_name, names), scores, strict=True))
+        values = [s["parsed"] if s.get("parsed") is not None else s["text"] for s in samples]
+        return values[0] if len(values) == 1 else values
+
+    def read(self, fields: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]] | None:
+        """Return a line's name and its result as far as it can be reconstructed; None for no line of a run."""
+        meta = fields.get(META)
+        if isinstance(meta, str):
+            meta = _loaded(meta)
+        if not isinstance(meta, dict) or not isinstance(meta.get("key"), str):
+            return None
+        return meta["key"], self._kept(fields.get(self.column), meta, path)
+
+    def _kept(self, output: Any, meta: Mapping[str, Any], path: Path) -> dict[str, Any]:
+        wants_json, samples = self.recipe.wants_json, int(self.recipe.fields.get("n") or 1)
+        is_encoded = wants_json or samples > 1 or self.recipe.is_scored
+        if isinstance(output, str) and data_suffix(path) in TEXT_CELLS and is_encoded:
+            loaded = _loaded(output)
+            output = output if loaded is None else loaded
+        finish_reason = meta.get("finish_reason")
+        if self.recipe.is_scored:
+            scores = output.values() if isinstance(output, dict) else [output]
+            scored = [{"logprob": score, "finish_reason": finish_reason} for score in scores]
+            return {"outputs": scored, "usage": meta.get("usage") or {}}
+        outputs = []
+        for index, value in enumerate(output if samples > 1 and isinstance(output, list) else [output]):
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            is_parsed = not isinstance(value, str) or (wants_json and finish_reason == "stop")
+            parsed = value if is_parsed else None
+            outputs.append({"index": index, "text": text, "parsed": parsed, "finish_reason": finish_reason})
+        return {"outputs": outputs, "usage": meta.get("usage") or {}}
+
+
+def _name(continuation: Any) -> str:
+    """Return a continuation's name in an output: its text, or its token ids."""
+    return continuation if isinstance(continuation, str) else " ".join(map(str, continuation))
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return None

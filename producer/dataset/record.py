@@ -1,0 +1,103 @@
+"""The record of a run: the settings that made its output, and the time and KV use of all its starts.
+
+While the run lasts it is in the journal; beside a finished OUT it is OUT.run.json, so that a later run can tell whether
+it asks for the same, and adds its own time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pagemill.producer.dataset.errors import DatasetError
+
+VERSION = 1
+MAX_SHOWN = 60
+"""Characters of a setting in a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean that can be continued later."""
+
+    count: int = 0
+    total: float = 0.0
+
+    def plus(self, other: Mean) -> Mean:
+        return Mean(self.count + other.count, self.total + other.total)
+
+    @property
+    def value(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over the starts of a run. Raises ValueError, TypeError or KeyError for what no run has written."""
+
+    seconds: float = 0.0
+    starts: int = 0
+    kv_utilization: Mean = Mean()
+    kv_waste: Mean = Mean()
+    untimed_rows: int = 0
+    """Rows taken from an output without a record: what they took is not known, so no rate counts them."""
+    untimed_tokens: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Totals:
+        means = {name: Mean(**fields[name]) for name in ("kv_utilization", "kv_waste")}
+        return cls(**{**fields, **means})
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """`settings`: everything that an output depends on but the rows. `rows`: how many the last run went over."""
+
+    settings: dict[str, Any]
+    totals: Totals
+    rows: int = 0
+    version: int = field(default=VERSION, kw_only=True)
+
+    def write(self, path: Path) -> None:
+        """Replace the file at once."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_text(
+                json.dumps(asdict(self), ensure_ascii=False, indent=2) + "\n", encoding="utf-8"
+            )
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, path: Path) -> Record | None:
+        """Return the record, None if there is none. Raises DatasetError."""
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            if fields["version"] != VERSION or not isinstance(fields["settings"], dict):
+                raise ValueError
+            return cls(fields["settings"], Totals.of(fields["totals"]), int(fields["rows"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError):
+            raise DatasetError(
+                f"{path} is no record of a run; move it away, or start over with --overwrite"
+            ) from None
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return in words which settings differ; empty if none does."""
+    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    return "; ".join(f"{name}: {_shown(then.get(name))} then, {_shown(now.get(name))} now" for name in names)
+
+
+def _shown(value: Any) -> str:
+    text = "none" if value is None else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

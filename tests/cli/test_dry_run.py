@@ -1,0 +1,136 @@
+"""A dry run checks every prompt's length against what the model takes, and prints long ones without their middle."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from pagemill.__main__ import app
+from pagemill.cli.dry_run import KNOWN_LIMITS
+from pagemill.engine.models.echo import ECHO_MAX_MODEL_LEN
+from pagemill.engine.models.packaged import packaged_model_directory
+from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.calls.registry import WorkerInfo
+from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    texts = ["short", "x" * 108_000, "y", "word " * 2_000]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def dry_run(rows: Path, *options: str, url: str | None = None, queue: str = "default", state: Path) -> Any:
+    where = ["--redis-url", url] if url else []
+    command = [
+        "run",
+        str(rows),
+        "--out",
+        str(rows.with_name("out.jsonl")),
+        "--dry-run",
+        "--queue",
+        queue,
+        *where,
+    ]
+    template = [] if "--template" in options else ["--template", "{{ text }}"]
+    environment = {"PAGEMILL_STATE_DIR": str(state), "PAGEMILL_REDIS_URL": ""}
+    return CliRunner().invoke(app, [*command, *template, *options], env=environment)
+
+
+def test_a_prompt_too_long_for_the_model_is_found_without_a_server(rows: Path, tmp_path: Path) -> None:
+    done = dry_run(rows, "--model", "smollm2", state=tmp_path)
+    assert done.exit_code == 4, done.output
+    assert "1 too long for the model's 8,192 (the first: row 2)" in done.stderr
+    assert "about 27,001 prompt tokens" in done.stdout
+    assert len(done.stdout) < 6_000
+    assert "... 106,200 characters ..." in done.stdout
+    assert dry_run(rows, "--model", "smollm2", "--limit", "1", state=tmp_path).exit_code == 0
+
+
+def test_rows_beyond_the_first_thousand_are_looked_at(tmp_path: Path) -> None:
+    rows = tmp_path / "in.jsonl"
+    rows.write_text("".join('{"text": "a"}\n' for _ in range(1_500)) + json.dumps({"text": "x" * 20_000}))
+    done = dry_run(rows, "--model", "echo", state=tmp_path)
+    assert (done.exit_code, "row 1,501" in done.stderr) == (4, True), done.output
+
+
+def test_a_directory_says_its_own_limit(rows: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"text_config": {"max_position_embeddings": 30000}}')
+    assert "the model takes 30,000" in dry_run(rows, "--model", f"{model}/", state=tmp_path).stderr
+    (model / "config.json").write_text("[]")
+    done = dry_run(rows, "--model", f"{model}/", state=tmp_path)
+    assert (done.exit_code, "whether that fits is not known" in done.stderr) == (0, True)
+    done = dry_run(rows, "--model", "echo", "--worker-option", "max_model_len=100000", state=tmp_path)
+    assert "the model takes 100,000" in done.stderr
+
+
+def test_a_live_worker_says_what_it_takes(
+    rows: Path, valkey_url: str, queue_name: str, tmp_path: Path
+) -> None:
+    client = QueueClient(valkey_url, queue_name)
+    with running_worker(worker_config(valkey_url, queue_name, model="echo", max_model_len=512)):
+        eventually(lambda: any(w.max_model_len for w in client.workers()), "the worker's limit")
+        done = dry_run(rows, url=valkey_url, queue=queue_name, state=tmp_path)
+        assert "2 too long for the model's 512 (the first: row 2)" in done.stderr
+        done = dry_run(rows, "--model", "elsewhere", url=valkey_url, queue=queue_name, state=tmp_path)
+        assert "whether that fits is not known" in done.stderr
+    client.redis.close()
+
+
+def test_of_several_workers_the_smallest_limit_holds(
+    rows: Path, valkey_url: str, queue_name: str, tmp_path: Path
+) -> None:
+    client = QueueClient(valkey_url, queue_name)
+    for name, limit in (("a", 700), ("b", 600), ("c", None)):
+        info = WorkerInfo(id=name, models=("m",), max_model_len=limit)
+        client.run(registry.heartbeat(queue_name, info, ttl_ms=600_000))
+    done = dry_run(rows, "--model", "m", url=valkey_url, queue=queue_name, state=tmp_path)
+    assert "too long for the model's 600" in done.stderr
+    client.redis.close()
+
+
+def test_a_row_that_truncates_its_prompt_is_never_too_long(rows: Path, tmp_path: Path) -> None:
+    done = dry_run(rows, "--model", "echo", "--field", "truncate_prompt_tokens=100", state=tmp_path)
+    assert (done.exit_code, "100 at most" in done.stderr) == (0, True), done.output
+
+
+def test_bad_rows_fail_a_dry_run_and_skipped_ones_do_not(tmp_path: Path) -> None:
+    rows = tmp_path / "in.jsonl"
+    rows.write_text('{"text": "a"}\n{"text": null}\n')
+    done = dry_run(rows, "--model", "echo", state=tmp_path)
+    assert (done.exit_code, "1 bad" in done.stderr) == (4, True)
+    done = dry_run(rows, "--model", "echo", "--on-empty", "skip", state=tmp_path)
+    assert (done.exit_code, "0 bad, 1 skipped" in done.stderr) == (0, True)
+    done = dry_run(rows, "--model", "echo", "--where", "text is not none", state=tmp_path)
+    assert (done.exit_code, "1 rows looked at: 0 bad" in done.stderr) == (0, True)
+
+
+def test_a_worker_of_a_later_version_is_still_read() -> None:
+    info = WorkerInfo.model_validate_json('{"id": "w", "models": ["m"], "invented_later": 1}')
+    assert info.id == "w"
+
+
+def test_the_known_limits_are_the_models_own() -> None:
+    config = json.loads((packaged_model_directory() / "config.json").read_text())
+    limits = {"smollm2": config["max_position_embeddings"], "echo": ECHO_MAX_MODEL_LEN}
+    assert limits == KNOWN_LIMITS
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_rows_come_from_standard_input(compress: Any, tmp_path: Path) -> None:
+    data = compress(b'{"text": "a"}\n{"text": "b"}\n')
+    command = ["run", "-", "--out", str(tmp_path / "out.jsonl"), "--dry-run", "--template", "{{ text }}"]
+    done = CliRunner().invoke(app, [*command, "--model", "echo", "--queue", "q"], input=data)
+    assert done.exit_code == 0, done.output
+    assert "2 of 2 rows looked at: 0 bad" in done.stderr
+    done = CliRunner().invoke(app, [*command, "--model", "echo", "--format", "csv"], input=b"text\na\n")
+    assert "1 of 1 rows" in done.stderr

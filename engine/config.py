@@ -28,7 +28,11 @@ class EngineConfig:
     """The user's settings; None and "auto" are resolved when the model is loaded, into other objects."""
 
     model: str
-    """A Hugging Face directory, `smollm2` (the packaged model) or `echo` (no model at all)."""
+    """A folder, `org/name[@revision]` of the Hugging Face Hub, `modelscope:org/name[@revision]`, `smollm2` (the
+    packaged model) or `echo` (no model at all)."""
+    served_model_name: tuple[str, ...] = ()
+    """The names that jobs may use, the main one first; a text has them apart by commas or spaces. Empty: the
+    repository's name, or the folder's."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights from the directory's config.json, for benchmarks."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
@@ -87,6 +91,7 @@ class EngineConfig:
             raise ConfigError("model: it should be a name or a path", setting="model") from None
         if not 0 < len(self.model) <= 4096:
             raise ConfigError("model: it should have 1 to 4096 characters", setting="model")
+        object.__setattr__(self, "served_model_name", _listed(self.served_model_name))
         if find_spec("pydantic") is not None:  # a machine that only tests kernels may lack it
             _hold_to_annotations(self)
         size = self.tensor_parallel_size
@@ -97,6 +102,11 @@ class EngineConfig:
             if size > 1 and value:
                 message = f"{name}={value!r} with tensor_parallel_size={size} is not supported"
                 raise ConfigError(message, setting=name)
+
+
+def _listed(names: object) -> object:
+    """Split a text into distinct names; anything else is checked later."""
+    return tuple(dict.fromkeys(names.replace(",", " ").split())) if isinstance(names, str) else names
 
 
 def _hold_to_annotations(config: EngineConfig) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.models.source import ModelSource
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.schema.errors import PagemillError, RedisUnavailable
@@ -157,8 +159,11 @@ def serving_workers(url: str, queue: str, model: str, say: Callable[[str], None]
 
 
 def served_name(model: str) -> str:
-    """Return the name under which a worker serves a model: a directory's base name."""
-    return Path(model).name if "/" in model else model
+    """Return the name under which a worker serves a model: the repository's, or a folder's base name."""
+    try:
+        return ModelSource.parse(model).served_name
+    except ModelLoadError:  # a name that a worker was given
+        return model
 
 
 def has_server(url: str | None) -> bool:

@@ -57,7 +57,8 @@ class LLM:
     """A model in this process.
 
     Args:
-        model: a Hugging Face directory, `smollm2` or `echo`.
+        model: a folder, `org/name[@revision]` of the Hugging Face Hub, `modelscope:org/name[@revision]`,
+            `smollm2` or `echo`.
         options: the fields of `EngineConfig`.
 
     Raises:

@@ -58,6 +58,8 @@ class LoopbackHub:
         """A part of a path, and the status and headers that its requests get."""
         self.cut: dict[str, list[int]] = {}
         """A file, and after how many bytes of the body its next requests lose their connection."""
+        self.claimed_bytes: dict[str, int] = {}
+        """A file, and the size that its listing claims."""
         self.token: str | None = None
         """If set, requests with another one are refused."""
         hub = self
@@ -143,8 +145,13 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(404, {"X-Error-Code": "RevisionNotFound"})
         if what == "tree":
             return self._send_json([_tree_entry(file, content) for file, content in repository.files.items()])
-        siblings = [_sibling(file, content) for file, content in repository.files.items()]
+        siblings = [
+            _sibling(file, content) | self._claimed(file) for file, content in repository.files.items()
+        ]
         self._send_json({"id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": []})
+
+    def _claimed(self, file: str) -> dict[str, int]:
+        return {"size": self.hub.claimed_bytes[file]} if file in self.hub.claimed_bytes else {}
 
     def _resolve(self, name: str, revision: str, file: str) -> None:
         repository = self.hub.repositories.get(name)

@@ -136,8 +136,8 @@ class WorkerConfig(BaseSettings):
     def _model_to_be_asked_for(cls, engine: EngineConfig) -> EngineConfig:
         """Check that the model exists and that jobs can name it."""
         check_model(engine.model)
-        for name in engine.served_model_name or (ModelSource.parse(engine.model).served_name,):
-            _model_name.validate_python(name)
+        if not engine.served_model_name:
+            _model_name.validate_python(ModelSource.parse(engine.model).served_name)
         return engine
 
     @field_validator("hmac_keys")

@@ -78,8 +78,10 @@ def is_commit(revision: str | None) -> bool:
 
 
 def _is_path(model: str) -> bool:
+    if model.startswith(("/", "./", "../", "~")) or model.endswith("/"):
+        return True
     try:
-        return model.startswith(("/", "./", "../", "~")) or model.endswith("/") or Path(model).is_dir()
+        return bool(model) and Path(model).is_dir()
     except (OSError, ValueError):  # too long for a path, or with a NUL
         return False
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.errors import EngineError, ModelLoadError
+from pagemill.engine.models.directory import obtain_model
 from pagemill.engine.models.source import ModelSource
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import WorkerInfo
@@ -66,6 +67,7 @@ class LocalWorker:
         """`state_dir`: the data directory of the embedded server that is used without `url`."""
         if importlib.util.find_spec("torch") is None:
             raise WorkerFailed("a worker needs more than a producer: pip install 'pagemill[worker]'")
+        _download(model)
         self._queue = queue
         self._url = url
         self._state_dir = state_dir
@@ -156,6 +158,33 @@ def serving_workers(url: str, queue: str, model: str, say: Callable[[str], None]
             say(f"waiting for the worker of queue {queue} to load its model")
             has_told = True
         time.sleep(POLL_S)
+
+
+def can_load(model: str) -> bool:
+    """Return whether a worker here could load the model: all but a name that only its own worker knows."""
+    try:
+        source = ModelSource.parse(model)
+    except ModelLoadError:
+        return False
+    return source.kind != "folder" or Path(source.name).expanduser().is_dir()
+
+
+def _download(model: str) -> None:
+    """Download a hub's model here, where its progress is seen, and not in the child. Raises WorkerFailed."""
+    try:
+        if ModelSource.parse(model).is_remote:
+            obtain_model(model, lambda line: print(line, file=sys.stderr), refuse_unrunnable)
+    except EngineError as error:
+        raise WorkerFailed(str(error)) from error
+
+
+def refuse_unrunnable(directory: Path) -> None:
+    """Raise ModelLoadError if config.json shows that no worker could run the model."""
+    try:
+        from pagemill.engine.models.runnable import check_config
+    except ModuleNotFoundError:  # no worker runs here, but one may elsewhere
+        return
+    check_config(directory)
 
 
 def served_name(model: str) -> str:

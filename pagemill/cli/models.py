@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import AfterValidator
 from rich.console import Console
 
 from pagemill.cli.app import EXIT_NOT_SUCCEEDED, EXIT_USAGE, AsJson, app, say
+from pagemill.cli.checked import checked
+from pagemill.cli.local_worker import refuse_unrunnable
 from pagemill.cli.views import print_rows
-from pagemill.engine.errors import ConfigError, EngineError, ModelLoadError
+from pagemill.engine.errors import ConfigError, EngineError
 from pagemill.engine.models.directory import obtain_model
 from pagemill.engine.models.hubs.cached import CachedModel, cached_models
 from pagemill.engine.models.hubs.progress import size
@@ -26,19 +29,33 @@ if TYPE_CHECKING:
 _COMMIT_DIGITS = 12
 
 
+def _check_repository(model: str) -> str:
+    if not ModelSource.parse(model).is_remote:
+        raise ValueError("it should be a repository of a hub, org/name")
+    return model
+
+
+Repository = Annotated[str, AfterValidator(_check_repository)]
+
+
 @app.command()
 def pull(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="org/name[@revision], or modelscope:org/name[@revision]."),
+        typer.Argument(
+            metavar="MODEL",
+            callback=checked(Repository),
+            help="org/name[@revision], or modelscope:org/name[@revision].",
+        ),
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Download a model that a worker shall serve later, and print where it lies. What is cached is kept."""
+    """Download a model into its hub's cache.
+
+    Prints where it lies. A worker does the same when it starts; files that are cached are not downloaded again.
+    """
     try:
-        if not ModelSource.parse(model).is_remote:
-            raise ModelLoadError(f"{model} is no repository of a hub: there is nothing to download")
-        found = download(model)
+        found = obtain_model(model, say, refuse_unrunnable)
     except EngineError as error:
         say(str(error))
         raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_NOT_SUCCEEDED) from None
@@ -54,7 +71,7 @@ def pull(
 
 @app.command()
 def models(as_json: AsJson = False) -> None:
-    """The models in the hubs' caches, their sizes, and whether they can be run. None is loaded."""
+    """The cached models, and whether they can be run."""
     is_shown = sys.stdout.isatty() and not as_json
     with Console(stderr=True).status("looking into the caches") if is_shown else nullcontext():
         cached = cached_models()
@@ -78,19 +95,6 @@ def models(as_json: AsJson = False) -> None:
         say("no model is cached; get one: pagemill pull org/name")
     elif verdict is None:
         say("whether they can be run is unknown here: pip install 'pagemill[worker]'")
-
-
-def download(model: str) -> LocalModel:
-    """Download a hub's model, unless its config.json shows that no worker could run it. Raises `EngineError`."""
-    return obtain_model(model, say, _refuse)
-
-
-def _refuse(directory: Path) -> None:
-    try:
-        from pagemill.engine.models.runnable import check_config
-    except ModuleNotFoundError:  # no worker runs here, but one may elsewhere
-        return
-    check_config(directory)
 
 
 def _verdict() -> Callable[[Path], str | None] | None:

@@ -63,6 +63,7 @@ class LLM:
 
     Raises:
         ConfigError: the model can't be loaded, or a setting is invalid.
+        EngineError: a hub does not answer, or a disk is full.
     """
 
     def __init__(self, model: str, **options: Any) -> None:

@@ -58,6 +58,8 @@ class LoopbackHub:
         """A part of a path, and the status and headers that its requests get."""
         self.cut: dict[str, list[int]] = {}
         """A file, and after how many bytes of the body its next requests lose their connection."""
+        self.hold: threading.Event | None = None
+        """If set, weight files stop half-way until it is set."""
         self.claimed_bytes: dict[str, int] = {}
         """A file, and the size that its listing claims."""
         self.token: str | None = None
@@ -207,6 +209,11 @@ class _Handler(BaseHTTPRequestHandler):
         cuts = self.hub.cut.get(file)
         if cuts:
             self.wfile.write(body[: cuts.pop(0)])
+            self.close_connection = True
+            return
+        if self.hub.hold is not None and file.endswith(LFS):
+            self.wfile.write(body[: len(body) // 2])
+            self.hub.hold.wait()
             self.close_connection = True
             return
         self.wfile.write(body)

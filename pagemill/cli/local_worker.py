@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from pagemill.engine.errors import EngineError, ModelLoadError
-from pagemill.engine.models.directory import obtain_model
+from pagemill.engine.models.directory import LocalModel, obtain_model
 from pagemill.engine.models.source import ModelSource
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import WorkerInfo
@@ -173,12 +175,42 @@ def _download(model: str) -> None:
     """Download a hub's model here, where its progress is seen, and not in the child. Raises WorkerFailed."""
     try:
         if ModelSource.parse(model).is_remote:
-            obtain_model(model, lambda line: print(line, file=sys.stderr), refuse_unrunnable)
+            download(model)
     except EngineError as error:
         raise WorkerFailed(str(error)) from error
 
 
-def refuse_unrunnable(directory: Path) -> None:
+def download(model: str) -> LocalModel:
+    """Download a hub's model, unless no worker could run it. Ctrl-C ends the process. Raises `EngineError`."""
+    with _left_at_ctrl_c(
+        f"stopped; files that are whole are kept, the rest comes with: pagemill pull {model}"
+    ):
+        return obtain_model(model, _say, _refuse_unrunnable)
+
+
+@contextlib.contextmanager
+def _left_at_ctrl_c(message: str) -> Iterator[None]:
+    """Leave at once at Ctrl-C: the hubs' libraries would first wait for the files that their threads are at."""
+
+    def leave(*_: object) -> None:
+        _say(f"\n{message}")
+        os._exit(128 + signal.SIGINT)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _refuse_unrunnable(directory: Path) -> None:
     """Raise ModelLoadError if config.json shows that no worker could run the model."""
     try:
         from pagemill.engine.models.runnable import check_config

@@ -15,10 +15,9 @@ from rich.console import Console
 
 from pagemill.cli.app import EXIT_NOT_SUCCEEDED, EXIT_USAGE, AsJson, app, say
 from pagemill.cli.checked import checked
-from pagemill.cli.local_worker import refuse_unrunnable
+from pagemill.cli.local_worker import download
 from pagemill.cli.views import print_rows
 from pagemill.engine.errors import ConfigError, EngineError
-from pagemill.engine.models.directory import obtain_model
 from pagemill.engine.models.hubs.cached import CachedModel, cached_models
 from pagemill.engine.models.hubs.progress import size
 from pagemill.engine.models.source import ModelSource
@@ -55,13 +54,10 @@ def pull(
     Prints where it lies. A worker does the same when it starts; files that are cached are not downloaded again.
     """
     try:
-        found = obtain_model(model, say, refuse_unrunnable)
+        found = download(model)
     except EngineError as error:
         say(str(error))
         raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_NOT_SUCCEEDED) from None
-    except KeyboardInterrupt:
-        say(f"stopped; files that are whole are kept, the rest comes with: pagemill pull {model}")
-        raise
     if as_json:
         typer.echo(json.dumps(_pulled(found)))
         return

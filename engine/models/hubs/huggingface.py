@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,8 @@ from pagemill.engine.models.hubs.repository import Listing, Snapshot, weight_nam
 from pagemill.engine.models.source import ModelSource, is_commit
 
 _ASK_S = 10.0
+_STALE_S = 86_400.0
+"""Without a byte for this long, no download is at work on a file."""
 _TRIES = 3
 """Of a download whose connection is reset. The library itself goes on where a stream merely ends."""
 
@@ -41,6 +45,7 @@ def fetch(source: ModelSource, say: Say, check: Callable[[Path], None]) -> Snaps
         if missing:
             check(directory)
             folder, needed = directory.parents[1], sum(listing.sizes[name] for name in missing)
+            _remove_stale_parts(folder)
             failures.check_room(source, folder, needed, facts)
             with DownloadProgress(source.name, folder, needed, say), _explained(source, facts):
                 _download(source.name, directory.name, weights, tries=_TRIES)
@@ -109,6 +114,14 @@ def _download(name: str, revision: str | None, files: list[str], tries: int = 1)
             if not left or not _is_transport(error):
                 raise
     raise AssertionError
+
+
+def _remove_stale_parts(folder: Path) -> None:
+    """Remove what killed downloads left: the library gives each try a file of its own and resumes no other's."""
+    for part in folder.glob("blobs/*.incomplete"):
+        with contextlib.suppress(OSError):
+            if time.time() - part.stat().st_mtime > _STALE_S:
+                part.unlink()
 
 
 def _no_bar() -> Any:

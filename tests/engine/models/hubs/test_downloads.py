@@ -255,3 +255,15 @@ def test_without_its_package_modelscope_says_what_to_install(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "modelscope_hub", absent)
     with pytest.raises(ModelLoadError, match=r"pip install 'pagemill\[modelscope\]'"):
         obtain_model("modelscope:org/name")
+
+
+def test_what_killed_downloads_left_is_removed_after_a_day(get: Get, tmp_path: Path) -> None:
+    blobs = tmp_path / "hf/hub/models--org--tiny/blobs"
+    blobs.mkdir(parents=True)
+    old, recent = blobs / "a.0.incomplete", blobs / "b.1.incomplete"
+    for part in (old, recent):
+        part.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    get("org/tiny")
+    assert not old.exists()
+    assert recent.exists()

@@ -19,7 +19,7 @@ SMALL = [
     "vocab.json",
 ]
 REST = [
-    "README.md", ".gitattributes", "LICENSE", "modeling_odd.py", "tf_model.h5", "flax_model.msgpack", "rust_model.ot",
+    "README.md", ".gitattributes", "LICENSE", "setup.py", "tf_model.h5", "flax_model.msgpack", "rust_model.ot",
     "onnx/model.onnx", "original/consolidated.00.pth", "original/params.json", "onnx_config.json.bak",
     "training_args.bin", "trainer_state.json", "consolidated.safetensors", "adapter_model.safetensors",
     "../evil.json", "a/../../evil.model",

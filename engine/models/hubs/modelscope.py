@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from modelscope_hub import HubApi
 
 _DEFAULT_REVISION = "master"
+_MARKER = ".pagemill-update"
+"""In a folder whose update is under way or has failed: files of two commits are no model."""
 Entry = Mapping[str, Any]
 """A file of a listing: Path, Size, Sha256, Type, Revision (the commit that last changed it), CommittedDate."""
 
@@ -33,45 +36,29 @@ def fetch(source: ModelSource, say: Say, check: Callable[[Path], None]) -> Snaps
     try:
         with _explained(source, facts):
             listing, entries = _list(api, source)
-            small = listing.small_files()
-            directory = {_download(api, source, entries[name]).parent for name in small}.pop()
-        weights = listing.weights(directory)
-        missing = [name for name in weights if not (directory / name).is_file()]
-        needed = sum(listing.sizes[name] for name in missing)
-        if missing:
-            check(directory)
-            failures.check_room(source, directory, needed, facts)
-            progress = DownloadProgress(source.name, directory, needed, say, draws=False)
-        else:
-            say(f"checking {len(weights)} cached files of {source.name}")
-        with progress if missing else nullcontext(), _explained(source, facts):
-            for name in weights:
-                _download(api, source, entries[name])
     except HubAway as away:
         cached = find_cached(source)
         if cached is None:
             raise away.error from away.__cause__
         say(f"{away}; going on with the cached copy of {source}")
         return cached
-    return Snapshot(directory, listing.commit or None)
+    try:
+        return _update(_Download(api, source, facts, entries), listing, say, check)
+    except HubAway as away:
+        raise away.error from away.__cause__
 
 
 def find_cached(source: ModelSource) -> Snapshot | None:
     """Return the cached copy if it is whole. Asks no network."""
-    from modelscope_hub import CacheNotFound
-
-    api, _ = _open()
-    try:
-        directory = Path(
-            api.download_repo(source.name, "model", revision=source.revision, local_files_only=True)
-        )
-        names = [file.name for file in directory.iterdir() if file.is_file()]
-        if "config.json" not in names:
-            return None
-        weight_names(names, directory, source.name)
-    except (CacheNotFound, ModelLoadError):
+    directory = _directory(_open()[0], source)
+    if directory is None or (directory / _MARKER).exists():
         return None
-    return Snapshot(directory, None)
+    try:
+        names = [file.name for file in directory.iterdir() if file.is_file()]
+        weight_names(names, directory, source.name)
+    except ModelLoadError:
+        return None
+    return Snapshot(directory, None) if "config.json" in names else None
 
 
 def cache_directory() -> Path | None:
@@ -118,18 +105,69 @@ def _newest_commit(entries: Mapping[str, Entry]) -> str:
     return max(dated, default=(0, ""))[1]
 
 
-def _download(api: HubApi, source: ModelSource, entry: Entry) -> Path:
-    with nullcontext() if sys.stderr.isatty() else _without_bars():
-        return Path(
-            api.download_file(
-                source.name,
-                "model",
-                str(entry["Path"]),
-                revision=source.revision or _DEFAULT_REVISION,
-                expected_sha256=entry.get("Sha256") or None,
-                file_size=int(entry["Size"]) if entry.get("Size") else None,
+@dataclass(frozen=True, slots=True)
+class _Download:
+    api: HubApi
+    source: ModelSource
+    facts: HubFacts
+    entries: Mapping[str, Entry]
+
+    def file(self, name: str) -> Path:
+        """Return the file in the cache, as listed."""
+        entry = self.entries[name]
+        with nullcontext() if sys.stderr.isatty() else _without_bars():
+            return Path(
+                self.api.download_file(
+                    self.source.name,
+                    "model",
+                    name,
+                    revision=self.source.revision or _DEFAULT_REVISION,
+                    expected_sha256=entry.get("Sha256") or None,
+                    file_size=int(entry["Size"]) if entry.get("Size") else None,
+                )
             )
-        )
+
+
+def _update(download: _Download, listing: Listing, say: Say, check: Callable[[Path], None]) -> Snapshot:
+    """Bring the branch's folder up to the listing. Until that is done, a marker says that it may be a mixture."""
+    source, facts = download.source, download.facts
+    if (before := _directory(download.api, source)) is not None:
+        _mark(before)
+    with _explained(source, facts):
+        directory = {download.file(name).parent for name in listing.small_files()}.pop()
+    _mark(directory)
+    weights = listing.weights(directory)
+    missing = [name for name in weights if not _has(directory / name, listing.sizes[name])]
+    needed = sum(listing.sizes[name] for name in missing)
+    if missing:
+        check(directory)
+        failures.check_room(source, directory, needed, facts)
+        progress = DownloadProgress(source.name, directory, needed, say, draws=False)
+    else:
+        say(f"checking {len(weights)} cached files of {source.name}")
+    with progress if missing else nullcontext(), _explained(source, facts):
+        for name in weights:
+            download.file(name)
+        (directory / _MARKER).unlink(missing_ok=True)
+    return Snapshot(directory, listing.commit or None)
+
+
+def _directory(api: HubApi, source: ModelSource) -> Path | None:
+    from modelscope_hub import CacheNotFound
+
+    try:
+        return Path(api.download_repo(source.name, "model", revision=source.revision, local_files_only=True))
+    except CacheNotFound:
+        return None
+
+
+def _mark(directory: Path) -> None:
+    with suppress(OSError):  # a cache that can't be written can't become a mixture
+        (directory / _MARKER).touch()
+
+
+def _has(file: Path, size: int) -> bool:
+    return file.is_file() and file.stat().st_size == size
 
 
 @contextmanager

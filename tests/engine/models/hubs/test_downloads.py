@@ -71,6 +71,7 @@ def get(hub: LoopbackHub, tmp_path: Path) -> Get:
         settings = {
             "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1",
             "MODELSCOPE_ENDPOINT": hub.url, "MODELSCOPE_CACHE": str(tmp_path / "ms"), "MODELSCOPE_HOME": str(tmp_path),
+            "MODELSCOPE_REPO_TREE_PAGE_MAX_ATTEMPTS": "1",  # it waits between them
         } | environment  # fmt: skip
         ran = subprocess.run(
             [sys.executable, "-c", OBTAIN, model, str(limit)],
@@ -197,9 +198,8 @@ def nothing(hub: LoopbackHub) -> None:
         ("modelscope:org/tiny@v9", nothing, {}, "ModelLoadError", "org/tiny has no revision 'v9'"),
         ("modelscope:org/tiny", unauthorized, {"MODELSCOPE_API_TOKEN": "wrong"}, "ModelLoadError",
          "refuses the access token: .*set MODELSCOPE_API_TOKEN"),
-        pytest.param(
-            "modelscope:org/tiny", nothing, {"MODELSCOPE_ENDPOINT": "http://127.0.0.1:9"}, "EngineError",
-            "does not answer .*is the network", marks=pytest.mark.slow),  # the library waits between its tries
+        ("modelscope:org/tiny", nothing, {"MODELSCOPE_ENDPOINT": "http://127.0.0.1:9"}, "EngineError",
+         "does not answer .*is the network"),
     ],
 )  # fmt: skip
 def test_each_failure_is_one_line_with_a_next_step(
@@ -245,6 +245,27 @@ def test_modelscope_verifies_what_it_has(hub: LoopbackHub, get: Get) -> None:
     file.write_bytes(b"x" * 1000)
     get("modelscope:org/tiny")
     assert file.read_bytes() == b"w" * 1000
+
+
+def test_half_an_update_of_a_branch_is_no_model(hub: LoopbackHub, get: Get) -> None:
+    index = json.dumps({"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}).encode()
+    both = {"m-1.safetensors": b"1" * 50, "m-2.safetensors": b"2" * 50}
+    repository = hub.add("org/moves", {**SMALL, **both, "model.safetensors.index.json": index})
+    away = {"MODELSCOPE_ENDPOINT": "http://127.0.0.1:9"}
+    old = get("modelscope:org/moves")
+    repository.files |= {
+        name: content.replace(b"1", b"3").replace(b"2", b"4") for name, content in both.items()
+    }
+    hub.refuse["m-2.safetensors"] = (403, {})
+    assert get("modelscope:org/moves").first == "ModelLoadError"
+    assert Path(old.first, "m-1.safetensors").read_bytes() == b"3" * 50
+    assert get("modelscope:org/moves", **away).first == "EngineError"
+    hub.refuse.clear()
+    new = get("modelscope:org/moves")
+    assert new.first == old.first
+    assert new.second != old.second
+    assert Path(old.first, "m-2.safetensors").read_bytes() == b"4" * 50
+    assert get("modelscope:org/moves", **away).first == old.first
 
 
 def test_without_its_package_modelscope_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,7 @@ def test_a_download_goes_on_where_the_connection_broke(prefix: str, hub: Loopbac
     assert CHUNK <= int(resumed[1]) <= CHUNK + 5000
 
 
+@pytest.mark.slow
 def test_a_download_that_failed_keeps_files_that_are_whole(hub: LoopbackHub, get: Get) -> None:
     index = json.dumps({"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}).encode()
     shards = {"m-1.safetensors": b"1", "m-2.safetensors": b"2"}
@@ -155,6 +156,7 @@ def test_a_cached_model_starts_without_its_hub(prefix: str, hub: LoopbackHub, ge
         assert get(f"org/tiny@{found.second}", HF_HUB_OFFLINE="1")[:2] == found[:2]
 
 
+@pytest.mark.slow
 def test_a_revision_is_resolved_to_its_commit(hub: LoopbackHub, get: Get) -> None:
     repository = hub.repositories["org/tiny"]
     repository.tags["v1"] = repository.commit
@@ -247,6 +249,7 @@ def test_modelscope_verifies_what_it_has(hub: LoopbackHub, get: Get) -> None:
     assert file.read_bytes() == b"w" * 1000
 
 
+@pytest.mark.slow
 def test_half_an_update_of_a_branch_is_no_model(hub: LoopbackHub, get: Get) -> None:
     index = json.dumps({"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}).encode()
     both = {"m-1.safetensors": b"1" * 50, "m-2.safetensors": b"2" * 50}

@@ -74,8 +74,12 @@ def find_cached(source: ModelSource) -> Snapshot | None:
 
 
 def hub_facts() -> HubFacts:
-    from huggingface_hub import constants
-
+    try:
+        from huggingface_hub import constants
+    except ModuleNotFoundError as error:
+        raise ModelLoadError(
+            f"{error.name} is missing; models of the Hugging Face Hub need: pip install 'pagemill[worker]'"
+        ) from error
     return HubFacts(constants.ENDPOINT, Path(constants.HF_HUB_CACHE), "HF_HOME", "HF_TOKEN")
 
 

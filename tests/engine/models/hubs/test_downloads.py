@@ -271,14 +271,20 @@ def test_half_an_update_of_a_branch_is_no_model(hub: LoopbackHub, get: Get) -> N
     assert get("modelscope:org/moves", **away).first == old.first
 
 
-def test_without_its_package_modelscope_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model", "package", "extra"),
+    [("org/name", "huggingface_hub", "worker"), ("modelscope:org/name", "modelscope_hub", "modelscope")],
+)
+def test_without_its_package_a_hub_says_what_to_install(
+    model: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pagemill.engine.errors import ModelLoadError
     from pagemill.engine.models.directory import obtain_model
 
     absent: Any = None
-    monkeypatch.setitem(sys.modules, "modelscope_hub", absent)
-    with pytest.raises(ModelLoadError, match=r"pip install 'pagemill\[modelscope\]'"):
-        obtain_model("modelscope:org/name")
+    monkeypatch.setitem(sys.modules, package, absent)
+    with pytest.raises(ModelLoadError, match=rf"pip install 'pagemill\[{extra}\]'"):
+        obtain_model(model)
 
 
 def test_what_killed_downloads_left_is_removed_after_a_day(get: Get, tmp_path: Path) -> None:

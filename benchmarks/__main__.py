@@ -98,7 +98,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--engines", nargs="+", choices=names, default=names)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=5, help="passes of every engine, taking turns")
-    parser.add_argument("--model", default="smollm2", help="a Hugging Face directory, or smollm2")
+    parser.add_argument("--model", default="smollm2", help="a folder, org/name of a hub, or smollm2")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--share", type=float, default=1.0, help="share of each workload's requests, for a dry run"

@@ -104,7 +104,7 @@ def main() -> int:
     parser.add_argument(
         "--workloads", nargs="+", choices=["distinct", "repeated"], default=["distinct", "repeated"]
     )
-    parser.add_argument("--model", default="smollm2", help="a Hugging Face directory, or smollm2")
+    parser.add_argument("--model", default="smollm2", help="a folder, org/name of a hub, or smollm2")
     parser.add_argument("--kv-cache-gib", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")

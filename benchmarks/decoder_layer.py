@@ -47,7 +47,7 @@ class Switch:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decoder_layer", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--model", default="smollm2", help="a Hugging Face directory, or smollm2")
+    parser.add_argument("--model", default="smollm2", help="a folder, org/name of a hub, or smollm2")
     parser.add_argument("--quantization", choices=["int8"])
     arguments = parser.parse_args()
     llm = LLM(

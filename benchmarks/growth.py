@@ -206,7 +206,7 @@ def main() -> int:
     parser.add_argument("--sweeps", nargs="+", choices=list(SWEEPS), default=list(SWEEPS))
     parser.add_argument("--largest", type=int, help="leave out larger sizes, for a dry run; two stay")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--model", default="smollm2", help="a Hugging Face directory, or smollm2")
+    parser.add_argument("--model", default="smollm2", help="a folder, org/name of a hub, or smollm2")
     parser.add_argument("--kv-cache-gib", type=int, default=4)
     parser.add_argument("--images", type=Path, default=DOCS_IMAGES, help="where the plots go")
     parser.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")

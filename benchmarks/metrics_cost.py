@@ -124,7 +124,7 @@ def table(cost: Cost, *, title: str) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.metrics_cost", description=__doc__)
-    parser.add_argument("--model", default="smollm2", help="a Hugging Face directory, smollm2 or echo:MS")
+    parser.add_argument("--model", default="smollm2", help="a folder, org/name of a hub, smollm2 or echo:MS")
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--scrape-s", type=float, default=15.0, help="as in our configuration of Prometheus")

@@ -23,11 +23,11 @@ def write(path: Path, figures: dict[str, Any]) -> None:
 
 
 def model_directory(model: str) -> Path:
-    """Return the directory of a model named on a command line: a directory, or the packaged model."""
-    if Path(model).is_dir():
-        return Path(model)
-    from pagemill.engine.models.packaged import PACKAGED_MODEL, packaged_model_directory
+    """Return the directory of a model named on a command line; one of a hub is downloaded."""
+    from pagemill.engine.errors import EngineError
+    from pagemill.engine.models.directory import obtain_model
 
-    if model != PACKAGED_MODEL:
-        raise SystemExit(f"--model {model}: no such directory, and not {PACKAGED_MODEL}")
-    return packaged_model_directory()
+    try:
+        return obtain_model(model, print).directory
+    except EngineError as error:
+        raise SystemExit(f"--model {model}: {error}") from None

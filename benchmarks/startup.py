@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=PROMPT_TOKENS)
     parser.add_argument("--imports", action="store_true", help="also list the imports above 50 ms")
-    parser.add_argument("--model", default="smollm2", help="a Hugging Face directory, or smollm2")
+    parser.add_argument("--model", default="smollm2", help="a folder, org/name of a hub, or smollm2")
     parser.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")
     given = parser.parse_args()
     if given.repeats < 1:

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.worker_overhead", description=__doc__)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", default="smollm2", help="a Hugging Face directory, or smollm2")
+    parser.add_argument("--model", default="smollm2", help="a folder, org/name of a hub, or smollm2")
     parser.add_argument("--share", type=float, default=1.0, help="share of the requests, for a dry run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kv-cache-gib", type=int, default=2)

@@ -7,11 +7,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagemill.engine.config import EngineConfig, SchedulerConfig, StepDefaults, resolve_max_model_len
 from pagemill.engine.errors import ConfigError
-from pagemill.engine.models.directory import check_model, model_directory
+from pagemill.engine.fingerprint import with_commit
+from pagemill.engine.models.directory import LocalModel, check_model, obtain_model
 from pagemill.engine.models.echo import ECHO_MAX_MODEL_LEN, ECHO_MODEL, EchoRunner, echo_step_seconds, is_echo
 from pagemill.engine.parts import EngineParts, Tier
 from pagemill.engine.text.tokenizer import ByteTokenizer, load_tokenizer
@@ -34,9 +36,13 @@ def build_parts(config: EngineConfig) -> EngineParts:
     check_model(config.model)  # fails before torch is loaded
     if is_echo(config.model):
         return _build_echo(config)
-    model_directory(config.model)  # a packaged model is converted here, with the collector on
+    model = obtain_model(config.model, check=_check_config)  # downloads and converts, with the collector on
+    logger.info("model: %s", model)
+    config = _located(config, model)
     with _paused_collector():
-        return _build_model(config, None) if config.tensor_parallel_size == 1 else _build_parallel(config)
+        is_whole = config.tensor_parallel_size == 1
+        parts = _build_model(config, None) if is_whole else _build_parallel(config)
+    return replace(parts, fingerprint=with_commit(parts.fingerprint, model.commit))
 
 
 def describe_model(config: EngineConfig) -> str:
@@ -46,6 +52,19 @@ def describe_model(config: EngineConfig) -> str:
     from pagemill.engine.models.loader import load_model
 
     return rewrite(load_model(config, find_device(config.device), is_outline=True), config)[1]
+
+
+def _check_config(directory: Path) -> None:
+    """Refuse a hub's model before its weights are downloaded. Raises `ModelLoadError`."""
+    from pagemill.engine.models.runnable import check_config
+
+    check_config(directory)
+
+
+def _located(config: EngineConfig, model: LocalModel) -> EngineConfig:
+    """Name the directory in place of what it was found by: all ranks load the same files, and ask no hub."""
+    names = config.served_model_name or (model.source.served_name,)
+    return replace(config, model=str(model.directory), served_model_name=names)
 
 
 @contextmanager
@@ -91,7 +110,7 @@ def _build_echo(config: EngineConfig) -> EngineParts:
         executor=EchoRunner(echo_step_seconds(config.model)),
         tokenizer=None if config.skip_tokenizer_init else tokenizer,
         limits=replace(limits, num_host_blocks=int(config.swap_space_gib * 2**30) // _ECHO_BLOCK_BYTES),
-        served_model=ECHO_MODEL,
+        served_models=config.served_model_name or (ECHO_MODEL,),
         vocab_size=tokenizer.vocab_size,
         fingerprint=ECHO_MODEL,
         tier="token",
@@ -147,7 +166,7 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
         executor=executor,
         tokenizer=tokenizer,
         limits=limits,
-        served_model=model.served_name,
+        served_models=config.served_model_name,
         vocab_size=model.vocab_size,
         fingerprint=model.fingerprint,
         tier=_tier(config, model.dtype, shape.dtype),

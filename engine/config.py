@@ -8,7 +8,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from pagemill.bounds import Range
+from pagemill.bounds import MODEL_NAME, MODEL_NAME_RULE, Range
 from pagemill.engine.errors import ConfigError, complaint
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 MAX_KV_BLOCKS = 2**24
 """The scheduler keeps an object for each, and kernels index them with 32-bit numbers."""
+MAX_SERVED_NAMES = 32
+"""Each is a lane that every pull looks at."""
 _Blocks = Annotated[int, Range(2, MAX_KV_BLOCKS)]  # one is reserved
 _Bytes = Annotated[int, Range(1, 2**46)]
 _Sequences = Annotated[int, Range(1, 2**16)]
@@ -28,7 +30,11 @@ class EngineConfig:
     """The user's settings; None and "auto" are resolved when the model is loaded, into other objects."""
 
     model: str
-    """A Hugging Face directory, `smollm2` (the packaged model) or `echo` (no model at all)."""
+    """A folder, `org/name[@revision]` of the Hugging Face Hub, `modelscope:org/name[@revision]`, `smollm2` (the
+    packaged model) or `echo` (no model at all)."""
+    served_model_name: tuple[str, ...] = ()
+    """The names that jobs may use, the main one first; a text has them apart by commas or spaces. Empty: the
+    repository's name, or the folder's."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights from the directory's config.json, for benchmarks."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
@@ -87,6 +93,7 @@ class EngineConfig:
             raise ConfigError("model: it should be a name or a path", setting="model") from None
         if not 0 < len(self.model) <= 4096:
             raise ConfigError("model: it should have 1 to 4096 characters", setting="model")
+        object.__setattr__(self, "served_model_name", _served_names(self.served_model_name))
         if find_spec("pydantic") is not None:  # a machine that only tests kernels may lack it
             _hold_to_annotations(self)
         size = self.tensor_parallel_size
@@ -97,6 +104,22 @@ class EngineConfig:
             if size > 1 and value:
                 message = f"{name}={value!r} with tensor_parallel_size={size} is not supported"
                 raise ConfigError(message, setting=name)
+
+
+def _served_names(given: object) -> object:
+    """Split a text into distinct names. Raises ConfigError for none, too many, and what no job could ask for."""
+    names = given.replace(",", " ").split() if isinstance(given, str) else given
+    if names == () or not isinstance(names, list | tuple):
+        return names  # the default, or refused for its type
+    wrong = next((name for name in names if not (isinstance(name, str) and MODEL_NAME.fullmatch(name))), None)
+    if not 0 < len(names) <= MAX_SERVED_NAMES or wrong is not None:
+        reason = (
+            f"{wrong!r} won't do: {MODEL_NAME_RULE}"
+            if wrong
+            else f"it should be 1 to {MAX_SERVED_NAMES} names"
+        )
+        raise ConfigError(f"served_model_name: {reason}", setting="served_model_name")
+    return tuple(dict.fromkeys(names))
 
 
 def _hold_to_annotations(config: EngineConfig) -> None:

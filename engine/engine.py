@@ -61,7 +61,7 @@ class Engine:
         self._kv_of_step: KVCacheStats | None = None
         self._planning_s = 0.0
         self._loaded = LoadedModel(
-            parts.served_model,
+            parts.served_models[0],
             parts.device,
             parts.tier,
             parts.fingerprint,
@@ -83,8 +83,9 @@ class Engine:
         )
 
     @property
-    def served_model(self) -> str:
-        return self._parts.served_model
+    def served_models(self) -> tuple[str, ...]:
+        """The names that jobs may use, the main one first."""
+        return self._parts.served_models
 
     @property
     def fingerprint(self) -> str:

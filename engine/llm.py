@@ -57,11 +57,13 @@ class LLM:
     """A model in this process.
 
     Args:
-        model: a Hugging Face directory, `smollm2` or `echo`.
+        model: a folder, `org/name[@revision]` of the Hugging Face Hub, `modelscope:org/name[@revision]`,
+            `smollm2` or `echo`.
         options: the fields of `EngineConfig`.
 
     Raises:
         ConfigError: the model can't be loaded, or a setting is invalid.
+        EngineError: a hub does not answer, or a disk is full.
     """
 
     def __init__(self, model: str, **options: Any) -> None:

@@ -23,7 +23,8 @@ class EngineParts:
     executor: Executor
     tokenizer: Tokenizer | None
     limits: SchedulerConfig
-    served_model: str
+    served_models: tuple[str, ...]
+    """The names that jobs may use, the main one first."""
     vocab_size: int
     fingerprint: str
     tier: Tier

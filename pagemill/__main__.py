@@ -6,7 +6,20 @@ works where only the producer is installed.
 
 from __future__ import annotations
 
-from pagemill.cli import batch, celery, dead, doctor, exporter, gateway, inspect, queue, run, top, worker  # noqa: F401 - they register their commands
+from pagemill.cli import (  # noqa: F401 - they register their commands
+    batch,
+    celery,
+    dead,
+    doctor,
+    exporter,
+    gateway,
+    inspect,
+    models,
+    queue,
+    run,
+    top,
+    worker,
+)
 from pagemill.cli.app import app
 
 

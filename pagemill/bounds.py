@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
@@ -9,6 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
     from pydantic_core import CoreSchema
+
+
+MODEL_NAME = re.compile(r"[A-Za-z0-9._@:/+-]{1,128}")
+"""What a served model may be called: the name is part of keys in Redis."""
+MODEL_NAME_RULE = "a served model's name is 1 to 128 of the characters A-Z a-z 0-9 . _ @ : / + -"
 
 
 class InvalidParameter(ValueError):

@@ -23,7 +23,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError, complaint
 from pagemill.engine.models.directory import check_model
-from pagemill.engine.models.echo import is_echo
+from pagemill.engine.models.source import ModelSource
 from pagemill.producer.wire.schema.host_names import HostName, HostPatterns
 from pagemill.producer.wire.schema.keys import ModelName, QueueName
 from pagemill.producer.wire.schema.signing import Keys
@@ -134,10 +134,10 @@ class WorkerConfig(BaseSettings):
     @field_validator("engine")
     @classmethod
     def _model_to_be_asked_for(cls, engine: EngineConfig) -> EngineConfig:
-        """Check that the model exists and that jobs can name its directory, its served name."""
+        """Check that the model exists and that jobs can name it."""
         check_model(engine.model)
-        if not is_echo(engine.model):
-            _model_name.validate_python(Path(engine.model).expanduser().resolve().name)
+        if not engine.served_model_name:
+            _model_name.validate_python(ModelSource.parse(engine.model).served_name)
         return engine
 
     @field_validator("hmac_keys")

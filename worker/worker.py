@@ -141,12 +141,12 @@ class Worker:
         self.reporter.start(self.engine)
         if self.webhooks is not None:
             self.webhooks.start()
-        self.admission.start([self.model])
+        self.admission.start(list(self.engine.engine.served_models))
         self.leases.announce()  # clients that submit without naming a model ask the registry
         tier = self.engine.engine.tier
         logger.info(
             "ready: model %s, queue %s, worker %s, tier %s",
-            self.model,
+            ", ".join(self.engine.engine.served_models),
             self.config.queue,
             self.worker_id,
             tier,
@@ -155,8 +155,8 @@ class Worker:
 
     @property
     def model(self) -> str:
-        """The served name. Available once the model is loaded."""
-        return self.engine.engine.served_model
+        """The main served name. Available once the model is loaded."""
+        return self.engine.engine.served_models[0]
 
     @property
     def http_url(self) -> str | None:
@@ -312,7 +312,7 @@ class Worker:
     def _describe(self) -> WorkerInfo:
         return WorkerInfo(
             id=self.worker_id,
-            models=(self.model,) if self._is_serving else (),
+            models=self.engine.engine.served_models if self._is_serving else (),
             state=self._state(),
             url=self.http_url,
             host=socket.gethostname(),
@@ -357,7 +357,12 @@ class Worker:
         }
         if self._is_serving:
             engine = self.engine.engine
-            details |= {"model": self.model, "tier": engine.tier, "fingerprint": engine.fingerprint}
+            details |= {
+                "model": self.model,
+                "models": engine.served_models,
+                "tier": engine.tier,
+                "fingerprint": engine.fingerprint,
+            }
             details |= {"parts": engine.model_parts} if engine.model_parts else {}
         refusal = self.admission.refusal
         if refusal is not None:

@@ -1,33 +1,95 @@
-"""Resolves a model's name to its directory. Imports no torch, so that a wrong name fails at once."""
+"""Finds a model's directory, downloading or converting it where needed. Imports no torch."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from pagemill.engine.errors import ModelLoadError
-from pagemill.engine.models.echo import echo_step_seconds, is_echo
-from pagemill.engine.models.packaged import PACKAGED_MODEL, find_gguf, packaged_model_directory
+from pagemill.engine.models.echo import echo_step_seconds
+from pagemill.engine.models.hubs import huggingface, modelscope
+from pagemill.engine.models.hubs.progress import Say
+from pagemill.engine.models.hubs.repository import Snapshot
+from pagemill.engine.models.packaged import find_gguf, packaged_model_directory
+from pagemill.engine.models.source import HOW_TO_NAME, ModelSource
+
+logger = logging.getLogger(__name__)
+
+_HUBS = {"huggingface": huggingface, "modelscope": modelscope}
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model on this machine's disk."""
+
+    source: ModelSource
+    directory: Path
+    commit: str | None = None
+    """The commit of a hub's repository; None if it has none, or the hub's cache does not say which."""
+
+    def __str__(self) -> str:
+        commit = f", commit {self.commit}" if self.commit else ""
+        return f"{self.source}{commit}, in {self.directory}"
+
+
+def obtain_model(
+    model: str, say: Say = logger.info, check: Callable[[Path], None] = lambda _: None
+) -> LocalModel:
+    """Return a model that is not echo, once all of its files are on the disk.
+
+    Args:
+        say: takes lines on what is being downloaded.
+        check: is called before weights are downloaded, with a directory that has the other files.
+
+    Raises:
+        ModelLoadError: there is no such model, or it may not be read.
+        EngineError: a hub does not answer, or there is no room.
+    """
+    source = ModelSource.parse(model)
+    match source.kind:
+        case "packaged":
+            return LocalModel(source, packaged_model_directory())
+        case "huggingface" | "modelscope":
+            return _local(source, _HUBS[source.kind].fetch(source, say, check))
+    return LocalModel(source, _folder(source))
+
+
+def find_model(model: str) -> LocalModel | None:
+    """Return the model if it is on the disk as a whole; downloads nothing. Raises `ModelLoadError`."""
+    source = ModelSource.parse(model)
+    if source.is_remote:
+        snapshot = _HUBS[source.kind].find_cached(source)
+        return None if snapshot is None else _local(source, snapshot)
+    return obtain_model(model)
 
 
 def model_directory(model: str) -> Path:
-    """Return the directory of a model given by path or by packaged name. Raises `ModelLoadError`."""
-    if model == PACKAGED_MODEL:
-        return packaged_model_directory()
-    directory = Path(model).expanduser()
-    if not directory.is_dir():
-        raise ModelLoadError(
-            f"no model at {model!r}: give a Hugging Face model directory, {PACKAGED_MODEL!r} or 'echo'"
-        )
-    if not (directory / "config.json").is_file():
-        raise ModelLoadError(f"{directory} is no model directory: it has no config.json")
-    return directory
+    """Return the directory of a model that is not echo. Raises as `obtain_model`."""
+    return obtain_model(model).directory
 
 
 def check_model(model: str) -> None:
-    """Raise `ConfigError` if there is no such model. Loads and converts nothing."""
-    if is_echo(model):
-        echo_step_seconds(model)
-    elif model == PACKAGED_MODEL:
-        find_gguf()
-    else:
-        model_directory(model)
+    """Raise `ConfigError` if there is no such model. Loads, converts and downloads nothing."""
+    source = ModelSource.parse(model)
+    match source.kind:
+        case "echo":
+            echo_step_seconds(model)
+        case "packaged":
+            find_gguf()
+        case "folder":
+            _folder(source)
+
+
+def _local(source: ModelSource, snapshot: Snapshot) -> LocalModel:
+    return LocalModel(source, snapshot.directory, snapshot.commit)
+
+
+def _folder(source: ModelSource) -> Path:
+    directory = Path(source.name).expanduser()
+    if not directory.is_dir():
+        raise ModelLoadError(f"no model at {source.name!r}: {HOW_TO_NAME}")
+    if not (directory / "config.json").is_file():
+        raise ModelLoadError(f"{directory} is no model directory: it has no config.json")
+    return directory

@@ -29,7 +29,6 @@ from pagemill.engine.models.checkpoint import read_config, read_tensors, weight_
 from pagemill.engine.models.directory import model_directory
 from pagemill.engine.models.families.family import Family
 from pagemill.engine.models.families.registry import find_family
-from pagemill.engine.models.packaged import PACKAGED_MODEL
 from pagemill.engine.models.sharding import finish_sharding, sharded_class
 from pagemill.engine.text.tokenizer import generation_eos_token_ids
 
@@ -137,7 +136,7 @@ def load_model(
         module=module,
         family=family,
         directory=directory,
-        served_name=config.model if config.model == PACKAGED_MODEL else directory.resolve().name,
+        served_name=next(iter(config.served_model_name), directory.resolve().name),
         dtype=dtype,
         device=device,
         vocab_size=int(model_config.vocab_size),

@@ -50,6 +50,11 @@ def packaged_model_directory() -> Path:
     return target
 
 
+def converted_directories() -> list[Path]:
+    """Return what earlier conversions left in the cache."""
+    return [path for path in sorted(_cache_directory().glob(f"*-v{_FORMAT_VERSION}")) if path.is_dir()]
+
+
 def _not_kept(directory: Path, error: OSError) -> EngineError:
     message = (
         f"the packaged model can't be kept in {directory}: {error.strerror or error}; "

@@ -377,7 +377,7 @@ def default_model(url: str | None, queue: str) -> str:
     has_told = False
     while True:
         alive = ask(url, registry.workers(queue))
-        served = {model for worker in alive for model in worker.models}
+        served = {worker.models[0] for worker in alive if worker.models}  # the rest are aliases
         is_loading = any(worker.state == "loading" for worker in alive)
         if served or not is_loading or time.monotonic() > give_up:
             break

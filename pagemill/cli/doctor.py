@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import redis
@@ -91,13 +91,19 @@ def model_parts(model: str) -> Finding:
         if is_echo(model):
             return Finding("model parts", "note", f"{model} has none")
         from pagemill.engine.builder import describe_model
+        from pagemill.engine.models.directory import find_model
         from pagemill.worker.config import WorkerConfig
     except ModuleNotFoundError as error:
         missing = f"{error.name} is missing: how {model} would be run is unknown"
         return Finding("model parts", "note", missing, "pip install 'pagemill[worker]'")
     try:
+        engine = WorkerConfig.load(model=model).engine
+        if (found := find_model(model)) is None:
+            unknown = f"{model} has not been downloaded, so how it would be run is unknown"
+            return Finding("model parts", "note", unknown, f"pagemill pull {model}")
+        engine = replace(engine, model=str(found.directory))
         return Finding(
-            "model parts", "ok", f"{model}: {describe_model(WorkerConfig.load(model=model).engine)}"
+            "model parts", "ok", f"{found if found.source.is_remote else model}: {describe_model(engine)}"
         )
     except EngineError as error:
         return Finding("model parts", "error", str(error), "a worker would refuse it in the same words")

@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from pagemill.engine.errors import EngineError, ModelLoadError
+from pagemill.engine.models.directory import LocalModel, obtain_model
+from pagemill.engine.models.source import ModelSource
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.schema.errors import PagemillError, RedisUnavailable
@@ -64,6 +69,7 @@ class LocalWorker:
         """`state_dir`: the data directory of the embedded server that is used without `url`."""
         if importlib.util.find_spec("torch") is None:
             raise WorkerFailed("a worker needs more than a producer: pip install 'pagemill[worker]'")
+        _download(model)
         self._queue = queue
         self._url = url
         self._state_dir = state_dir
@@ -156,9 +162,69 @@ def serving_workers(url: str, queue: str, model: str, say: Callable[[str], None]
         time.sleep(POLL_S)
 
 
+def can_load(model: str) -> bool:
+    """Return whether a worker here could load the model: all but a name that only its own worker knows."""
+    try:
+        source = ModelSource.parse(model)
+    except ModelLoadError:
+        return False
+    return source.kind != "folder" or Path(source.name).expanduser().is_dir()
+
+
+def _download(model: str) -> None:
+    """Download a hub's model here, where its progress is seen, and not in the child. Raises WorkerFailed."""
+    try:
+        if ModelSource.parse(model).is_remote:
+            download(model)
+    except EngineError as error:
+        raise WorkerFailed(str(error)) from error
+
+
+def download(model: str) -> LocalModel:
+    """Download a hub's model, unless no worker could run it. Ctrl-C ends the process. Raises `EngineError`."""
+    with _left_at_ctrl_c(
+        f"stopped; files that are whole are kept, the rest comes with: pagemill pull {model}"
+    ):
+        return obtain_model(model, _say, _refuse_unrunnable)
+
+
+@contextlib.contextmanager
+def _left_at_ctrl_c(message: str) -> Iterator[None]:
+    """Leave at once at Ctrl-C: the hubs' libraries would first wait for the files that their threads are at."""
+
+    def leave(*_: object) -> None:
+        _say(f"\n{message}")
+        os._exit(128 + signal.SIGINT)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _refuse_unrunnable(directory: Path) -> None:
+    """Raise ModelLoadError if config.json shows that no worker could run the model."""
+    try:
+        from pagemill.engine.models.runnable import check_config
+    except ModuleNotFoundError:  # no worker runs here, but one may elsewhere
+        return
+    check_config(directory)
+
+
 def served_name(model: str) -> str:
-    """Return the name under which a worker serves a model: a directory's base name."""
-    return Path(model).name if "/" in model else model
+    """Return the name under which a worker serves a model: the repository's, or a folder's base name."""
+    try:
+        return ModelSource.parse(model).served_name
+    except ModelLoadError:  # a name that a worker was given
+        return model
 
 
 def has_server(url: str | None) -> bool:

@@ -20,7 +20,7 @@ ServedModel = Annotated[
     typer.Option(
         "--model",
         callback=checked(ModelOrPath),
-        help="A served name; or smollm2 or a directory, served here if no worker does.",
+        help="A served name; or what `pagemill worker --model` takes, served here if no worker does.",
     ),
 ]
 MaxTokens = Annotated[

@@ -41,6 +41,7 @@ from pagemill.cli.grouped import grouped
 from pagemill.cli.local_worker import (
     LocalWorker,
     WorkerFailed,
+    can_load,
     has_server,
     live_workers,
     served_name,
@@ -289,7 +290,7 @@ def server(
     if model is None or has_server(url):
         url = find_redis(url)
         serving = _serving(url, queue, model, quiet)
-    if model is None or serving or not _is_local(model):
+    if model is None or serving or not can_load(model):
         if not serving and not quiet:
             say(f"no live worker of queue {queue} serves {model or 'anything'}; the jobs will wait for one")
         metrics = next((f"{info.url}/metrics" for info in serving if info.url), None)
@@ -307,15 +308,10 @@ def server(
 
 def _serving(url: str, queue: str, model: str | None, quiet: bool) -> list[WorkerInfo]:
     """Return the workers to take metrics from, or that make starting one unnecessary."""
-    if model is None or not _is_local(model):
+    if model is None or not can_load(model):
         alive = live_workers(url, queue)
         return [info for info in alive if model is None or served_name(model) in info.models]
     return serving_workers(url, queue, model, (lambda _: None) if quiet else say)
-
-
-def _is_local(model: str) -> bool:
-    """Return whether a local worker could load the model: packaged, built in, or a directory."""
-    return model in ("smollm2", "echo") or Path(model).is_dir()
 
 
 def _execute(dataset: DatasetRun, producer: Producer, metrics_url: str | None, quiet: bool) -> Summary:

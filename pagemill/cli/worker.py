@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from pagemill.cli.app import EXIT_USAGE, app, check_url, say
 from pagemill.cli.grouped import grouped
@@ -15,6 +16,31 @@ from pagemill.worker.config import ENV_PREFIX, SECRETS, WorkerConfig
 
 Given = str | None
 """A value as typed: WorkerConfig validates it."""
+
+
+_SERVED_NAMES = "--served-model-name"
+
+
+class _WorkerCommand(TyperCommand):
+    """Takes several words after --served-model-name, as vLLM does: this command has no arguments they could be."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        names: list[str] = []
+        others: list[str] = []
+        is_name = False
+        for word in args:
+            flag, separator, value = word.partition("=")
+            if flag == _SERVED_NAMES:
+                names += [value] if separator else []
+            elif is_name and not word.startswith("-"):
+                names.append(word)
+                continue
+            else:
+                others.append(word)
+            is_name = flag == _SERVED_NAMES
+        if _SERVED_NAMES in (word.partition("=")[0] for word in args):
+            others += [_SERVED_NAMES, " ".join(names)]
+        return super().parse_args(ctx, others)
 
 
 def _number(help: str) -> Any:
@@ -26,7 +52,19 @@ class WorkerFlags:
     context: typer.Context
     model: Annotated[
         str | None,
-        typer.Option(envvar="PAGEMILL_MODEL", help="A Hugging Face directory, smollm2 or echo (no model)."),
+        typer.Option(
+            envvar="PAGEMILL_MODEL",
+            help="A folder, org/name[@revision] of the Hugging Face Hub, modelscope:org/name[@revision], smollm2, "
+            "or echo (no model).",
+        ),
+    ] = None
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(
+            _SERVED_NAMES,
+            metavar="NAME ...",
+            help="What jobs call it: one name or several. Default: org/name, or the folder's name.",
+        ),
     ] = None
     redis_url: Annotated[
         str | None,
@@ -85,7 +123,7 @@ class WorkerFlags:
     ] = None
 
 
-@app.command()
+@app.command(cls=_WorkerCommand)
 @grouped
 def worker(given: WorkerFlags) -> None:
     """Serve jobs until SIGTERM or Ctrl-C. Every setting is also read from PAGEMILL_<NAME>."""

@@ -59,6 +59,7 @@ SETTINGS = [*(option.name for option in fields(EngineConfig)), *WorkerConfig.mod
 SETTINGS.remove("engine")
 SPECIAL = {
     "model": ("/no/such/model", "echo:nan", "echo:-1", "echo:x", "/tmp"),
+    "served_model_name": ("x" * 300, "a!b", "a b!", ",", " ".join(f"name-{number}" for number in range(33))),
     "redis_url": BAD_URLS,
     "state_dir": ("/dev/null/state", "/proc/version/x"),
     "webhook_ca_file": ("/no/such/file", "/tmp"),

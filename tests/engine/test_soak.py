@@ -39,7 +39,7 @@ class Soak:
         model = HashModel(
             limits.num_kv_blocks, limits.block_size, HashOracle(VOCAB_SIZE, (EOS,)), limits.max_num_seqs
         )
-        parts = EngineParts(model, None, limits, "hash", VOCAB_SIZE, "hash", "token", "none")
+        parts = EngineParts(model, None, limits, ("hash",), VOCAB_SIZE, "hash", "token", "none")
         self.engine = Engine(parts)
         cost = self.engine._scheduler.preemption.cost
         cost.prefers_swap = lambda quote, victims: self.rng.random() < 0.5  # type: ignore[method-assign]

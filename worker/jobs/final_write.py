@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pagemill.engine.fingerprint import digest_of
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.transitions import CheckpointReply, PulledJob, RenewReply
@@ -88,7 +89,7 @@ def checkpoint_call(
     """Build the call that writes progress and the part of the checkpoint not yet stored."""
 
     def sign(entry: bytes) -> bytes:
-        return hmac_keys.sign_entry(entry, queue=queue, job_id=job.job_id, fingerprint=fingerprint)
+        return hmac_keys.sign_entry(entry, queue=queue, job_id=job.job_id, fingerprint=digest_of(fingerprint))
 
     return transitions.checkpoint(
         queue,

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pagemill.engine.fingerprint import digest_of, may_continue
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import GENERATE, Score, Task
@@ -183,9 +184,9 @@ def resume_point(
     """Check that an engine with this `fingerprint` can resume from the whole stored checkpoint."""
     if not pulled.entries:
         return ResumePoint()
-    if pulled.fingerprint != fingerprint:
+    if not may_continue(pulled.fingerprint, fingerprint):
         return ResumePoint(unusable="fingerprint")
-    names = {"queue": queue, "job_id": pulled.job_id, "fingerprint": fingerprint}
+    names = {"queue": queue, "job_id": pulled.job_id, "fingerprint": digest_of(fingerprint)}
     if not all(hmac_keys.is_entry_ours(entry, **names) for entry in pulled.entries):
         return ResumePoint(unusable="unsigned")
     try:

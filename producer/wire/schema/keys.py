@@ -11,17 +11,18 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
+from pagemill.bounds import MODEL_NAME, MODEL_NAME_RULE
 from pagemill.producer.wire.schema.errors import InvalidJob
 
 QUEUE_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 TENANT_PATTERN = re.compile(r"[A-Za-z0-9._@-]{1,64}")
-MODEL_PATTERN = re.compile(r"[A-Za-z0-9._@:/+-]{1,128}")
+MODEL_PATTERN = MODEL_NAME
 ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 QUEUE_RULE = "a queue name is 1 to 64 of the characters A-Z a-z 0-9 . _ -"
 TENANT_RULE = "a tenant is 1 to 64 of the characters A-Z a-z 0-9 . _ @ -"
-MODEL_RULE = "a served model's name is 1 to 128 of the characters A-Z a-z 0-9 . _ @ : / + -"
+MODEL_RULE = MODEL_NAME_RULE
 ID_RULE = "an id is 1 to 64 of the characters A-Z a-z 0-9 . _ -"
 
 

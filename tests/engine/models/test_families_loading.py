@@ -46,7 +46,7 @@ def edit_config(directory: Path, **fields: Any) -> None:
 
 class TestDirectory:
     def test_missing_directory_is_named(self) -> None:
-        with pytest.raises(ModelLoadError, match="no model at '/nowhere/at/all': give a Hugging Face model"):
+        with pytest.raises(ModelLoadError, match="no model at '/nowhere/at/all': give a folder"):
             LLM("/nowhere/at/all")
 
     def test_without_config(self, tmp_path: Path) -> None:

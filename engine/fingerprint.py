@@ -1,0 +1,29 @@
+"""A fingerprint names the function that an engine computes: `<digest>`, or `<digest>@<commit>` for a hub's model.
+
+The digest covers config.json, samples of the weights and the settings that change numbers; where the files lie is
+no part of it. Samples may miss a change of a few tensors, which a commit does not, so two commits are told apart even
+where the digests agree. A folder has no commit, so a copy of a hub's files continues what the hub's began, and the
+other way round.
+"""
+
+from __future__ import annotations
+
+COMMIT_DIGITS = 12
+
+
+def with_commit(digest: str, commit: str | None) -> str:
+    """Return the fingerprint of files that may be a hub's commit."""
+    return f"{digest}@{commit[:COMMIT_DIGITS]}" if commit else digest
+
+
+def digest_of(fingerprint: str) -> str:
+    """Return the part that does not depend on where the files came from."""
+    return fingerprint.partition("@")[0]
+
+
+def may_continue(stored: str, own: str) -> bool:
+    """Return whether an engine with the fingerprint `own` may continue a checkpoint of `stored`."""
+    if digest_of(stored) != digest_of(own):
+        return False
+    commits = {fingerprint.partition("@")[2] for fingerprint in (stored, own)} - {""}
+    return len(commits) < 2

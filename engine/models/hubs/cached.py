@@ -1,0 +1,74 @@
+"""What the hubs' caches and our own hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagemill.engine.models.hubs import huggingface, modelscope
+from pagemill.engine.models.hubs.progress import bytes_under
+from pagemill.engine.models.packaged import PACKAGED_MODEL, converted_directories
+from pagemill.engine.models.source import MODELSCOPE_PREFIX, is_commit
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A model's files at one revision."""
+
+    model: str
+    """As --model takes it, without the revision."""
+    revisions: tuple[str, ...]
+    """Branches and tags that lead to these files."""
+    commit: str | None
+    size_bytes: int
+    directory: Path
+
+
+def cached_models() -> list[CachedModel]:
+    """Return every model in the caches, by name; incomplete ones too. Reads directories alone."""
+    found = [*_packaged(), *_huggingface(), *_modelscope()]
+    return sorted(found, key=lambda cached: (cached.model.casefold(), cached.revisions, cached.commit or ""))
+
+
+def _packaged() -> Iterator[CachedModel]:
+    for directory in converted_directories():
+        yield CachedModel(PACKAGED_MODEL, (), None, bytes_under(directory), directory)
+
+
+def _huggingface() -> Iterator[CachedModel]:
+    try:
+        from huggingface_hub import CacheNotFound, scan_cache_dir
+    except ModuleNotFoundError:
+        return
+    try:
+        repositories = scan_cache_dir(huggingface.hub_facts().cache).repos
+    except (CacheNotFound, ValueError):  # there is none, or it is a file
+        return
+    for repository in repositories:
+        if repository.repo_type != "model":
+            continue
+        for revision in repository.revisions:
+            yield CachedModel(
+                repository.repo_id,
+                tuple(sorted(revision.refs)),
+                revision.commit_hash,
+                revision.size_on_disk,
+                revision.snapshot_path,
+            )
+
+
+def _modelscope() -> Iterator[CachedModel]:
+    cache = modelscope.cache_directory()
+    if cache is None:
+        return
+    for directory in cache.glob("models/*--*/snapshots/*"):
+        name = directory.parents[1].name.replace("--", "/", 1)
+        revision = directory.name
+        yield CachedModel(
+            f"{MODELSCOPE_PREFIX}{name}",
+            () if is_commit(revision) else (revision,),
+            revision if is_commit(revision) else None,
+            bytes_under(directory),
+            directory,
+        )

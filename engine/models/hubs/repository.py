@@ -1,0 +1,118 @@
+"""A hub's repository at one commit, and which of its files a start needs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from pagemill.engine.errors import ModelLoadError
+
+# Names in the root folder only: no onnx/, original/ or flax weights, and no path that leads elsewhere.
+_SMALL_FILES = (
+    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+    "vocab*", "merges.txt", "tekken.json", "*.model", "*.tiktoken", "*.jinja", "chat_template*",
+    "quant*_config.json", "hf_quant_config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json",
+)  # fmt: skip
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}")
+# Beside the weights: adapters, Mistral's own format of the same tensors, a trainer's state, other models.
+_NOT_WEIGHTS = re.compile(r"^(adapter|consolidated|optimizer|scheduler|training|rng_state|onnx|openvino)")
+_SMALL_FILE_BYTES = 256 * 2**20
+"""The largest vocabularies have a tenth of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A repository's files on this machine."""
+
+    directory: Path
+    commit: str | None
+    """None: the hub's cache does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The files of a repository at a commit."""
+
+    name: str
+    """The repository's, for messages."""
+    commit: str
+    sizes: dict[str, int]
+    """File name to bytes."""
+
+    def small_files(self) -> list[str]:
+        """Return configuration, tokenizer, templates and indexes.
+
+        Raises:
+            ModelLoadError: it is no model that transformers could load.
+        """
+        if "config.json" not in self.sizes:
+            raise ModelLoadError(f"{self.name} has no config.json: {self._what_it_is()}")
+        chosen = [name for name in sorted(self.sizes) if _is_small_file(name)]
+        for name in chosen:
+            if self.sizes[name] > _SMALL_FILE_BYTES:
+                raise ModelLoadError(
+                    f"{self.name}: {name} has {self.sizes[name]:,} bytes, which no such file has"
+                )
+        return chosen
+
+    def weights(self, directory: Path) -> list[str]:
+        """Return the weight files; `directory` has the small ones. See `weight_names`."""
+        return weight_names(self.sizes, directory, self.name)
+
+    def _what_it_is(self) -> str:
+        if "adapter_config.json" in self.sizes:
+            return "it is an adapter; give the model that it was made for"
+        if any(name.endswith(".gguf") for name in self.sizes):
+            return "it has .gguf files alone; give the repository of the original weights"
+        return "it is no model of transformers' format"
+
+
+def weight_names(names: Collection[str], directory: Path, repository: str) -> list[str]:
+    """Return the weight files to load among `names`: safetensors of one kind, pickles only without them.
+
+    Args:
+        directory: has the index, if `names` has one.
+
+    Raises:
+        ModelLoadError: there are none, or the index names files that are not among them.
+    """
+    for index, whole, ending in (
+        ("model.safetensors.index.json", "model.safetensors", ".safetensors"),
+        ("pytorch_model.bin.index.json", "pytorch_model.bin", ".bin"),
+    ):
+        if index in names:
+            return _indexed(directory / index, names, repository)
+        if whole in names:
+            return [whole]
+        others = [name for name in sorted(names) if name.endswith(ending) and _is_plain(name)]
+        if others := [name for name in others if not _NOT_WEIGHTS.match(name)]:
+            return others
+    raise ModelLoadError(f"{repository} has no weights (*.safetensors or *.bin beside its config.json)")
+
+
+def _indexed(index: Path, names: Collection[str], repository: str) -> list[str]:
+    try:
+        shards = sorted(set(map(str, json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(
+            f"{repository}: can't read {index.name}: {type(error).__name__}: {error}"
+        ) from error
+    if hostile := [name for name in shards if not _is_plain(name)]:
+        raise ModelLoadError(f"{repository}: {index.name} names {hostile[0]!r}, which is no file beside it")
+    if absent := [name for name in shards if name not in names]:
+        raise ModelLoadError(
+            f"{repository} lacks {len(absent)} of its {len(shards)} weight files, {absent[0]} first"
+        )
+    return shards
+
+
+def _is_small_file(name: str) -> bool:
+    return _is_plain(name) and any(fnmatchcase(name, pattern) for pattern in _SMALL_FILES)
+
+
+def _is_plain(name: str) -> bool:
+    return _PLAIN_NAME.fullmatch(name) is not None

@@ -1,0 +1,31 @@
+"""Whether a model can be run, from its config.json and the names of its files: no tensor is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.models.checkpoint import read_config, weight_files
+from pagemill.engine.models.families.registry import find_family
+
+
+def check_config(directory: Path) -> None:
+    """Raise `ModelLoadError` if config.json names a model that a start would refuse."""
+    raw = read_config(directory)
+    family = find_family(raw)
+    try:
+        family.build_config(raw)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # the file can make transformers' validation raise anything
+        raise ModelLoadError(f"can't read {directory / 'config.json'}: {error}") from error
+
+
+def why_not(directory: Path) -> str | None:
+    """Return why the model in a directory can't be run; None if nothing is known against it."""
+    try:
+        check_config(directory)
+        weight_files(directory)
+    except ModelLoadError as error:
+        return str(error)
+    return None

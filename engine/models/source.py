@@ -1,0 +1,93 @@
+"""Reads a model's name as users give it: a folder, a repository of a hub, the packaged model or echo.
+
+Imports no torch and asks no network.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.models.echo import ECHO_MODEL, is_echo
+from pagemill.engine.models.packaged import PACKAGED_MODEL
+
+MODELSCOPE_PREFIX = "modelscope:"
+HOW_TO_NAME = (
+    f"give a folder, org/name[@revision] of the Hugging Face Hub, {MODELSCOPE_PREFIX}org/name[@revision], "
+    f"{PACKAGED_MODEL!r} or 'echo'"
+)
+
+# The Hub's rule for names; a revision is a branch, a tag, a commit or refs/pr/N.
+_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
+_REPOSITORY = re.compile(rf"({_PART}/{_PART})(?:@([A-Za-z0-9_][A-Za-z0-9._/-]{{0,254}}))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model comes from. `engine/models/directory.py` has a function for each kind."""
+
+    kind: Literal["echo", "packaged", "folder", "huggingface", "modelscope"]
+    name: str
+    """The repository's or the packaged model's name, or the folder's path as given."""
+    revision: str | None = None
+    """A hub's branch, tag or commit; None: its default branch."""
+
+    @classmethod
+    def parse(cls, model: str) -> ModelSource:
+        """Read a name. An existing folder wins over a repository of the same name.
+
+        Raises:
+            ModelLoadError: it is none of these.
+        """
+        if is_echo(model):
+            return cls("echo", model)
+        if model == PACKAGED_MODEL:
+            return cls("packaged", model)
+        if model.startswith(MODELSCOPE_PREFIX):
+            return cls("modelscope", *_repository(model, model.removeprefix(MODELSCOPE_PREFIX)))
+        if _is_path(model):
+            return cls("folder", model)
+        if "/" in model:
+            return cls("huggingface", *_repository(model, model))
+        raise ModelLoadError(f"no model at {model!r}: {HOW_TO_NAME}")
+
+    @property
+    def is_remote(self) -> bool:
+        """True for a repository of a hub."""
+        return self.kind in ("huggingface", "modelscope")
+
+    @property
+    def served_name(self) -> str:
+        """The name that jobs use unless another is configured: the repository's, or the folder's own."""
+        if self.kind == "echo":
+            return ECHO_MODEL
+        return Path(self.name).expanduser().resolve().name if self.kind == "folder" else self.name
+
+    def __str__(self) -> str:
+        prefix = MODELSCOPE_PREFIX if self.kind == "modelscope" else ""
+        return f"{prefix}{self.name}" + (f"@{self.revision}" if self.revision else "")
+
+
+def is_commit(revision: str | None) -> bool:
+    """Return True for a whole commit hash: it names the same files for ever."""
+    return revision is not None and _COMMIT.fullmatch(revision) is not None
+
+
+def _is_path(model: str) -> bool:
+    if model.startswith(("/", "./", "../", "~")) or model.endswith("/"):
+        return True
+    try:
+        return bool(model) and Path(model).is_dir()
+    except (OSError, ValueError):  # too long for a path, or with a NUL
+        return False
+
+
+def _repository(given: str, text: str) -> tuple[str, str | None]:
+    match = _REPOSITORY.fullmatch(text)
+    if match is None or ".." in text or "--" in match[1] or "//" in text or match[1].endswith(".git"):
+        raise ModelLoadError(f"{given!r} is neither a folder nor a repository's name: {HOW_TO_NAME}")
+    return match[1], match[2]

@@ -1,0 +1,129 @@
+"""`pagemill pull` downloads a model, `pagemill models` lists what has been downloaded."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import AfterValidator
+from rich.console import Console
+
+from pagemill.cli.app import EXIT_NOT_SUCCEEDED, EXIT_USAGE, AsJson, app, say
+from pagemill.cli.checked import checked
+from pagemill.cli.local_worker import download
+from pagemill.cli.views import print_rows
+from pagemill.engine.errors import ConfigError, EngineError
+from pagemill.engine.models.hubs.cached import CachedModel, cached_models
+from pagemill.engine.models.hubs.progress import size
+from pagemill.engine.models.source import ModelSource
+
+if TYPE_CHECKING:
+    from pagemill.engine.models.directory import LocalModel
+
+_COMMIT_DIGITS = 12
+
+
+def _check_repository(model: str) -> str:
+    if not ModelSource.parse(model).is_remote:
+        raise ValueError("it should be a repository of a hub, org/name")
+    return model
+
+
+Repository = Annotated[str, AfterValidator(_check_repository)]
+
+
+@app.command()
+def pull(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            callback=checked(Repository),
+            help="org/name[@revision], or modelscope:org/name[@revision].",
+        ),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Download a model into its hub's cache.
+
+    Prints where it lies. A worker does the same when it starts; files that are cached are not downloaded again.
+    """
+    try:
+        found = download(model)
+    except EngineError as error:
+        say(str(error))
+        raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_NOT_SUCCEEDED) from None
+    if as_json:
+        typer.echo(json.dumps(_pulled(found)))
+        return
+    say(f"{found.source}: commit {found.commit or 'unknown'}, {size(_bytes(found.directory))}, in")
+    typer.echo(found.directory)
+
+
+@app.command()
+def models(as_json: AsJson = False) -> None:
+    """The cached models, and whether they can be run."""
+    is_shown = sys.stdout.isatty() and not as_json
+    with Console(stderr=True).status("looking into the caches") if is_shown else nullcontext():
+        cached = cached_models()
+        verdict = _verdict() if cached else None
+        listed = [(found, verdict(found.directory) if verdict else None) for found in cached]
+    if as_json:
+        typer.echo(json.dumps([_listed(found, reason, verdict is not None) for found, reason in listed]))
+        return
+    rows = [
+        (
+            found.model,
+            ",".join(found.revisions),
+            (found.commit or "")[:_COMMIT_DIGITS],
+            size(found.size_bytes),
+            "unknown" if verdict is None else reason or "yes",
+        )
+        for found, reason in listed
+    ]
+    print_rows(("model", "revision", "commit", "size", "can run"), rows)
+    if not cached:
+        say("no model is cached; get one: pagemill pull org/name")
+    elif verdict is None:
+        say("whether they can be run is unknown here: pip install 'pagemill[worker]'")
+
+
+def _verdict() -> Callable[[Path], str | None] | None:
+    try:
+        from pagemill.engine.models.runnable import why_not
+    except ModuleNotFoundError:
+        return None
+    return why_not
+
+
+def _pulled(found: LocalModel) -> dict[str, Any]:
+    return {
+        "model": found.source.name,
+        "hub": found.source.kind,
+        "revision": found.source.revision,
+        "commit": found.commit,
+        "directory": str(found.directory),
+        "size_bytes": _bytes(found.directory),
+    }
+
+
+def _listed(found: CachedModel, reason: str | None, is_known: bool) -> dict[str, Any]:
+    return {
+        "model": found.model,
+        "revisions": found.revisions,
+        "commit": found.commit,
+        "directory": str(found.directory),
+        "size_bytes": found.size_bytes,
+        "can_run": (reason is None) if is_known else None,
+        "reason": reason,
+    }
+
+
+def _bytes(directory: Path) -> int:
+    """Return the bytes of a snapshot, whose files may be links into the cache."""
+    return sum(file.stat().st_size for file in directory.iterdir() if file.is_file())

@@ -26,10 +26,9 @@ from pagemill.engine.layers.rank_group import RankGroup
 from pagemill.engine.layers.rope import depends_on_length, fix_frequencies, stretched_context
 from pagemill.engine.layers.share import ShardingPlan, Share, sharding_plan
 from pagemill.engine.models.checkpoint import read_config, read_tensors, weight_files
-from pagemill.engine.models.directory import model_directory
+from pagemill.engine.models.directory import model_directory, served_name
 from pagemill.engine.models.families.family import Family
 from pagemill.engine.models.families.registry import find_family
-from pagemill.engine.models.packaged import PACKAGED_MODEL
 from pagemill.engine.models.sharding import finish_sharding, sharded_class
 from pagemill.engine.text.tokenizer import generation_eos_token_ids
 
@@ -137,7 +136,7 @@ def load_model(
         module=module,
         family=family,
         directory=directory,
-        served_name=config.model if config.model == PACKAGED_MODEL else directory.resolve().name,
+        served_name=served_name(config.model),
         dtype=dtype,
         device=device,
         vocab_size=int(model_config.vocab_size),
@@ -290,7 +289,7 @@ def _fingerprint(
     """Identify the function an engine computes: checkpoints may only be continued where it matches."""
     digest = hashlib.sha256()
     digest.update((directory / "config.json").read_bytes())
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in [] if config.load_format == "dummy" else weight_files(directory):
         digest.update(f"{file.name}:{file.stat().st_size}".encode())
         with file.open("rb") as weights:
             # The ends and the middle: the whole file would cost a second per gigabyte at every start.

@@ -22,7 +22,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError, complaint
-from pagemill.engine.models.directory import check_model
+from pagemill.engine.models.directory import check_model, served_name
 from pagemill.engine.models.echo import is_echo
 from pagemill.producer.wire.schema.host_names import HostName, HostPatterns
 from pagemill.producer.wire.schema.keys import ModelName, QueueName
@@ -137,7 +137,7 @@ class WorkerConfig(BaseSettings):
         """Check that the model exists and that jobs can name its directory, its served name."""
         check_model(engine.model)
         if not is_echo(engine.model):
-            _model_name.validate_python(Path(engine.model).expanduser().resolve().name)
+            _model_name.validate_python(served_name(engine.model))
         return engine
 
     @field_validator("hmac_keys")

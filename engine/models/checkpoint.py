@@ -67,7 +67,9 @@ def _indexed(directory: Path, name: str) -> list[Path]:
     names = sorted(set(map(str, weight_map.values())))
     outside = [name for name in names if name in ("", "..") or Path(name).name != name]
     if outside:
-        raise ModelLoadError(f"can't read {index}: it names files outside of its directory, {outside[0]!r} first")
+        raise ModelLoadError(
+            f"can't read {index}: it names files outside of its directory, {outside[0]!r} first"
+        )
     files = [directory / name for name in names]
     absent = [file.name for file in files if not file.is_file()]
     if absent:

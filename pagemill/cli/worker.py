@@ -26,7 +26,10 @@ class WorkerFlags:
     context: typer.Context
     model: Annotated[
         str | None,
-        typer.Option(envvar="PAGEMILL_MODEL", help="A Hugging Face directory, smollm2 or echo (no model)."),
+        typer.Option(
+            envvar="PAGEMILL_MODEL",
+            help="A Hugging Face directory, a .gguf file, smollm2 or echo (no model).",
+        ),
     ] = None
     redis_url: Annotated[
         str | None,
@@ -50,6 +53,10 @@ class WorkerFlags:
             metavar="FLOAT",
             help="Seconds running jobs may go on after SIGTERM. Default: 10.",
         ),
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A Jinja chat template. Default: the model's own."),
     ] = None
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None
     dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None

@@ -59,6 +59,7 @@ SETTINGS = [*(option.name for option in fields(EngineConfig)), *WorkerConfig.mod
 SETTINGS.remove("engine")
 SPECIAL = {
     "model": ("/no/such/model", "echo:nan", "echo:-1", "echo:x", "/tmp"),
+    "chat_template": ("/no/such/file", "/tmp", "a b", "x.jinja"),
     "redis_url": BAD_URLS,
     "state_dir": ("/dev/null/state", "/proc/version/x"),
     "webhook_ca_file": ("/no/such/file", "/tmp"),

@@ -97,7 +97,9 @@ def _limit_bytes() -> float:
     except ValueError:
         limit = -1.0
     if not limit >= 0:
-        raise ConfigError(f"{_LIMIT_VARIABLE}={text!r}: it should be the gibibytes that converted models may take")
+        raise ConfigError(
+            f"{_LIMIT_VARIABLE}={text!r}: it should be the gibibytes that converted models may take"
+        )
     return limit * 2**30
 
 
@@ -152,7 +154,10 @@ def _remove_leftovers(target: Path) -> None:
 
 def _evict(cache: Path, limit: float) -> None:
     """Remove the models unused for longest until the rest takes at most `limit` bytes."""
-    used = {file.with_name(file.name.removesuffix(_USED)): file.stat().st_mtime for file in cache.glob(f"*{_USED}")}
+    used = {
+        file.with_name(file.name.removesuffix(_USED)): file.stat().st_mtime
+        for file in cache.glob(f"*{_USED}")
+    }
     oldest_first = sorted(used, key=lambda target: used[target])
     total = 0
     for target in oldest_first:

@@ -36,7 +36,9 @@ def check_gguf(file: Path) -> None:
         raise ModelLoadError(f"{file} ends within its header; download it again")
     _, version, num_tensors, num_fields = _HEADER.unpack(header)
     if version not in (2, 3):
-        raise ModelLoadError(f"{file} has version {version} of GGUF; 2 and 3 are supported, in little-endian order")
+        raise ModelLoadError(
+            f"{file} has version {version} of GGUF; 2 and 3 are supported, in little-endian order"
+        )
     if num_tensors * _SMALLEST_TENSOR + num_fields * _SMALLEST_FIELD > size:
         raise ModelLoadError(
             f"{file} is damaged: {num_tensors} tensors and {num_fields} fields can't lie in {size} bytes; "

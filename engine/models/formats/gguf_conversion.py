@@ -41,7 +41,9 @@ def convert_gguf(files: list[Path], directory: Path) -> None:
     _check_types(reader, file)
     layers = reader.get_field(f"{architecture}.block_count")
     if layers is not None and int(layers.contents()) > len(reader.tensors):
-        raise ModelLoadError(f"{file.name} is damaged: it names more layers than it has tensors; download it again")
+        raise ModelLoadError(
+            f"{file.name} is damaged: it names more layers than it has tensors; download it again"
+        )
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     config.dtype = torch.float32
     with torch.device("meta"):
@@ -82,7 +84,9 @@ def _check_types(reader: Any, file: Path) -> None:
 
 
 def _write_tensors(reader: Any, architecture: str, model: Any, directory: Path) -> None:
-    processor = names.TENSOR_PROCESSORS.get(architecture, names.TensorProcessor)(config=model.config.to_dict())
+    processor = names.TENSOR_PROCESSORS.get(architecture, names.TensorProcessor)(
+        config=model.config.to_dict()
+    )
     mapping = names.get_gguf_hf_weights_map(model, processor)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     parsed: dict[str, Any] = {"tensors": {}}
@@ -90,7 +94,9 @@ def _write_tensors(reader: Any, architecture: str, model: Any, directory: Path) 
 
     def write(name: str, tensor: torch.Tensor) -> None:
         if expected.get(name) != tuple(tensor.shape):
-            raise ModelLoadError(f"{name} has shape {list(tensor.shape)}, its header asks for {expected.get(name)}")
+            raise ModelLoadError(
+                f"{name} has shape {list(tensor.shape)}, its header asks for {expected.get(name)}"
+            )
         writer.add(name, tensor)
 
     for tensor in reader.tensors:
@@ -133,4 +139,6 @@ def _apply_rope_factors(config: Any, factors: torch.Tensor) -> None:
     config.rope_parameters = plain | scaled
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     if not torch.allclose(base / frequencies, factors, rtol=1e-4):
-        raise ModelLoadError(f"{_ROPE_FACTORS} is no llama3 scaling, which alone is supported; give the original")
+        raise ModelLoadError(
+            f"{_ROPE_FACTORS} is no llama3 scaling, which alone is supported; give the original"
+        )

@@ -6,12 +6,16 @@ from typing import Any
 
 from tokenizers import Regex, pre_tokenizers
 
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+from pagemill.engine.text.tiktoken_vocabulary import QWEN_PATTERN
+
+_LLAMA3_PATTERN = QWEN_PATTERN.replace(r"\p{N}|", r"\p{N}{1,3}|")
 # By `tokenizer.ggml.pre`, as the publishers' tokenizer.json cut a text before the merges.
-_PATTERNS = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "qwen2": _QWEN2}
+_PATTERNS = {
+    "llama-bpe": _LLAMA3_PATTERN,
+    "llama3": _LLAMA3_PATTERN,
+    "llama-v3": _LLAMA3_PATTERN,
+    "qwen2": QWEN_PATTERN,
+}
 
 
 def correct_tokenizer(tokenizer: Any, reader: Any) -> None:

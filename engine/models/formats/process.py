@@ -80,7 +80,9 @@ def _follow(child: subprocess.Popen[bytes], source: str, num_bytes: int, directo
             )
         if now - reported_at >= _REPORT_S:
             reported_at = now
-            logger.info("converting %s: %.0f s, %.0f MiB", source, now - started_at, _written(directory) / 2**20)
+            logger.info(
+                "converting %s: %.0f s, %.0f MiB", source, now - started_at, _written(directory) / 2**20
+            )
 
 
 def _written(directory: Path) -> int:

@@ -157,7 +157,9 @@ def test_where_nothing_can_be_locked_nothing_is_converted(
     with pytest.raises(ModelLoadError, match=os.strerror(code)):
         cached_conversion("model-v1", "a model", fail)
     (tmp_path / "model-v1").mkdir()
-    assert cached_conversion("model-v1", "a model", fail) == tmp_path / "model-v1", "what is there can be read"
+    assert cached_conversion("model-v1", "a model", fail) == tmp_path / "model-v1", (
+        "what is there can be read"
+    )
 
 
 # A user of one model of the cache, until its input ends.
@@ -186,7 +188,10 @@ class TestLimit:
 
     def use(self, name: str, size: int = 1000) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", USER, name, str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", USER, name, str(size)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.processes.append(process)
         assert process.stdout is not None

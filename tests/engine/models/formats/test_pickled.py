@@ -83,7 +83,9 @@ def test_shards_and_files_beside_them(model: Path) -> None:
     check_same(read_tensors(weight_files(model)), tensors)
 
 
-def test_is_converted_once_and_again_when_the_file_changes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_converted_once_and_again_when_the_file_changes(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     conversions: list[list[Path]] = []
     convert = process.convert
 
@@ -276,7 +278,7 @@ def test_what_has_no_end_is_not_read(kind: str, model: Path) -> None:
         os.mkfifo(file)
     else:
         file.symlink_to("/dev/zero")
-    with pytest.raises(ModelLoadError, match="no regular file|missing"):
+    with pytest.raises(ModelLoadError, match="no regular file"):
         weight_files(model)
 
 
@@ -287,5 +289,5 @@ def test_one_that_takes_too_long_is_ended(model: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(process, "_START_S", 0.5)
     (model / "this_never_ends.py").write_text("while True: pass")
     monkeypatch.setattr(sys, "path", [*sys.path, str(model)])
-    with pytest.raises(ModelLoadError, match="took more than 1 s|took more than 0 s"):
+    with pytest.raises(ModelLoadError, match=r"took more than \d s"):
         weight_files(model)

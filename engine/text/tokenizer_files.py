@@ -69,7 +69,7 @@ def read_tokenizer(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
-def save_sentencepiece(model: SentencePieceModel, directory: Path, config: dict[str, Any]) -> None:
+def save_sentencepiece(model: SentencePieceModel, config: dict[str, Any], directory: Path) -> None:
     """Write a SentencePiece model into a directory as a tokenizer.json, and a tokenizer_config.json that fits.
 
     Args:
@@ -97,7 +97,7 @@ def _from_sentencepiece(directory: Path, config: dict[str, Any]) -> Any:
     model = read_sentencepiece(directory / "tokenizer.model")
     with tempfile.TemporaryDirectory() as scratch:
         _copy_own_files(directory, Path(scratch))
-        save_sentencepiece(model, Path(scratch), config)
+        save_sentencepiece(model, config, Path(scratch))
         return _load(Path(scratch))
 
 

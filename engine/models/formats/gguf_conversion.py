@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import modeling_gguf_pytorch_utils as names
 
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models.families.registry import find_family
-from pagemill.engine.models.formats.gguf_tokenizer import correct_tokenizer
+from pagemill.engine.models.formats.gguf_tokenizer import correct_tokenizer, sentencepiece_of
 from pagemill.engine.models.formats.shards import ShardWriter
+from pagemill.engine.text.tokenizer_files import save_sentencepiece
 
 # Frequencies that follow from the configuration, or are refused below.
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -53,9 +55,12 @@ def convert_gguf(files: list[Path], directory: Path) -> None:
     _write_tensors(reader, architecture, model, directory)
     config.save_pretrained(directory)
     GenerationConfig.from_model_config(config).save_pretrained(directory)
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    correct_tokenizer(tokenizer, reader)
-    tokenizer.save_pretrained(directory)
+    if _text(reader, "tokenizer.ggml.model") == "llama":
+        save_sentencepiece(*sentencepiece_of(reader), directory)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        correct_tokenizer(tokenizer, reader)
+        tokenizer.save_pretrained(directory)
 
 
 def _read(file: Path) -> Any:
@@ -74,13 +79,14 @@ def _text(reader: Any, key: str) -> str:
 
 
 def _check_types(reader: Any, file: Path) -> None:
-    known = {*gguf.quants._type_traits, gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16}
-    for tensor in reader.tensors:
-        if tensor.tensor_type not in known:
+    """Dequantise a block of each type. Raises `ModelLoadError` for those that gguf can't read."""
+    for kind, name in {tensor.tensor_type: tensor.name for tensor in reader.tensors}.items():
+        try:
+            gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
+        except NotImplementedError as error:
             raise ModelLoadError(
-                f"{file.name}: {tensor.name} has type {tensor.tensor_type.name}, which is not supported; "
-                "give a file of another quantisation"
-            )
+                f"{file.name}: {name} has type {kind.name}, which is not supported; give a file of another quantisation"
+            ) from error
 
 
 def _write_tensors(reader: Any, architecture: str, model: Any, directory: Path) -> None:
@@ -101,7 +107,7 @@ def _write_tensors(reader: Any, architecture: str, model: Any, directory: Path) 
 
     for tensor in reader.tensors:
         if tensor.name == _ROPE_FACTORS:
-            _apply_rope_factors(model.config, torch.from_numpy(tensor.data.copy()))
+            apply_rope_factors(model.config, torch.from_numpy(tensor.data.copy()))
             continue
         weights = gguf.dequantize(tensor.data, tensor.tensor_type)
         result = processor.process(
@@ -121,7 +127,7 @@ def _write_tensors(reader: Any, architecture: str, model: Any, directory: Path) 
     writer.close()
 
 
-def _apply_rope_factors(config: Any, factors: torch.Tensor) -> None:
+def apply_rope_factors(config: Any, factors: torch.Tensor) -> None:
     """Find the `llama3` scaling that these divisors of the rotary frequencies [head_dim / 2] stand for.
 
     llama.cpp computes them from config.json when it writes a file, with 1, 4 and 8192 as all Llama 3 have; which

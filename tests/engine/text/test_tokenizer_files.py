@@ -112,7 +112,7 @@ class TestSentencePiece:
             config |= {"tokenizer_class": kind, "bos_token": {"__type": "AddedToken", "content": "<s>"}}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-        (tmp_path / "tokenization.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+        (tmp_path / "tokenization").with_suffix(".py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
         reference = sentencepiece.SentencePieceProcessor(model_file=str(file))
         tokenizer = HuggingFaceTokenizer(tmp_path)
         for text in TEXTS:
@@ -248,7 +248,7 @@ class TestOthers:
             "auto_map": {"AutoTokenizer": ["strange.StrangeTokenizer", None]},
         }
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        (tmp_path / "strange.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+        (tmp_path / "strange").with_suffix(".py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
         with pytest.raises(
             ModelLoadError, match=r"StrangeTokenizer is code .*convert it to a tokenizer\.json"
         ):

@@ -287,7 +287,7 @@ def test_one_that_takes_too_long_is_ended(model: Path, monkeypatch: pytest.Monke
     torch.save({"a": torch.zeros(1)}, model / "pytorch_model.bin")
     monkeypatch.setattr(process, "_CHILD", "this_never_ends")
     monkeypatch.setattr(process, "_START_S", 0.5)
-    (model / "this_never_ends.py").write_text("while True: pass")
+    (model / "this_never_ends").with_suffix(".py").write_text("while True: pass")
     monkeypatch.setattr(sys, "path", [*sys.path, str(model)])
     with pytest.raises(ModelLoadError, match=r"took more than \d s"):
         weight_files(model)

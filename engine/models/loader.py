@@ -29,6 +29,7 @@ from pagemill.engine.models.checkpoint import read_config, read_tensors, weight_
 from pagemill.engine.models.directory import model_directory, served_name
 from pagemill.engine.models.families.family import Family
 from pagemill.engine.models.families.registry import find_family
+from pagemill.engine.models.plausibility import check_dtypes, check_sizes
 from pagemill.engine.models.sharding import finish_sharding, sharded_class
 from pagemill.engine.text.tokenizer import generation_eos_token_ids
 
@@ -209,6 +210,7 @@ def _load_module(
                 module = module_class._from_config(model_config, **options)
             tensors = dict(module.state_dict())
         else:
+            check_sizes(model_config, tensors)
             tensors = family.convert_tensors(tensors, model_config)
         if plan is not None and group is not None:
             module_class, tensors = sharded_class(module_class, plan, group), plan.cut(tensors)
@@ -239,6 +241,7 @@ def _fill_module(
         **options,
     )
     module.__class__ = module_class
+    check_dtypes(tensors, tensors.keys() - report["unexpected_keys"])
     for name, found, expected in sorted(report["mismatched_keys"]):
         raise ModelLoadError(f"{name} has shape {list(found)}, config.json asks for {list(expected)}")
     missing = sorted(report["missing_keys"])

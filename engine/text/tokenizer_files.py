@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 _NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "qwen.tiktoken")
 # Classes whose ids are SentencePiece's own and whose code adds nothing else than BOS and EOS. None: no class is named.
-_SENTENCEPIECE = {None, "LlamaTokenizer", "LlamaTokenizerFast", "BaichuanTokenizer", "InternLMTokenizer",
-                  "InternLM2Tokenizer", "InternLM2TokenizerFast", "InternLM3Tokenizer"}  # fmt: skip
+_SENTENCEPIECE = {None, "LlamaTokenizer", "LlamaTokenizerFast", "BaichuanTokenizer", "BaiChuanTokenizer",
+                  "InternLMTokenizer", "InternLM2Tokenizer", "InternLM2TokenizerFast",
+                  "InternLM3Tokenizer"}  # fmt: skip
 _LLAMA_LIKE = ("llama", "mistral", "baichuan", "internlm", "internlm2", "internlm3", "aquila")
 _TIKTOKEN = "QWenTokenizer"
 _OWN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import unicodedata
+from base64 import b64encode
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers, trainers
 
 from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.text.byte_level import byte_characters
 from pagemill.engine.text.sentencepiece_model import build_tokenizer, read_sentencepiece
 from pagemill.engine.text.tiktoken_vocabulary import QWEN_PATTERN, read_ranks
 from pagemill.engine.text.tokenizer import HuggingFaceTokenizer, load_tokenizer
@@ -153,25 +155,20 @@ class TestSentencePiece:
             HuggingFaceTokenizer(tmp_path)
 
 
+def write_ranks(directory: Path) -> Path:
+    """A vocabulary as tiktoken's trainer would write it: bytes, then merges in their order."""
+    tokenizer = FastTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet))
+    of = {character: byte for byte, character in enumerate(byte_characters())}
+    by_id = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    lines = [f"{b64encode(bytes(of[c] for c in token)).decode()} {number}" for token, number in by_id]
+    (directory / "qwen.tiktoken").write_text("\n".join(lines) + "\n")
+    return directory / "qwen.tiktoken"
+
+
 class TestTiktoken:
-    def ranks(self, directory: Path) -> Path:
-        """A vocabulary as tiktoken's trainer would write it: bytes, then merges in their order."""
-        tokenizer = FastTokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        tokenizer.train_from_iterator(
-            TEXTS * 3, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet)
-        )
-        from base64 import b64encode
-
-        from pagemill.engine.text.byte_level import byte_characters
-
-        of = {character: byte for byte, character in enumerate(byte_characters())}
-        by_id = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
-        lines = [f"{b64encode(bytes(of[c] for c in token)).decode()} {number}" for token, number in by_id]
-        (directory / "qwen.tiktoken").write_text("\n".join(lines) + "\n")
-        return directory / "qwen.tiktoken"
-
     def compare(self, directory: Path) -> None:
         config = {
             "tokenizer_class": "QWenTokenizer",
@@ -194,7 +191,7 @@ class TestTiktoken:
         assert tokenizer.vocab_size == len(tokens) + len(special)
 
     def test_ids_and_texts_are_tiktokens(self, tmp_path: Path) -> None:
-        self.ranks(tmp_path)
+        write_ranks(tmp_path)
         self.compare(tmp_path)
 
     def test_qwens_own(self, tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ def test_a_header_that_can_not_be_is_refused_before_anything_is_imported(
         pytest.param(break_off, {}, "is damaged", id="truncated"),
         pytest.param(long_key, {}, "is damaged", id="long key", marks=pytest.mark.slow),
         pytest.param(long_list, {}, "is damaged|took more", id="long list", marks=pytest.mark.slow),
-        pytest.param(None, {"architecture": "bert"}, "architecture 'bert' are not supported", id="architecture"),
+        pytest.param(None, {"architecture": "bert"}, "'bert' are not supported", id="kind", marks=pytest.mark.slow),
         pytest.param(
             None, {"leave_out": "blk.1.ffn_up.weight"}, "1 tensors are missing", id="missing", marks=pytest.mark.slow
         ),

@@ -93,7 +93,7 @@ def test_several_without_a_default(model: Path) -> None:
      (b"x" * (2**20 + 1), "is no template")],
     ids=["syntax", "bytes", "empty", "long"],
 )  # fmt: skip
-def test_a_file_that_is_no_template(self, content: bytes, message: str, model: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_no_template(content: bytes, message: str, model: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_bytes(content)
     with pytest.raises(ConfigError, match=f"chat_template: .*{message}") as refused:
         tokens(model, str(tmp_path / "mine.jinja"))

@@ -95,6 +95,7 @@ def save_sentencepiece(model: SentencePieceModel, config: dict[str, Any], direct
 def _from_sentencepiece(directory: Path, config: dict[str, Any]) -> Any:
     from pagemill.engine.text.sentencepiece_model import read_sentencepiece
 
+    logger.info("converting tokenizer.model, a few seconds")
     model = read_sentencepiece(directory / "tokenizer.model")
     with tempfile.TemporaryDirectory() as scratch:
         _copy_own_files(directory, Path(scratch))

@@ -157,8 +157,9 @@ def serving_workers(url: str, queue: str, model: str, say: Callable[[str], None]
 
 
 def served_name(model: str) -> str:
-    """Return the name under which a worker serves a model: a directory's base name."""
-    return Path(model).name if "/" in model else model
+    """Return the name under which a worker serves a model: a directory's base name, a GGUF file's without its end."""
+    name = Path(model).name if "/" in model else model
+    return Path(name).stem if name.lower().endswith(".gguf") else name
 
 
 def has_server(url: str | None) -> bool:

@@ -282,8 +282,9 @@ def _serving(url: str, queue: str, model: str | None, quiet: bool) -> list[Worke
 
 
 def _is_local(model: str) -> bool:
-    """Return whether a local worker could load the model: packaged, built in, or a directory."""
-    return model in ("smollm2", "echo") or Path(model).is_dir()
+    """Return whether a local worker could load the model: packaged, built in, a directory or a GGUF file."""
+    is_file = model.lower().endswith(".gguf") and Path(model).is_file()
+    return model in ("smollm2", "echo") or Path(model).is_dir() or is_file
 
 
 def _execute(dataset: DatasetRun, producer: Producer, metrics_url: str | None, quiet: bool) -> Summary:

@@ -13,7 +13,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -49,7 +50,7 @@ def cached_conversion(name: str, source: str, write: Callable[[Path], None]) -> 
         _hold(target)
         if target.is_dir():
             return target
-        with _lock(target):
+        with _converting(target):
             if not target.is_dir():
                 _make(target, write)
                 _evict(target.parent, limit)
@@ -114,6 +115,21 @@ def _not_kept(source: str, directory: Path, error: OSError) -> EngineError:
 
 def _lock(target: Path) -> FileLock:
     return FileLock(target.parent / f"{target.name}.lock", fallback_to_soft=False)
+
+
+@contextmanager
+def _converting(target: Path) -> Iterator[None]:
+    """Be the one process that converts this model."""
+    lock = _lock(target)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        logger.info("waiting for another process, which is converting %s", target.name)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _hold(target: Path) -> None:

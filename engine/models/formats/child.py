@@ -5,6 +5,7 @@ Its last line of output says, as JSON, why it failed. It ends when its input is 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -16,6 +17,8 @@ _SPARE_BYTES = 2 * 2**30
 """Memory beside the files: tables of tensors, a shard to be written, and what the libraries allocate."""
 _PER_FILE_BYTE = 3
 """A file is mapped (or read), and at most its largest tensor is copied and converted."""
+
+_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 def main(kind: str, directory: Path, files: list[Path]) -> None:
@@ -58,8 +61,7 @@ def _reason(error: BaseException) -> str:
 
 def _place_errno(error: BaseException) -> int | None:
     """Return the error number of a full or broken disk written to; None for any other error."""
-    is_written = isinstance(error, OSError) and error.filename is None
-    return error.errno if is_written else None  # type: ignore[attr-defined]
+    return error.errno if isinstance(error, OSError) and error.errno in _WRITING else None
 
 
 if __name__ == "__main__":

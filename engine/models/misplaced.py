@@ -8,8 +8,10 @@ from pathlib import Path
 
 _TRAINING = re.compile(r"^(optimizer|scheduler|rng_state|training_args|trainer_state|global_step|scaler)")
 
+_MERGE = "merge the two (PEFT's merge_and_unload) and give the result"
 
-def adapter_base(directory: Path) -> str | None:
+
+def _adapter_base(directory: Path) -> str | None:
     """Return the base model that an adapter's directory (PEFT) names; None if it holds no adapter."""
     file = directory / "adapter_config.json"
     if not file.is_file():
@@ -23,11 +25,8 @@ def adapter_base(directory: Path) -> str | None:
 
 def why_no_model(directory: Path) -> str:
     """Say what a directory without config.json is, and what to do."""
-    if (base := adapter_base(directory)) is not None:
-        return (
-            f"{directory} is an adapter of {base}, not a model: merge the two (PEFT's merge_and_unload) "
-            "and give the result"
-        )
+    if (base := _adapter_base(directory)) is not None:
+        return f"{directory} is an adapter of {base}, not a model: {_MERGE}"
     return f"{directory} is no model directory: it has no config.json; {found_instead(directory)}"
 
 
@@ -40,6 +39,8 @@ def found_instead(directory: Path) -> str:
     ggufs = [name for name in names if name.lower().endswith(".gguf")]
     if not names:
         return "it is empty"
+    if (base := _adapter_base(directory)) is not None:
+        return f"it holds an adapter of {base}: {_MERGE}"
     if ggufs:
         return f"it holds GGUF files: give one of them, as {directory / ggufs[0]}"
     training = [name for name in names if _TRAINING.match(name)]

@@ -30,6 +30,6 @@ def converted_pickles(files: list[Path]) -> list[Path]:
         ModelLoadError: a file is damaged, holds no tensors, or asks for code to be run. Nothing is run.
         EngineError: the result can't be stored.
     """
-    name = f"{files[0].resolve().parent.name}-bin-{identity(files)}-v{_FORMAT_VERSION}"
+    name = f"{files[0].absolute().parent.name[:100]}-bin-{identity(files)}-v{_FORMAT_VERSION}"
     directory = cached_conversion(name, str(files[0].parent), lambda work: convert("pickle", files, work))
     return sorted(directory.glob("*.safetensors"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import ROOT
 from tests.engine.models.families.native_cases import LLAMA, write_llama
 from tests.engine.models.families.tiny import native_checkpoint
-from tests.worker.harness import QueueClient, WorkerProcess, process_settings
+from tests.worker.harness import PATIENCE_S, QueueClient
 
 
 class Hostile:
@@ -65,13 +68,13 @@ def test_it_ends_before_a_job_is_taken(
     (model := tmp_path / "model").mkdir()
     write(model)
     (job,) = client.submit({"model": "model", "prompt": "Hi", "max_tokens": 1})
-    settings = process_settings(client.url, queue_name, model=str(model), num_kv_blocks=64, num_threads=1)
-    worker = WorkerProcess(settings, tmp_path / "worker.log")
-    try:
-        assert worker.wait() == 2
-    finally:
-        worker.kill()
-    assert message in worker.log()
-    assert "Traceback" not in worker.log()
+    words = ("--model", str(model), "--redis-url", client.url, "--queue", queue_name, "--num-kv-blocks", "64")
+    ended = subprocess.run(
+        [sys.executable, "-m", "pagemill", "worker", *words, "--num-threads", "1", "--http-port", "0"],
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2, ended.stderr
+    assert message in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
     assert client.status(job).state == "queued"
     assert not (model / "ran").exists()

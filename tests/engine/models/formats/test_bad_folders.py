@@ -153,6 +153,11 @@ def no_weights(directory: Path) -> None:
     torch.save({}, directory / "optimizer.bin")
 
 
+def adapter_with_config(directory: Path) -> None:
+    adapter(directory)
+    write_config(directory)
+
+
 def looping_weights(directory: Path) -> None:
     write_config(directory)
     (directory / "model.safetensors").symlink_to("model.safetensors")
@@ -174,6 +179,7 @@ def looping_weights(directory: Path) -> None:
         (outside_pickle, "names files outside of its directory"),
         (missing_pickle, "1 of 1 files are missing, pytorch_model-00001-of-00001.bin first; download them again"),
         (no_weights, r"has no weights .* training run \(optimizer\.bin\)"),
+        (adapter_with_config, "it holds an adapter of meta-llama/Llama-2-7b-hf: merge the two"),
         (looping_weights, "has no weights|can't load the weights"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

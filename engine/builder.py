@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from pagemill.engine.fingerprint import with_commit
 from pagemill.engine.models.directory import LocalModel, check_model, obtain_model
 from pagemill.engine.models.echo import ECHO_MAX_MODEL_LEN, ECHO_MODEL, EchoRunner, echo_step_seconds, is_echo
 from pagemill.engine.parts import EngineParts, Tier
-from pagemill.engine.text.tokenizer import ByteTokenizer, load_tokenizer
+from pagemill.engine.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -131,7 +132,7 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
     model = load_model(config, device, group)
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, model.dtype)
     shape = replace(model.kv_cache_shape(config.block_size), dtype=cache_dtype)
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(model.directory)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(model.directory, config.chat_template)
     eos = list(model.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos:
         eos.append(tokenizer.eos_token_id)
@@ -168,7 +169,7 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
         limits=limits,
         served_models=config.served_model_name,
         vocab_size=model.vocab_size,
-        fingerprint=model.fingerprint,
+        fingerprint=_with_template(model.fingerprint, tokenizer if config.chat_template else None),
         tier=_tier(config, model.dtype, shape.dtype),
         device=str(device.device),
         kv_block_bytes=shape.block_bytes * config.tensor_parallel_size,
@@ -177,6 +178,13 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
         model_parts=runner.parts,
         ranks=ranks,
     )
+
+
+def _with_template(fingerprint: str, tokenizer: Tokenizer | None) -> str:
+    """Add a chat template that is not the model's: under it, a checkpointed conversation has other tokens."""
+    if tokenizer is None or tokenizer.chat_template is None:
+        return fingerprint
+    return hashlib.sha256(f"{fingerprint} {tokenizer.chat_template}".encode()).hexdigest()[:16]
 
 
 def _tier(config: EngineConfig, dtype: torch.dtype, cache_dtype: torch.dtype) -> Tier:

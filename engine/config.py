@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pagemill.bounds import MODEL_NAME, MODEL_NAME_RULE, Range
@@ -14,6 +16,8 @@ from pagemill.engine.errors import ConfigError, complaint
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
+
+_TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 MAX_KV_BLOCKS = 2**24
 """The scheduler keeps an object for each, and kernels index them with 32-bit numbers."""
@@ -30,11 +34,11 @@ class EngineConfig:
     """The user's settings; None and "auto" are resolved when the model is loaded, into other objects."""
 
     model: str
-    """A folder, `org/name[@revision]` of the Hugging Face Hub, `modelscope:org/name[@revision]`, `smollm2` (the
-    packaged model) or `echo` (no model at all)."""
+    """A folder, a .gguf file, `org/name[@revision]` of the Hugging Face Hub, `modelscope:org/name[@revision]`,
+    `smollm2` (the packaged model) or `echo` (no model at all)."""
     served_model_name: tuple[str, ...] = ()
     """The names that jobs may use, the main one first; a text has them apart by commas or spaces. Empty: the
-    repository's name, or the folder's."""
+    repository's name, the folder's, or the file's without its end."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights from the directory's config.json, for benchmarks."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
@@ -82,6 +86,8 @@ class EngineConfig:
     per process, except swap_space_gib, which is the total."""
     skip_tokenizer_init: bool = False
     """Serve token ids only."""
+    chat_template: str | None = None
+    """A Jinja file, or the name of one of the model's templates; None: the model's own."""
     num_threads: Annotated[int, Range(1, 1024)] | None = None
     """CPU threads for the model; None: torch's default."""
 
@@ -96,6 +102,11 @@ class EngineConfig:
         object.__setattr__(self, "served_model_name", _served_names(self.served_model_name))
         if find_spec("pydantic") is not None:  # a machine that only tests kernels may lack it
             _hold_to_annotations(self)
+        template = self.chat_template
+        is_name = template is None or _TEMPLATE_NAME.fullmatch(template)
+        if not is_name and not Path(template or "").expanduser().is_file():
+            message = f"chat_template: there is no file {str(template)[:100]!r}"
+            raise ConfigError(message, setting="chat_template")
         size = self.tensor_parallel_size
         # int8 scales its activations by a token's largest number, but each rank sees only some; bitwise tiers
         # promise an order of sums that ranks don't keep.

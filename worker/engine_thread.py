@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from pagemill.engine.config import EngineConfig
-from pagemill.engine.errors import EngineError, InvalidRequest
+from pagemill.engine.errors import EngineError, InvalidRequest, ModelLoadError
 from pagemill.engine.outputs import Capacity, EngineStats, RequestOutput, SampleState
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import GENERATE, Task
@@ -186,6 +186,11 @@ class EngineThread:
         from pagemill.engine.engine import Engine
 
         self._engine = Engine.from_config(self._config)
+        if self._engine.tokenizer is None and not self._config.skip_tokenizer_init:
+            raise ModelLoadError(
+                f"{self._config.model} has no tokenizer, so each job with a text would fail: download its files "
+                "too, or serve token ids (skip_tokenizer_init)"
+            )
         self._engine.load_grammar_vocabulary()  # in a separate process, finished before the first job
         self._publish(self._engine, force=True)
         self.state = EngineState.IDLE

@@ -11,6 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.models.formats.pickled import PICKLED_INDEX, converted_pickles, find_pickles
+from pagemill.engine.models.misplaced import found_instead
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
@@ -34,32 +36,46 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the model's safetensors files.
+    """Return the model's safetensors files; pickled weights are converted the first time.
 
     Raises:
-        ModelLoadError: there are none, or the index names missing files.
+        ModelLoadError: there are none, or the index names files that are missing or lie elsewhere; or pickled
+            ones can't be converted.
     """
-    index = directory / _INDEX
-    if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelLoadError(f"can't read {index}: it has no weight_map")
-        files = [directory / name for name in sorted(set(map(str, weight_map.values())))]
-        absent = [file.name for file in files if not file.is_file()]
-        if absent:
-            raise ModelLoadError(
-                f"can't load the weights in {directory}: {len(absent)} of {len(files)} files are missing, "
-                f"{absent[0]} first"
-            )
-        return files
+    if (directory / _INDEX).is_file():
+        return _indexed(directory, _INDEX)
     if (directory / _WHOLE).is_file():
         return [directory / _WHOLE]
     files = [file for file in sorted(directory.glob("*.safetensors")) if not _NOT_WEIGHTS.match(file.name)]
-    if not files:
-        pickled = any(directory.glob("*.bin"))
-        hint = "; *.bin files are pickles and are not read: convert them" if pickled else ""
+    if files:
+        return files
+    if (directory / PICKLED_INDEX).is_file():
+        return converted_pickles(_indexed(directory, PICKLED_INDEX))
+    if pickles := find_pickles(directory):
+        return converted_pickles(pickles)
+    raise ModelLoadError(
+        f"{directory} has no weights (*.safetensors or pytorch_model*.bin): {found_instead(directory)}; "
+        "download the model again (load_format='dummy' needs none)"
+    )
+
+
+def _indexed(directory: Path, name: str) -> list[Path]:
+    index = directory / name
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelLoadError(f"can't read {index}: it has no weight_map")
+    names = sorted(set(map(str, weight_map.values())))
+    outside = [name for name in names if name in ("", "..") or Path(name).name != name]
+    if outside:
         raise ModelLoadError(
-            f"{directory} has no *.safetensors weights (load_format='dummy' needs none){hint}"
+            f"can't read {index}: it names files outside of its directory, {outside[0]!r} first"
+        )
+    files = [directory / name for name in names]
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise ModelLoadError(
+            f"can't load the weights in {directory}: {len(absent)} of {len(files)} files are missing, "
+            f"{absent[0]} first; download them again"
         )
     return files
 
@@ -77,7 +93,7 @@ def read_tensors(files: list[Path]) -> dict[str, torch.Tensor]:
                 for name in opened.keys():  # noqa: SIM118, it is not a mapping
                     tensors[name] = opened.get_tensor(name)
         except (SafetensorError, OSError, ValueError, TypeError) as error:
-            raise ModelLoadError(f"can't load the weights in {file}: {error}") from error
+            raise ModelLoadError(f"can't load the weights in {file}: {error}; download it again") from error
     return {name: tensor for name, tensor in tensors.items() if not _is_constant(name, tensor)}
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models.echo import echo_step_seconds
+from pagemill.engine.models.formats.gguf import check_gguf, gguf_directory
 from pagemill.engine.models.hubs import huggingface, modelscope
 from pagemill.engine.models.hubs.progress import Say
 from pagemill.engine.models.hubs.repository import Snapshot
+from pagemill.engine.models.misplaced import why_no_model
 from pagemill.engine.models.packaged import find_gguf, packaged_model_directory
 from pagemill.engine.models.source import HOW_TO_NAME, ModelSource
 
@@ -51,6 +53,8 @@ def obtain_model(
     match source.kind:
         case "packaged":
             return LocalModel(source, packaged_model_directory())
+        case "gguf":
+            return LocalModel(source, gguf_directory(Path(source.name).expanduser()))
         case "huggingface" | "modelscope":
             return _local(source, _HUBS[source.kind].fetch(source, say, check))
     return LocalModel(source, _folder(source))
@@ -78,6 +82,8 @@ def check_model(model: str) -> None:
             echo_step_seconds(model)
         case "packaged":
             find_gguf()
+        case "gguf":
+            check_gguf(Path(source.name).expanduser())
         case "folder":
             _folder(source)
 
@@ -91,5 +97,5 @@ def _folder(source: ModelSource) -> Path:
     if not directory.is_dir():
         raise ModelLoadError(f"no model at {source.name!r}: {HOW_TO_NAME}")
     if not (directory / "config.json").is_file():
-        raise ModelLoadError(f"{directory} is no model directory: it has no config.json")
+        raise ModelLoadError(why_no_model(directory))
     return directory

@@ -12,12 +12,13 @@ from typing import Literal
 
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models.echo import ECHO_MODEL, is_echo
+from pagemill.engine.models.formats.gguf import is_gguf
 from pagemill.engine.models.packaged import PACKAGED_MODEL
 
 MODELSCOPE_PREFIX = "modelscope:"
 HOW_TO_NAME = (
-    f"give a folder, org/name[@revision] of the Hugging Face Hub, {MODELSCOPE_PREFIX}org/name[@revision], "
-    f"{PACKAGED_MODEL!r} or 'echo'"
+    "give a folder, a .gguf file, org/name[@revision] of the Hugging Face Hub, "
+    f"{MODELSCOPE_PREFIX}org/name[@revision], {PACKAGED_MODEL!r} or 'echo'"
 )
 
 # The Hub's rule for names; a revision is a branch, a tag, a commit or refs/pr/N.
@@ -30,9 +31,9 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 class ModelSource:
     """Where a model comes from. `engine/models/directory.py` has a function for each kind."""
 
-    kind: Literal["echo", "packaged", "folder", "huggingface", "modelscope"]
+    kind: Literal["echo", "packaged", "folder", "gguf", "huggingface", "modelscope"]
     name: str
-    """The repository's or the packaged model's name, or the folder's path as given."""
+    """The repository's or the packaged model's name, or the folder's or file's path as given."""
     revision: str | None = None
     """A hub's branch, tag or commit; None: its default branch."""
 
@@ -49,6 +50,8 @@ class ModelSource:
             return cls("packaged", model)
         if model.startswith(MODELSCOPE_PREFIX):
             return cls("modelscope", *_repository(model, model.removeprefix(MODELSCOPE_PREFIX)))
+        if is_gguf(model) and not Path(model).expanduser().is_dir():
+            return cls("gguf", model)
         if _is_path(model):
             return cls("folder", model)
         if "/" in model:
@@ -62,9 +65,11 @@ class ModelSource:
 
     @property
     def served_name(self) -> str:
-        """The name that jobs use unless another is configured: the repository's, or the folder's own."""
+        """The name that jobs use unless another is configured: the repository's, the folder's, or the file's."""
         if self.kind == "echo":
             return ECHO_MODEL
+        if self.kind == "gguf":
+            return Path(self.name).stem
         return Path(self.name).expanduser().resolve().name if self.kind == "folder" else self.name
 
     def __str__(self) -> str:

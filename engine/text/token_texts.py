@@ -6,7 +6,8 @@ import json
 import re
 from functools import cached_property
 
-from pagemill.engine.text.tokenizer import Tokenizer, byte_characters
+from pagemill.engine.text.byte_level import byte_characters
+from pagemill.engine.text.tokenizer import Tokenizer
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from pagemill.engine.errors import InvalidRequest, ModelLoadError
+from pagemill.engine.text.byte_level import byte_characters
+from pagemill.engine.text.chat_template import ChatTemplate
+from pagemill.engine.text.tokenizer_files import has_tokenizer, read_tokenizer
 
 Message = Mapping[str, Any]
 
@@ -21,7 +23,9 @@ class Tokenizer(Protocol):
     def eos_token_id(self) -> int | None: ...
 
     @property
-    def has_chat_template(self) -> bool: ...
+    def chat_template(self) -> str | None:
+        """The template in Jinja that conversations are written by; None if there is none."""
+        ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -32,7 +36,12 @@ class Tokenizer(Protocol):
         ...
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of the conversation with the assistant's turn opened. Raises `InvalidRequest`."""
+        """Return the token ids of the conversation with the assistant's turn opened.
+
+        Raises:
+            UnsupportedFeature: there is no chat template.
+            InvalidRequest: these are no messages, or the template refuses them.
+        """
         ...
 
     def to_json(self) -> str | None:
@@ -45,7 +54,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_token_id: int | None = 256
-    has_chat_template = True
+    chat_template: str | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode("utf-8"))
@@ -83,18 +92,24 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer from a model directory, through transformers. Thread-safe for encoding and decoding."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, chat_template: str | None = None) -> None:
+        """Raises `ConfigError`: a file is missing or broken, or there is no such template (see `ChatTemplate`)."""
         try:
-            self._tokenizer = _read_tokenizer(directory)
+            self._tokenizer = read_tokenizer(directory)
         except ModelLoadError:
             raise
         except Exception as error:  # a broken file can make transformers raise anything
-            raise ModelLoadError(f"can't load the tokenizer in {directory}: {error}") from error
+            message = (str(error) or type(error).__name__).strip().splitlines()[0][:300]
+            raise ModelLoadError(
+                f"can't load the tokenizer in {directory}: {message}; download its files again, or serve token ids "
+                "(skip_tokenizer_init)"
+            ) from error
         # The Rust object directly: the Python wrapper costs several times as much as the decoding itself.
         self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
         self.vocab_size: int = len(self._tokenizer)
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
-        self.has_chat_template = bool(self._tokenizer.chat_template)
+        self._template = ChatTemplate(self._tokenizer, directory, chat_template)
+        self.chat_template = self._template.text
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -112,18 +127,9 @@ class HuggingFaceTokenizer:
         return piece
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        if not self.has_chat_template:
-            raise InvalidRequest("the model has no chat template; send a prompt instead of messages")
         for message in messages:
             _text_of(message)
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # the template is foreign code: any error is due to these messages
-            raise InvalidRequest(
-                f"the chat template refuses these messages: {type(error).__name__}"
-            ) from error
+        text = self._template.render(list(messages))
         # The template adds the special tokens itself.
         return self.encode(text, add_special_tokens=False)
 
@@ -137,34 +143,18 @@ class HuggingFaceTokenizer:
         return json.dumps(json.loads(text) | {"padding": None, "truncation": None})
 
 
-def _read_tokenizer(directory: Path) -> Any:
-    """Load the directory's tokenizer with transformers. Code shipped with the model is never run."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+def load_tokenizer(directory: Path, chat_template: str | None = None) -> Tokenizer | None:
+    """Load the directory's tokenizer; None if it holds no tokenizer files (token ids only).
 
-    try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception:
-        if not _names_remote_code(directory):
-            raise
-    if (directory / "tokenizer.json").is_file():
-        return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-    raise ModelLoadError(
-        f"can't load the tokenizer in {directory}: the tokenizer is code of the model's, which is never run; "
-        "convert it to a tokenizer.json, or serve token ids (skip_tokenizer_init)"
-    )
+    Args:
+        chat_template: a file, or the name of one of the model's templates; None: the model's own.
 
-
-def _names_remote_code(directory: Path) -> bool:
-    files = (directory / name for name in ("tokenizer_config.json", "config.json"))
-    return any("auto_map" in json.loads(file.read_text()) for file in files if file.is_file())
-
-
-def load_tokenizer(directory: Path) -> Tokenizer | None:
-    """Load the directory's tokenizer; None if it holds no tokenizer files (token ids only)."""
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    if not any((directory / name).is_file() for name in names):
+    Raises:
+        ConfigError: a file is missing or broken, or there is no such template.
+    """
+    if not has_tokenizer(directory):
         return None
-    return HuggingFaceTokenizer(directory)
+    return HuggingFaceTokenizer(directory, chat_template)
 
 
 def generation_eos_token_ids(directory: Path) -> list[int]:
@@ -176,14 +166,6 @@ def generation_eos_token_ids(directory: Path) -> list[int]:
             if value is not None:
                 return [value] if isinstance(value, int) else [int(v) for v in value]
     return []
-
-
-@cache
-def byte_characters() -> list[str]:
-    """Return byte-level tokenizers' printable character for each byte (GPT-2's table)."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def _text_of(message: Message) -> str:

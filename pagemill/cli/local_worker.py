@@ -168,7 +168,7 @@ def can_load(model: str) -> bool:
         source = ModelSource.parse(model)
     except ModelLoadError:
         return False
-    return source.kind != "folder" or Path(source.name).expanduser().is_dir()
+    return source.kind not in ("folder", "gguf") or Path(source.name).expanduser().exists()
 
 
 def _download(model: str) -> None:
@@ -220,7 +220,7 @@ def _refuse_unrunnable(directory: Path) -> None:
 
 
 def served_name(model: str) -> str:
-    """Return the name under which a worker serves a model: the repository's, or a folder's base name."""
+    """Return the name under which a worker serves a model: the repository's, or a folder's or file's own."""
     try:
         return ModelSource.parse(model).served_name
     except ModelLoadError:  # a name that a worker was given

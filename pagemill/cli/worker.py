@@ -54,8 +54,8 @@ class WorkerFlags:
         str | None,
         typer.Option(
             envvar="PAGEMILL_MODEL",
-            help="A folder, org/name[@revision] of the Hugging Face Hub, modelscope:org/name[@revision], smollm2, "
-            "or echo (no model).",
+            help="A folder, a .gguf file, org/name[@revision] of the Hugging Face Hub, "
+            "modelscope:org/name[@revision], smollm2, or echo (no model).",
         ),
     ] = None
     served_model_name: Annotated[
@@ -63,7 +63,7 @@ class WorkerFlags:
         typer.Option(
             _SERVED_NAMES,
             metavar="NAME ...",
-            help="What jobs call it: one name or several. Default: org/name, or the folder's name.",
+            help="What jobs call it: one name or several. Default: org/name, or the folder's or file's name.",
         ),
     ] = None
     redis_url: Annotated[
@@ -88,6 +88,10 @@ class WorkerFlags:
             metavar="FLOAT",
             help="Seconds running jobs may go on after SIGTERM. Default: 10.",
         ),
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A Jinja chat template. Default: the model's own."),
     ] = None
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None
     dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from pagemill.engine.models.hubs import huggingface, modelscope
 from pagemill.engine.models.hubs.progress import bytes_under
-from pagemill.engine.models.packaged import PACKAGED_MODEL, converted_directories
 from pagemill.engine.models.source import MODELSCOPE_PREFIX, is_commit
 
 
@@ -27,13 +26,18 @@ class CachedModel:
 
 def cached_models() -> list[CachedModel]:
     """Return every model in the caches, by name; incomplete ones too. Reads directories alone."""
-    found = [*_packaged(), *_huggingface(), *_modelscope()]
+    found = [*_converted(), *_huggingface(), *_modelscope()]
     return sorted(found, key=lambda cached: (cached.model.casefold(), cached.revisions, cached.commit or ""))
 
 
-def _packaged() -> Iterator[CachedModel]:
-    for directory in converted_directories():
-        yield CachedModel(PACKAGED_MODEL, (), None, bytes_under(directory), directory)
+def _converted() -> Iterator[CachedModel]:
+    """Yield GGUF files and pickled weights, which a start converts once; the packaged model is one of them."""
+    try:
+        from pagemill.engine.models.formats.cache import conversions
+    except ModuleNotFoundError:  # a light install, which converts nothing
+        return
+    for directory in conversions():
+        yield CachedModel(directory.name, (), None, bytes_under(directory), directory)
 
 
 def _huggingface() -> Iterator[CachedModel]:

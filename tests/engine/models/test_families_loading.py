@@ -94,7 +94,9 @@ class TestDirectory:
         first, again, other = (generate(load(tmp_path, load_format="dummy", seed=seed)) for seed in (0, 0, 1))
         assert first == again
         assert first != other
-        with pytest.raises(ModelLoadError, match=r"no \*\.safetensors weights"):
+        with pytest.raises(
+            ModelLoadError, match=r"has no weights \(\*\.safetensors or pytorch_model\*\.bin\)"
+        ):
             load(tmp_path)
 
     @pytest.mark.parametrize("config", [BLOOM, MPT | {"attn_config": MPT_ATTENTION}], ids=["bloom", "mpt"])
@@ -103,12 +105,6 @@ class TestDirectory:
     ) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert all(len(output) == 4 for output in generate(load(tmp_path, load_format="dummy")))
-
-    def test_pickled_weights_are_not_read(self, tmp_path: Path) -> None:
-        (write_llama(tmp_path) / "model.safetensors").unlink()
-        torch.save({}, tmp_path / "pytorch_model.bin")
-        with pytest.raises(ModelLoadError, match=r"\*\.bin files are pickles and are not read"):
-            load(tmp_path)
 
 
 class TestArchitecture:
@@ -303,7 +299,7 @@ class TestRemoteCode:
 
     def test_tokenizers_code_is_not_run(self, directory: Path) -> None:
         self.write_remote_tokenizer(directory)
-        with pytest.raises(ModelLoadError, match=r"tokenizer is code .*skip_tokenizer_init"):
+        with pytest.raises(ModelLoadError, match=r"BaichuanTokenizer is code .*skip_tokenizer_init"):
             load(directory)
         assert len(generate(load(directory, skip_tokenizer_init=True))) == len(PROMPTS)
         assert not (directory.parent / "ran").exists()

@@ -1,0 +1,1 @@
+"""Formats that are converted before they are loaded: pickled weights and GGUF files."""

@@ -1,0 +1,67 @@
+"""GGUF files: converted once to a Hugging Face directory, in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+from pathlib import Path
+
+from pagemill.engine.errors import ModelLoadError
+
+# Part of the directory's name: a new conversion format must not find an older result.
+_FORMAT_VERSION = 2
+_HEADER = struct.Struct("<4sIQQ")
+_SMALLEST_TENSOR = 24
+"""Bytes of a tensor's entry with no name and one dimension: lengths, dimension, type and offset."""
+_SMALLEST_FIELD = 13
+
+
+def is_gguf(model: str) -> bool:
+    """Return True if a model's name is that of a GGUF file."""
+    return model.lower().endswith(".gguf")
+
+
+def check_gguf(file: Path) -> None:
+    """Raise `ModelLoadError` for a file whose header can't be that of a GGUF file. Imports nothing."""
+    if not file.is_file():
+        raise ModelLoadError(f"no model at {str(file)!r}: there is no such file")
+    with file.open("rb") as opened:
+        header = opened.read(_HEADER.size)
+    size = file.stat().st_size
+    if not header.startswith(b"GGUF"):
+        raise ModelLoadError(f"{file} is no GGUF file: it begins with other bytes; download it again")
+    if len(header) < _HEADER.size:
+        raise ModelLoadError(f"{file} ends within its header; download it again")
+    _, version, num_tensors, num_fields = _HEADER.unpack(header)
+    if version not in (2, 3):
+        raise ModelLoadError(
+            f"{file} has version {version} of GGUF; 2 and 3 are supported, in little-endian order"
+        )
+    if num_tensors * _SMALLEST_TENSOR + num_fields * _SMALLEST_FIELD > size:
+        raise ModelLoadError(
+            f"{file} is damaged: {num_tensors} tensors and {num_fields} fields can't lie in {size} bytes; "
+            "download it again"
+        )
+
+
+def gguf_directory(file: Path) -> Path:
+    """Return the directory of the model that the file holds, in fp32; converts it the first time.
+
+    Raises:
+        ModelLoadError: the file is damaged, or of an unsupported architecture or tensor type.
+        EngineError: the result can't be stored.
+    """
+    # Not in a light install, whose commands look for models too.
+    from pagemill.engine.models.formats.cache import cached_conversion, identity
+    from pagemill.engine.models.formats.process import convert
+
+    check_gguf(file)
+    for needed in ("gguf", "accelerate"):
+        if importlib.util.find_spec(needed) is None:
+            raise ModelLoadError(f"reading {file} needs the package {needed}: pip install 'pagemill[gguf]'")
+    name = f"{_plain(file.stem)}-{identity([file])}-v{_FORMAT_VERSION}"
+    return cached_conversion(name, str(file), lambda work: convert("gguf", [file], work))
+
+
+def _plain(stem: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in stem).lstrip(".")[:100] or "model"

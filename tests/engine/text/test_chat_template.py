@@ -1,0 +1,126 @@
+"""The chat template: the file asked for, the model's own, or a line that says what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from pagemill.engine.errors import ConfigError, InvalidRequest, ModelLoadError, UnsupportedFeature
+from pagemill.engine.llm import LLM
+from pagemill.engine.text.tokenizer import load_tokenizer
+from tests.engine.models.families.native_cases import write_llama
+
+CHAT: Any = ({"role": "user", "content": "a b"},)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = write_llama(tmp_path / "model")
+    words = {
+        word: number for number, word in enumerate(["?", "a", "b", "user", "asks", "own", "named", "file"])
+    }
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    configure(directory)
+    return directory
+
+
+def configure(directory: Path, **fields: Any) -> None:
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | fields
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def tokens(directory: Path, chat_template: str | None = None) -> list[int]:
+    tokenizer = load_tokenizer(directory, chat_template)
+    assert tokenizer is not None
+    return tokenizer.encode_chat(list(CHAT))
+
+
+def test_none_is_an_error_of_the_job(model: Path) -> None:
+    with pytest.raises(UnsupportedFeature, match=r"no chat template: .*--chat-template FILE") as error:
+        tokens(model)
+    assert error.value.code == "unsupported_feature"
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["tokenizer_config.json", "chat_template.jinja", "chat_template.json", "named", "list in json"],
+)
+def test_beside_the_tokenizer(place: str, model: Path) -> None:
+    template = "own {{ messages[0].content }}"
+    named = [{"name": "default", "template": template}, {"name": "rag", "template": "named"}]
+    if place == "tokenizer_config.json":
+        configure(model, chat_template=template)
+    elif place == "named":
+        configure(model, chat_template=named)
+    elif place == "chat_template.jinja":
+        (model / place).write_text(template)
+    else:
+        content = template if place == "chat_template.json" else named
+        (model / "chat_template.json").write_text(json.dumps({"chat_template": content}))
+    assert tokens(model) == [5, 1, 2]
+    if place in ("named", "list in json"):
+        assert tokens(model, "rag") == [6]
+
+
+def test_a_file_overrules_the_models_own(model: Path, tmp_path: Path) -> None:
+    configure(model, chat_template="own")
+    file = tmp_path / "mine.jinja"
+    file.write_text("file {% for m in messages %}{{ m.role }} asks {{ m.content }}{% endfor %}")
+    assert tokens(model, str(file)) == [7, 3, 4, 1, 2]
+    llm = LLM(str(model), chat_template=str(file), num_threads=1, num_kv_blocks=64)
+    (out,) = llm.chat([CHAT], use_tqdm=False)
+    assert out.prompt_token_ids == [7, 3, 4, 1, 2]
+    plain = LLM(str(model), num_threads=1, num_kv_blocks=64)
+    assert llm.engine.fingerprint != plain.engine.fingerprint, "its conversations have other tokens"
+
+
+def test_several_without_a_default(model: Path) -> None:
+    configure(model, chat_template=[{"name": n, "template": "named"} for n in ("rag", "tool_use")])
+    with pytest.raises(Exception, match=r"several chat templates \(rag, tool_use\) and no default: .* NAME"):
+        tokens(model)
+    assert tokens(model, "tool_use") == [6]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"{% for %}", "line 1: "), (b"\xff\xfe", "can't read"), (b" \n", "is no template"),
+     (b"x" * (2**20 + 1), "is no template")],
+    ids=["syntax", "bytes", "empty", "long"],
+)  # fmt: skip
+def test_a_file_that_is_no_template(content: bytes, message: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"chat_template: .*{message}") as refused:
+        tokens(model, str(tmp_path / "mine.jinja"))
+    assert refused.value.setting == "chat_template"
+
+
+def test_there_is_no_such_file_or_name(model: Path) -> None:
+    with pytest.raises(ConfigError, match="chat_template: there is no file '/no/such'"):
+        LLM(str(model), chat_template="/no/such")
+    configure(model, chat_template=[{"name": "rag", "template": "named"}])
+    with pytest.raises(ConfigError, match="no file 'chat'; the model's own are rag"):
+        tokens(model, "chat")
+
+
+def test_a_broken_one_of_the_models(model: Path) -> None:
+    configure(model, chat_template="{{ own")
+    with pytest.raises(ModelLoadError, match=r"can't read the chat template in .*chat_template"):
+        tokens(model)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{% for i in range(10**9) %}a{% endfor %}",
+     "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__.os.system('true') }}"],
+    ids=["classes", "range", "changes", "globals"],
+)  # fmt: skip
+def test_runs_in_a_sandbox(template: str, model: Path) -> None:
+    configure(model, chat_template=template)
+    with pytest.raises(InvalidRequest, match="the chat template refuses these messages"):
+        tokens(model)

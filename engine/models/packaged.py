@@ -36,7 +36,7 @@ def packaged_model_directory() -> Path:
         EngineError: no place to store it: the disk is full, or the user's cache is not writable.
     """
     gguf_file = find_gguf()
-    target = _cache_directory() / f"{gguf_file.stem}-{gguf_file.stat().st_size}-v{_FORMAT_VERSION}"
+    target = cache_directory() / f"{gguf_file.stem}-{gguf_file.stat().st_size}-v{_FORMAT_VERSION}"
     if target.is_dir():
         return target
     try:
@@ -72,7 +72,7 @@ def find_gguf() -> Path:
     return files[0]
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
     explicit = os.environ.get(_CACHE_VARIABLE)
     if explicit:
         return Path(explicit)

@@ -84,6 +84,8 @@ class EngineConfig:
     tensor_parallel_size: Annotated[int, Range(1, 64)] = 1
     """Processes that share each layer's work, one per GPU; on CPU they share its cores. Memory settings are
     per process, except swap_space_gib, which is the total."""
+    verify: bool = True
+    """Compare a model that no registered family describes with transformers' own forward pass, at its first start."""
     skip_tokenizer_init: bool = False
     """Serve token ids only."""
     chat_template: str | None = None

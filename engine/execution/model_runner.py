@@ -13,6 +13,7 @@ from pagemill.engine.execution.cuda_graphs import DecodeGraphs
 from pagemill.engine.execution.forward_pass import Forwarded, ForwardPass, ModelForward, transformers_logits
 from pagemill.engine.execution.input_batch import InputBatch, StepInputs
 from pagemill.engine.execution.kv_cache import KVCache
+from pagemill.engine.execution.model_probe import ModelProbe
 from pagemill.engine.execution.prompt_scorer import PromptScorer
 from pagemill.engine.execution.sampling.device_draws import StagedDraws
 from pagemill.engine.execution.sampling.logprobs import PromptLogprobs
@@ -83,9 +84,12 @@ class ModelRunner:
         self._group = group
         self._module = model.module
         self._device = device = model.device
+        probe = ModelProbe.of(model, config, limits.max_model_len)
         direct, self.parts = rewrite(model, config)
         logger.info("%s: %s", model.served_name, self.parts)
         device.warm_up(model.module, model.dtype, model.num_heads, shape)
+        if probe is not None:
+            probe.check(shape)
         self.kv_cache = KVCache(shape, limits.num_kv_blocks, device, limits.num_host_blocks)
         stages = device.is_apart if config.stage_inputs is None else config.stage_inputs
         self._transfer = StagedTransfer(device) if stages else DirectTransfer(device)
@@ -106,7 +110,16 @@ class ModelRunner:
         ]
         # Not with several ranks: their communication is not made of kernels.
         if device.captures_graphs and group is None and not config.enforce_eager:
+            self._replay_graphs(model, limits)
+
+    def _replay_graphs(self, model: LoadedModel, limits: SchedulerConfig) -> None:
+        """Put replayed graphs first. A model of which we know nothing may not be capturable: it runs without."""
+        try:
             self._forward_passes.insert(0, self._captured_graphs(limits))
+        except Exception as error:
+            if not model.family.is_generic:
+                raise
+            logger.warning("%s runs without CUDA graphs: %s", model.served_name, error)
 
     @torch.inference_mode()
     def _captured_graphs(self, limits: SchedulerConfig) -> DecodeGraphs:

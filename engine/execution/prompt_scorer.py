@@ -37,7 +37,9 @@ class PromptScorer:
     def __init__(self, module: Any, caches: list[LayerCache], batch: InputBatch) -> None:
         """`module` is one of transformers' causal language models."""
         self._module = module
-        self._decoder = module.get_decoder()
+        decoder = module.get_decoder()
+        # transformers looks for an attribute called `decoder`, which in some models is the head.
+        self._decoder = decoder if decoder is not module.get_output_embeddings() else module.base_model
         self._caches = caches
         self._batch = batch
         self._output_type: Any = None
@@ -47,11 +49,7 @@ class PromptScorer:
 
     def run(self, plan: StepPlan, inputs: StepInputs, work: list[SampleWork]) -> Forwarded:
         with attention_context(AttentionContext(inputs.metadata, self._caches)):
-            output = self._decoder(
-                input_ids=inputs.input_ids[None], position_ids=inputs.positions[None], use_cache=False
-            )
-            self._output_type = type(output)
-            hidden = output.last_hidden_state[0]
+            hidden = self._hidden_states(inputs)
             scored, begin = [], 0
             for index, row in enumerate(plan.work):
                 if row.num_prompt_logprobs is not None:
@@ -65,6 +63,19 @@ class PromptScorer:
                 begin += row.num_tokens
             read = inputs.logits_indices
             return Forwarded(self._head(hidden[read]) if len(read) else hidden[:0], scored=scored)
+
+    def logits(self, inputs: StepInputs) -> torch.Tensor:
+        """Return every token's logits, by way of their hidden states; inside an attention context."""
+        return self._head(self._hidden_states(inputs))
+
+    def _hidden_states(self, inputs: StepInputs) -> torch.Tensor:
+        """Return the decoder's last hidden states, [num_tokens, hidden_size]."""
+        output = self._decoder(
+            input_ids=inputs.input_ids[None], position_ids=inputs.positions[None], use_cache=False
+        )
+        self._output_type = type(output)
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
 
     def _score(self, hidden: torch.Tensor, targets: torch.Tensor, count: int) -> list[TopLogprobs]:
         slices = []

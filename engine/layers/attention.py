@@ -6,14 +6,16 @@ attention function through a context variable, because not every family passes e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
 
+from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.layers.library import ALL_ATTENTION_FUNCTIONS
 from pagemill.kernels import dispatch
 from pagemill.kernels.types.layer_cache import LayerCache
@@ -21,6 +23,10 @@ from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.scoring import Scoring
 
 PAGED_ATTENTION = "pagemill_paged"
+PAGED_IN_ORDER = "pagemill_paged_in_order"
+"""For any model: a forward pass's first attention has the first cache, and so on, whatever its layer is called."""
+_WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "is_causal"})
+"""Arguments that change nothing: the angles are applied already, and attention is causal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,8 @@ class AttentionContext:
     layers: list[LayerCache]
     read_tokens: torch.Tensor | None = None
     """[any] int64, ascending: the tokens whose last hidden states are read; None = all."""
+    calls: Iterator[int] = field(default_factory=count)
+    """The numbers of a forward pass's attentions, for `PAGED_IN_ORDER`."""
 
 
 _context: ContextVar[AttentionContext] = ContextVar("attention_context")
@@ -65,8 +73,35 @@ def attend(
     return dispatch.paged_attention(query, cache, context.metadata, scoring)
 
 
-def _paged_attention(
-    module: torch.nn.Module,
+def refuse_unknown(attention_mask: Any, arguments: Mapping[str, Any]) -> None:
+    """Refuse what the paged kernels don't compute. Raises `ModelLoadError`: the reason, without the model's name.
+
+    Args:
+        arguments: what a layer passes to its attention function beside `_attend_as`'s named parameters.
+    """
+    if attention_mask is not None:
+        raise ModelLoadError("its attention has a mask that is neither causal nor a sliding window")
+    for name, value in arguments.items():
+        if name == "is_causal" and value is False:
+            raise ModelLoadError("it attends in both directions")
+        if value is not None and value is not False and name not in _WITHOUT_EFFECT:
+            raise ModelLoadError(f"its attention takes {name}, which paged attention does not compute")
+
+
+def _paged_attention(module: Any, *states: Any, **arguments: Any) -> tuple[torch.Tensor, None]:
+    """Implement transformers' attention function: rotary embedding and QK norm have been applied."""
+    return _attend_as(module, module.layer_idx, *states, **arguments)
+
+
+def _paged_in_order(module: Any, *states: Any, **arguments: Any) -> tuple[torch.Tensor, None]:
+    """Implement it for a module that `pagemill.engine.layers.observation` has looked at."""
+    arguments["sliding_window"] = module.observed_window
+    return _attend_as(module, next(current_context().calls), *states, **arguments)
+
+
+def _attend_as(
+    module: Any,
+    cache_index: int,
     query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
     key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
     value: torch.Tensor,
@@ -75,24 +110,41 @@ def _paged_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Implement transformers' attention function: rotary embedding and QK norm have been applied."""
-    layer_idx = module.layer_idx
-    assert isinstance(layer_idx, int)
+    refuse_unknown(attention_mask, others)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    num_heads, value_dim = query.shape[1], value.shape[-1]
+    cache = current_context().layers[cache_index]
+    query, key, value = _widened(query, key, value, cache.num_kv_heads, cache.keys.shape[-1])
     out = attend(
-        layer_idx,
+        cache_index,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         Scoring(
-            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            scale=scale,
             alibi_slopes=getattr(module, "alibi_slopes", None),
             sliding_window=sliding_window,
             softcap=softcap,
         ),
     )
-    return out[None], None
+    return out[None, :, :num_heads, :value_dim], None
+
+
+def _widened(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_kv_heads: int, width: int
+) -> tuple[torch.Tensor, ...]:
+    """Append zeros to heads, and heads of zeros, up to the cache's sizes: those of the model's widest layer."""
+    group = query.shape[1] // key.shape[1]
+    wanted = ((query, group * num_kv_heads), (key, num_kv_heads), (value, num_kv_heads))
+    if all(state.shape[1] == heads and state.shape[-1] == width for state, heads in wanted):
+        return query, key, value
+    return tuple(
+        torch.nn.functional.pad(state, (0, width - state.shape[-1], 0, 0, 0, heads - state.shape[1]))
+        for state, heads in wanted
+    )
 
 
 ALL_ATTENTION_FUNCTIONS.register(PAGED_ATTENTION, _paged_attention)
+ALL_ATTENTION_FUNCTIONS.register(PAGED_IN_ORDER, _paged_in_order)

@@ -134,6 +134,7 @@ def _mark_nothing(function: Callable[..., Any] | None = None, *_: Any, **__: Any
 _models = _import_models()
 ALL_ATTENTION_FUNCTIONS: Any = _models.ALL_ATTENTION_FUNCTIONS
 ROPE_INIT_FUNCTIONS: Any = _models.ROPE_INIT_FUNCTIONS
+ALL_MASK_FUNCTIONS: Any = importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
 _SILU = type(importlib.import_module("transformers.activations").ACT2FN["silu"])
 
 

@@ -138,7 +138,9 @@ def _joined_bias(layers: Sequence[nn.Linear]) -> torch.Tensor | None:
 def replace_linears(parent: nn.Module, make_product: MakeProduct) -> None:
     """Replace the remaining linear layers below `parent` by `Linear`."""
     for name, child in parent.named_children():
-        if isinstance(child, nn.Linear):
+        # A subclass may compute more than a product: a router, for one.
+        is_product = type(child).forward is nn.Linear.forward or isinstance(child, PartialLinear)
+        if is_product and isinstance(child, nn.Linear):
             setattr(parent, name, Linear.of([child], make_product))
         elif not isinstance(child, Linear):
             replace_linears(child, make_product)

@@ -17,17 +17,19 @@ from transformers.utils import logging as transformers_logging
 from pagemill.engine.config import EngineConfig, resolve_max_model_len
 from pagemill.engine.devices.backend import DeviceBackend
 from pagemill.engine.devices.registry import find_device
-from pagemill.engine.errors import ModelLoadError
-from pagemill.engine.layers.attention import PAGED_ATTENTION
+from pagemill.engine.errors import ConfigError, ModelLoadError
+from pagemill.engine.layers.attention import PAGED_ATTENTION, PAGED_IN_ORDER
 from pagemill.engine.layers.int8_products import quantization_scheme
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.library import causal_lm_class
+from pagemill.engine.layers.observation import AttentionShape
 from pagemill.engine.layers.rank_group import RankGroup
 from pagemill.engine.layers.rope import depends_on_length, fix_frequencies, stretched_context
 from pagemill.engine.layers.share import ShardingPlan, Share, sharding_plan
 from pagemill.engine.models.checkpoint import read_config, read_tensors, weight_files
 from pagemill.engine.models.directory import model_directory
 from pagemill.engine.models.families.family import Family
+from pagemill.engine.models.families.generic import attention_shape
 from pagemill.engine.models.families.registry import find_family
 from pagemill.engine.models.plausibility import check_dtypes, check_sizes
 from pagemill.engine.models.sharding import finish_sharding, sharded_class
@@ -57,16 +59,22 @@ class LoadedModel:
     fingerprint: str
     share: Share
     """The part of the model that this is."""
+    attention: AttentionShape | None = None
+    """As observed; None: as configured."""
 
     @property
     def num_heads(self) -> int:
         """Attention heads of this share."""
+        if self.attention is not None:
+            return self.attention.num_heads
         config: Any = self.module.config
         return int(config.num_attention_heads) // self.share.size
 
     def kv_cache_shape(self, block_size: int) -> KVCacheShape:
         """The cache of this share's KV heads."""
         config: Any = self.module.config
+        if (seen := self.attention) is not None:
+            return KVCacheShape(seen.num_calls, seen.num_kv_heads, seen.head_dim, block_size, self.dtype)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         heads = self.share.of_kv_heads(self.family.num_kv_heads(config))
         return KVCacheShape(
@@ -91,6 +99,7 @@ def check_split(config: EngineConfig) -> None:
     size = config.tensor_parallel_size
     directory = model_directory(config.model)
     family = find_family(raw := read_config(directory))
+    _refuse_unshown(family, config)
     model_config = _build_config(family, raw, directory)
     _sharding_plan(family, model_config, Share(0, size))
     device = find_device(config.device)
@@ -120,6 +129,7 @@ def load_model(
     directory = model_directory(config.model)
     raw = read_config(directory)
     family = find_family(raw)
+    _refuse_unshown(family, config)
     model_config = _build_config(family, raw, directory)
     dtype = _resolve_dtype(config.dtype, model_config, device)
     device.check(config, dtype)
@@ -133,6 +143,7 @@ def load_model(
     fix_frequencies(module, max_model_len)
     module = module.to(device.device).eval()
     module.requires_grad_(False)
+    attention = attention_shape(module) if family.is_generic else None
     fixed_length = max_model_len if depends_on_length(model_config) else 0
     return LoadedModel(
         module=module,
@@ -147,7 +158,17 @@ def load_model(
         eos_token_ids=_eos_token_ids(directory),
         fingerprint=_fingerprint(directory, config, dtype, device, fixed_length),
         share=Share(0, 1) if group is None else Share(group.rank, group.size),
+        attention=attention,
     )
+
+
+def _refuse_unshown(family: Family, config: EngineConfig) -> None:
+    """Refuse settings whose promises are shown for registered families only. Raises `ConfigError`."""
+    for name, default in (("batch_invariant", False), ("tensor_parallel_size", 1)):
+        value = getattr(config, name)
+        if family.is_generic and value != default:
+            message = f"{name}={value!r} is not supported for model type {family.model_types[0]!r}"
+            raise ConfigError(message, setting=name)
 
 
 def _resolve_dtype(name: str, model_config: Any, device: DeviceBackend) -> torch.dtype:
@@ -196,8 +217,10 @@ def _load_module(
     module_class: Any = causal_lm_class(model_config)
     options = {
         "dtype": dtype,
-        # A family without the interface only accepts its own attention's name.
-        "attn_implementation": PAGED_ATTENTION if family.has_attention_interface else "eager",
+        # A family without the interface, which the generic one may lack, only accepts its own attention's name.
+        "attn_implementation": PAGED_ATTENTION
+        if family.has_attention_interface and not family.is_generic
+        else "eager",
     }
     is_dummy = config.load_format == "dummy"
     tensors = {} if is_dummy else read_tensors(weight_files(directory))
@@ -220,7 +243,7 @@ def _load_module(
     except Exception as error:  # inconsistent sizes and shapes: all of them end the start
         raise ModelLoadError(f"can't load the weights in {directory}: {error}") from error
     # Set only now, for the masks: transformers makes none for an implementation it does not know.
-    module.config._attn_implementation = PAGED_ATTENTION
+    module.config._attn_implementation = PAGED_IN_ORDER if family.is_generic else PAGED_ATTENTION
     family.adapt(module)
     if plan is not None and group is not None:
         finish_sharding(module, plan, group)
@@ -284,7 +307,9 @@ def _context_length(model_config: Any) -> int:
         value = getattr(model_config, name, None)
         if isinstance(value, int):
             return value
-    raise ModelLoadError(f"{model_config.model_type} config.json states no context length")
+    raise ModelLoadError(
+        f"model type {model_config.model_type!r} is not supported: its config.json states no context length"
+    )
 
 
 def _fingerprint(

@@ -107,6 +107,13 @@ class WorkerFlags:
             metavar="INTEGER", help="Processes, and GPUs, that share each layer's work. Default: 1."
         ),
     ] = None
+    verify: Annotated[
+        bool | None,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Compare a model of no registered family with transformers at its first start. Default: on.",
+        ),
+    ] = None
     vllm_metric_names: Annotated[
         bool | None, typer.Option("--vllm-metric-names", help="Also export vLLM's names of metrics, vllm:*.")
     ] = None

@@ -63,6 +63,8 @@ class Family:
     num_kv_heads: Callable[[Any], int] = grouped_kv_heads
     extrapolates: Callable[[Any], bool] = _never
     """Returns True if positions past the trained context are computable and sensible (ALiBi)."""
+    is_generic: bool = False
+    """Nothing is known but transformers' own code: it is observed and probed before it serves."""
 
 
 def replace_attention(module: torch.nn.Module, attention: type, **methods: Any) -> list[Any]:

@@ -85,9 +85,13 @@ def like_llama(
 
 FAMILIES = (
     like_llama("Aquila, Aquila2", "aquila", "AquilaForCausalLM", "AquilaModel", build_config=llama_config),
+    like_llama("Arcee (AFM)", "arcee", "ArceeForCausalLM"),
+    like_llama("CWM", "cwm", "CwmForCausalLM"),
     like_llama("LLaMA, LLaMA 2, Llama 3, SmolLM, SmolLM2", "llama", "LlamaForCausalLM", "LLaMAForCausalLM"),
+    like_llama("Ministral", "ministral", "MinistralForCausalLM"),
     like_llama("Mistral", "mistral", "MistralForCausalLM", decoder=DecoderTraits(window="one")),
     like_llama("Qwen2, Qwen2.5", "qwen2", "Qwen2ForCausalLM"),
     like_llama("Qwen3", "qwen3", "Qwen3ForCausalLM"),
+    like_llama("Seed-OSS", "seed_oss", "SeedOssForCausalLM"),
     like_llama("SmolLM3", "smollm3", "SmolLM3ForCausalLM"),
 )

@@ -43,7 +43,7 @@ def cached_conversion(name: str, source: str, write: Callable[[Path], None]) -> 
         ModelLoadError: `write` raised it, or PAGEMILL_CACHE_DIR is not writable.
         EngineError: no place to store it: the disk is full, or the user's cache is not writable.
     """
-    target = _cache_directory() / name
+    target = cache_directory() / name
     limit = _limit_bytes()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def conversions() -> list[Path]:
     """Return the converted models in the cache."""
     return sorted(
         target
-        for file in _cache_directory().glob(f"*{_USED}")
+        for file in cache_directory().glob(f"*{_USED}")
         if (target := file.with_name(file.name.removesuffix(_USED))).is_dir()
     )
 
@@ -93,7 +93,8 @@ def identity(files: Iterable[Path]) -> str:
     return digest.hexdigest()[:20]
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
+    """Return the user's cache of converted and compared models."""
     explicit = os.environ.get(_DIRECTORY_VARIABLE)
     if explicit:
         return Path(explicit)

@@ -109,10 +109,10 @@ class TestDirectory:
 
 class TestArchitecture:
     def test_unsupported_model_type_lists_the_supported_ones(self, tmp_path: Path) -> None:
-        (tmp_path / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
+        (tmp_path / "config.json").write_text('{"model_type": "t5", "architectures": ["T5Model"]}')
         with pytest.raises(ModelLoadError) as refusal:
             LLM(str(tmp_path))
-        assert "model type 'bert' (BertModel) is not supported" in str(refusal.value)
+        assert "model type 't5' (T5Model) is not supported" in str(refusal.value)
         assert all(kind in str(refusal.value) for kind in SUPPORTED_MODEL_TYPES)
 
     def test_no_model_type(self, tmp_path: Path) -> None:

@@ -93,6 +93,29 @@ FALCON: Config = NO_SPECIAL_TOKENS | {
 }
 FALCON_RW = FALCON | {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}
 GPTJ: Config = GPT2 | {"model_type": "gptj", "architectures": ["GPTJForCausalLM"], "rotary_dim": 8}
+GPT_NEO: Config = NO_SPECIAL_TOKENS | {
+    "model_type": "gpt_neo",
+    "architectures": ["GPTNeoForCausalLM"],
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": None,
+    "num_layers": 2,
+    "num_heads": 4,
+    "max_position_embeddings": 128,
+    "attention_types": [[["global", "local"], 1]],
+    "window_size": 6,
+}
+XGLM: Config = NO_SPECIAL_TOKENS | {
+    "model_type": "xglm",
+    "architectures": ["XGLMForCausalLM"],
+    "vocab_size": VOCAB_SIZE,
+    "d_model": 64,
+    "ffn_dim": 96,
+    "num_layers": 2,
+    "attention_heads": 4,
+    "max_position_embeddings": 128,
+    "scale_embedding": True,
+}
 MPT: Config = NO_SPECIAL_TOKENS | {
     "model_type": "mpt",
     "architectures": ["MPTForCausalLM"],
@@ -160,6 +183,12 @@ PHI3: Config = LLAMA | {
     "architectures": ["Phi3ForCausalLM"],
     "original_max_position_embeddings": 128,
     "sliding_window": 7,
+}
+WINDOWS: Config = LLAMA | {
+    "num_hidden_layers": 3,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 # Wide weights on the wide residual stream of a Gemma: (1 + weight) is what its norms multiply with.
 GEMMA_NORM_MEAN = 0.0
@@ -231,6 +260,14 @@ NATIVE_CASES: dict[str, Callable[[], TinyCheckpoint]] = {
     "gpt_bigcode, one kv head": lambda: native_checkpoint(BIGCODE | {"multi_query": True}),
     "gpt_bigcode, all kv heads": lambda: native_checkpoint(BIGCODE | {"multi_query": False}),
     "gptj": lambda: native_checkpoint(GPTJ, extra_tensors=mask_buffers("transformer.h.{}.attn")),
+    "codegen": lambda: native_checkpoint(
+        GPTJ | {"model_type": "codegen", "architectures": ["CodeGenForCausalLM"]},
+        extra_tensors=mask_buffers("transformer.h.{}.attn"),
+    ),
+    "gpt_neo, windows in every other layer": lambda: native_checkpoint(
+        GPT_NEO, extra_tensors=mask_buffers("transformer.h.{}.attn.attention")
+    ),
+    "xglm": lambda: native_checkpoint(XGLM),
     "gpt_neox": lambda: native_checkpoint(
         NEOX,
         extra_tensors=mask_buffers("gpt_neox.layers.{}.attention")
@@ -267,6 +304,25 @@ NATIVE_CASES: dict[str, Callable[[], TinyCheckpoint]] = {
     ),
     "mistral, a window shorter than the prompt": lambda: native_checkpoint(
         LLAMA | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 6}
+    ),
+    "arcee": lambda: native_checkpoint(
+        LLAMA | {"model_type": "arcee", "architectures": ["ArceeForCausalLM"], "hidden_act": "relu2"}
+    ),
+    "cwm, windows but for one layer": lambda: native_checkpoint(
+        WINDOWS | {"model_type": "cwm", "architectures": ["CwmForCausalLM"], "bos_token_id": 0}
+    ),
+    "ministral, windows but for one layer": lambda: native_checkpoint(
+        WINDOWS | {"model_type": "ministral", "architectures": ["MinistralForCausalLM"], "head_dim": 16}
+    ),
+    "seed-oss, biases on queries, keys and values": lambda: native_checkpoint(
+        LLAMA
+        | {
+            "model_type": "seed_oss",
+            "architectures": ["SeedOssForCausalLM"],
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "head_dim": 32,
+        }
     ),
     "opt": lambda: native_checkpoint(OPT),
     "opt, as its 350m": lambda: native_checkpoint(

@@ -1,0 +1,167 @@
+"""Observes how a model attends: one forward pass over a few tokens, with an attention function that only looks.
+
+For models that no family of ours describes. What their layers pass to the attention function, and the masks
+that they ask transformers for, show whether paged attention would compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.layers.attention import refuse_unknown
+from pagemill.engine.layers.library import ALL_ATTENTION_FUNCTIONS, ALL_MASK_FUNCTIONS
+
+_OBSERVED = "pagemill_observed"
+_NUM_TOKENS = 3
+_NEAR = 64
+_LONGEST = 2**20
+"""Positions are compared up to here."""
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+"""transformers' (batch, head, query position, key position) -> whether the key is visible."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """A model's attention, of its widest layer: narrower ones are widened to it."""
+
+    num_calls: int
+    """Per forward pass; each has a cache of its own. More than layers where some attend twice."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Of keys or values."""
+
+
+@dataclass(slots=True)
+class _Observation:
+    layers: set[int] = field(default_factory=set)
+    """The ids of the modules that attend."""
+    heads: list[tuple[int, int, int]] = field(default_factory=list)
+    """Query heads per KV head, KV heads and their width, per call."""
+    masks: list[tuple[torch.Tensor, MaskFunction]] = field(default_factory=list)
+
+    def mask_function(self, mask: torch.Tensor | None) -> MaskFunction | None:
+        """Return the function of a mask that transformers was asked for; a layer may pass a view of it."""
+        if mask is None:
+            return None
+        for made, function in self.masks:
+            if mask.shape == made.shape and mask.data_ptr() == made.data_ptr():
+                return function
+        return None
+
+
+_observation: ContextVar[_Observation] = ContextVar("observation")
+
+
+def observe_attention(module: Any, num_layers: int) -> AttentionShape:
+    """Return the shape of every layer's attention, if paged attention can stand in for it.
+
+    Raises:
+        ModelLoadError: it can't; the message is the reason, to come after the model's name.
+    """
+    token = _observation.set(observation := _Observation())
+    device = next(module.parameters()).device
+    positions = torch.arange(_NUM_TOKENS, device=device)[None]
+    try:
+        with attending_by(module, _OBSERVED), torch.inference_mode():
+            module(input_ids=positions, position_ids=positions, use_cache=False)
+    finally:
+        _observation.reset(token)
+    if not observation.heads:
+        raise ModelLoadError("its attention does not go through transformers' attention interface")
+    if (others := num_layers - len(observation.layers)) > 0:
+        raise ModelLoadError(f"{others} of its {num_layers} layers keep a state that is no keys and values")
+    groups, num_kv_heads, widths = zip(*observation.heads, strict=True)
+    most = max(num_kv_heads)
+    return AttentionShape(len(groups), max(groups) * most, most, max(widths))
+
+
+@contextmanager
+def attending_by(module: Any, implementation: str) -> Iterator[None]:
+    """Set the attention implementation of a model and of the models inside it until the end of the block."""
+    configs: list[Any] = list({id(part.config): part.config for part in module.modules()
+                               if hasattr(part, "config")}.values())  # fmt: skip
+    before = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation = implementation
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation = name
+
+
+def _observed_attention(
+    module: Any,
+    query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Look at one layer's attention; returns zeros."""
+    observation = _observation.get()
+    mask_function = observation.mask_function(attention_mask)
+    refuse_unknown(attention_mask if mask_function is None else None, others)
+    module.observed_window = _masked_window(module, mask_function, sliding_window)
+    if key.shape[2] != query.shape[2]:
+        raise ModelLoadError("it attends to other keys than its own tokens'")
+    observation.layers.add(id(module))
+    group, rest = divmod(query.shape[1], key.shape[1])
+    if rest:
+        raise ModelLoadError(f"{query.shape[1]} heads don't share {key.shape[1]} KV heads evenly")
+    observation.heads.append((group, key.shape[1], max(key.shape[3], value.shape[3])))
+    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _observed_mask(**request: Any) -> torch.Tensor:
+    lengths = (request["batch_size"], 1, request["q_length"], request["kv_length"])
+    mask = torch.ones(lengths, dtype=torch.bool, device=request.get("device"))
+    _observation.get().masks.append((mask, request["mask_function"]))
+    return mask
+
+
+def _masked_window(module: Any, mask_function: MaskFunction | None, declared: int | None) -> int | None:
+    """Return the sliding window by which a layer masks; None: it is causal. Some declare one and mask otherwise."""
+    if mask_function is None:
+        if declared is not None or not getattr(module, "is_causal", True):
+            raise ModelLoadError("it attends in both directions")
+        return None
+    configured = getattr(getattr(module, "config", None), "sliding_window", None)
+    windows = {window for window in (declared, configured, None) if not isinstance(window, bool)}
+    queries, keys = _positions(windows)
+    try:
+        visible = torch.as_tensor(mask_function(0, 0, queries, keys)).expand(len(queries), keys.shape[1])
+    except Exception as error:  # a function of the tokens given, not of positions
+        raise ModelLoadError("its mask depends on more than positions") from error
+    if bool((visible & (keys > queries)).any()):
+        raise ModelLoadError("it attends in both directions")
+    for window in windows:
+        if torch.equal(visible, (keys <= queries) & (keys > queries - (window or _LONGEST * 2))):
+            return window
+    raise ModelLoadError("its mask is neither causal nor its sliding window")
+
+
+def _positions(windows: set[int | None]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return query positions [n, 1] and key positions [1, m] at all distances that tell masks apart."""
+    powers = [2**exponent + offset for exponent in range(6, 21) for offset in (-1, 0, 1)]
+    queries = sorted({*range(_NEAR), *powers, 3 * _LONGEST // 4})
+    distances = [0, -1, 1, -2, *(window + offset for window in windows if window for offset in (-1, 0, 1))]
+    keys = sorted({query - distance for query in queries for distance in distances if query >= distance})
+    return torch.tensor(queries)[:, None], torch.tensor(keys)[None]
+
+
+ALL_ATTENTION_FUNCTIONS.register(_OBSERVED, _observed_attention)
+ALL_MASK_FUNCTIONS.register(_OBSERVED, _observed_mask)

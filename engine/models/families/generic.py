@@ -1,0 +1,76 @@
+"""Any other causal language model of transformers whose attention goes through its attention interface.
+
+`pagemill.engine.layers.observation` looks at such a model after loading and refuses what paged attention would
+not compute; `pagemill.engine.execution.model_probe` compares its logits with transformers' own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.layers.observation import AttentionShape, observe_attention
+from pagemill.engine.models.families.family import Family, RawConfig, native_config
+
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_ARGUMENTS = ("position_ids", "logits_to_keep")
+
+
+def generic_family(model_type: Any) -> Family | None:
+    """Return the family of one of transformers' causal language models by its `model_type`; None: it has none."""
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
+    if architecture is None or model_type not in CONFIG_MAPPING:
+        return None
+    return Family(
+        name=f"transformers' {model_type}",
+        model_types=(model_type,),
+        architectures=(architecture,),
+        build_config=partial(_build_config, model_type),
+        num_kv_heads=lambda _config: 1,  # observed, as layers may differ
+        is_generic=True,
+    )
+
+
+def refusal(model_type: str, reason: str) -> ModelLoadError:
+    return ModelLoadError(f"model type {model_type!r} is not supported: {reason}")
+
+
+def attention_shape(module: Any) -> AttentionShape:
+    """Return the shape of a loaded model's attention.
+
+    Raises:
+        ModelLoadError: paged attention would compute something else, or the model can't take a packed batch.
+    """
+    model_type = module.config.model_type
+    parameters = inspect.signature(module.forward).parameters
+    for name in _ARGUMENTS:
+        if name not in parameters:
+            raise refusal(model_type, f"its forward pass takes no {name}")
+    if any(hasattr(part, "create_position_ids_from_input_ids") for part in module.modules()):
+        raise refusal(model_type, "its positions begin past the padding token's id")
+    try:
+        return observe_attention(module, module.config.num_hidden_layers)
+    except ModelLoadError as error:
+        raise refusal(model_type, str(error)) from error
+    except Exception as error:  # transformers' code may raise anything
+        raise refusal(model_type, f"its forward pass fails ({error!r})") from error
+
+
+def _build_config(model_type: str, raw: RawConfig) -> PretrainedConfig:
+    config: Any = native_config(raw)
+    if config.is_encoder_decoder:
+        raise refusal(model_type, "it is an encoder-decoder")
+    if config.get_text_config(decoder=True) is not config:
+        raise refusal(model_type, "it reads more than text (text_config)")
+    if not getattr(config, "num_attention_heads", None):
+        raise refusal(model_type, "its configuration has no attention heads")
+    others = sorted(set(map(str, getattr(config, "layer_types", None) or ())) - _LAYER_TYPES)
+    if others:
+        raise refusal(model_type, f"it has layers of type {', '.join(others)}")
+    assert isinstance(config, PretrainedConfig)
+    return config

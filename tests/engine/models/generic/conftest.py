@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own: what has been compared is remembered there."""
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("PAGEMILL_CACHE_DIR", str(directory))
+    return directory

@@ -1,0 +1,149 @@
+"""Tries a `model_type`: tiny random models of it, written by transformers and served, against transformers itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.llm import LLM
+from pagemill.engine.outputs import SampleState
+from pagemill.engine.sampling_params import SamplingParams
+from tests.engine.models.families.tiny import NUM_OUTPUT_TOKENS, PROMPTS, SMALLEST_MARGIN
+from tests.engine.models.generic.tiny_configs import VARIANTS, tiny_config
+
+_MOST_PARAMETERS = 30_000_000
+_SEEDS = range(8)
+# Chunks, blocks half full, rows that come and go.
+_SMALL_STEPS: dict[str, Any] = {"num_kv_blocks": 64, "block_size": 4, "max_num_batched_tokens": 5}
+# Two of the longest sequences don't fit: some are preempted.
+_FEW_BLOCKS: dict[str, Any] = {"num_kv_blocks": 13, "block_size": 4, "max_num_batched_tokens": 16}
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
+
+
+class NoMargin(Exception):
+    """Every seed gave a reference that rounding could overrule."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a type."""
+
+    architecture: str
+    refusal: str | None
+    """None: exact in every variant."""
+    has_experts: bool = False
+
+
+def try_type(model_type: str, directory: Path) -> Outcome:
+    """Serve a type's variants. Raises `AssertionError` if one is served and differs from transformers."""
+    architecture = causal_lm(model_type).__name__
+    module = None
+    for variant in VARIANTS:
+        try:
+            module = check_variant(model_type, variant, directory / f"{model_type}-{variant}")
+        except ModelLoadError as error:
+            return Outcome(architecture, _reason(error))
+    assert module is not None
+    kinds = {type(part).__name__.casefold() for part in module.modules()}
+    return Outcome(architecture, None, any("experts" in kind or "moe" in kind for kind in kinds))
+
+
+def _reason(error: ModelLoadError) -> str:
+    """Return the reason of a refusal by name, without figures."""
+    _, is_named, reason = str(error).partition(" is not supported: ")
+    assert is_named, f"not refused by name: {error}"
+    return reason.removesuffix("; --no-verify skips the comparison").partition(" by ")[0]
+
+
+def causal_lm(model_type: str) -> Any:
+    return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+
+
+def check_variant(model_type: str, variant: int, directory: Path) -> Any:
+    """Serve a tiny model of this type: whole, in chunks, cached, preempted, resumed. Returns transformers' module."""
+    directory.mkdir(parents=True)
+    fields = tiny_config(model_type, variant)
+    (directory / "config.json").write_text(json.dumps(fields | {"model_type": model_type}))
+    LLM(str(directory), load_format="dummy", num_threads=1, num_kv_blocks=8)  # a refusal needs no weights
+    module, expected = write_checkpoint(build(model_type, fields), directory)
+    llm = LLM(str(directory), num_threads=1, **_SMALL_STEPS)
+    assert run(llm) == expected, "in chunks"
+    assert run(llm) == expected, "from the prefix cache"
+    llm.engine.check_integrity()
+    assert resumed(llm, PROMPTS[-1], expected[-1]) == expected[-1], "resumed"
+    llm = LLM(str(directory), num_threads=1, enable_prefix_caching=False, **_FEW_BLOCKS)
+    assert run(llm) == expected, "preempted"
+    assert llm.engine.stats().scheduler.preemptions > 0
+    return module
+
+
+def build(model_type: str, fields: dict[str, Any]) -> Any:
+    model_class, config = causal_lm(model_type), CONFIG_MAPPING[model_type].from_dict(dict(fields))
+    with torch.device("meta"):
+        count = sum(p.numel() for p in model_class._from_config(config).parameters())
+    assert count < _MOST_PARAMETERS, f"{count} parameters: its configuration needs an exception"
+    return model_class._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def write_checkpoint(module: Any, directory: Path) -> tuple[Any, list[list[int]]]:
+    """Save random weights whose greedy outputs no rounding can change.
+
+    Returns:
+        The module that transformers itself loads from there, and its outputs.
+    """
+    for seed in _SEEDS:
+        randomise(module, seed)
+        module.save_pretrained(directory)
+        loaded = (
+            type(module).from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+        )
+        outputs = [complete(loaded, prompt) for prompt in PROMPTS]
+        if None not in outputs and len({tuple(output or ()) for output in outputs}) > 1:
+            return loaded, [output for output in outputs if output is not None]
+    raise NoMargin
+
+
+def randomise(module: torch.nn.Module, seed: int) -> None:
+    """Draw wide weights, as those of a fresh model would leave the best tokens almost tied; norms are left near 1."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            is_gain = parameter.ndim == 1 and name.endswith("weight")
+            if is_gain:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif parameter.ndim > 1 or name.endswith("bias"):
+                parameter.normal_(std=0.2)
+
+
+@torch.inference_mode()
+def complete(module: Any, prompt: list[int]) -> list[int] | None:
+    """Return transformers' greedy output, everything computed again for every token; None if one is a near tie."""
+    tokens = list(prompt)
+    for _ in range(NUM_OUTPUT_TOKENS):
+        best = module(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].topk(2)
+        if not float(best.values[0] - best.values[1]) > SMALLEST_MARGIN:
+            return None
+        tokens.append(int(best.indices[0]))
+    return tokens[len(prompt) :]
+
+
+def run(llm: LLM) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in llm.generate(PROMPTS, _GREEDY, use_tqdm=False)]
+
+
+def resumed(llm: LLM, prompt: list[int], output: list[int]) -> list[int]:
+    """Return the output of a request that goes on after the first half of it."""
+    half = output[: len(output) // 2]
+    tokens, params = llm.engine.input_processor.process(prompt_token_ids=prompt, params=_GREEDY)
+    llm.engine.add_request("resumed", tokens, params, resume=[SampleState(0, half, None)])
+    while llm.engine.has_unfinished():
+        for output_ in llm.engine.step():
+            for delta in output_.deltas:
+                half += delta.token_ids
+    return half

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagemill.kernels.gpu.tuning import compute_capability, matmul_tile
+from pagemill.kernels.gpu.tuning import matmul_tile
 from pagemill.kernels.types.tiled_weight import TiledWeight
 
 
@@ -19,11 +19,12 @@ def _widened(codes, zeros, dtype: tl.constexpr, FLOAT: tl.constexpr):
     if FLOAT:
         # An e4m3 number's bits, seven places up, are the fp16 number that is 1/256 of it.
         bits = codes.to(tl.uint16)
-        halves = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        return halves.to(dtype)
-    if zeros is None:
-        return codes.to(dtype)
-    return codes.to(dtype) - zeros.to(dtype)
+        numbers = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(dtype)
+    else:
+        numbers = codes.to(dtype)
+        if zeros is not None:
+            numbers -= zeros.to(dtype)
+    return numbers
 
 
 @triton.jit
@@ -81,7 +82,7 @@ def grouped_matmul(x: torch.Tensor, weight: TiledWeight) -> torch.Tensor:
     out = x.new_empty(num_rows, out_features)
     if num_rows == 0:
         return out
-    tile = matmul_tile(num_rows, x.element_size(), compute_capability(x.device))
+    tile = matmul_tile(num_rows, x.element_size())
     grid = (triton.cdiv(out_features, tile.block_n), triton.cdiv(num_rows, tile.block_m))
     grouped_matmul_kernel[grid](
         out,

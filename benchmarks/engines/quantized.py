@@ -3,9 +3,8 @@
     python -m benchmarks.engines.quantized [--rounds N] [--rows N ...] [--tokens N]
 
 The packaged model's own file holds 4-bit integers, which the CPU finds and keeps (docs/quantization.md): its weights
-get noise of a thousandth first, so that fp32 takes 32 bits. From these are written, as publishers write them: fp32, bf16,
-W4A16 (compressed-tensors, symmetric, groups of 64, the others bf16) and FP8 (compressed-tensors, a scale per output).
-Engines take turns, every other round backwards; a ratio is taken within a round, and the median of them is told.
+get noise of a thousandth first, so that fp32 takes 32 bits. From these are written, as publishers write them: fp32,
+bf16, W4A16 (compressed-tensors, symmetric, groups of 64, the rest bf16) and FP8 (the same, a scale per output). Engines take turns, every other round backwards; a ratio is taken within a round, and the median of them is told.
 """
 
 from __future__ import annotations

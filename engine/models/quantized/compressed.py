@@ -44,7 +44,6 @@ class _Group:
     group_size: int
     block: tuple[int, int] | None
     is_symmetric: bool
-    rounds_activations: bool
 
     def names(self, module: str) -> bool:
         """Return True if a target is this module's name, not its class."""
@@ -59,8 +58,7 @@ class _Group:
     def describe(self) -> str:
         extent = {"group": f"groups of {self.group_size}", "block": f"blocks of {self.block}"}
         kind = "symmetric" if self.is_symmetric else "with zero points"
-        activations = ", activations not rounded" if self.rounds_activations else ""
-        return f"{self.layout}, {self.bits} bits, {extent.get(self.strategy, self.strategy)}, {kind}{activations}"
+        return f"{self.layout}, {self.bits} bits, {extent.get(self.strategy, self.strategy)}, {kind}"
 
 
 class CompressedTensors(Scheme):
@@ -122,7 +120,6 @@ def _group(group: Mapping[str, Any], config: Mapping[str, Any]) -> _Group:
         group_size=group_size_of(weights) if strategy == "group" else -1,
         block=(int(block[0]), int(block[1])) if strategy == "block" else None,
         is_symmetric=setting(weights, "symmetric", bool, default=True),
-        rounds_activations=bool(group.get("input_activations")),
     )
 
 

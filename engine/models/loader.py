@@ -311,7 +311,7 @@ def _fingerprint(
     dtype: torch.dtype,
     device: DeviceBackend,
     rotary_length: int,
-    stored: Scheme | None,
+    stored: Scheme | None = None,
 ) -> str:
     """Identify the function an engine computes: checkpoints may only be continued where it matches."""
     digest = hashlib.sha256()

@@ -20,6 +20,7 @@ from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.rotation import Rotation
 from pagemill.kernels.types.sampling_rows import SamplingRows
 from pagemill.kernels.types.scoring import Scoring
+from pagemill.kernels.types.tiled_weight import TiledWeight
 
 FaceName = Literal["triton", "cpu", "reference"]
 
@@ -74,6 +75,10 @@ class _SampleTokens(Protocol):
     ) -> torch.Tensor: ...
 
 
+class _GroupedMatmul(Protocol):
+    def __call__(self, x: torch.Tensor, weight: TiledWeight) -> torch.Tensor: ...
+
+
 class _Face(NamedTuple):
     reshape_and_cache: _ReshapeAndCache
     paged_attention: _PagedAttention
@@ -83,6 +88,7 @@ class _Face(NamedTuple):
     silu_and_mul: _SiluAndMul
     rotary_and_cache: _RotaryAndCache
     sample_tokens: _SampleTokens
+    grouped_matmul: _GroupedMatmul
 
 
 _override: ContextVar[FaceName | None] = ContextVar("kernel_face", default=None)
@@ -111,17 +117,19 @@ def _load(face: FaceName) -> _Face:
         reference.silu_and_mul,
         reference.rotary_and_cache,
         reference.sample_tokens,
+        reference.grouped_matmul,
     )
     if face == "triton":
         from pagemill.kernels.gpu.attention import paged_attention
         from pagemill.kernels.gpu.cache import reshape_and_cache
         from pagemill.kernels.gpu.copy_blocks import copy_blocks
+        from pagemill.kernels.gpu.grouped_matmul import grouped_matmul
         from pagemill.kernels.gpu.norm import add_rms_norm, rms_norm
         from pagemill.kernels.gpu.rotary_cache import rotary_and_cache
         from pagemill.kernels.gpu.sampling import sample_tokens
         from pagemill.kernels.gpu.silu import silu_and_mul
 
-        fused = (rms_norm, add_rms_norm, silu_and_mul, rotary_and_cache, sample_tokens)
+        fused = (rms_norm, add_rms_norm, silu_and_mul, rotary_and_cache, sample_tokens, grouped_matmul)
         return _Face(reshape_and_cache, paged_attention, copy_blocks, *fused)
     if face == "cpu":
         # Whoever builds for the CPU fuses more than these operators do: see `pagemill.kernels.cpu.fused_rows`.
@@ -254,3 +262,12 @@ def sample_tokens(
     assert logits.dtype is peaks.dtype is torch.float32
     assert logits.stride(-1) == 1
     return _face(logits).sample_tokens(logits, peaks, rows, has_filters=has_filters)
+
+
+def grouped_matmul(x: torch.Tensor, weight: TiledWeight) -> torch.Tensor:
+    """x W^T for x [num_rows, in_features], its numbers in the weight's order; fresh, [num_rows, out_features].
+
+    Computed in fp32 from x and the weight's own numbers, and rounded once. The last dimension of x is contiguous.
+    """
+    assert x.stride(-1) == 1
+    return _face(x).grouped_matmul(x, weight)

@@ -15,6 +15,7 @@ from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.rotation import Rotation
 from pagemill.kernels.types.sampling_rows import SamplingRows
 from pagemill.kernels.types.scoring import Scoring
+from pagemill.kernels.types.tiled_weight import TiledWeight
 
 
 def reshape_and_cache(
@@ -33,6 +34,12 @@ def reshape_and_cache(
             numbers, scale = quantise(numbers, target.dtype)
             scales[blocks, :, offsets] = scale
         as_bytes(target)[blocks, :, offsets] = as_bytes(numbers.to(target.dtype))
+
+
+def grouped_matmul(x: torch.Tensor, weight: TiledWeight) -> torch.Tensor:
+    """See `pagemill.kernels.dispatch.grouped_matmul`."""
+    wide = x if x.dtype is torch.float64 else x.float()
+    return (wide @ weight.numbers().to(wide.dtype).t()).to(x.dtype)
 
 
 def quantise(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,9 +10,11 @@ import torch
 
 from benchmarks.gpu.attention import Measure, Row, Shape
 from pagemill.kernels import dispatch, reference
+from pagemill.kernels.types.grouped_weight import GroupedWeight
 from pagemill.kernels.types.layer_cache import FP8, LayerCache, allocate_layer, as_bytes
 from pagemill.kernels.types.rotation import Rotation
 from pagemill.kernels.types.sampling_rows import SamplingRows
+from pagemill.kernels.types.tiled_weight import TiledWeight
 
 # Largest ||out - truth|| / ||truth||: a few roundings of each dtype.
 _RELATIVE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -77,10 +79,31 @@ def _dense_cases(
         normed = dispatch.rms_norm(x, weight, 1e-5)
         normed_sum, total = dispatch.add_rms_norm(x, residual, weight, 1e-5)
         gated = dispatch.silu_and_mul(gate_up)
+        products = {
+            name: (dispatch.grouped_matmul(x, weight), x.double() @ weight.numbers().double().t())
+            for name, weight in _few_bits(device, sizes).items()
+        }
+    for name, (out, truth) in products.items():
+        yield f"grouped_matmul, {name}", out, truth
     yield "rms_norm", normed, reference.rms_norm(x.double(), weight.double(), 1e-5)
     yield "add_rms_norm, norm", normed_sum, reference.rms_norm(total.double(), weight.double(), 1e-5)
     yield "add_rms_norm, sum", total, x.double() + residual.double()
     yield "silu_and_mul", gated, reference.silu_and_mul(gate_up.double())
+
+
+def _few_bits(device: torch.device, sizes: Sizes) -> dict[str, TiledWeight]:
+    """Return weights of each kind of number, with groups of 32."""
+    shape = (sizes.intermediate_size, sizes.hidden_size)
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+    scales = 0.01 + torch.rand(shape[0], shape[1] // 32, device=device)
+    zeros = torch.randint(0, 17, scales.shape, dtype=torch.int16, device=device)
+    kinds = {
+        "4 bits": GroupedWeight(codes & 15, scales, zeros, bits=4),
+        "8 bits": GroupedWeight(codes.view(torch.int8), scales),
+        "floats": GroupedWeight((codes & 0xF7).view(FP8), scales),  # no NaN
+    }
+    tiled = {name: TiledWeight.of(weight) for name, weight in kinds.items()}
+    return {name: weight for name, weight in tiled.items() if weight is not None}
 
 
 def _cache_cases(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> Iterator[Row]:

@@ -21,6 +21,7 @@ from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.layers.fusion import Fusion
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.linear import LinearOptions, MakeProduct, replace_linears
+from pagemill.engine.layers.quantized_weight import Weight
 
 NO_BATCH_INVARIANCE = (
     "batch_invariant needs device=cpu and dtype=float32, with numba and oneDNN: elsewhere the order of a product's "
@@ -96,9 +97,13 @@ class DeviceBackend(ABC):
 
     @abstractmethod
     def product(
-        self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, options: LinearOptions
+        self, weights: Sequence[Weight], bias: torch.Tensor | None, options: LinearOptions
     ) -> nn.Module | None:
         """Return the best product for these weights, as `MakeProduct` defines it."""
+
+    def quantized_activations(self) -> str:
+        """Return how products with a quantised checkpoint's weights round their rows, for the fingerprint."""
+        return "not rounded"
 
     @abstractmethod
     def fusion(self, traits: DecoderTraits, dtype: torch.dtype, make_product: MakeProduct) -> Fusion | None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.devices.backend import NO_BATCH_INVARIANCE, DeviceBackend
+from pagemill.engine.devices.quantized_products import packed_product
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.layers.cpu_fusion import CpuFusion
 from pagemill.engine.layers.decoder_layer import FusedDecoderLayer
@@ -25,7 +26,8 @@ from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.layers.fusion import Fusion
 from pagemill.engine.layers.int8_products import PackedInt8Product, PlainInt8Product
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
-from pagemill.engine.layers.linear import LinearOptions, MakeProduct, OneDNNProduct, PackedProduct, joined
+from pagemill.engine.layers.linear import LinearOptions, MakeProduct, OneDNNProduct
+from pagemill.engine.layers.quantized_weight import Weight, dense
 from pagemill.kernels import grouped_int8
 
 logger = logging.getLogger(__name__)
@@ -65,15 +67,15 @@ class CpuBackend(DeviceBackend):
         return dtype is torch.float32 and _has_numba()
 
     def product(
-        self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, options: LinearOptions
+        self, weights: Sequence[Weight], bias: torch.Tensor | None, options: LinearOptions
     ) -> nn.Module | None:
         if options.quantization == "int8":
-            return (PackedInt8Product if _has_numba() else PlainInt8Product)(joined(weights), bias)
+            return (PackedInt8Product if _has_numba() else PlainInt8Product)(dense(weights), bias)
         if weights[0].dtype is not torch.float32 or not torch._C._has_mkldnn:
             return None
         if _has_own_products():
-            return PackedProduct(weights, bias)
-        return OneDNNProduct(joined(weights), bias, row_invariant=options.row_invariant)
+            return packed_product(weights, bias)
+        return OneDNNProduct(dense(weights), bias, row_invariant=options.row_invariant)
 
     def fusion(self, traits: DecoderTraits, dtype: torch.dtype, make_product: MakeProduct) -> Fusion | None:
         return CpuFusion(traits, make_product) if self.has_kernels(dtype) else None

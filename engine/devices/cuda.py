@@ -12,12 +12,14 @@ from torch import nn
 
 from pagemill.engine.config import EngineConfig, StepDefaults
 from pagemill.engine.devices.backend import NO_BATCH_INVARIANCE, DeviceBackend, HostCopy, Mark
+from pagemill.engine.devices.quantized_products import cuda_product
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.layers.cuda_fusion import CudaFusion
 from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.layers.fusion import Fusion
 from pagemill.engine.layers.int8_products import CudaInt8Product
-from pagemill.engine.layers.linear import LinearOptions, MakeProduct, joined
+from pagemill.engine.layers.linear import LinearOptions, MakeProduct
+from pagemill.engine.layers.quantized_weight import QuantizedWeight, Weight, dense
 
 _FP8_CAPABILITY = (8, 9)
 
@@ -34,7 +36,7 @@ class CudaBackend(DeviceBackend):
         if (size := config.tensor_parallel_size) > (found := torch.cuda.device_count()):
             raise ConfigError(f"tensor_parallel_size={size} takes as many GPUs; torch finds {found}")
         is_fp8 = config.kv_cache_dtype == "fp8"
-        if is_fp8 and torch.cuda.get_device_capability(self.device) < _FP8_CAPABILITY:
+        if is_fp8 and not self._has_float8():
             raise ConfigError(
                 "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or newer; int8 takes as little memory"
             )
@@ -43,9 +45,19 @@ class CudaBackend(DeviceBackend):
         return declared if isinstance(declared, torch.dtype) else torch.bfloat16
 
     def product(
-        self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, options: LinearOptions
+        self, weights: Sequence[Weight], bias: torch.Tensor | None, options: LinearOptions
     ) -> nn.Module | None:
-        return CudaInt8Product(joined(weights), bias) if options.quantization == "int8" else None
+        if options.quantization == "int8":
+            return CudaInt8Product(dense(weights).to(self.device), bias)
+        if any(isinstance(weight, QuantizedWeight) for weight in weights):
+            return cuda_product(weights, bias, self.device, has_float8=self._has_float8())
+        return None
+
+    def quantized_activations(self) -> str:
+        return "float8 with float8 weights per output" if self._has_float8() else "not rounded"
+
+    def _has_float8(self) -> bool:
+        return torch.cuda.get_device_capability(self.device) >= _FP8_CAPABILITY
 
     def fusion(self, traits: DecoderTraits, dtype: torch.dtype, make_product: MakeProduct) -> Fusion | None:
         return CudaFusion(traits, make_product)

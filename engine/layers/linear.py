@@ -8,16 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from pagemill.engine.layers.quantized_weight import QuantizedWeight, Weight, dense
 from pagemill.engine.layers.sharded_linear import PartialLinear
 
-MakeProduct = Callable[[Sequence[torch.Tensor], torch.Tensor | None], nn.Module | None]
+if TYPE_CHECKING:
+    from pagemill.kernels.cpu.matmul.weight_packing import PackedWeight
+
+MakeProduct = Callable[[Sequence[Weight], torch.Tensor | None], nn.Module | None]
 """Maps weights [out_features, in_features], whose outputs are concatenated, and their bias to a module that
-multiplies rows [num_rows, in_features]. None: no product is better than the layers themselves."""
+multiplies rows [num_rows, in_features]. None: no product is better than the layers themselves.
+
+A product of quantised weights names the form it keeps them in by `kept_as`, if it did not widen them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +44,28 @@ class Linear(nn.Module):
         super().__init__()
         self.product, self.part = product, part
         self.in_features, self.out_features = in_features, out_features
+        self.kept_as: str | None = None
+        """How the weights of a quantised checkpoint are kept."""
 
     @classmethod
     def of(cls, layers: Sequence[nn.Linear], make_product: MakeProduct) -> Linear:
         """Merge layers into one with their outputs concatenated. It takes over their weights."""
         part = layers[0] if isinstance(layers[0], PartialLinear) else None
-        weights = [layer.weight.detach() for layer in layers]
+        weights = [_weight_of(layer) for layer in layers]
+        is_quantized = any(isinstance(weight, QuantizedWeight) for weight in weights)
         bias = None if part is not None else _joined_bias(layers)
         product = make_product(weights, bias)
         if product is None:
-            is_alone = len(layers) == 1 and part is None
-            product = layers[0] if is_alone else _DenseProduct(joined(weights), bias)
+            is_alone = len(layers) == 1 and part is None and not is_quantized
+            product = layers[0] if is_alone else DenseProduct(dense(weights), bias)
         if part is not None:
             part.register_parameter("weight", None)
-        return cls(product, layers[0].in_features, sum(layer.out_features for layer in layers), part)
+            part.stored = None
+        linear = cls(product, layers[0].in_features, sum(layer.out_features for layer in layers), part)
+        if is_quantized:
+            widened = f"widened to {str(weights[0].dtype).removeprefix('torch.')}"
+            linear.kept_as = getattr(product, "kept_as", None) or widened
+        return linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows: torch.Tensor = self.product(x.reshape(-1, self.in_features))
@@ -66,7 +80,7 @@ class Linear(nn.Module):
         return Linear(product.of_channels(channels), self.in_features, len(channels))
 
 
-class _DenseProduct(nn.Module):
+class DenseProduct(nn.Module):
     """The product by torch, from the weights as they are."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -81,12 +95,15 @@ class _DenseProduct(nn.Module):
 class PackedProduct(nn.Module):
     """The product by our own kernel, for fp32 on CPU. W is kept in the fewest bits that are lossless."""
 
-    def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
+    kept_as: str | None = None
+    """The form of a quantised checkpoint's weights, if it is their own."""
+
+    def __init__(self, packed: PackedWeight, bias: torch.Tensor | None) -> None:
         super().__init__()
-        from pagemill.kernels.cpu.matmul import fp32, fp32_tile, weight_packing
+        from pagemill.kernels.cpu.matmul import fp32, fp32_tile
 
         self._multiply = fp32.multiply
-        self.packed = weight_packing.pack_merged(weights)
+        self.packed = packed
         self.panels = self.packed.panels
         self.bias = torch.zeros(len(self.panels) * fp32_tile.PANEL)
         if bias is not None:
@@ -95,8 +112,14 @@ class PackedProduct(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self._multiply(rows, self.packed, self.bias)
 
+    @classmethod
+    def of(cls, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> PackedProduct:
+        from pagemill.kernels.cpu.matmul.weight_packing import pack_merged
+
+        return cls(pack_merged(weights), bias)
+
     def of_channels(self, channels: torch.Tensor) -> PackedProduct:
-        return PackedProduct([self.packed.of_channels(channels)], self.bias[channels])
+        return PackedProduct.of([self.packed.of_channels(channels)], self.bias[channels])
 
 
 class OneDNNProduct(nn.Module):
@@ -121,18 +144,17 @@ class OneDNNProduct(nn.Module):
         return out[:num_rows]
 
 
-def joined(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one weight with the weights' outputs concatenated."""
-    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
+def _weight_of(layer: nn.Linear) -> Weight:
+    stored: QuantizedWeight | None = getattr(layer, "stored", None)
+    return layer.weight.detach() if stored is None else stored
 
 
 def _joined_bias(layers: Sequence[nn.Linear]) -> torch.Tensor | None:
     if all(layer.bias is None for layer in layers):
         return None
-    biases = [
-        layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers
-    ]
-    return joined([bias.detach() for bias in biases])
+    known = next(layer.bias for layer in layers if layer.bias is not None)
+    biases = [known.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+    return torch.cat([bias.detach() for bias in biases])
 
 
 def replace_linears(parent: nn.Module, make_product: MakeProduct) -> None:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from pagemill.engine.layers.quantized_weight import QuantizedWeight
 from pagemill.engine.layers.rank_group import RankGroup
 from pagemill.engine.layers.share import Share
 
 
 class PartialLinear(nn.Linear):
     """A rank's part, as loaded. `Linear` takes over the weight, and calls `complete` after the product."""
+
+    stored: QuantizedWeight | None = None
+    """In the weight's place, where the checkpoint is quantised."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.complete(nn.functional.linear(x, self.weight))

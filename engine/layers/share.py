@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from pagemill.engine.errors import ConfigError
+from pagemill.engine.layers.quantized_weight import Weight, inputs_of, joined, outputs_of
 
 COLUMNS, ROWS = "colwise", "rowwise"
 """transformers' terms. Columns: a rank has some of the outputs. Rows: it has some of the inputs, and the
@@ -86,18 +85,18 @@ class ShardingPlan:
         heads = self.share.of_kv_heads(self._all_kv_heads)
         return slice(begin + heads.start * head_size, begin + heads.stop * head_size)
 
-    def cut(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def cut(self, tensors: Mapping[str, Weight]) -> dict[str, Weight]:
         """Cut a checkpoint's tensors to a rank's share. Only the part kept of a mapped file is ever read."""
         return {name: self._cut(name, tensor) for name, tensor in tensors.items()}
 
-    def _cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _cut(self, name: str, tensor: Weight) -> Weight:
         module_name, _, kind = name.rpartition(".")
         match self.style(module_name):
             case "colwise":
-                parts = [tensor[part] for part in self.outputs(module_name, tensor.shape[0])]
-                return parts[0] if len(parts) == 1 else torch.cat(parts)
+                parts = self.outputs(module_name, tensor.shape[0])
+                return joined([outputs_of(tensor, part) for part in parts])
             case "rowwise" if kind == "weight":
-                return tensor[:, self.share.of(tensor.shape[1])].contiguous()
+                return inputs_of(tensor, self.share.of(tensor.shape[1]))
         return tensor
 
 

@@ -13,9 +13,14 @@ from safetensors import SafetensorError, safe_open
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models.formats.pickled import PICKLED_INDEX, converted_pickles, find_pickles
 from pagemill.engine.models.misplaced import found_instead
+from pagemill.engine.models.quantized.registry import find_scheme
+from pagemill.engine.models.quantized.scheme import Scheme
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
+_QUANTIZATION = "quantization_config"
+# Where the first releases of AutoGPTQ and AutoAWQ wrote it.
+_OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 # Foreign files beside the weights: adapters, and Mistral's own format of the same tensors.
 _NOT_WEIGHTS = re.compile(r"^(adapter|consolidated|optimizer|training)")
 # Constants saved by older transformers: causal masks, and frequencies that follow from config.json.
@@ -23,16 +28,22 @@ _CONSTANTS = re.compile(r"(\.rotary_emb\.inv_freq|\.(attn|attention)\.(masked_)?
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read config.json. Raises `ModelLoadError`."""
+    """Read config.json, without what it says of quantised weights. Raises `ModelLoadError`."""
     raw = _read_json(directory / "config.json")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"]
-        method = method.get("quant_method") if isinstance(method, dict) else method
-        raise ModelLoadError(
-            f"{directory} holds quantised weights ({method}), which are not supported; "
-            "give the original checkpoint and set quantization instead"
-        )
+    raw.pop(_QUANTIZATION, None)
     return raw
+
+
+def read_scheme(directory: Path) -> Scheme | None:
+    """Return the format of a checkpoint's quantised weights, if they are. Raises `ModelLoadError`."""
+    quantization = _read_json(directory / "config.json").get(_QUANTIZATION)
+    for name, method in _OLDER_FILES.items():
+        if not quantization and (directory / name).is_file():
+            quantization = {"quant_method": method, **_read_json(directory / name)}
+    try:
+        return find_scheme(quantization)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"can't load {directory}: {error}") from error
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -26,12 +26,14 @@ from pagemill.engine.layers.observation import AttentionShape
 from pagemill.engine.layers.rank_group import RankGroup
 from pagemill.engine.layers.rope import depends_on_length, fix_frequencies, stretched_context
 from pagemill.engine.layers.share import ShardingPlan, Share, sharding_plan
-from pagemill.engine.models.checkpoint import read_config, read_tensors, weight_files
+from pagemill.engine.models.checkpoint import read_config, read_scheme, read_tensors, weight_files
 from pagemill.engine.models.directory import model_directory
-from pagemill.engine.models.families.family import Family
+from pagemill.engine.models.families.family import Family, unchanged
 from pagemill.engine.models.families.generic import attention_shape
 from pagemill.engine.models.families.registry import find_family
 from pagemill.engine.models.plausibility import check_dtypes, check_sizes
+from pagemill.engine.models.quantized.reader import join_parts, place, placeholders, widened
+from pagemill.engine.models.quantized.scheme import Scheme
 from pagemill.engine.models.sharding import finish_sharding, sharded_class
 from pagemill.engine.models.source import ModelSource
 from pagemill.engine.text.tokenizer import generation_eos_token_ids
@@ -102,6 +104,7 @@ def check_split(config: EngineConfig) -> None:
     _refuse_unshown(family, config)
     model_config = _build_config(family, raw, directory)
     _sharding_plan(family, model_config, Share(0, size))
+    read_scheme(directory)
     device = find_device(config.device)
     device.check(config, _resolve_dtype(config.dtype, model_config, device))
 
@@ -127,7 +130,7 @@ def load_model(
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     directory = model_directory(config.model)
-    raw = read_config(directory)
+    raw, scheme = read_config(directory), read_scheme(directory)
     family = find_family(raw)
     _refuse_unshown(family, config)
     model_config = _build_config(family, raw, directory)
@@ -139,6 +142,8 @@ def load_model(
     context_length = _context_length(model_config)
     longest = None if family.extrapolates(model_config) else stretched_context(model_config, context_length)
     max_model_len = resolve_max_model_len(config, context_length, longest)
+    if scheme is not None:
+        logger.info("quantised checkpoint: %s", scheme.describe())
     module = _load_module(config, family, model_config, dtype, device, group)
     fix_frequencies(module, max_model_len)
     module = module.to(device.device).eval()
@@ -156,7 +161,7 @@ def load_model(
         context_length=context_length,
         longest_context=longest,
         eos_token_ids=_eos_token_ids(directory),
-        fingerprint=_fingerprint(directory, config, dtype, device, fixed_length),
+        fingerprint=_fingerprint(directory, config, dtype, device, fixed_length, scheme),
         share=Share(0, 1) if group is None else Share(group.rank, group.size),
         attention=attention,
     )
@@ -223,7 +228,8 @@ def _load_module(
         else "eager",
     }
     is_dummy = config.load_format == "dummy"
-    tensors = {} if is_dummy else read_tensors(weight_files(directory))
+    tensors: dict[str, Any] = {} if is_dummy else read_tensors(weight_files(directory))
+    scheme = read_scheme(directory)
     plan = None
     if group is not None:
         plan = _sharding_plan(family, model_config, Share(group.rank, group.size))
@@ -235,11 +241,17 @@ def _load_module(
             tensors = dict(module.state_dict())
         else:
             check_sizes(model_config, tensors)
+            if scheme is not None:
+                tensors = join_parts(tensors, scheme, dtype)
+                if family.convert_tensors is not unchanged:
+                    logger.info("%s: the weights are widened, and then converted", family.name)
+                    tensors = widened(tensors)
             tensors = family.convert_tensors(tensors, model_config)
         if plan is not None and group is not None:
             module_class, tensors = sharded_class(module_class, plan, group), plan.cut(tensors)
         if not is_dummy or plan is not None:
-            module = _fill_module(module_class, model_config, tensors, options)
+            module = _fill_module(module_class, model_config, placeholders(tensors), options)
+            place(module, tensors, is_split=plan is not None)
     except Exception as error:  # inconsistent sizes and shapes: all of them end the start
         raise ModelLoadError(f"can't load the weights in {directory}: {error}") from error
     # Set only now, for the masks: transformers makes none for an implementation it does not know.
@@ -271,12 +283,21 @@ def _fill_module(
     missing = sorted(report["missing_keys"])
     if missing:  # transformers fills them with random numbers and a log line
         raise ModelLoadError(f"{len(missing)} tensors are missing, {missing[0]} first")
-    surplus = sorted(name for name in report["unexpected_keys"] if _belongs_to(name, module))
+    surplus = sorted(
+        name
+        for name in report["unexpected_keys"]
+        if _belongs_to(name, module) and not _is_empty_bias(name, tensors[name])
+    )
     if surplus:  # ignoring a bias or a layer would compute another function
         raise ModelLoadError(f"{len(surplus)} tensors have no place in the model, {surplus[0]} first")
     if report["unexpected_keys"]:
         logger.warning("%d tensors beside the model are not used", len(report["unexpected_keys"]))
     return module
+
+
+def _is_empty_bias(name: str, tensor: torch.Tensor) -> bool:
+    """Return True for the zeros that AutoGPTQ writes for layers without a bias."""
+    return name.endswith(".bias") and not bool(tensor.any())
 
 
 def _built_on_the_cpu(module_class: Any) -> Any:
@@ -313,7 +334,12 @@ def _context_length(model_config: Any) -> int:
 
 
 def _fingerprint(
-    directory: Path, config: EngineConfig, dtype: torch.dtype, device: DeviceBackend, rotary_length: int
+    directory: Path,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: DeviceBackend,
+    rotary_length: int,
+    stored: Scheme | None = None,
 ) -> str:
     """Identify the function an engine computes: checkpoints may only be continued where it matches."""
     digest = hashlib.sha256()
@@ -329,4 +355,6 @@ def _fingerprint(
     settings = (config.load_format, config.seed if config.load_format == "dummy" else 0, scheme,
                 config.kv_cache_dtype, str(dtype), device.device.type, rotary_length)  # fmt: skip
     digest.update(json.dumps(settings).encode())
+    if stored is not None:
+        digest.update(f"{stored.describe()}, activations: {device.quantized_activations()}".encode())
     return digest.hexdigest()[:16]

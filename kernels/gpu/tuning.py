@@ -94,6 +94,19 @@ ATTENTION_TILES = (
 )
 
 
+# Products with weights of few bits (`grouped_matmul`), by rows: (rows of x at most, element size, tile). A step takes a
+# chunk of inputs, as the weight was laid out. Sums are held twice, a group's and all: 64 rows by 64 outputs take 255
+# registers on sm_80. Few outputs a program where rows are few: as many programs as possible read weights. At least 64
+# rows for the rest, so that sm_90 compiles to wgmma. The largest takes 82 KB on sm_80, 89 and 120, 128 KB on sm_90.
+MATMUL_TILES = (
+    (ANY, 4, Tile(16, 32, 4, 1)),
+    (16, 2, Tile(16, 32, 4, 4)),
+    (32, 2, Tile(32, 32, 4, 4)),
+    (64, 2, Tile(64, 64, 4, 3)),
+    (ANY, 2, Tile(128, 64, 8, 3)),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """The shape of a kernel that is no attention: what a program takes at a time, and by how many warps."""
@@ -187,6 +200,11 @@ def prefill_tile(
 ) -> Tile:
     """The prefill kernel's tile. `block_m` counts (token, head of the group) pairs."""
     return _tile("prefill", capability, element_size, is_scaled, head_dim, 1)
+
+
+def matmul_tile(num_rows: int, element_size: int) -> Tile:
+    """The tile of `grouped_matmul`: `block_m` rows of x by `block_n` outputs."""
+    return next(tile for most, size, tile in MATMUL_TILES if size == element_size and num_rows <= most)
 
 
 def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) -> int:

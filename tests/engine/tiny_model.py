@@ -12,15 +12,22 @@ VOCAB_SIZE = 61
 EOS = (3, 7)
 
 
-def save_tiny_llama(directory: Path, *, max_position_embeddings: int = 256, std: float = 0.6) -> Any:
+def save_tiny_llama(
+    directory: Path,
+    *,
+    max_position_embeddings: int = 256,
+    std: float = 0.6,
+    hidden_size: int = 32,
+    intermediate_size: int = 64,  # whole panels: layers are compiled where they can be
+) -> Any:
     """Two layers, grouped heads. Wide weights, so that candidates are rarely close."""
     return _save(
         directory,
         LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=VOCAB_SIZE,
-                hidden_size=32,
-                intermediate_size=64,  # whole panels: layers are compiled where they can be
+                hidden_size=hidden_size,
+                intermediate_size=intermediate_size,
                 num_hidden_layers=2,
                 num_attention_heads=4,
                 num_key_value_heads=2,

@@ -16,6 +16,7 @@ PROMISED = {
     "family of models that is like LLaMA": 1,
     "figure of the KV cache": 3,
     "quantisation scheme": 3,
+    "format of quantised checkpoints": 2,
     "kind of job": 6,
     "device": 2,
 }

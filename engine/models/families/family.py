@@ -29,7 +29,8 @@ def grouped_kv_heads(config: Any) -> int:
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
-def _unchanged(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+def unchanged(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+    """Return a checkpoint's tensors as they are: names and layouts are the module's."""
     return tensors
 
 
@@ -52,7 +53,7 @@ class Family:
     """Values of `architectures` in config.json; a checkpoint that names only others is another kind of model."""
     build_config: Callable[[RawConfig], PretrainedConfig] = native_config
     """Raises `ModelLoadError` for settings that transformers' module would ignore."""
-    convert_tensors: Callable[[Tensors, PretrainedConfig], Tensors] = _unchanged
+    convert_tensors: Callable[[Tensors, PretrainedConfig], Tensors] = unchanged
     """Converts the checkpoint's names and layouts to the module's. May consume its argument."""
     decoder: DecoderTraits | None = None
     """The decoder's known traits; None: its layers stay transformers' own."""

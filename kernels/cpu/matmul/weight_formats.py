@@ -8,6 +8,7 @@ A panel is 32 output channels. Its bytes, by format:
 - BYTES: for every 32 inputs the numbers [32, 32] int8, then the channels' scales [32] fp32.
 - NIBBLES: for every 32 inputs words [2, 4, 16]: word (h, v, c) has channel 16 h + c of the inputs 8 v to 8 v + 7, the
   first one lowest; then the channels' scales and offsets, [32] fp32 each. A weight is number * scale + offset.
+- FLOAT8: as BYTES, of e4m3 numbers without NaN, and 256 times the scales.
 
 Where numbers have scales, 32 divides in_features.
 """
@@ -25,7 +26,7 @@ from pagemill.kernels.cpu.jit.row import F32, VECTOR
 from pagemill.kernels.cpu.jit.vector import F32X16, LANES, call
 from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
 
-FLOAT32, BFLOAT16, FLOAT16, BYTES, NIBBLES = range(5)
+FLOAT32, BFLOAT16, FLOAT16, BYTES, NIBBLES, FLOAT8 = range(6)
 GROUP = 32
 """Inputs that share a channel's scale."""
 
@@ -38,14 +39,14 @@ NIBBLES_GROUP = NIBBLE_CODES + 2 * ROW
 
 _ir = cgutils.ir
 _I8X16, _I32X16 = _ir.VectorType(_ir.IntType(8), LANES), _ir.VectorType(_ir.IntType(32), LANES)
-_F16X16 = _ir.VectorType(_ir.HalfType(), LANES)
+_F16X16, _I16X16 = _ir.VectorType(_ir.HalfType(), LANES), _ir.VectorType(_ir.IntType(16), LANES)
 
 
 @jit
 def panel_bytes(weight_format, in_features):
     if weight_format == NIBBLES:
         return in_features // GROUP * NIBBLES_GROUP
-    if weight_format == BYTES:
+    if weight_format in (BYTES, FLOAT8):
         return in_features // GROUP * BYTES_GROUP
     if weight_format == FLOAT32:
         return in_features * ROW
@@ -99,6 +100,21 @@ def _emit_byte_group(builder: Any, source: Any, target: Any) -> None:
             _store(builder, builder.fmul(numbers, scales), target, i * ROW + half * VECTOR)
 
 
+def _emit_float8_group(builder: Any, source: Any, target: Any) -> None:
+    """An e4m3 number's bits, seven places up, are the fp16 number that is 1/256 of it, subnormal or not."""
+    for half in range(2):
+        scales = builder.load(_at(builder, source, BYTE_CODES + half * VECTOR, F32X16), align=4)
+        sign, rest, up, sign_up = (_ir.Constant(_I16X16, [n] * LANES) for n in (0x80, 0x7F, 7, 8))
+        for i in range(GROUP):
+            codes = builder.load(_at(builder, source, i * PANEL + half * LANES, _I8X16), align=1)
+            wide = builder.zext(codes, _I16X16)
+            bits = builder.or_(
+                builder.shl(builder.and_(wide, rest), up), builder.shl(builder.and_(wide, sign), sign_up)
+            )
+            numbers = builder.fpext(builder.bitcast(bits, _F16X16), F32X16)
+            _store(builder, builder.fmul(numbers, scales), target, i * ROW + half * VECTOR)
+
+
 def _emit_lowest_nibbles(builder: Any, words: Any) -> Any:
     """The lowest four bits of each lane as fp32."""
     if compiles_for("avx512f"):  # the instruction looks at those alone: cheaper than to mask and convert
@@ -122,6 +138,7 @@ def _emit_nibble_group(builder: Any, source: Any, target: Any) -> None:
 
 _expand_bfloats, _expand_halves = _expansion(_emit_bfloats), _expansion(_emit_halves)
 _expand_byte_group, _expand_nibble_group = _expansion(_emit_byte_group), _expansion(_emit_nibble_group)
+_expand_float8_group = _expansion(_emit_float8_group)
 
 
 @jit(exact=True)
@@ -133,6 +150,9 @@ def expand(weight_format, panel, begin, end, target):
     elif weight_format == BYTES:
         for group in range(begin // GROUP, end // GROUP):
             _expand_byte_group(panel + group * BYTES_GROUP, target + (group * GROUP - begin) * ROW)
+    elif weight_format == FLOAT8:
+        for group in range(begin // GROUP, end // GROUP):
+            _expand_float8_group(panel + group * BYTES_GROUP, target + (group * GROUP - begin) * ROW)
     elif weight_format == BFLOAT16:
         for i in range(begin, end):
             _expand_bfloats(panel + i * ROW // 2, target + (i - begin) * ROW)

@@ -127,11 +127,6 @@ class TestArchitecture:
         ):
             load(tmp_path)
 
-    def test_quantised_weights(self, tmp_path: Path) -> None:
-        edit_config(write_llama(tmp_path), quantization_config={"quant_method": "gptq", "bits": 4})
-        with pytest.raises(ModelLoadError, match=r"quantised weights \(gptq\), which are not supported"):
-            load(tmp_path)
-
     @pytest.mark.parametrize(
         ("fields", "message"),
         [

@@ -1,0 +1,92 @@
+"""A linear layer's weight as a quantised checkpoint stores it, read when a product is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pagemill.kernels.types.grouped_weight import GroupedWeight, merged
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """Stands for a tensor [out_features, in_features]; cut along the outputs, and along the inputs at whole groups.
+
+    What it stands for is read anew each time: layers are converted one by one, and nothing is held beside the mapped
+    file.
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    """The model's."""
+    read: Callable[[], GroupedWeight]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def dense(self) -> torch.Tensor:
+        """Return the weight as a tensor of the model's dtype."""
+        return self.read().dequantise().to(self.dtype)
+
+    def outputs(self, part: slice) -> QuantizedWeight:
+        part = slice(*part.indices(self.shape[0]))
+        return QuantizedWeight(
+            (part.stop - part.start, self.shape[1]), self.dtype, lambda: self.read().outputs(part)
+        )
+
+    def inputs(self, part: slice) -> QuantizedWeight | torch.Tensor:
+        """Return the weight of some inputs, as a tensor if these are no whole groups."""
+        part = slice(*part.indices(self.shape[1]))
+        if self.read().inputs(part) is None:
+            return self.dense()[:, part].contiguous()
+
+        def read() -> GroupedWeight:
+            cut = self.read().inputs(part)
+            assert cut is not None
+            return cut
+
+        return QuantizedWeight((self.shape[0], part.stop - part.start), self.dtype, read)
+
+
+Weight = torch.Tensor | QuantizedWeight
+
+
+def outputs_of(weight: Weight, part: slice) -> Weight:
+    """Return some outputs of a weight, or of a bias."""
+    return weight.outputs(part) if isinstance(weight, QuantizedWeight) else weight[part]
+
+
+def inputs_of(weight: Weight, part: slice) -> Weight:
+    """Return some inputs of a weight. Of a mapped file nothing else is read."""
+    return weight.inputs(part) if isinstance(weight, QuantizedWeight) else weight[:, part].contiguous()
+
+
+def dense(weights: Sequence[Weight]) -> torch.Tensor:
+    """Return one tensor with the weights' outputs concatenated."""
+    tensors = [weight.dense() if isinstance(weight, QuantizedWeight) else weight for weight in weights]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def joined(weights: Sequence[Weight]) -> Weight:
+    """Return one weight with the weights' outputs concatenated, as it is stored if all are stored alike."""
+    if len(weights) == 1:
+        return weights[0]
+    parts = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    if len(parts) < len(weights) or merged([part.read() for part in parts]) is None:
+        return dense(weights)
+
+    def read() -> GroupedWeight:
+        whole = merged([part.read() for part in parts])
+        assert whole is not None
+        return whole
+
+    return QuantizedWeight((sum(map(len, parts)), parts[0].shape[1]), parts[0].dtype, read)
+
+
+def grouped(weights: Sequence[Weight]) -> GroupedWeight | None:
+    """Read weights as one of few bits; None if one is a tensor, or their numbers are of different kinds."""
+    if not all(isinstance(weight, QuantizedWeight) for weight in weights):
+        return None
+    return merged([weight.read() for weight in weights if isinstance(weight, QuantizedWeight)])

@@ -1,0 +1,43 @@
+"""Finds the format of a quantised checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.models.quantized.awq import Awq
+from pagemill.engine.models.quantized.compressed import CompressedTensors
+from pagemill.engine.models.quantized.float4 import Mxfp4
+from pagemill.engine.models.quantized.float8 import Float8
+from pagemill.engine.models.quantized.gptq import Gptq
+from pagemill.engine.models.quantized.scheme import Scheme
+
+SCHEMES: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "awq": Awq,
+    "compressed-tensors": CompressedTensors,
+    "fbgemm_fp8": Float8,
+    "fp8": Float8,
+    "gptq": Gptq,
+    "mxfp4": Mxfp4,
+}
+"""By `quant_method`."""
+
+
+def find_scheme(quantization: Any) -> Scheme | None:
+    """Return the format that a `quantization_config` names; None: there is none.
+
+    Raises:
+        ModelLoadError: the format, or a setting of it, is not supported or can't be read.
+    """
+    if not quantization:
+        return None
+    if not isinstance(quantization, dict):
+        raise ModelLoadError(f"can't read quantization_config: it is {quantization!r}")
+    method = quantization.get("quant_method")
+    if not isinstance(method, str) or method not in SCHEMES:
+        raise ModelLoadError(
+            f"weights quantised by {method!r} are not supported (supported: {', '.join(SCHEMES)}); "
+            "give the original checkpoint, and set quantization=int8 to make it smaller"
+        )
+    return SCHEMES[method](quantization)

@@ -1,0 +1,98 @@
+"""A weight of few bits whose numbers have a scale per output and group of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeight:
+    """W[o, order[i]] = (codes[o, i] - zeros[o, g]) * scales[o, g], with g = i // group_size."""
+
+    codes: torch.Tensor
+    """[out_features, in_features]: uint8 or int8, or float8_e4m3fn without NaN"""
+    scales: torch.Tensor
+    """fp32 [out_features, num_groups]; num_groups divides in_features"""
+    zeros: torch.Tensor | None = None
+    """int16 [out_features, num_groups], for integers alone; None: all are 0"""
+    order: torch.Tensor | None = None
+    """int64 [in_features], a permutation; None: the inputs are in their own order"""
+    bits: int = 8
+    """4: every code is one of 0 .. 15"""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def group_size(self) -> int:
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    def dequantise(self) -> torch.Tensor:
+        """Return W in fp32, each number rounded once."""
+        out_features, in_features = self.shape
+        numbers = self.codes.float().view(out_features, -1, self.group_size)
+        if self.zeros is not None:
+            numbers -= self.zeros.float()[:, :, None]
+        weight = numbers.mul_(self.scales[:, :, None]).view(out_features, in_features)
+        return weight if self.order is None else weight[:, torch.argsort(self.order)]
+
+    def to(self, device: torch.device) -> GroupedWeight:
+        zeros, order = (None if part is None else part.to(device) for part in (self.zeros, self.order))
+        return replace(
+            self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros, order=order
+        )
+
+    def in_groups_of(self, size: int) -> GroupedWeight:
+        """Return the same weight in smaller groups. `size` divides the group size."""
+        if (times := self.group_size // size) == 1:
+            return self
+        zeros = None if self.zeros is None else self.zeros.repeat_interleave(times, dim=1)
+        return replace(self, scales=self.scales.repeat_interleave(times, dim=1), zeros=zeros)
+
+    def outputs(self, part: slice) -> GroupedWeight:
+        zeros = None if self.zeros is None else self.zeros[part]
+        return replace(self, codes=self.codes[part], scales=self.scales[part], zeros=zeros)
+
+    def inputs(self, part: slice) -> GroupedWeight | None:
+        """Return the weight of some inputs; None if these are no whole groups."""
+        size = self.group_size
+        if self.order is not None or part.start % size or part.stop % size:
+            return None
+        groups = slice(part.start // size, part.stop // size)
+        zeros = None if self.zeros is None else self.zeros[:, groups]
+        return replace(self, codes=self.codes[:, part], scales=self.scales[:, groups], zeros=zeros)
+
+
+def merged(weights: Sequence[GroupedWeight]) -> GroupedWeight | None:
+    """Return one weight with the weights' outputs concatenated; None if their numbers are of different kinds."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    if any(weight.codes.dtype != first.codes.dtype or weight.bits != first.bits for weight in weights):
+        return None
+    if any(not _same(weight.order, first.order) for weight in weights):
+        return None
+    size = min(weight.group_size for weight in weights)
+    if any(weight.group_size % size for weight in weights):
+        return None
+    parts = [weight.in_groups_of(size) for weight in weights]
+    zeros = None
+    if any(part.zeros is not None for part in parts):
+        zeros = torch.cat(
+            [
+                torch.zeros_like(part.scales, dtype=torch.int16) if part.zeros is None else part.zeros
+                for part in parts
+            ]
+        )
+    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
+    return GroupedWeight(codes, scales, zeros, first.order, first.bits)
+
+
+def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return torch.equal(left, right)

@@ -1,0 +1,21 @@
+"""gpt-oss's experts, widened as transformers widens them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagemill.engine.models.quantized.float4 import dequantise_experts
+
+mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_as_transformers_has_them(dtype: torch.dtype) -> None:
+    torch.manual_seed(6)
+    blocks = torch.randint(0, 256, (3, 40, 4, 16), dtype=torch.uint8)
+    scales = torch.randint(100, 140, (3, 40, 4), dtype=torch.uint8)
+    found = dequantise_experts(blocks, scales, dtype)
+    assert found.shape == (3, 128, 40)
+    expected = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+    assert torch.equal(found, expected)

@@ -1,0 +1,65 @@
+"""What the compiler makes of products with weights of few bits, for GPUs that are not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pagemill.kernels.gpu.grouped_matmul import grouped_matmul_kernel
+from pagemill.kernels.gpu.tuning import MATMUL_TILES, Tile
+from pagemill.kernels.types.tiled_weight import LARGEST_CHUNK, SMALLEST_CHUNK
+from tests.kernels.aot.compiler import check_resources, compile_kernel
+
+NIBBLES, BYTES, FLOATS = "nibbles", "bytes", "floats"
+
+
+def arguments(kind: str, element: str, chunk: int, tile: Tile) -> dict[str, Any]:
+    return {
+        "out_ptr": f"*{element}",
+        "x_ptr": f"*{element}",
+        "codes_ptr": "*i8" if kind == BYTES else "*u8",
+        "scales_ptr": "*fp32",
+        "zeros_ptr": "*i16" if kind == NIBBLES else None,
+        "num_rows": "i32",
+        "out_features": "i32",
+        "in_features": "i32",
+        "stride_x_row": "i32",
+        "chunks_per_group": "i32",
+        "PACKED": kind == NIBBLES,
+        "FLOAT": kind == FLOATS,
+        "CHUNK": chunk,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+    }
+
+
+def _cases() -> list[Any]:
+    cases = []
+    for capability in (80, 89, 90, 100, 120):
+        for _, size, tile in MATMUL_TILES:
+            for kind in (NIBBLES, BYTES, FLOATS):
+                for chunk in (LARGEST_CHUNK, SMALLEST_CHUNK):
+                    for element in ("fp32",) if size == 4 else ("bf16", "fp16"):
+                        # A compilation takes seconds: what differs little from a case that runs always.
+                        runs_always = (
+                            capability in (80, 90)
+                            and (kind, chunk, element) == (NIBBLES, LARGEST_CHUNK, "bf16")
+                            and tile.block_m in (16, 128)
+                        )
+                        name = f"sm_{capability}-{kind}-{chunk}-{element}-{tile.block_m}"
+                        marks = () if runs_always else pytest.mark.slow
+                        cases.append(
+                            pytest.param(kind, element, chunk, tile, capability, id=name, marks=marks)
+                        )
+    return cases
+
+
+@pytest.mark.parametrize(("kind", "element", "chunk", "tile", "capability"), _cases())
+def test_product(kind: str, element: str, chunk: int, tile: Tile, capability: int) -> None:
+    compiled = compile_kernel(grouped_matmul_kernel, arguments(kind, element, chunk, tile), capability, tile)
+    check_resources(compiled, capability)
+    if chunk == LARGEST_CHUNK:
+        assert compiled.wide_loads > 0
+    if element != "fp32" and capability == 90 and tile.block_m >= 64:
+        assert compiled.wgmma > 0, "rows in plenty must reach Hopper's tensor cores"

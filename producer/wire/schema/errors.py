@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from pagemill.producer.wire.schema.outputs import Output
 
 
+TIMED_OUT = "ran longer than its timeout"
+"""How the message of a job begins that its own `timeout` ended, not its deadline."""
+
+
 class PagemillError(Exception):
     """The root of the tree."""
 

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 from pagemill.engine.config import EngineConfig, SchedulerConfig, StepDefaults, resolve_max_model_len
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.models.directory import check_model, model_directory
-from pagemill.engine.models.echo import ECHO_MAX_MODEL_LEN, ECHO_MODEL, EchoRunner, echo_step_seconds, is_echo
+from pagemill.engine.models.echo import (
+    ECHO_MAX_MODEL_LEN,
+    ECHO_MODEL,
+    EchoRunner,
+    echo_name,
+    echo_step_seconds,
+    is_echo,
+)
 from pagemill.engine.parts import EngineParts, Tier
 from pagemill.engine.text.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -91,7 +98,7 @@ def _build_echo(config: EngineConfig) -> EngineParts:
         executor=EchoRunner(echo_step_seconds(config.model)),
         tokenizer=None if config.skip_tokenizer_init else tokenizer,
         limits=replace(limits, num_host_blocks=int(config.swap_space_gib * 2**30) // _ECHO_BLOCK_BYTES),
-        served_model=ECHO_MODEL,
+        served_model=echo_name(config.model),
         vocab_size=tokenizer.vocab_size,
         fingerprint=ECHO_MODEL,
         tier="token",

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from pagemill.cli.app import EXIT_REDIS, EXIT_USAGE, AsJson, Queue, RedisUrl, app, say
-from pagemill.cli.checked import Priority, between, checked
+from pagemill.cli.checked import LogFormat, LogLevel, Priority, between, checked
 from pagemill.producer.wire.schema.host_names import HostName
 from pagemill.producer.wire.schema.keys import ModelName, TenantName
 from pagemill.producer.wire.server.clients import redacted
@@ -66,11 +66,27 @@ def gateway(
     max_in_flight: Annotated[
         int, typer.Option("--max-in-flight", min=1, max=10**6, help="Requests under way; beyond, 503.")
     ] = 2_000,
+    log_level: Annotated[
+        str,
+        typer.Option(
+            "--log-level",
+            envvar="PAGEMILL_LOG_LEVEL",
+            callback=checked(LogLevel),
+            help="debug, info, warning or error; info has a line per request.",
+        ),
+    ] = "info",
+    log_format: Annotated[
+        str,
+        typer.Option(
+            "--log-format", envvar="PAGEMILL_LOG_FORMAT", callback=checked(LogFormat), help="console or json."
+        ),
+    ] = "console",
     redis_url: RedisUrl = None,
     queue: Queue = "default",
 ) -> None:
     """OpenAI's HTTP interface in front of the queue. Runs until SIGTERM; start as many as you like."""
     _need_extra()
+    from pagemill.monitoring.logging import configure_logging
     from pagemill.producer.gateway.api_keys import KeyFileError
     from pagemill.producer.gateway.config import GatewayConfig
     from pagemill.producer.gateway.guard.origin import LOOPBACK
@@ -84,7 +100,7 @@ def gateway(
         redis_url=url, queue=queue, host=host, port=port, keys_path=keys, models=tuple(models or ()),
         timeout_s=timeout, max_connections=max_connections, max_in_flight=max_in_flight,
     )  # fmt: skip
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    configure_logging(log_level, log_format, fields={"queue": queue})  # type: ignore[arg-type]  # checked above
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:
         server = build_server(config)
@@ -160,7 +176,7 @@ def gateway_key(
 
 
 def _need_extra() -> None:
-    needed = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
+    needed = ("starlette", "uvicorn", "python_multipart", "prometheus_client", "structlog")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         say(f"the gateway needs {', '.join(missing)}: pip install 'pagemill[gateway]'")

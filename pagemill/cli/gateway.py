@@ -6,7 +6,7 @@ import json
 import logging
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,9 @@ from pagemill.producer.wire.schema.host_names import HostName
 from pagemill.producer.wire.schema.keys import ModelName, TenantName
 from pagemill.producer.wire.server.clients import redacted
 from pagemill.producer.wire.server.discovery import find_redis
+
+if TYPE_CHECKING:
+    from pagemill.producer.gateway.config import GatewayConfig
 
 DEFAULT_PORT = 8000
 
@@ -27,6 +30,22 @@ Host = Annotated[
         envvar="PAGEMILL_GATEWAY_HOST",
         callback=checked(HostName),
         help="0.0.0.0 to be reached from elsewhere.",
+    ),
+]
+
+GatewayLogLevel = Annotated[
+    str,
+    typer.Option(
+        "--log-level",
+        envvar="PAGEMILL_LOG_LEVEL",
+        callback=checked(LogLevel),
+        help="debug, info, warning or error; info has a line per request.",
+    ),
+]
+GatewayLogFormat = Annotated[
+    str,
+    typer.Option(
+        "--log-format", envvar="PAGEMILL_LOG_FORMAT", callback=checked(LogFormat), help="console or json."
     ),
 ]
 
@@ -66,31 +85,16 @@ def gateway(
     max_in_flight: Annotated[
         int, typer.Option("--max-in-flight", min=1, max=10**6, help="Requests under way; beyond, 503.")
     ] = 2_000,
-    log_level: Annotated[
-        str,
-        typer.Option(
-            "--log-level",
-            envvar="PAGEMILL_LOG_LEVEL",
-            callback=checked(LogLevel),
-            help="debug, info, warning or error; info has a line per request.",
-        ),
-    ] = "info",
-    log_format: Annotated[
-        str,
-        typer.Option(
-            "--log-format", envvar="PAGEMILL_LOG_FORMAT", callback=checked(LogFormat), help="console or json."
-        ),
-    ] = "console",
+    log_level: GatewayLogLevel = "info",
+    log_format: GatewayLogFormat = "console",
     redis_url: RedisUrl = None,
     queue: Queue = "default",
 ) -> None:
     """OpenAI's HTTP interface in front of the queue. Runs until SIGTERM; start as many as you like."""
     _need_extra()
     from pagemill.monitoring.logging import configure_logging
-    from pagemill.producer.gateway.api_keys import KeyFileError
     from pagemill.producer.gateway.config import GatewayConfig
     from pagemill.producer.gateway.guard.origin import LOOPBACK
-    from pagemill.producer.gateway.server import bind, build_server
 
     if keys is None and not no_keys and host not in LOOPBACK:
         say(f"{host} is reached by others: give --keys FILE (pagemill gateway-key), or --no-keys")
@@ -102,6 +106,14 @@ def gateway(
     )  # fmt: skip
     configure_logging(log_level, log_format, fields={"queue": queue})  # type: ignore[arg-type]  # checked above
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    _serve(config)
+
+
+def _serve(config: GatewayConfig) -> None:
+    from pagemill.producer.gateway.api_keys import KeyFileError
+    from pagemill.producer.gateway.server import bind, build_server
+
+    host = config.host
     try:
         server = build_server(config)
         listener = bind(config)
@@ -109,12 +121,13 @@ def gateway(
         raise typer.BadParameter(f"--keys (PAGEMILL_GATEWAY_KEYS): {error}") from error
     except OSError as error:
         raise typer.BadParameter(
-            f"{host}:{port} cannot be listened on: {error.strerror or error}; "
+            f"{host}:{config.port} cannot be listened on: {error.strerror or error}; "
             "choose another --host or --port (PAGEMILL_GATEWAY_HOST, PAGEMILL_GATEWAY_PORT)"
         ) from error
     with listener:
         shown = f"[{host}]" if ":" in host else host
-        say(f"http://{shown}:{listener.getsockname()[1]}/v1 in front of queue {queue} at {redacted(url)}")
+        address = f"http://{shown}:{listener.getsockname()[1]}/v1"
+        say(f"{address} in front of queue {config.queue} at {redacted(config.redis_url or "")}")
         server.run(sockets=[listener])
     if not server.started:
         raise typer.Exit(EXIT_REDIS)

@@ -19,6 +19,7 @@ from pagemill.cli import options
 from pagemill.cli.app import RedisUrl, app, say
 from pagemill.cli.checked import AppName, CeleryQueue, ModelOrPath, Transport, checked
 from pagemill.cli.local_worker import LocalWorker, has_server, served_name, serving_workers
+from pagemill.cli.waiting import Waiting
 from pagemill.cli.worker import check_options
 from pagemill.producer.wire.process.stop_signals import stop_signals
 from pagemill.producer.wire.schema.keys import QueueName
@@ -189,8 +190,8 @@ def _serving(stack: contextlib.ExitStack, url: str | None, queue: str, model: st
             return url
     settings = [word for option in options for word in ("--option", option)]
     worker = stack.enter_context(LocalWorker(model, queue=queue, url=url, options=settings))
-    say(f"starting a worker for {model}")
-    return worker.wait_ready()[0]
+    with Waiting(f"starting a worker for {model}") as waiting:
+        return worker.wait_ready(waiting.tell)[0]
 
 
 def _configure(

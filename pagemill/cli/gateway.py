@@ -127,7 +127,7 @@ def _serve(config: GatewayConfig) -> None:
     with listener:
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{listener.getsockname()[1]}/v1"
-        say(f"{address} in front of queue {config.queue} at {redacted(config.redis_url or "")}")
+        say(f"{address} in front of queue {config.queue} at {redacted(config.redis_url or '')}")
         server.run(sockets=[listener])
     if not server.started:
         raise typer.Exit(EXIT_REDIS)

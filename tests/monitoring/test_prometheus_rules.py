@@ -90,7 +90,7 @@ def test_a_runbook_link_is_absolute_and_its_base_a_setting(
         "input_series": [{"series": 'up{job="pagemill-gateways",instance="gone"}', "values": "0x10"}],
         "alert_rule_test": [alert],
     }
-    path = tmp_path / "links.yml"
+    path = tmp_path / "test.yml"
     path.write_text(yaml.safe_dump({"rule_files": [str(file) for file in RULE_FILES], "tests": [case]}))
     tested = promtool("test", "rules", path)
     assert tested.returncode == 0, tested.stdout + tested.stderr

@@ -118,18 +118,26 @@ class JobError(PagemillError):
 
 
 class JobFailed(JobError):
+    """The job ended with a final error of its own: running it again gives the same."""
+
     state = "failed"
 
 
 class JobDead(JobError):
+    """The job used up its attempts, or its workers died; it is a dead letter, and can be replayed."""
+
     state = "dead"
 
 
 class JobCancelled(JobError):
+    """The job was cancelled."""
+
     state = "cancelled"
 
 
 class JobExpired(JobError):
+    """The job's deadline passed, or it ran longer than its timeout."""
+
     state = "expired"
 
 

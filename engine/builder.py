@@ -15,7 +15,14 @@ from pagemill.engine.config import EngineConfig, SchedulerConfig, StepDefaults, 
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.fingerprint import with_commit
 from pagemill.engine.models.directory import LocalModel, check_model, obtain_model
-from pagemill.engine.models.echo import ECHO_MAX_MODEL_LEN, ECHO_MODEL, EchoRunner, echo_step_seconds, is_echo
+from pagemill.engine.models.echo import (
+    ECHO_MAX_MODEL_LEN,
+    ECHO_MODEL,
+    EchoRunner,
+    echo_name,
+    echo_step_seconds,
+    is_echo,
+)
 from pagemill.engine.parts import EngineParts, Tier
 from pagemill.engine.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
@@ -111,7 +118,7 @@ def _build_echo(config: EngineConfig) -> EngineParts:
         executor=EchoRunner(echo_step_seconds(config.model)),
         tokenizer=None if config.skip_tokenizer_init else tokenizer,
         limits=replace(limits, num_host_blocks=int(config.swap_space_gib * 2**30) // _ECHO_BLOCK_BYTES),
-        served_models=config.served_model_name or (ECHO_MODEL,),
+        served_models=config.served_model_name or (echo_name(config.model),),
         vocab_size=tokenizer.vocab_size,
         fingerprint=ECHO_MODEL,
         tier="token",

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 class EngineError(Exception):
+    """The root of the tree."""
+
     code = "engine_error"
 
 
@@ -68,6 +70,8 @@ class ConfigError(EngineError, ValueError):
 
 
 class ModelLoadError(ConfigError):
+    """No such model, or a checkpoint that is unreadable or unsupported."""
+
     code = "model_load_error"
 
 

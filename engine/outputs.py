@@ -264,8 +264,9 @@ class EngineStats:
     prepare, forward, sample, output; kind), step_tokens (kind), step_utilization, step_budget_use, batch_size,
     time_to_first_token_seconds, inter_token_latency_seconds, time_per_output_token_seconds, request_seconds,
     request_wait_seconds, request_prefill_seconds, request_decode_seconds, request_inference_seconds,
-    prompt_tokens, generated_tokens, request_samples, request_max_tokens, request_peak_blocks,
-    grammar_compile_seconds, block_lifetime_seconds, block_idle_seconds, block_reuse_gap_seconds."""
+    prompt_tokens, generated_tokens, longest_sample_tokens, request_samples, request_max_tokens,
+    request_peak_blocks, grammar_compile_seconds, block_lifetime_seconds, block_idle_seconds,
+    block_reuse_gap_seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def _json_processors(fields: Mapping[str, Any]) -> list[Processor]:
 
 def _console_processors(colours: bool) -> list[Processor]:
     return [
-        structlog.processors.TimeStamper(fmt="%H:%M:%S.%f", utc=True, key="timestamp"),
+        structlog.processors.TimeStamper(fmt="%Y-%m-%dT%H:%M:%S.%fZ", utc=True, key="timestamp"),
         structlog.dev.ConsoleRenderer(
             colors=colours,
             sort_keys=False,

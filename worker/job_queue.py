@@ -134,12 +134,12 @@ class JobQueue:
             longest=longest,
         )
         reply = self.run(call)
-        self._warn_of_burials(reply.swept)
+        self._tell_of_losses(reply.swept)
         return reply
 
     def sweep(self, patience_ms: int = 0) -> None:
         """See `transitions.sweep`."""
-        self._warn_of_burials(self.run(transitions.sweep(self.queue, patience_ms=patience_ms)))
+        self._tell_of_losses(self.run(transitions.sweep(self.queue, patience_ms=patience_ms)))
 
     def renew(self, held: Sequence[tuple[str, int]]) -> RenewReply:
         return self.run(transitions.renew(self.queue, self.worker_id, held, self.lease_ms))
@@ -213,8 +213,13 @@ class JobQueue:
     def close(self) -> None:
         self._client.close()
 
-    def _warn_of_burials(self, swept: SweepReply) -> None:
-        """Log the jobs buried by a sweep: their workers died and cannot."""
+    def _tell_of_losses(self, swept: SweepReply) -> None:
+        """Log the jobs that a sweep took from workers, and those it buried: their workers died and cannot."""
+        for job_id, worker in swept.lapsed:
+            logger.warning(
+                "lease lapsed; its job waits for another worker",
+                extra={"job_id": job_id, "lost_by": worker, "own": worker == self.worker_id},
+            )
         for job_id, crashes in swept.buried:
             logger.warning(
                 "job is dead: its workers died while they ran it; see: pagemill inspect %s --queue %s",

@@ -22,6 +22,7 @@ from pagemill.producer.wire.schema.errors import PagemillError, RedisRefused, Re
 from pagemill.producer.wire.server import discovery
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.embedded import EmbeddedServer, EmbeddedServerError
+from pagemill.worker.long_wait import LongWait
 from pagemill.worker.watchdog import Watchdog
 from pagemill.worker.worker import Worker
 
@@ -143,8 +144,10 @@ def _watch(
         sys.setswitchinterval(SWITCH_S)
         watchdog.arm()
 
+    loading = LongWait(logger)
     while not signals.asked.wait(WATCH_S):
-        worker.wait_ready(timeout=0, on_loaded=on_loaded)
+        if not worker.wait_ready(timeout=0, on_loaded=on_loaded):
+            loading.tell("still loading, %.0f s by now", loading.seconds)
         if (reason := worker.failure()) is not None:
             return reason
         if server is not None:

@@ -38,6 +38,7 @@ from pagemill.worker.jobs.journal import Journal
 from pagemill.worker.jobs.leases import LeaseKeeper
 from pagemill.worker.jobs.reporter import ProgressReporter
 from pagemill.worker.jobs.running_job import RunningJob
+from pagemill.worker.long_wait import LongWait
 from pagemill.worker.status.live_view import LiveView
 from pagemill.worker.status.queue_reader import QueueReader
 from pagemill.worker.status.server import Health, LivePage, Probes, StatusServer
@@ -236,9 +237,13 @@ class Worker:
             self.reporter.hand_back_all()
 
     def _wait_for_jobs(self, until: float, hurry: threading.Event) -> None:
+        wait = LongWait(logger)
         while len(self.table) and time.monotonic() < until and not hurry.is_set():
             if self.failure() is not None:
                 return
+            wait.tell(
+                "draining: %d jobs run on, for %.0f s at most", len(self.table), until - time.monotonic()
+            )
             began = time.monotonic()
             hurry.wait(0.05)
             self.counters.admission_blocked_seconds.inc("draining", time.monotonic() - began)

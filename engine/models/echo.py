@@ -1,12 +1,16 @@
 """A stand-in for a model: `--model echo` repeats the prompt, one token per step, then EOS.
 
-For testing client code against a real queue, worker and scheduler in milliseconds. `echo:5` takes 5 ms a
-step.
+For testing client code against a real queue, worker and scheduler in milliseconds, without torch. `echo:5` takes 5 ms
+a step, `echo:5:smollm2` is served under the name smollm2 as well as any model would be. Its tokens are bytes.
+
+A structure holds here too: the prompt is repeated as far as it fits, for at most half of `max_tokens`, and then the
+output is closed the shortest way there is. `reply_with` gives it other words to say than the prompt.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pagemill.engine.errors import ConfigError
@@ -15,15 +19,33 @@ from pagemill.engine.text.tokenizer import ByteTokenizer
 
 ECHO_MODEL = "echo"
 ECHO_MAX_MODEL_LEN = 4096
+_FREE_TEXT = 64
+"""A structure that allows more bytes than this is inside a text of any characters."""
+
+Reply = Callable[[str], str]
+"""From a prompt's text (of a chat: a message a line) to the output's."""
+
+_reply: Reply | None = None
+
+
+def reply_with(reply: Reply | None) -> None:
+    """Make every echo model of this process say `reply(prompt)`; None: the prompt, as ever."""
+    global _reply
+    _reply = reply
 
 
 def is_echo(model: str) -> bool:
     return model == ECHO_MODEL or model.startswith(f"{ECHO_MODEL}:")
 
 
+def echo_name(model: str) -> str:
+    """Return the served name: that of `echo:<ms>:<name>`, else `echo`."""
+    return model.split(":", 2)[2] if model.count(":") >= 2 else ECHO_MODEL
+
+
 def echo_step_seconds(model: str) -> float:
     """Return the delay in `echo:<ms>`, in seconds. Raises `ConfigError`."""
-    _, _, milliseconds = model.partition(":")
+    milliseconds = [*model.split(":"), ""][1]
     try:
         seconds = float(milliseconds or 0) / 1000
     except ValueError:
@@ -48,12 +70,14 @@ class EchoRunner:
     def __init__(self, step_seconds: float = 0.0) -> None:
         self._step_seconds = step_seconds
         self._rows: dict[int, NewRow] = {}
-        self._eos = ByteTokenizer.eos_token_id
+        self._words: dict[int, Sequence[int]] = {}
+        """What each row says: its prompt, or the reply to it."""
+        self._eos = ByteTokenizer.vocab_size - 1
 
     def launch(self, plan: StepPlan) -> EchoStep:
         started = time.perf_counter()
         for new_row in plan.new_rows:
-            self._rows[new_row.row] = new_row
+            self._set_row(new_row)
         if self._step_seconds:
             time.sleep(self._step_seconds)
         result = StepResult(plan.step_id, [[self._next(sample)] for sample in plan.samples])
@@ -76,18 +100,31 @@ class EchoRunner:
 
     def _next(self, sample: Sample) -> int:
         row = self._rows[sample.row]
-        prompt = row.token_ids[: row.num_prompt_tokens]
+        words = self._words[sample.row]
         position = sample.position - row.num_prompt_tokens
-        assert self._eos is not None
-        wanted = (
-            prompt[position % len(prompt)] if position < len(prompt) or row.params.ignore_eos else self._eos
-        )
+        wanted = words[position % len(words)] if position < len(words) or row.params.ignore_eos else self._eos
         if position < row.params.min_tokens and wanted == self._eos:
-            wanted = prompt[position % len(prompt)]
+            wanted = words[position % len(words)]
         allowed = sample.allowed_token_ids
-        if sample.token_mask is not None:
-            allowed = [t for t in range(ByteTokenizer.vocab_size) if sample.token_mask[t >> 3] >> (t & 7) & 1]
-        return wanted if allowed is None or wanted in allowed else allowed[0]
+        if allowed is not None:
+            return wanted if wanted in allowed else allowed[0]
+        if sample.token_mask is None:
+            return wanted
+        mask = sample.token_mask
+        allowed = [t for t in range(ByteTokenizer.vocab_size) if mask[t >> 3] >> (t & 7) & 1]
+        if wanted in allowed and (
+            _reply is not None or position * 2 < (row.params.max_tokens or 2 * len(words))
+        ):
+            return wanted
+        return closing_token(allowed, position, self._eos)
+
+    def _set_row(self, new_row: NewRow) -> None:
+        self._rows[new_row.row] = new_row
+        words: Sequence[int] = new_row.token_ids[: new_row.num_prompt_tokens]
+        if _reply is not None:
+            tokenizer = ByteTokenizer()
+            words = tokenizer.encode(_reply(tokenizer.decode(words))) or [self._eos]
+        self._words[new_row.row] = words
 
     def _scores(self, work: RowWork, count: int) -> list[TokenLogprobs]:
         """Score given tokens: all are as likely as the runner's own output."""
@@ -103,3 +140,18 @@ class EchoRunner:
         others = [token for token in range(count) if token != wanted]
         unlikely = [(token, -10.0 - rank) for rank, token in enumerate(others)]
         return [(wanted, -0.01), *unlikely][:count]
+
+
+def closing_token(allowed: Sequence[int], position: int, eos_token_id: int) -> int:
+    """Return the byte that brings a structured output nearer to its end, of those that its mask allows.
+
+    Where none closes anything, the choice walks through the letters and digits with `position`, so that it also comes
+    upon those that lead out of a repetition.
+    """
+    quote = b'"' if len(allowed) > _FREE_TEXT else b'}])"'
+    closing: list[int] = [eos_token_id, *quote, *(b"," if position % 2 == 0 else b"")]
+    for token in closing:
+        if token in allowed:
+            return token
+    plain = [token for token in allowed if token < 128 and chr(token).isalnum()] or list(allowed)
+    return plain[position % len(plain)]

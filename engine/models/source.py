@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from pagemill.engine.errors import ModelLoadError
-from pagemill.engine.models.echo import ECHO_MODEL, is_echo
+from pagemill.engine.models.echo import echo_name, is_echo
 from pagemill.engine.models.formats.gguf import is_gguf
 from pagemill.engine.models.packaged import PACKAGED_MODEL
 
@@ -67,7 +67,7 @@ class ModelSource:
     def served_name(self) -> str:
         """The name that jobs use unless another is configured: the repository's, the folder's, or the file's."""
         if self.kind == "echo":
-            return ECHO_MODEL
+            return echo_name(self.name)
         if self.kind == "gguf":
             return Path(self.name).stem
         return Path(self.name).expanduser().resolve().name if self.kind == "folder" else self.name

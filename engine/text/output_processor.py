@@ -75,6 +75,7 @@ class OutputStats:
     inference: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS))
     prompt_length: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
     generated_length: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
+    longest_sample: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
     samples: Histogram = field(default_factory=lambda: Histogram(COUNT_BUCKETS))
     max_tokens: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
     peak_blocks: Histogram = field(default_factory=lambda: Histogram(LENGTH_BUCKETS))
@@ -91,6 +92,7 @@ class OutputStats:
             "request_inference_seconds": self.inference,
             "prompt_tokens": self.prompt_length,
             "generated_tokens": self.generated_length,
+            "longest_sample_tokens": self.longest_sample,
             "request_samples": self.samples,
             "request_max_tokens": self.max_tokens,
             "request_peak_blocks": self.peak_blocks,
@@ -332,6 +334,9 @@ class OutputProcessor:
         self.stats.requests.finished[reason] += 1
         self.stats.e2e.observe(now - record.added)
         self.stats.generated_length.observe(generated - record.num_resumed_tokens)
+        self.stats.longest_sample.observe(
+            max(len(sequence.output_token_ids) for sequence in request.sequences)
+        )
         if request.was_admitted:
             self.stats.peak_blocks.observe(request.peak_blocks)
         self._record_phases(record, generated - record.num_resumed_tokens)

@@ -40,6 +40,10 @@ def _cache_config(stats: EngineStats) -> Mapping[Labels, Number]:
     return {(stats.loaded.model, "0", str(kv.block_size), str(kv.capacity_blocks), kv.dtype or "auto"): 1}
 
 
+def _host_usage(stats: EngineStats) -> float:
+    return stats.kv.host_used_blocks / max(1, stats.kv.host_capacity_blocks)
+
+
 def _gauge(
     name: str, help: str, read: Callable[[EngineStats], Mapping[Labels, Number]], *labels: str
 ) -> Metric[EngineStats]:
@@ -98,11 +102,17 @@ ALIASES: tuple[Metric[EngineStats], ...] = (
     _histogram("request_decode_time_seconds", "First to last token.", "request_decode_seconds"),
     _histogram("request_prompt_tokens", "Prompt length.", "prompt_tokens"),
     _histogram("request_generation_tokens", "Tokens generated.", "generated_tokens"),
+    _histogram("request_max_num_generation_tokens", "The longest sample.", "longest_sample_tokens"),
     _histogram("request_params_n", "Samples asked for.", "request_samples"),
     _histogram("request_params_max_tokens", "max_tokens asked for.", "request_max_tokens"),
     _histogram("kv_block_lifetime_seconds", "Allocation to eviction.", "block_lifetime_seconds"),
     _histogram("kv_block_idle_before_evict_seconds", "Idle before eviction.", "block_idle_seconds"),
     _histogram("kv_block_reuse_gap_seconds", "Idle before reuse.", "block_reuse_gap_seconds"),
+    # Names that vLLM has given up, which its older boards still ask for.
+    _gauge("num_requests_swapped", "Sequences on the host.", _one(lambda s: s.scheduler.swapped)),
+    _gauge("gpu_cache_usage_perc", "As kv_cache_usage_perc.", _one(lambda s: s.kv.utilization)),
+    _gauge("cpu_cache_usage_perc", "Used blocks of swap space.", _one(_host_usage)),
+    _histogram("time_per_output_token_seconds", "As inter_token_latency_seconds.", "inter_token_latency_seconds"),
 )  # fmt: skip
 
 

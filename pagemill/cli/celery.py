@@ -8,16 +8,18 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pagemill.cli import options
-from pagemill.cli.app import Queue, RedisUrl, app, say
+from pagemill.cli.app import RedisUrl, app, say
 from pagemill.cli.checked import AppName, CeleryQueue, ModelOrPath, Transport, checked
 from pagemill.cli.local_worker import LocalWorker, has_server, served_name, serving_workers
+from pagemill.cli.waiting import Waiting
 from pagemill.cli.worker import check_options
 from pagemill.producer.wire.process.stop_signals import stop_signals
 from pagemill.producer.wire.schema.keys import QueueName
@@ -110,20 +112,45 @@ def celery_relay(
         ),
     ],
     redis_url: RedisUrl = None,
-    queue: Queue = "default",
+    queues: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--queue",
+            callback=checked(QueueName),
+            help="Their native queue; several are named one by one. Default: default.",
+        ),
+    ] = None,
 ) -> None:
-    """Tell Celery how the jobs that its tasks submitted ended.
+    """Tell Celery how the jobs that its tasks submitted fare and end, and cancel those it revokes.
 
     The tasks are those of pagemill.producer.celery. Runs until SIGTERM.
     """
     application = _loaded(celery_app)
     from pagemill.producer.celery.relay import Relay
+    from pagemill.producer.celery.revocations import Revocations
 
-    relay = Relay(application, find_redis(redis_url), queue)
+    url = find_redis(redis_url)
+    relays = [Relay(application, url, queue) for queue in queues or ["default"]]
+
+    def revoke(task_ids: Sequence[str], terminate: bool) -> None:
+        for relay in relays:
+            relay.revoke(task_ids, terminate)
+
+    def stop(*_: Any) -> None:
+        for relay in relays:
+            relay.stop()
+
     for number in stop_signals():
-        signal.signal(number, lambda *_: relay.stop())
-    say(f"relaying queue {queue} for {celery_app}")
-    relay.run()
+        signal.signal(number, stop)
+    say(f"relaying queue {', '.join(relay.queue for relay in relays)} for {celery_app}")
+    revocations = Revocations(application, revoke)
+    revocations.start()
+    threads = [threading.Thread(target=relay.run, name=f"relay-{relay.queue}") for relay in relays]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    revocations.stop()
 
 
 def _loaded(name: str | None) -> Celery:
@@ -163,8 +190,8 @@ def _serving(stack: contextlib.ExitStack, url: str | None, queue: str, model: st
             return url
     settings = [word for option in options for word in ("--option", option)]
     worker = stack.enter_context(LocalWorker(model, queue=queue, url=url, options=settings))
-    say(f"starting a worker for {model}")
-    return worker.wait_ready()[0]
+    with Waiting(f"starting a worker for {model}") as waiting:
+        return worker.wait_ready(waiting.tell)[0]
 
 
 def _configure(
@@ -172,7 +199,12 @@ def _configure(
     threads: int, celery_queue: str,
 ) -> None:  # fmt: skip
     from pagemill.producer.celery.pool import EnginePool, PoolSettings
-    from pagemill.producer.celery.steps import TRANSPORT_OPTIONS, PrefetchAdapter, VisibilityRefresher
+    from pagemill.producer.celery.steps import (
+        TRANSPORT_OPTIONS,
+        PrefetchAdapter,
+        RunTimes,
+        VisibilityRefresher,
+    )
     from pagemill.producer.celery.task import register
 
     os.environ["CELERY_CUSTOM_WORKER_POOL"] = POOL
@@ -187,7 +219,7 @@ def _configure(
         worker_prefetch_multiplier=1,
         task_default_queue=celery_queue,
     )
-    application.steps["consumer"].update({VisibilityRefresher, PrefetchAdapter})
+    application.steps["consumer"].update({VisibilityRefresher, PrefetchAdapter, RunTimes})
     register(application)
 
 

@@ -19,6 +19,7 @@ YEAR_S = 366 * 86_400.0
 MAX_TEMPERATURE = 1e6
 
 Priority = Literal["high", "normal", "low"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["console", "json"]
 Transport = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9+._-]*://\S*$", max_length=4096)]
 CeleryQueue = Annotated[str, StringConstraints(pattern=r"^\S+$", max_length=255)]

@@ -6,16 +6,19 @@ import json
 import logging
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pagemill.cli.app import EXIT_REDIS, EXIT_USAGE, AsJson, Queue, RedisUrl, app, say
-from pagemill.cli.checked import Priority, between, checked
+from pagemill.cli.checked import LogFormat, LogLevel, Priority, between, checked
 from pagemill.producer.wire.schema.host_names import HostName
 from pagemill.producer.wire.schema.keys import ModelName, TenantName
 from pagemill.producer.wire.server.clients import redacted
 from pagemill.producer.wire.server.discovery import find_redis
+
+if TYPE_CHECKING:
+    from pagemill.producer.gateway.config import GatewayConfig
 
 DEFAULT_PORT = 8000
 
@@ -27,6 +30,22 @@ Host = Annotated[
         envvar="PAGEMILL_GATEWAY_HOST",
         callback=checked(HostName),
         help="0.0.0.0 to be reached from elsewhere.",
+    ),
+]
+
+GatewayLogLevel = Annotated[
+    str,
+    typer.Option(
+        "--log-level",
+        envvar="PAGEMILL_LOG_LEVEL",
+        callback=checked(LogLevel),
+        help="debug, info, warning or error; info has a line per request.",
+    ),
+]
+GatewayLogFormat = Annotated[
+    str,
+    typer.Option(
+        "--log-format", envvar="PAGEMILL_LOG_FORMAT", callback=checked(LogFormat), help="console or json."
     ),
 ]
 
@@ -66,15 +85,16 @@ def gateway(
     max_in_flight: Annotated[
         int, typer.Option("--max-in-flight", min=1, max=10**6, help="Requests under way; beyond, 503.")
     ] = 2_000,
+    log_level: GatewayLogLevel = "info",
+    log_format: GatewayLogFormat = "console",
     redis_url: RedisUrl = None,
     queue: Queue = "default",
 ) -> None:
     """OpenAI's HTTP interface in front of the queue. Runs until SIGTERM; start as many as you like."""
     _need_extra()
-    from pagemill.producer.gateway.api_keys import KeyFileError
+    from pagemill.monitoring.logging import configure_logging
     from pagemill.producer.gateway.config import GatewayConfig
     from pagemill.producer.gateway.guard.origin import LOOPBACK
-    from pagemill.producer.gateway.server import bind, build_server
 
     if keys is None and not no_keys and host not in LOOPBACK:
         say(f"{host} is reached by others: give --keys FILE (pagemill gateway-key), or --no-keys")
@@ -84,8 +104,16 @@ def gateway(
         redis_url=url, queue=queue, host=host, port=port, keys_path=keys, models=tuple(models or ()),
         timeout_s=timeout, max_connections=max_connections, max_in_flight=max_in_flight,
     )  # fmt: skip
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    configure_logging(log_level, log_format, fields={"queue": queue})  # type: ignore[arg-type]  # checked above
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    _serve(config)
+
+
+def _serve(config: GatewayConfig) -> None:
+    from pagemill.producer.gateway.api_keys import KeyFileError
+    from pagemill.producer.gateway.server import bind, build_server
+
+    host = config.host
     try:
         server = build_server(config)
         listener = bind(config)
@@ -93,12 +121,13 @@ def gateway(
         raise typer.BadParameter(f"--keys (PAGEMILL_GATEWAY_KEYS): {error}") from error
     except OSError as error:
         raise typer.BadParameter(
-            f"{host}:{port} cannot be listened on: {error.strerror or error}; "
+            f"{host}:{config.port} cannot be listened on: {error.strerror or error}; "
             "choose another --host or --port (PAGEMILL_GATEWAY_HOST, PAGEMILL_GATEWAY_PORT)"
         ) from error
     with listener:
         shown = f"[{host}]" if ":" in host else host
-        say(f"http://{shown}:{listener.getsockname()[1]}/v1 in front of queue {queue} at {redacted(url)}")
+        address = f"http://{shown}:{listener.getsockname()[1]}/v1"
+        say(f"{address} in front of queue {config.queue} at {redacted(config.redis_url or '')}")
         server.run(sockets=[listener])
     if not server.started:
         raise typer.Exit(EXIT_REDIS)
@@ -160,7 +189,7 @@ def gateway_key(
 
 
 def _need_extra() -> None:
-    needed = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
+    needed = ("starlette", "uvicorn", "python_multipart", "prometheus_client", "structlog")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         say(f"the gateway needs {', '.join(missing)}: pip install 'pagemill[gateway]'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,8 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rich.console import Console
+
+from pagemill.cli.waiting import Waiting
 from pagemill.engine.errors import EngineError, ModelLoadError
 from pagemill.engine.models.directory import LocalModel, obtain_model
+from pagemill.engine.models.echo import is_echo
 from pagemill.engine.models.source import ModelSource
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import WorkerInfo
@@ -46,6 +51,16 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
+TAIL_BYTES = 4096
+_MESSAGE = re.compile(r"^\S+Z \[\w+ *\] (.+?) *\[pagemill\.", re.MULTILINE)
+
+Tell = Callable[[str], None]
+
+
+def _silently(_: str) -> None:
+    """Say nothing."""
+
+
 class WorkerFailed(PagemillError):
     """The worker did not start, or ended early; the message ends with its last output."""
 
@@ -57,6 +72,9 @@ class LocalWorker:
     it also ends with the thread that created this.
     """
 
+    is_quiet = False
+    """Say nothing on stderr while it stops."""
+
     def __init__(
         self,
         model: str,
@@ -67,7 +85,7 @@ class LocalWorker:
         options: Sequence[str] = (),
     ) -> None:
         """`state_dir`: the data directory of the embedded server that is used without `url`."""
-        if importlib.util.find_spec("torch") is None:
+        if not is_echo(model) and importlib.util.find_spec("torch") is None:
             raise WorkerFailed("a worker needs more than a producer: pip install 'pagemill[worker]'")
         _download(model)
         self._queue = queue
@@ -92,11 +110,15 @@ class LocalWorker:
             env=environment,
         )
 
-    def wait_ready(self) -> tuple[str, WorkerInfo]:
-        """Wait until the worker serves; returns the server's URL and its own info. Raises WorkerFailed."""
+    def wait_ready(self, tell: Tell = _silently) -> tuple[str, WorkerInfo]:
+        """Wait until the worker serves; returns the server's URL and its own info. Raises WorkerFailed.
+
+        `tell` is called many times a second with what the worker does, as its log says.
+        """
         give_up = time.monotonic() + START_LIMIT_S
         while time.monotonic() < give_up:
             self.check()
+            tell(self._last_message())
             with contextlib.suppress(RedisUnavailable):
                 url = find_redis(self._url, self._state_dir)
                 for info in live_workers(url, self._queue):
@@ -110,13 +132,16 @@ class LocalWorker:
         if self._process.poll() is not None:
             raise self._failed(f"the worker ended with exit code {self._process.returncode}")
 
-    def stop(self) -> int:
-        """Stop the worker; returns its exit code."""
+    def stop(self, tell: Tell = _silently) -> int:
+        """Stop the worker; returns its exit code. `tell` as in `wait_ready`."""
         self._process.terminate()
+        give_up = time.monotonic() + STOP_LIMIT_S
         try:
-            return self._process.wait(timeout=STOP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+            while self._process.poll() is None:
+                if time.monotonic() > give_up:
+                    self._process.kill()
+                tell(self._last_message())
+                time.sleep(POLL_S)
             return self._process.wait()
         finally:
             self._log.close()
@@ -127,7 +152,16 @@ class LocalWorker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        with Waiting(
+            "stopping the worker", Console(stderr=True, quiet=self.is_quiet), is_short=True
+        ) as waiting:
+            self.stop(waiting.tell)
+
+    def _last_message(self) -> str:
+        with Path(self._log.name).open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+            messages = _MESSAGE.findall(log.read().decode(errors="replace"))
+        return messages[-1].strip() if messages else ""
 
     def _failed(self, reason: str) -> WorkerFailed:
         tail = Path(self._log.name).read_text(errors="replace").splitlines()[-LOG_LINES:]

@@ -47,6 +47,7 @@ from pagemill.cli.local_worker import (
     served_name,
     serving_workers,
 )
+from pagemill.cli.waiting import Waiting
 from pagemill.cli.worker import check_options
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset import report
@@ -298,11 +299,9 @@ def server(
         return url, metrics
     settings = [word for option in [f"drain_grace_s={GRACE_S}", *options] for word in ("--option", option)]
     worker = stack.enter_context(LocalWorker(model, queue=queue, url=url, options=settings))
-    console, news = Console(stderr=True, quiet=quiet), f"starting a worker, loading {model}"
-    if not (quiet or console.is_terminal):
-        say(news)
-    with console.status(news):
-        url, info = worker.wait_ready()
+    worker.is_quiet = quiet
+    with Waiting(f"starting a worker for {model}", Console(stderr=True, quiet=quiet)) as waiting:
+        url, info = worker.wait_ready(waiting.tell)
     return url, f"{info.url}/metrics" if info.url else None
 
 

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pagemill.cli.local_worker import LocalWorker
+from pagemill.cli.waiting import Waiting
 from pagemill.demo.demo_rows import LABELS, MODEL, Row, job_fields, load_rows
 from pagemill.demo.metrics import MetricsSampler, Usage
 from pagemill.producer import Producer
@@ -59,7 +60,12 @@ def label_rows(
     url: str, metrics_url: str, rows: list[Row], worker: LocalWorker, console: Console
 ) -> Labelling:
     """Submit the rows as one batch and collect the labels, with a progress bar. Raises WorkerFailed."""
-    with Producer(url, queue=QUEUE) as producer, MetricsSampler(metrics_url) as sampler, _bar(console) as bar:
+    with (
+        Producer(url, queue=QUEUE) as producer,
+        MetricsSampler(metrics_url) as sampler,
+        _bar(console) as bar,
+        _lines(console) as lines,
+    ):
         task = bar.add_task("labelling", total=len(rows), rate=0.0, kv=0.0)
         started = time.monotonic()
         batch = producer.submit_many(job_fields(row) for row in rows)
@@ -71,6 +77,8 @@ def label_rows(
             worker.check()
             usage = sampler.usage()
             rate = (usage.prompt_tokens + usage.generated_tokens) / (time.monotonic() - started)
+            if lines is not None:
+                lines.tell(f"{counts.ended} of {len(rows)} rows")
             bar.update(task, completed=counts.ended, rate=rate, kv=100 * usage.mean_kv_utilization)
             time.sleep(0 if is_done else POLL_S)
         seconds = time.monotonic() - started
@@ -125,8 +133,8 @@ def run(state_dir: Path, num_rows: int | None, keep: bool, console: Console) -> 
     options = ("--num-kv-blocks", str(KV_BLOCKS), "--drain-grace", "0")
     worker = LocalWorker(MODEL, queue=QUEUE, state_dir=state_dir, options=options)
     try:
-        with console.status(f"starting Valkey and a worker, loading {MODEL} (the first time converts it)"):
-            url, info = worker.wait_ready()
+        with Waiting(f"starting Valkey and a worker for {MODEL}") as waiting:
+            url, info = worker.wait_ready(waiting.tell)
         metrics_url = f"{info.url}/metrics"
         console.print(f"worker {info.id} is ready on {url}\nmetrics: {metrics_url}", soft_wrap=True)
         labelling = label_rows(url, metrics_url, rows, worker, console)
@@ -136,7 +144,8 @@ def run(state_dir: Path, num_rows: int | None, keep: bool, console: Console) -> 
         if keep:
             _stay(worker, url, console)
     finally:
-        exit_code = worker.stop()
+        with Waiting("stopping the worker and its server", is_short=True) as waiting:
+            exit_code = worker.stop(waiting.tell)
     is_complete = len(labelling.labels) == len(rows) and exit_code == 0
     return 0 if is_complete else EXIT_FAILED
 
@@ -179,6 +188,11 @@ def _bar(console: Console) -> Progress:
         TimeElapsedColumn(),
         console=console,
     )
+
+
+def _lines(console: Console) -> contextlib.AbstractContextManager[Waiting | None]:
+    """Where the bar cannot be drawn, say how many rows there are."""
+    return contextlib.nullcontext() if console.is_terminal else Waiting("labelling")
 
 
 def _stay(worker: LocalWorker, url: str, console: Console) -> None:

@@ -22,6 +22,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from kombu.serialization import loads, prepare_accept_content
 
 from pagemill.producer import AsyncProducer
+from pagemill.producer.celery.run_clock import clock
 from pagemill.producer.celery.task import TASK_NAME, desk, job_fields, plain_error, plain_result
 from pagemill.producer.wire.schema.errors import PagemillError, QueueFull, RedisUnavailable
 
@@ -56,6 +57,7 @@ class Generation:
     soft_timeout: float | None
     timeout: float | None
     wants_progress: bool
+    started_at: float = field(default_factory=time.monotonic)
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_over: bool = False
     """Set before the tracer writes the end; no PROGRESS may be written after it."""
@@ -87,6 +89,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         type(self).current = self
 
     def on_start(self) -> None:
+        self._does_debug = False  # it logs a task's message, with its prompt
         self._loop_thread.start()
         self._producer = AsyncProducer(self.settings.url, queue=self.settings.queue)
         self._spawn(self._report_progress())
@@ -223,7 +226,8 @@ class EnginePool(BasePool):  # type: ignore[misc]
         try:
             if outcome is not None:
                 desk.leave(generation.task_id, outcome)
-                generation.run_tracer()
+                with clock.since(generation.started_at):
+                    generation.run_tracer()
         except Exception:
             logger.exception("the tracer failed on task %s", generation.task_id)
         finally:

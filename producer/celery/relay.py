@@ -1,4 +1,5 @@
-"""Passes the ends of jobs that Celery tasks submitted to Celery's tracer: results, links, chains, chords.
+"""Passes the ends of jobs that Celery tasks submitted to Celery's tracer: results, links, chains, chords. On the way
+it writes PROGRESS, and revocations become cancels.
 
 Entries are claimed from the outbox and settled after the tracer has run. If a relay dies in between, the next
 one takes them over, so a link may run twice; writing a result is idempotent.
@@ -8,17 +9,25 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Sequence
 from typing import Any
 
-from celery import Celery
-from celery.app.trace import build_tracer
+from celery import Celery, signals
+from celery.app.task import Context
+from celery.exceptions import TaskRevokedError
 
-from pagemill.producer.celery.native import RELAY, told_message
-from pagemill.producer.celery.task import desk, plain_error, plain_result
+from pagemill.producer.celery.native import RELAY
+from pagemill.producer.celery.progress import ProgressWriter
+from pagemill.producer.celery.revocations import revoke_jobs
+from pagemill.producer.celery.run_clock import clock, tracer
+from pagemill.producer.celery.task import desk
+from pagemill.producer.celery.task_message import TaskMessage
 from pagemill.producer.wire.calls import outbox
 from pagemill.producer.wire.calls.outbox import Notice
 from pagemill.producer.wire.process.repeated_errors import IN_LOOP, RepeatedErrors
-from pagemill.producer.wire.schema.errors import JobError, RedisUnavailable
+from pagemill.producer.wire.schema.errors import RedisUnavailable
+from pagemill.producer.wire.schema.outputs import Timing
 from pagemill.producer.wire.server.clients import open_client
 from pagemill.producer.wire.server.transport import SyncTransport
 
@@ -29,6 +38,7 @@ AT_ONCE = 50
 CLAIM_MS = 60_000
 LOOK_S = 0.25
 AWAY_S = 1.0
+PROGRESS_S = 1.0
 RETRY_MS = 5_000
 MAX_TRIES = 20
 
@@ -38,16 +48,19 @@ class Relay:
 
     def __init__(self, app: Celery, url: str, queue: str) -> None:
         self._app = app
-        self._queue = queue
+        self.queue = queue
         self._client = open_client(url, queue)
         self._transport = SyncTransport(self._client)
         self._stop = threading.Event()
         self._tracers: dict[str, Any] = {}
+        self._progress = ProgressWriter(app, queue, self._transport)
+        self._progress_at = 0.0
 
     def run(self) -> None:
         """Relay until `stop`."""
         while not self._stop.is_set():
             try:
+                self._write_progress()
                 if self.relay() < AT_ONCE:
                     self._stop.wait(LOOK_S)
             except RedisUnavailable as error:
@@ -58,15 +71,30 @@ class Relay:
     def stop(self) -> None:
         self._stop.set()
 
+    def revoke(self, task_ids: Sequence[str], terminate: bool) -> None:
+        """Cancel the jobs of these tasks; without `terminate` only those that wait. Safe from any thread."""
+        revoke_jobs(self.queue, self._transport, task_ids, terminate)
+
     def relay(self) -> int:
         """Check the outbox once; returns the number of ends taken."""
-        notices = self._transport.run(outbox.claim(self._queue, AT_ONCE, CLAIM_MS, relay=RELAY))
+        notices = self._transport.run(outbox.claim(self.queue, AT_ONCE, CLAIM_MS, relay=RELAY))
         for notice in notices:
             again_ms = self._try(notice)
             self._transport.run(
-                outbox.settle(self._queue, notice.outcome.job_id, notice.tries, again_ms, relay=RELAY)
+                outbox.settle(self.queue, notice.outcome.job_id, notice.tries, again_ms, relay=RELAY)
             )
         return len(notices)
+
+    def _write_progress(self) -> None:
+        if time.monotonic() < self._progress_at:
+            return
+        self._progress_at = time.monotonic() + PROGRESS_S
+        try:
+            self._progress.write()
+        except RedisUnavailable:
+            raise
+        except Exception as error:  # any error of the backend: progress is optional
+            logger.warning("no progress: %s", error, extra=IN_LOOP)
 
     def _try(self, notice: Notice) -> int | None:
         job_id = notice.outcome.job_id
@@ -79,30 +107,30 @@ class Relay:
 
     def _trace(self, notice: Notice) -> None:
         job_id = notice.outcome.job_id
-        told = told_message(notice.outcome.metadata)
-        if told is None:
+        message = TaskMessage.of(notice.outcome.metadata)
+        if message is None:
             logger.warning("job %s names no Celery message; leaving it", job_id)
             return
-        headers, embed = told
-        try:
-            result = notice.outcome.value()
-        except JobError as error:
-            desk.leave(job_id, plain_error(error))
-        else:
-            assert result is not None, "an outbox entry is of a job that has ended"
-            desk.leave(job_id, plain_result(result))
-        request = {
-            **headers,
-            **embed,
-            "args": (),
-            "kwargs": {},
-            "is_eager": False,
-            "delivery_info": {},
-            "hostname": "pagemill-relay",
-            "correlation_id": job_id,
-        }
-        name = headers["task"]
+        end = message.end(notice.outcome)
+        if isinstance(end, TaskRevokedError):
+            self._announce_revoked(job_id, message)
+            return
+        desk.leave(job_id, end)
+        name = message.headers["task"]
         if name not in self._tracers:
-            task = self._app.tasks[name]
-            self._tracers[name] = build_tracer(name, task, app=self._app, propagate=False)
-        self._tracers[name](job_id, (), {}, request)
+            self._tracers[name] = tracer(self._app, name)
+        with clock.since(time.monotonic() - _run_s(notice)):
+            self._tracers[name](job_id, (), {}, message.request(job_id))
+
+    def _announce_revoked(self, job_id: str, message: TaskMessage) -> None:
+        """Do what a Celery worker does for a task that was revoked."""
+        task = self._app.tasks[message.headers["task"]]
+        request = Context(message.request(job_id))
+        task.backend.mark_as_revoked(job_id, "revoked", request=request, store_result=message.wants_result)
+        signals.task_revoked.send(sender=task, request=request, terminated=True, signum=None, expired=False)
+
+
+def _run_s(notice: Notice) -> float:
+    """Return the seconds that the job ran, without its wait."""
+    timing = notice.outcome.result.timing if notice.outcome.result else Timing()
+    return max(0.0, (timing.e2e_s or 0.0) - (timing.queue_s or 0.0))

@@ -11,6 +11,8 @@ import redis
 from celery import bootsteps
 
 from pagemill.producer.celery.pool import EnginePool
+from pagemill.producer.celery.run_clock import tracer
+from pagemill.producer.celery.task import TASK_NAME
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.schema.errors import PagemillError
 from pagemill.producer.wire.server.clients import open_client
@@ -35,6 +37,18 @@ TRANSPORT_OPTIONS: dict[str, Any] = {
     "unacked_restore_interval": 5,
     "unacked_restore_throttle": 1,
 }
+
+
+class RunTimes(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Makes the tracer of generations count from when they were accepted, not from when it starts itself."""
+
+    requires = ("celery.worker.consumer.tasks:Tasks",)
+
+    def start(self, parent: Any) -> None:
+        parent.app.tasks[TASK_NAME].__trace__ = tracer(parent.app, TASK_NAME, parent.hostname)
+
+    def stop(self, parent: Any) -> None:
+        """Nothing to undo: Celery builds the tracers again at the next start."""
 
 
 class _Periodic(bootsteps.StartStopStep):  # type: ignore[misc]

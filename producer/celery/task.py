@@ -18,6 +18,8 @@ from pagemill.producer.wire.schema.errors import InvalidJob, JobError
 from pagemill.producer.wire.schema.outputs import Result
 
 TASK_NAME = "pagemill.generate"
+NO_RESULT = 0
+"""`resultrepr_maxsize`: Celery writes that much of a result to logs and events, and generated text is in neither."""
 _PLAIN_ERRORS: dict[str, type[Exception]] = {"invalid": ValueError, "other": RuntimeError}
 
 
@@ -55,7 +57,13 @@ def register(app: Celery) -> Task[..., Any]:
         found: Task[..., Any] = app.tasks[TASK_NAME]
         return found
 
-    @app.task(name=TASK_NAME, bind=True, acks_late=True, reject_on_worker_lost=True)  # type: ignore[untyped-decorator]
+    @app.task(  # type: ignore[untyped-decorator]
+        name=TASK_NAME,
+        bind=True,
+        acks_late=True,
+        reject_on_worker_lost=True,
+        resultrepr_maxsize=NO_RESULT,
+    )
     def generate(self: Any, prompt: Any = None, /, **fields: Any) -> dict[str, Any]:
         """Takes a Job's fields; one positional argument: the prompt, the messages or an earlier result."""
         return desk.take(self.request.id)

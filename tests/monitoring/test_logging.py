@@ -6,6 +6,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,8 @@ def test_console_lines_end_with_the_extras() -> None:
     logger.warning("lease lost", extra={"job_id": "01J"})
     (line,) = stream.getvalue().splitlines()
     assert line.endswith("[warning  ] lease lost [worker.test] job_id=01J")
+    written = datetime.fromisoformat(line.split()[0])
+    assert abs(written - datetime.now(UTC)) < timedelta(hours=1)
 
 
 def test_fields_of_the_process_are_on_json_lines_only() -> None:

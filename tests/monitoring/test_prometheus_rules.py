@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.monitoring.snapshots import metrics
 
 ALERTS = alerts()
 RULE_TESTS = sorted((RULES / "tests").glob("*.yml"))
+DOCS = tomllib.loads((MONITORING.parent / "pyproject.toml").read_text())["project"]["urls"]["Documentation"]
 OPERATIONS = MONITORING.parent / "docs" / "operations.md"
 
 
@@ -57,6 +59,39 @@ def test_promtool_accepts_the_rules_and_the_configuration() -> None:
 
 @pytest.mark.parametrize("path", RULE_TESTS, ids=lambda path: path.stem)
 def test_promtool_runs_the_tests(path: Path) -> None:
+    tested = promtool("test", "rules", path)
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+@pytest.mark.parametrize(
+    ("labels", "base"),
+    [({}, DOCS), ({"pagemill_docs": "https://docs.example/p/"}, "https://docs.example/p/")],
+)
+def test_a_runbook_link_is_absolute_and_its_base_a_setting(
+    tmp_path: Path, labels: dict[str, str], base: str
+) -> None:
+    alert = {
+        "eval_time": "6m",
+        "alertname": "PagemillTargetDown",
+        "exp_alerts": [
+            {
+                "exp_labels": {"severity": "warning", "job": "pagemill-gateways", "instance": "gone"},
+                "exp_annotations": {
+                    "summary": "gone does not answer Prometheus",
+                    "description": "The target gone of pagemill-gateways has not been scraped for 5 minutes.",
+                    "runbook_url": f"{base}operations/#pagemilltargetdown",
+                },
+            }
+        ],
+    }
+    case = {
+        "interval": "1m",
+        "external_labels": labels,
+        "input_series": [{"series": 'up{job="pagemill-gateways",instance="gone"}', "values": "0x10"}],
+        "alert_rule_test": [alert],
+    }
+    path = tmp_path / "test.yml"
+    path.write_text(yaml.safe_dump({"rule_files": [str(file) for file in RULE_FILES], "tests": [case]}))
     tested = promtool("test", "rules", path)
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
@@ -100,7 +135,9 @@ def test_an_alert_is_about_metrics_that_exist_and_says_what_to_do(alert: Rule) -
     assert [name for name in series if not known(name)] == []
     assert alert.severity in ("critical", "warning", "info")
     assert set(alert.annotations) == {"summary", "description", "runbook_url"}
-    assert alert.annotations["runbook_url"] == f"docs/operations.md#{alert.name.lower()}"
+    link = alert.annotations["runbook_url"]
+    base = "{{ with $externalLabels.pagemill_docs }}{{ . }}{{ else }}" + DOCS + "{{ end }}"
+    assert link == f"{base}operations/#{alert.name.lower()}"
     paragraph = re.search(
         rf"^#### {alert.name}\n\n(.+?)(?:\n\n#|\Z)", OPERATIONS.read_text(), re.DOTALL | re.MULTILINE
     )

@@ -41,9 +41,12 @@ class Journal:
 
     def started(self, job: RunningJob) -> None:
         """Report that the engine has received the job."""
-        logger.info(
-            "job running",
+        lost_by = job.pulled.taken_over_from
+        logger.log(
+            logging.WARNING if lost_by else logging.INFO,
+            "job taken over" if lost_by else "job running",
             extra=_ids(job.pulled)
+            | ({"lost_by": lost_by} if lost_by else {})
             | {
                 "model": job.job.model,
                 "prompt_tokens": len(job.prompt_token_ids),

@@ -12,6 +12,7 @@ from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import Score, Task
 from pagemill.json_values import parse_output
 from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.schema.errors import TIMED_OUT
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import (
     Checkpoint,
@@ -200,7 +201,7 @@ class RunningJob:
         if self.job.timeout is not None and (
             deadline is None or self.started_at + self.job.timeout < deadline
         ):
-            return f"ran longer than its timeout of {self.job.timeout:g} s"
+            return f"{TIMED_OUT} of {self.job.timeout:g} s"
         return "the deadline passed"
 
     @property

@@ -29,7 +29,7 @@ class _Counter(event.Listener):
 
 
 @contextmanager
-def report_compiling(report: Callable[[int, float], None], every: float = 15.0) -> Iterator[None]:
+def report_compiling(report: Callable[[int, float], None], every: float = 2.0) -> Iterator[None]:
     """Inside the block, call `report(kernels compiled so far, seconds since)`, at most once per interval."""
     with event.install_listener(_COMPILED, _Counter(report, every)):
         yield

@@ -6,6 +6,7 @@ Plain ASGI around the application. A body is counted as it arrives, whatever its
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.errors import ApiError, retry_later, stopping
 from pagemill.producer.gateway.metrics import GatewayMetrics
+
+logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 32 << 10
 FORM_BYTES = 64 << 10
@@ -73,7 +76,9 @@ class RequestLimits:
             self.metrics.in_flight -= 1
             route = self._routes.get(scope.get("endpoint"), "(none)")
             method = scope["method"] if scope["method"] in _METHODS else "?"
-            self.metrics.finished(route, method, request.status, time.monotonic() - started)
+            seconds = time.monotonic() - started
+            self.metrics.finished(route, method, request.status, seconds)
+            _log(request, method, route, seconds)
 
     async def _answer(self, request: LimitedRequest, scope: Scope) -> None:
         try:
@@ -86,6 +91,22 @@ class RequestLimits:
             await error.response()(scope, request.receive, request.send)
         else:
             await self._app(scope, request.receive, request.send)
+
+
+def _log(request: LimitedRequest, method: str, route: str, seconds: float) -> None:
+    """Write the request's line: its route, never its path, body or answer."""
+    level = logging.WARNING if request.status >= 500 else logging.INFO
+    logger.log(
+        level if route.startswith("/v1/") or route == "(none)" else logging.DEBUG,
+        "request",
+        extra={
+            "method": method,
+            "route": route,
+            "status": request.status,
+            "seconds": round(seconds, 3),
+            "request_id": request.request_id,
+        },
+    )
 
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"})
@@ -116,7 +137,7 @@ class LimitedRequest:
         self._limit = config.max_file_bytes + FORM_BYTES if self._is_upload else config.max_body_bytes
         self._received = 0
         self._held = 0
-        self._request_id = f"req_{secrets.token_hex(12)}"
+        self.request_id = f"req_{secrets.token_hex(12)}"
 
     def check_head(self) -> None:
         """Refuse a head that is too long, or that declares a body that is too long or has two lengths."""
@@ -162,7 +183,7 @@ class LimitedRequest:
             self.status = message["status"]
             self.has_begun = True
             headers = MutableHeaders(scope=message)
-            headers["x-request-id"] = self._request_id
+            headers["x-request-id"] = self.request_id
             headers["x-content-type-options"] = "nosniff"
             if not self._is_complete:
                 headers["connection"] = "close"

@@ -62,6 +62,14 @@ class StatsPage:
     """The cursor of the next page; "0" after the last."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunningPage:
+    """Some of the jobs that run. `looked` is how many the page was chosen from; fewer than asked for is the end."""
+
+    looked: int
+    job_ids: list[str]
+
+
 def heartbeat(queue: str, info: WorkerInfo, ttl_ms: int = WORKER_TTL_MS) -> Call[None]:
     """Register the worker, or keep it registered. After `ttl_ms` without a heartbeat it counts as gone."""
     args: tuple[str | int, ...] = (info.id, ttl_ms, info.model_dump_json(), *info.models)
@@ -110,9 +118,19 @@ def stats(run: Callable[[Call[StatsPage]], StatsPage], queue: str) -> QueueStats
     return replace(page.totals, waiting=waiting, oldest_s=oldest)
 
 
+def running(queue: str, skip: int, limit: int, *, relay: str = "") -> Call[RunningPage]:
+    """Return a page of the jobs that run: all of them, or those that were submitted for `relay`."""
+    return Call("running", (keys.prefix(queue),), (skip, limit, relay), _running_page)
+
+
 def doorbells(queue: str, models: Sequence[str]) -> list[str]:
     """Return the keys that an idle worker blocks on: `BLPOP <doorbells> <timeout>`, then always `pull`."""
     return [keys.doorbell(queue, model) for model in models]
+
+
+def _running_page(reply: list[Any]) -> RunningPage:
+    looked, job_ids = reply
+    return RunningPage(looked, [job_id.decode() for job_id in job_ids])
 
 
 def _nothing(reply: Any) -> None:

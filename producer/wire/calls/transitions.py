@@ -81,6 +81,8 @@ class PulledJob:
     submitted_at: float
     deadline: float | None
     """Unix seconds; the worker stops the job then and commits `expired`."""
+    taken_over_from: str = ""
+    """The worker whose lease of it lapsed; empty if the job was not lost."""
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -99,6 +101,8 @@ class SweepReply:
     promoted: int = 0
     next_due_ms: int | None = None
     buried: tuple[tuple[str, int], ...] = ()
+    lapsed: tuple[tuple[str, str], ...] = ()
+    """Jobs whose leases lapsed, each with the worker that held it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,9 +357,12 @@ def _submit_replies(ids: tuple[str, ...], reply: bytes) -> list[SubmitReply]:
 
 
 def _sweep_reply(reply: list[Any]) -> SweepReply:
-    reclaimed, dead, cancelled, expired, promoted, due, deaths = reply
+    reclaimed, dead, cancelled, expired, promoted, due, deaths, lapses = reply
     buried = tuple((job_id.decode(), crashes) for job_id, crashes in deaths)
-    return SweepReply(reclaimed, dead, cancelled, expired, promoted, due if due >= 0 else None, buried)
+    lapsed = tuple((job_id.decode(), worker.decode()) for job_id, worker in lapses)
+    return SweepReply(
+        reclaimed, dead, cancelled, expired, promoted, due if due >= 0 else None, buried, lapsed
+    )
 
 
 def _pull_reply(reply: list[Any]) -> PullReply:
@@ -380,6 +387,7 @@ def _pulled_job(
     deadline: bytes,
     fingerprint: bytes,
     entries: list[bytes],
+    lost_by: bytes,
 ) -> PulledJob:
     return PulledJob(
         job_id=job_id.decode(),
@@ -392,6 +400,7 @@ def _pulled_job(
         alone=bool(alone),
         submitted_at=int(created_at) / 1000,
         deadline=int(deadline) / 1000 if deadline else None,
+        taken_over_from=lost_by.decode(),
     )
 
 

@@ -10,4 +10,4 @@ local state = redis.call('HGET', P .. 'job:' .. ARGV[1], 'state')
 if state and not has_ended(state) then
   return {ARGV[1], state, '', '', '', '', '', '', {}}
 end
-return end_record(ARGV[1])
+return (end_record(ARGV[1]))

@@ -5,7 +5,8 @@
 -- ARGV[8] and on: the models it serves
 -- Returns {jobs, sweep's reply, paused (0 or 1), jobs that wait in lanes, ms until the rate limit lets the next
 --   job start or -1}, each job being
---   {id, token, payload, attempt, crashes, alone (0 or 1), created_at, deadline or '', fingerprint, checkpoint list}
+--   {id, token, payload, attempt, crashes, alone (0 or 1), created_at, deadline or '', fingerprint, checkpoint list,
+--   the worker whose lease of it lapsed, or ''}
 -- @include choosing
 local RESERVED_FOR = 10000
 -- Jobs that turn out to be past their deadline, or broken, in one call: a server must not stop for all of them.
@@ -27,7 +28,8 @@ local function give(id, job, affinity, payload, alone)
   local attempt = tonumber(job.failures or 0) + 1
   local entries = {}
   if job.attempt then
-    redis.call('HDEL', P .. 'job:' .. id, 'stepped', 'advanced', 'returned', 'progress', 'progress_at')
+    redis.call('HDEL', P .. 'job:' .. id, 'stepped', 'advanced', 'returned', 'progress', 'progress_at',
+      'lost_by')
     entries = redis.call('LRANGE', P .. 'ckpt:' .. id, 0, -1)
     bytes = bytes + tonumber(job.saved or 0)
   end
@@ -46,7 +48,7 @@ local function give(id, job, affinity, payload, alone)
   end
   jobs[#jobs + 1] = {
     id, token, payload, attempt, tonumber(job.crashes or 0), alone and 1 or 0, job.at, job.deadline or '',
-    job.fingerprint or '', entries
+    job.fingerprint or '', entries, job.lost_by or ''
   }
 end
 

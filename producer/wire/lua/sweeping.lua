@@ -9,6 +9,7 @@ local function reclaim(id, job)
     crashes = crashes + 1
   end
   redis.call('HDEL', P .. 'job:' .. id, 'token')
+  redis.call('HSET', P .. 'job:' .. id, 'lost_by', job.worker)
   remember(id, job, crashes > tonumber(job.crashes or 0) and 'crashed' or 'lost')
   if crashes > 0 then
     redis.call('HSET', P .. 'job:' .. id, 'crashes', crashes)
@@ -45,6 +46,7 @@ local function sweep_leases(limit, patience, done)
     else
       local became, crashes = reclaim(id, job)
       done[became] = done[became] + 1
+      done.lapsed[#done.lapsed + 1] = {id, job.worker}
       if became == 'dead' then
         done.buried[#done.buried + 1] = {id, crashes}
       end
@@ -131,10 +133,10 @@ local function sweep_workers(limit)
   end
 end
 
--- Returns reclaimed, dead, cancelled, expired, promoted, ms until the next delayed job is due (or -1), and the id and
--- crashes of each that became dead.
+-- Returns reclaimed, dead, cancelled, expired, promoted, ms until the next delayed job is due (or -1), the id and crashes
+-- of each that became dead, and the id and worker of each whose lease lapsed.
 local function sweep(limit, patience)
-  local done = {reclaimed = 0, dead = 0, cancelled = 0, expired = 0, promoted = 0, buried = {}}
+  local done = {reclaimed = 0, dead = 0, cancelled = 0, expired = 0, promoted = 0, buried = {}, lapsed = {}}
   sweep_settling()
   sweep_leases(limit, patience, done)
   bring_near(P .. 'leases', MAX_LEASE, SOON, limit)
@@ -148,5 +150,5 @@ local function sweep(limit, patience)
   end
   local due = redis.call('ZRANGE', P .. 'delayed', 0, 0, 'WITHSCORES')[2]
   local wait = due and math.max(0, due - NOW) or -1
-  return {done.reclaimed, done.dead, done.cancelled, done.expired, done.promoted, wait, done.buried}
+  return {done.reclaimed, done.dead, done.cancelled, done.expired, done.promoted, wait, done.buried, done.lapsed}
 end

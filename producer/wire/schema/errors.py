@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from pagemill.producer.wire.schema.outputs import Output
 
 
+TIMED_OUT = "ran longer than its timeout"
+"""How the message of a job begins that its own `timeout` ended, not its deadline."""
+
+
 class InvalidJob(PagemillError, ValueError):
     """The job was refused. `code` is one of `FINAL_CODES`. The message never quotes the prompt.
 
@@ -137,18 +141,26 @@ class JobError(PagemillError):
 
 
 class JobFailed(JobError):
+    """The job ended with a final error of its own: running it again gives the same."""
+
     state = "failed"
 
 
 class JobDead(JobError):
+    """The job used up its attempts, or its workers died; it is a dead letter, and can be replayed."""
+
     state = "dead"
 
 
 class JobCancelled(JobError):
+    """The job was cancelled."""
+
     state = "cancelled"
 
 
 class JobExpired(JobError):
+    """The job's deadline passed, or it ran longer than its timeout."""
+
     state = "expired"
 
 

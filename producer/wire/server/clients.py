@@ -3,6 +3,7 @@
     redis://user:password@host:6379/0            one server; rediss:// with TLS; unix:///path
     redis+sentinel://host1,host2:26380/service   the master of a service; rediss+sentinel:// with TLS
     redis+cluster://host1:7000,host2:7000        the owner of the queue's slot; rediss+cluster:// with TLS
+    memory://name                                none: this process holds the queue, for tests
 
 The query takes the driver's options (`ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, ...), for Sentinel also
 `sentinel_username` and `sentinel_password`.
@@ -28,6 +29,7 @@ from redis.asyncio import connection as async_connection
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import InvalidAddress
 from pagemill.producer.wire.server.locators import Address, ClusterLocator, Locator, SentinelLocator
+from pagemill.producer.wire.server.memory import SCHEME, check_memory_url, memory_async_client, memory_client
 
 CONNECTION_OPTIONS: dict[str, Any] = {
     "socket_timeout": 15.0,
@@ -59,6 +61,9 @@ class ServerAddress:
         """Parse a URL. Raises InvalidAddress, which never quotes the URL: it may hold a password."""
         scheme, separator, rest = url.partition("://")
         match = _SCHEME.fullmatch(scheme)
+        if url.startswith(SCHEME):
+            check_memory_url(url)
+            return cls(url, "memory")
         if match is None or not separator:
             _check(url)
             return cls(url, "server")
@@ -85,7 +90,7 @@ class ServerAddress:
 
     def locator(self, queue: str) -> Locator | None:
         """Return the locator of the queue's server; None for a single server."""
-        if self.kind == "server":
+        if self.kind in ("server", "memory"):
             return None
         options = connection.parse_url(self.url)
         options["ssl"] = options.pop("connection_class", None) is connection.SSLConnection
@@ -114,6 +119,8 @@ def open_client(url: str, queue: str, **options: Any) -> redis.Redis:
     invalid URL.
     """
     address = ServerAddress.parse(url)
+    if address.kind == "memory":
+        return memory_client(url)
     parsed = connection.parse_url(address.url)
     given = connection_options(url) | parsed | options
     if (locator := address.locator(queue)) is not None:
@@ -141,6 +148,8 @@ def open_masters(url: str) -> list[redis.Redis]:
 def open_async_client(url: str, queue: str, *, max_connections: int, **options: Any) -> redis.asyncio.Redis:
     """Like `open_client`, for asyncio. With all `max_connections` in use, callers wait."""
     address = ServerAddress.parse(url)
+    if address.kind == "memory":
+        return memory_async_client(url)
     parsed = async_connection.parse_url(address.url)
     given = connection_options(url) | dict(parsed) | options
     if (locator := address.locator(queue)) is not None:

@@ -11,10 +11,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery import chain, chord
+from celery import Celery, chain, chord
+from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
+from celery.signals import task_success
 
-from pagemill import InvalidJob
+from pagemill import InvalidJob, Producer
 from pagemill.error_codes import END_CODES, FINAL_CODES, RETRYABLE_CODES
+from pagemill.producer.celery import generation_task
+from pagemill.producer.celery.progress import ProgressWriter
 from pagemill.producer.celery.relay import Relay
 from pagemill.producer.celery.task import plain_error
 from pagemill.producer.wire.calls import outbox
@@ -33,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def engine(server: RedisServer) -> Iterator[Any]:
-    with running_worker(worker_config(server.url, "native")) as worker:
+    with running_worker(worker_config(server.url, "native", model="echo:5")) as worker:
         yield worker
 
 
@@ -68,7 +72,7 @@ def environment(url: str) -> dict[str, str]:
 def relay_process(url: str) -> subprocess.Popen[bytes]:
     command = [
         sys.executable, "-m", "pagemill", "celery-relay", "--celery-app", "tests.integration.celery.native_shop:app",
-        "--redis-url", url, "--queue", "native",
+        "--redis-url", url, "--queue", "native", "--queue", "native-two",
     ]  # fmt: skip
     return subprocess.Popen(command, env=environment(url), cwd=ROOT, stderr=subprocess.DEVNULL)
 
@@ -115,6 +119,140 @@ def test_times_become_the_jobs(shop: Any, server: RedisServer) -> None:
     assert status.state == "delayed"
     assert status.deadline == pytest.approx(status.created_at + 7200, abs=5)
     assert shop.generate.producer.job(handle.id).cancel()
+
+
+def long_task(shop: Any, **options: Any) -> Any:
+    """A task of 3,000 steps of 5 ms each."""
+    return shop.generate.apply_async(kwargs={"prompt": "x" * 3000, "max_tokens": 3000}, **options)
+
+
+def revoke_until_ended(handle: Any, **options: Any) -> None:
+    """Revoke again and again: until a relay listens, a revocation is for nobody."""
+
+    def ended() -> bool:
+        handle.revoke(**options)
+        return bool(handle.ready())
+
+    eventually(ended, "the revoked task's end")
+
+
+@pytest.mark.parametrize(
+    ("options", "priority"),
+    [
+        ({}, "normal"),
+        ({"priority": 0}, "high"),
+        ({"priority": 5}, "normal"),
+        ({"priority": 9}, "low"),
+        ({"priority": "low"}, "low"),
+    ],
+)
+def test_the_priority_is_that_of_celerys_redis(shop: Any, options: dict[str, Any], priority: str) -> None:
+    handle = shop.generate.apply_async(kwargs={"prompt": "late"}, countdown=3600, **options)
+    job = shop.generate.producer.job(handle.id)
+    assert job.status().priority == priority
+    assert job.cancel()
+
+
+def test_a_priority_among_the_keywords_wins_and_another_broker_counts_the_other_way() -> None:
+    app = Celery("rabbits", broker="amqp://localhost")
+    task = generation_task(app, model="echo", url="redis://127.0.0.1:1", queue="native")
+    assert task._priority({"priority": 9}) == {"priority": "high"}
+    assert task._priority({"priority": 0}) == {"priority": "low"}
+
+
+def test_a_keyword_wins_over_celerys_priority(shop: Any) -> None:
+    fields = {"prompt": "late", "priority": "high"}
+    handle = shop.generate.apply_async(kwargs=fields, countdown=3600, priority=9)
+    assert shop.generate.producer.job(handle.id).status().priority == "high"
+    assert shop.generate.producer.job(handle.id).cancel()
+
+
+def test_the_queue_is_the_native_one(shop: Any, relay: Any, server: RedisServer) -> None:
+    with running_worker(worker_config(server.url, "native-two")):
+        handle = shop.generate.apply_async(kwargs={"prompt": "there", "max_tokens": 9}, queue="native-two")
+        assert handle.get(timeout=PATIENCE_S)["text"] == "there"
+    assert shop.generate.producer_of("native-two").job(handle.id).status().queue == "native-two"
+    with pytest.raises(InvalidJob):
+        shop.generate.apply_async(kwargs={"prompt": "x"}, queue="no such queue")
+
+
+def test_time_limits_raise_celerys_errors(shop: Any, relay: Any) -> None:
+    soft = long_task(shop, soft_time_limit=0.5, time_limit=60)
+    hard = long_task(shop, time_limit=0.5)
+    with pytest.raises(SoftTimeLimitExceeded):
+        soft.get(timeout=PATIENCE_S)
+    with pytest.raises(TimeLimitExceeded):
+        hard.get(timeout=PATIENCE_S)
+
+
+def test_progress_with_meta_then_the_end(shop: Any, relay: Any, engine: Any) -> None:
+    handle = long_task(shop)
+    seen = eventually(lambda: handle.info if handle.state == "PROGRESS" else None, "PROGRESS")
+    assert 0 < seen["generated_tokens"] <= 3000
+    assert seen["phase"] == "decode"
+    revoke_until_ended(handle, terminate=True)
+    with pytest.raises(TaskRevokedError):
+        handle.get(timeout=PATIENCE_S)
+    eventually(lambda: len(engine.table) == 0, "the engine to let go")
+    assert handle.state == "REVOKED"
+
+
+def test_revoking_what_waits_needs_no_terminate(shop: Any, relay: Any) -> None:
+    running = long_task(shop)
+    eventually(lambda: running.state == "PROGRESS", "its start")
+    waiting = shop.generate.apply_async(kwargs={"prompt": "late"}, countdown=3600)
+    running.revoke()
+    revoke_until_ended(waiting)
+    with pytest.raises(TaskRevokedError):
+        waiting.get(timeout=PATIENCE_S)
+    assert shop.generate.producer.job(running.id).status().state == "running"
+    revoke_until_ended(running, terminate=True)
+    with pytest.raises(TaskRevokedError):
+        running.get(timeout=PATIENCE_S)
+
+
+def test_a_revocation_touches_no_job_of_others(shop: Any, server: RedisServer) -> None:
+    with Producer(server.url, queue="native") as producer:
+        job = producer.submit(model="echo", prompt="mine", delay=3600)
+        relay = Relay(shop.app, server.url, "native")
+        relay.revoke([job.id, "no-such-job"], True)
+        assert job.status().state == "delayed"
+        assert job.cancel()
+
+
+@pytest.mark.filterwarnings("ignore:Call to deprecated:DeprecationWarning")  # of Celery's backend
+def test_progress_of_a_moment_ago_does_not_hide_the_end(shop: Any, server: RedisServer) -> None:
+    """Two relays: one read a status before the end, the other has stored the end by the time that the first writes."""
+    handle = long_task(shop, soft_time_limit=1)
+    job = shop.generate.producer.job(handle.id)
+    status = eventually(lambda: (s := job.status()).progress.generated_tokens and s, "tokens")
+    relay = Relay(shop.app, server.url, "native")
+    eventually(lambda: relay.relay() and handle.ready(), "its end")
+    transport = QueueClient(server.url, "native")
+    ProgressWriter(shop.app, "native", transport).store([status])  # type: ignore[arg-type]
+    assert handle.state == "FAILURE"
+    assert isinstance(handle.result, SoftTimeLimitExceeded)
+
+
+@pytest.mark.filterwarnings("ignore:Call to deprecated:DeprecationWarning")  # of Celery's backend
+def test_the_runtime_is_the_jobs(shop: Any, server: RedisServer) -> None:
+    handle = shop.generate.delay(prompt="x" * 200, max_tokens=200)
+    result = shop.generate.producer.job(handle.id).result(timeout=PATIENCE_S)
+    told: dict[str, float] = {}
+
+    def note(sender: Any, **fields: Any) -> None:
+        told[sender.request.id] = fields["runtime"]
+
+    task_success.connect(note)
+    try:
+        eventually(lambda: Relay(shop.app, server.url, "native").relay(), "its end")
+    finally:
+        task_success.disconnect(note)
+    assert result.timing.e2e_s is not None
+    assert result.timing.queue_s is not None
+    ran_s = result.timing.e2e_s - result.timing.queue_s
+    assert ran_s > 0.5, "200 steps of 5 ms"
+    assert told[handle.id] >= ran_s
 
 
 def test_a_relay_that_is_killed_leaves_nothing_undone(shop: Any, server: RedisServer) -> None:

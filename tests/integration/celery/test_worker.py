@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -56,13 +57,14 @@ def shop(server: RedisServer) -> Any:
 
 @contextmanager
 def celery_worker(
-    url: str, log: Path, *options: str, until: str = " ready."
+    url: str, log: Path, *options: str, until: str = " ready.", level: str = "INFO"
 ) -> Iterator[subprocess.Popen[bytes]]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
     environment = kept | {"SHOP_BROKER": url, "PAGEMILL_REDIS_URL": url}
     command = [
         sys.executable, "-m", "pagemill", "celery-worker", "--model", "echo", "--concurrency", "100", *options,
         "--celery-app", "tests.integration.celery.shop:app", "--", "-n", f"{uuid.uuid4().hex[:8]}@test",
+        "--loglevel", level,
     ]  # fmt: skip
     with log.open("ab") as file:
         process = subprocess.Popen(
@@ -86,8 +88,12 @@ def celery_worker(
 def worker(
     server: RedisServer, engine: Any, shop: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[subprocess.Popen[bytes]]:
-    with celery_worker(server.url, tmp_path_factory.mktemp("log") / "celery.log") as process:
+    with celery_worker(server.url, log_path(tmp_path_factory), level="DEBUG") as process:
         yield process
+
+
+def log_path(factory: pytest.TempPathFactory) -> Path:
+    return factory.getbasetemp() / "celery-worker.log"
 
 
 @pytest.fixture
@@ -105,6 +111,29 @@ def test_a_task_and_its_result(generate: Callable[..., Any]) -> None:
     assert result["text"] == "hello"
     assert result["usage"]["prompt_tokens"] == 5
     assert result["outputs"][0]["finish_reason"] == "stop"
+
+
+def test_neither_prompt_nor_text_is_in_the_log_whatever_its_level(
+    generate: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    handle = generate(prompt="dromedary", max_tokens=20)
+    assert handle.get(timeout=PATIENCE_S)["text"] == "dromedary"
+    log = log_path(tmp_path_factory)
+    end = f"{handle.id}] succeeded"
+    eventually(lambda: end in log.read_text(), "the line of its end")
+    assert "DEBUG" in log.read_text()
+    assert "dromedary" not in log.read_text()
+
+
+def test_the_runtime_is_the_generations(
+    generate: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    handle = generate(prompt="x" * 200, max_tokens=200)
+    timing = handle.get(timeout=PATIENCE_S)["timing"]
+    line = re.compile(rf"{handle.id}\] succeeded in ([0-9.]+)s")
+    found = eventually(lambda: line.search(log_path(tmp_path_factory).read_text()), "the line of its end")
+    assert timing["e2e_s"] - timing["queue_s"] > 0.5, "200 steps of 5 ms"
+    assert float(found[1]) >= timing["e2e_s"] - timing["queue_s"]
 
 
 def test_hundreds_share_the_batch(generate: Callable[..., Any], engine: Any) -> None:

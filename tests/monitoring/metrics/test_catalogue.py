@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.outputs import Histogram
+from pagemill.engine.sampling_params import SamplingParams
 from pagemill.monitoring.metrics.catalogue import CATALOGUE
 from pagemill.monitoring.metrics.engine import ENGINE_METRICS
 from pagemill.monitoring.metrics.exporter import NOT_LOADED
@@ -113,3 +114,34 @@ def test_promtool_finds_nothing() -> None:
     ours = "".join(line for line in exposition.splitlines(keepends=True) if "pagemill_" in line)
     checked = promtool("check", "metrics", stdin=ours)
     assert checked.returncode == 0, checked.stderr + checked.stdout
+
+
+VLLM_BOARD = [
+    *(f"{name}_{part}" for part in ("bucket", "sum", "count") for name in (
+        "e2e_request_latency_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds",
+        "time_to_first_token_seconds",
+    )),
+    "prompt_tokens_total", "generation_tokens_total", "request_success_total",
+    "num_requests_running", "num_requests_waiting", "num_requests_swapped",
+    "kv_cache_usage_perc", "gpu_cache_usage_perc", "cpu_cache_usage_perc",
+    "request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_queue_time_seconds_sum",
+    "request_prefill_time_seconds_sum", "request_decode_time_seconds_sum", "request_max_num_generation_tokens_sum",
+]  # fmt: skip
+"""What vLLM's published board asks for, in its versions from 0.5 to today."""
+
+
+def test_vllms_board_finds_every_series_that_it_asks_for() -> None:
+    engine = Engine.from_config(EngineConfig(model="echo"))
+    for number in range(2):
+        engine.add_request(str(number), [65, 66, 67], SamplingParams(n=2, max_tokens=8))
+    while engine.has_unfinished():
+        engine.step()
+    samples = scrape(metrics(engine.stats(), vllm_names=True))
+    names = {name for name, _ in samples}
+    assert [name for name in VLLM_BOARD if f"vllm:{name}" not in names] == []
+    labels = frozenset({("model_name", "echo"), ("engine", "0")})
+    assert samples["vllm:request_max_num_generation_tokens_count", labels] == 2
+    assert (
+        samples["vllm:request_generation_tokens_sum", labels]
+        == 2 * samples["vllm:request_max_num_generation_tokens_sum", labels]
+    )

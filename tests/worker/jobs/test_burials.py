@@ -58,3 +58,42 @@ def test_the_exporter_that_sweeps_it_says_so(
     queues.read()
     queues.close()
     check(caplog.records, client, poison)
+
+
+def test_the_worker_that_takes_a_job_over_says_so(
+    client: QueueClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    (job_id,) = client.submit({"prompt": SECRET})
+    (job,) = client.run(transitions.pull(client.queue, "victim", ["echo"], 1, 10**9, 10_000)).jobs
+    assert (job.job_id, job.taken_over_from) == (job_id, "")
+    client.redis.zadd(keys.prefix(client.queue) + "leases", {job_id: 1}, xx=True)
+    caplog.set_level(logging.INFO)
+    with running_worker(worker_config(client.url, client.queue)):
+        client.wait([job_id])
+        client.wait(client.submit({"prompt": "another"}))
+    told = {
+        record.getMessage(): record for record in caplog.records if getattr(record, "job_id", "") == job_id
+    }
+    lapsed, taken = told["lease lapsed; its job waits for another worker"], told["job taken over"]
+    assert (lapsed.lost_by, taken.lost_by) == ("victim", "victim")  # type: ignore[attr-defined]
+    assert lapsed.levelno == taken.levelno == logging.WARNING
+    assert not any(SECRET in repr(vars(record)) for record in caplog.records)
+
+
+def test_a_job_that_was_handed_back_was_not_lost(client: QueueClient) -> None:
+    (job_id,) = client.submit({"prompt": "x"})
+
+    def pull(worker: str) -> transitions.PulledJob:
+        (job,) = client.run(transitions.pull(client.queue, worker, ["echo"], 1, 10**9, 10_000)).jobs
+        return job
+
+    first = pull("first")
+    client.run(transitions.release(client.queue, job_id, first.token))
+    second = pull("second")
+    assert second.taken_over_from == ""
+    client.redis.zadd(keys.prefix(client.queue) + "leases", {job_id: 1}, xx=True)
+    assert client.run(transitions.sweep(client.queue)).lapsed == ((job_id, "second"),)
+    third = pull("third")
+    assert third.taken_over_from == "second"
+    client.run(transitions.release(client.queue, job_id, third.token))
+    assert pull("fourth").taken_over_from == "", "it was handed back since"

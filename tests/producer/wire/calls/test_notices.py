@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.producer.wire.calls import batches, dead_letters, outbox, reads
+from pagemill.producer.wire.calls import batches, dead_letters, outbox, reads, registry
 from pagemill.producer.wire.calls.transitions import prepare, submit
 from pagemill.producer.wire.schema.job import Job
 from tests.producer.driving import Queue
@@ -97,3 +97,17 @@ def test_a_claim_ends_after_so_many_bytes(valkey_queue: Queue) -> None:
     first, second = notices(queue), notices(queue)
     assert 1 <= len(first) <= 3
     assert {notice.outcome.job_id for notice in first}.isdisjoint(n.outcome.job_id for n in second)
+
+
+def test_the_jobs_that_run_are_told_in_pages_and_by_relay(queue: Queue) -> None:
+    submit_relayed(queue, "relayed", "B")
+    queue.submit("a", "b", "waits")
+    pulled = [queue.pull_one() for _ in range(3)]
+    ran = {job.job_id for job in pulled}
+    first = queue.run(registry.running(queue.name, 0, 2))
+    rest = queue.run(registry.running(queue.name, first.looked, 2))
+    assert (first.looked, rest.looked) == (2, 1)
+    assert {*first.job_ids, *rest.job_ids} == ran
+    assert queue.run(registry.running(queue.name, 0, 10, relay="celery")).job_ids == ["relayed"]
+    queue.commit(next(job for job in pulled if job.job_id == "relayed"))
+    assert queue.run(registry.running(queue.name, 0, 10, relay="celery")).job_ids == []

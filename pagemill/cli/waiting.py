@@ -1,0 +1,59 @@
+"""What a command waits for, on stderr: a spinner on a terminal, else a line at each change and every two seconds."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.status import Status
+
+EVERY_S = 2.0
+
+
+class Waiting:
+    """A wait that may take long. `tell` as often as you like: what is not news is said every `EVERY_S` alone.
+
+    `is_short`: it mostly is over soon, and is spoken of only when it is not.
+    """
+
+    def __init__(self, what: str, console: Console | None = None, *, is_short: bool = False) -> None:
+        self._what = what
+        self._is_short = is_short
+        self._console = console or Console(stderr=True)
+        self._status: Status | None = None
+        self._state = ""
+        self._began = self._told_at = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._began = self._told_at = time.monotonic()
+        if self._console.is_terminal:
+            self._status = self._console.status(self._line())
+            self._status.start()
+        elif not self._is_short:
+            self._print()
+        return self
+
+    def tell(self, state: str = "") -> None:
+        """Say how far it has come, if that is news or nothing was said for a while."""
+        is_news, self._state = state not in ("", self._state), state or self._state
+        if self._status is not None:
+            self._status.update(self._line())
+        elif (is_news and not self._is_short) or time.monotonic() - self._told_at >= EVERY_S:
+            self._print()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def _print(self) -> None:
+        self._told_at = time.monotonic()
+        self._console.print(self._line(), markup=False, highlight=False, soft_wrap=True)
+
+    def _line(self) -> str:
+        seconds = time.monotonic() - self._began
+        state = f": {self._state}" if self._state else ""
+        return f"{self._what}{state}" + (f" ({seconds:.0f} s)" if seconds >= 1 else "")

@@ -1,0 +1,36 @@
+"""The pytest plugin, found by its entry point: `pagemill_queue` and `pagemill_worker`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pagemill.testing.queue import MemoryQueue
+    from pagemill.testing.worker import EchoWorker
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini("pagemill_model", "the model that pagemill_worker serves", default="echo")
+
+
+@pytest.fixture
+def pagemill_queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryQueue]:
+    """A queue in memory. PAGEMILL_REDIS_URL names it, so that a service's own `Producer()` uses it."""
+    from pagemill.testing.queue import MemoryQueue
+
+    with MemoryQueue() as queue:
+        monkeypatch.setenv("PAGEMILL_REDIS_URL", queue.url)
+        yield queue
+
+
+@pytest.fixture
+def pagemill_worker(pagemill_queue: MemoryQueue, pytestconfig: pytest.Config) -> Iterator[EchoWorker]:
+    """A worker of that queue with the echo model. The ini option `pagemill_model` names what it serves."""
+    from pagemill.testing.worker import EchoWorker
+
+    model = str(pytestconfig.getini("pagemill_model"))
+    with EchoWorker(pagemill_queue.url, pagemill_queue.name, model=model) as worker:
+        yield worker

@@ -1,0 +1,45 @@
+"""A queue that lives in this process."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+from uuid import uuid4
+
+from pagemill.producer.client.aio import AsyncProducer
+from pagemill.producer.client.sync import Producer
+from pagemill.producer.wire.server.memory import forget
+
+
+class MemoryQueue:
+    """A queue in memory, gone at the end. `Producer(queue.url)` is a producer like any other.
+
+    The queue's own scripts run, so ids, batches, deadlines, priorities and errors are as on a server.
+    """
+
+    def __init__(self, name: str = "default") -> None:
+        self.name = name
+        self.url = f"memory://{uuid4().hex}"
+        self._producers: list[Producer] = []
+
+    def producer(self) -> Producer:
+        """Return a producer; closed with the queue."""
+        self._producers.append(Producer(self.url, queue=self.name))
+        return self._producers[-1]
+
+    def async_producer(self) -> AsyncProducer:
+        """Return a producer for asyncio; the caller closes it."""
+        return AsyncProducer(self.url, queue=self.name)
+
+    def close(self) -> None:
+        for producer in self._producers:
+            producer.close()
+        forget(self.url)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

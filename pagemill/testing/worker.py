@@ -1,0 +1,62 @@
+"""A worker on threads of this process, with the echo model in place of a real one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from pagemill.engine.models.echo import Reply, reply_with
+from pagemill.worker.config import WorkerConfig
+from pagemill.worker.worker import Worker
+
+LOAD_S = 60.0
+STOP_S = 30.0
+
+
+class EchoWorker:
+    """Runs a queue's jobs: repeats the prompt, or says what `reply` returns for it, within the job's structure.
+
+    Real in all but the model: leases, streams, stop strings, schemas, errors and metrics. Echo workers of one process
+    share one reply.
+    """
+
+    def __init__(self, url: str, queue: str = "default", *, model: str = "echo", **settings: Any) -> None:
+        """
+        Args:
+            model: the name that jobs ask for.
+            settings: of the worker, as in WorkerConfig; `renew_s` and the like.
+        """
+        given = model if model == "echo" or model.startswith("echo:") else f"echo::{model}"
+        defaults = {"model": given, "http_port": 0, "checkpoint_s": 0.05, "log_level": "warning"}
+        config = WorkerConfig.load(redis_url=url, queue=queue, **(defaults | settings))
+        self._worker = Worker(config, url)
+
+    def start(self) -> Self:
+        """Return once it serves. Raises what loading raises."""
+        self._worker.start()
+        if not self._worker.wait_ready(timeout=LOAD_S):
+            raise TimeoutError(f"the echo worker was not ready within {LOAD_S:g} s")
+        return self
+
+    def reply(self, words: str | Reply | None) -> None:
+        """Say this from now on: a text, or a function from the prompt's text to one. None: the prompt again.
+
+        With a structure the words are followed as far as it allows them.
+        """
+        reply_with((lambda _: words) if isinstance(words, str) else words)
+
+    def close(self) -> None:
+        """Hand back what runs, and end."""
+        reply_with(None)
+        self._worker.drain(0.0, threading.Event(), time.monotonic() + STOP_S)
+        self._worker.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

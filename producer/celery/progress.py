@@ -1,0 +1,80 @@
+"""PROGRESS for native tasks: the state that Celery's backend shows while their jobs run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from celery import Celery, states
+from celery.exceptions import TaskRevokedError
+
+from pagemill.producer.celery.native import RELAY
+from pagemill.producer.celery.task_message import TaskMessage
+from pagemill.producer.wire.calls import reads, registry
+from pagemill.producer.wire.schema.outputs import JobStatus
+from pagemill.producer.wire.server.transport import SyncTransport
+
+logger = logging.getLogger(__name__)
+
+PAGE = 500
+PROGRESS = "PROGRESS"
+
+
+class ProgressWriter:
+    """Stores PROGRESS with a job's `Progress` as meta, for each native task of a queue that has new tokens."""
+
+    def __init__(self, app: Celery, queue: str, transport: SyncTransport) -> None:
+        self._app = app
+        self._queue = queue
+        self._transport = transport
+        self._told: dict[str, int] = {}
+        """Generated tokens as last written, of the tasks that run."""
+
+    def write(self) -> None:
+        """Look at every running task once."""
+        running = self._running()
+        self._told = {job_id: self._told.get(job_id, 0) for job_id in running}
+        for start in range(0, len(running), PAGE):
+            found = self._transport.run(reads.statuses(self._queue, running[start : start + PAGE]))
+            self.store([status for status in found if status is not None])
+
+    def store(self, statuses: Sequence[JobStatus]) -> None:
+        """Store what is new in `statuses`, which may be of a moment ago: an end is not written over."""
+        written = {}
+        for status in statuses:
+            tokens = status.progress.generated_tokens
+            message = TaskMessage.of(status.metadata)
+            if status.done or message is None or not message.wants_result:
+                continue
+            if tokens > self._told.get(status.id, 0):
+                self._told[status.id] = tokens
+                self._app.backend.store_result(status.id, status.progress.model_dump(mode="json"), PROGRESS)
+                written[status.id] = message
+        self._restore(written)
+
+    def _running(self) -> list[str]:
+        running: list[str] = []
+        skip = 0
+        while True:
+            page = self._transport.run(registry.running(self._queue, skip, PAGE, relay=RELAY))
+            running += page.job_ids
+            skip += page.looked
+            if page.looked < PAGE:
+                return list(dict.fromkeys(running))
+
+    def _restore(self, written: dict[str, TaskMessage]) -> None:
+        """Store the end again of tasks that ended meanwhile: another relay may have written it before us."""
+        job_ids = list(written)
+        if not job_ids:
+            return
+        ends = self._transport.run(reads.ends(self._queue, job_ids))
+        for job_id in (job_id for job_id, ended in zip(job_ids, ends, strict=True) if ended):
+            outcome = self._transport.run(reads.outcome(self._queue, job_id))
+            if outcome.state is None:
+                continue
+            end = written[job_id].end(outcome)
+            if isinstance(end, TaskRevokedError):
+                state = states.REVOKED
+            else:
+                state = states.FAILURE if isinstance(end, BaseException) else states.SUCCESS
+            self._app.backend.store_result(job_id, end, state)

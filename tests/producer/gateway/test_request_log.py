@@ -1,0 +1,80 @@
+"""The gateway's line per request, and the options of its log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.conftest import ROOT
+from tests.producer.gateway.serving import gateway
+from tests.worker.harness import PATIENCE_S, eventually
+
+SECRET = "a word that no log may hold"
+
+
+def test_each_request_has_a_line_without_its_prompt(
+    valkey_url: str, queue_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with gateway(valkey_url, queue_name) as served:
+        refused = httpx.post(
+            f"{served.base_url}/completions", json={"model": "nobody", "prompt": SECRET}, timeout=PATIENCE_S
+        )
+        lost = httpx.get(f"{served.base_url}/files/{SECRET.replace(' ', '-')}", timeout=PATIENCE_S)
+        unknown = httpx.get(f"{served.url}/somewhere?{SECRET}", timeout=PATIENCE_S)
+        served.is_alive()
+    lines = [record for record in caplog.records if record.getMessage() == "request"]
+    told = [(line.method, line.route, line.status, line.levelname) for line in lines]  # type: ignore[attr-defined]
+    assert told == [
+        ("POST", "/v1/completions", 503, "WARNING"),
+        ("GET", "/v1/files/{file_id}", 404, "INFO"),
+        ("GET", "(none)", 404, "INFO"),
+        ("GET", "/readyz", 200, "DEBUG"),
+    ]
+    answers = (refused, lost, unknown)
+    assert [line.request_id for line in lines[:3]] == [answer.headers["x-request-id"] for answer in answers]  # type: ignore[attr-defined]
+    assert all(line.seconds >= 0 for line in lines)  # type: ignore[attr-defined]
+    assert not any(
+        SECRET in repr(vars(record)) for record in caplog.records if record.name.startswith("pagemill")
+    )
+
+
+def test_the_command_writes_objects(valkey_url: str, queue_name: str, tmp_path: Path) -> None:
+    log = tmp_path / "gateway.log"
+    command = [
+        sys.executable, "-m", "pagemill", "gateway", "--no-keys", "--port", "0", "--redis-url", valkey_url,
+        "--queue", queue_name, "--log-format", "json", "--log-level", "debug",
+    ]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file)
+    try:
+        url = eventually(
+            lambda: next((w for w in log.read_text().split() if w.startswith("http://127.")), None),
+            "its address",
+        )
+        ready = url.removesuffix("/v1") + "/readyz"
+
+        def answers() -> bool:
+            try:
+                return httpx.get(ready, timeout=PATIENCE_S).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        eventually(answers, "its answer")
+        eventually(lambda: '"route"' in log.read_text(), "the request's line")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(PATIENCE_S)
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    (request, *_) = [line for line in lines if line["message"] == "request"]
+    assert (request["method"], request["route"], request["status"]) == ("GET", "/readyz", 200)
+    assert request["queue"] == queue_name

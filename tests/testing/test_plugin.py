@@ -1,0 +1,66 @@
+"""The fixtures in a project of their own, as its pytest sees them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+MODULE = "service"
+SERVICE = """
+from pagemill import Producer
+
+def label(text):
+    with Producer() as producer:
+        job = producer.submit(
+            prompt=text, model="smollm2", structured_outputs={"choice": ["good", "bad"]}
+        )
+        return job.result(timeout=60).text
+"""
+TESTS = """
+from service import label
+
+def test_a_reply(pagemill_worker):
+    pagemill_worker.reply(lambda prompt: "good" if "love" in prompt else "bad")
+    assert label("I love it") == "good"
+    assert label("I do not") == "bad"
+
+def test_a_queue_without_a_worker(pagemill_queue):
+    with pagemill_queue.producer() as producer:
+        assert producer.submit(prompt="x", model="smollm2").status().state == "queued"
+"""
+
+
+def test_a_service_is_tested_without_a_server(tmp_path: Path) -> None:
+    (tmp_path / f"{MODULE}.py").write_text(SERVICE)
+    (tmp_path / f"test_{MODULE}.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\npagemill_model = smollm2\npythonpath = .\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "pagemill.testing.plugin",
+        "-p",
+        "no:cacheprovider",
+    ]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_pytest_finds_it_by_itself() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["pytest11"] == {"pagemill": "pagemill.testing.plugin"}

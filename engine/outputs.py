@@ -52,6 +52,15 @@ class Usage:
     """Prompt tokens whose KV came from the prefix cache."""
 
 
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """The rows of numbers of a `Pool` task, in the order of its texts."""
+
+    width: int
+    data: bytes
+    """float32, little-endian, row after row."""
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """One request's output from a step: deltas, progress, and at the end usage or an error."""
@@ -70,6 +79,8 @@ class RequestOutput:
     """Seconds from add_request to the first token; set on the last output."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One entry per prompt token, None for the first, if requested; set on the last output."""
+    pooled: PooledRows | None = None
+    """The result of a `Pool` task; set on the last output."""
 
 
 class Histogram:

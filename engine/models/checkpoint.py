@@ -22,7 +22,7 @@ _CONSTANTS = re.compile(r"(\.rotary_emb\.inv_freq|\.(attn|attention)\.(masked_)?
 
 def read_config(directory: Path) -> dict[str, Any]:
     """Read config.json. Raises `ModelLoadError`."""
-    raw = _read_json(directory / "config.json")
+    raw = read_json_object(directory / "config.json")
     if raw.get("quantization_config"):
         method = raw["quantization_config"]
         method = method.get("quant_method") if isinstance(method, dict) else method
@@ -41,7 +41,7 @@ def weight_files(directory: Path) -> list[Path]:
     """
     index = directory / _INDEX
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelLoadError(f"can't read {index}: it has no weight_map")
         files = [directory / name for name in sorted(set(map(str, weight_map.values())))]
@@ -86,7 +86,7 @@ def _is_constant(name: str, tensor: torch.Tensor) -> bool:
     return bool(_CONSTANTS.search(name)) and (tensor.ndim != 1 or name.endswith("inv_freq"))
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -18,7 +18,7 @@ def model_directory(model: str) -> Path:
         raise ModelLoadError(
             f"no model at {model!r}: give a Hugging Face model directory, {PACKAGED_MODEL!r} or 'echo'"
         )
-    if not (directory / "config.json").is_file():
+    if not any((directory / name).is_file() for name in ("config.json", "modules.json")):
         raise ModelLoadError(f"{directory} is no model directory: it has no config.json")
     return directory
 

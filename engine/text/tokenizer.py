@@ -95,6 +95,8 @@ class HuggingFaceTokenizer:
         self.vocab_size: int = len(self._tokenizer)
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
         self.has_chat_template = bool(self._tokenizer.chat_template)
+        self.gives_types: bool = "token_type_ids" in self._tokenizer.model_input_names
+        """The model tells a pair's second text by a type of its tokens."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -129,7 +129,7 @@ class Intake:
                 truncate=job.truncate,
             )
         )
-        size = encoded_bytes(len(task.lengths), self._engine.input_processor.row_width(task), job.rows_dtype)
+        size = encoded_bytes(len(task.lengths), task.width, job.rows_dtype)
         if size > MAX_RESULT_BYTES:
             raise InvalidJob(
                 f"its result would have {size:,} bytes, the limit is {MAX_RESULT_BYTES:,}: send fewer texts in a job, "

@@ -12,6 +12,7 @@ from pagemill.producer.dataset.rows import DatasetError, Row, RowError, shorten
 from pagemill.producer.dataset.template import PromptTemplate, TemplateFailed
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.tasks import POOLED_TASKS
 
 PROMPT_COLUMNS = ("messages", "prompt", "prompt_token_ids")
 """Columns for the prompt without a template; the first one present is used."""
@@ -31,7 +32,9 @@ class Recipe:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.is_scored:  # nothing is sampled
+        if self.is_pooled:
+            object.__setattr__(self, "chat", False)
+        if self.is_scored or self.is_pooled:  # nothing is sampled
             fields = {name: value for name, value in self.fields.items() if name != "temperature"}
             object.__setattr__(self, "fields", fields)
 
@@ -39,6 +42,15 @@ class Recipe:
     def is_scored(self) -> bool:
         """True if rows get log-probabilities instead of texts."""
         return self.fields.get("task") == "score"
+
+    @property
+    def task(self) -> str:
+        return str(self.fields.get("task", "generate"))
+
+    @property
+    def is_pooled(self) -> bool:
+        """True if rows get vectors, labels or scores instead of texts."""
+        return self.task in POOLED_TASKS
 
     @cached_property
     def _template(self) -> PromptTemplate | None:
@@ -51,11 +63,14 @@ class Recipe:
     @cached_property
     def _is_repeatable(self) -> bool:
         """True if equal jobs, perhaps of a resumed run, have equal outputs."""
-        return self.is_scored or self.fields.get("temperature") == 0 or self.fields.get("seed") is not None
+        is_certain = self.is_scored or self.is_pooled
+        return is_certain or self.fields.get("temperature") == 0 or self.fields.get("seed") is not None
 
     def check(self, first: Row | None) -> None:
         """Raise DatasetError for a recipe with which no row can succeed, before anything is submitted."""
         probe = {"prompt": "x", "model": self.model, **self.fields}
+        if self.task == "rerank":
+            probe.setdefault("documents", ["x"])
         try:
             Job.parse(probe)
         except InvalidJob as error:
@@ -79,6 +94,8 @@ class Recipe:
         assert row.fields is not None
         try:
             fields = {"dedupe": self._is_repeatable, "model": self.model, **self.fields}
+            if self.task == "rerank" and "documents" not in fields:
+                fields["documents"] = row.fields.get("documents")
             return Job.parse(fields | self._prompt(row.fields))
         except TemplateFailed as error:
             return RowError("template_error", str(error), raw_text(row.fields))

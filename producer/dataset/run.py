@@ -19,6 +19,7 @@ from typing import Any
 
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.journal import Journal
+from pagemill.producer.dataset.pooled import kept_of, output_of
 from pagemill.producer.dataset.recipe import Recipe, raw_text
 from pagemill.producer.dataset.rows import (
     DatasetError,
@@ -154,7 +155,7 @@ class DatasetRun:
         samples = (row.fields for row in self._rows() if row.fields is not None)
         with (
             replacing(self.errors_path) as errors,
-            replacing(self.out, samples, self.output_column) as output,
+            replacing(self.out, samples, self.output_column, gives_vectors=self._gives_vectors) as output,
         ):
             for row, job, name in self._jobs(journal):
                 self._write_row(journal, summary, output, errors, row, job, name)
@@ -205,7 +206,13 @@ class DatasetRun:
             "usage": kept.get("usage"),
         }
         columns = {name: value for name, value in (row.fields or {}).items() if name != META}
-        return {**columns, self.output_column: self._output_value(samples), META: meta}
+        value = output_of(kept, self.recipe.task) if self.recipe.is_pooled else self._output_value(samples)
+        return {**columns, self.output_column: value, META: meta}
+
+    @property
+    def _gives_vectors(self) -> bool:
+        """True if every output is a list of numbers."""
+        return self.recipe.task in ("embed", "rerank") and "inputs" not in self.recipe.fields
 
     def _output_value(self, samples: list[dict[str, Any]]) -> Any:
         """Return the value of the row's `output`.
@@ -248,11 +255,13 @@ class DatasetRun:
     def _kept(self, output: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
         """Reconstruct the journal's result from an output line, as far as possible."""
         wants_json, samples = _wants_schema(self.recipe), int(self.recipe.fields.get("n") or 1)
-        is_encoded = wants_json or samples > 1 or self.recipe.is_scored
+        is_encoded = wants_json or samples > 1 or self.recipe.is_scored or self.recipe.is_pooled
         if isinstance(output, str) and self.out.suffix.lower() in TEXT_CELLS and is_encoded:
             loaded = _loaded(output)
             output = output if loaded is None else loaded
         finish_reason = meta.get("finish_reason")
+        if self.recipe.is_pooled:
+            return kept_of(output, self.recipe.task) | {"usage": meta.get("usage") or {}}
         if self.recipe.is_scored:
             scores = output.values() if isinstance(output, dict) else [output]
             scored = [{"logprob": score, "finish_reason": finish_reason} for score in scores]

@@ -31,15 +31,24 @@ class Writer(Protocol):
 
 @contextmanager
 def replacing(
-    path: Path, samples: Iterable[Mapping[str, Any]] = (), output_column: str = OUTPUT
+    path: Path,
+    samples: Iterable[Mapping[str, Any]] = (),
+    output_column: str = OUTPUT,
+    *,
+    gives_vectors: bool = False,
 ) -> Iterator[Writer]:
     """Open a writer whose file replaces `path` at the end of the block; an error leaves `path` as it was.
 
-    `samples`: for Parquet, every input row, to find the columns' types. Raises DatasetError.
+    `samples`: for Parquet, every input row, to find the columns' types. `gives_vectors`: outputs are lists of
+    numbers, in Parquet a column of lists of float32. Raises DatasetError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        writer = _writer(temporary, path.suffix.lower(), samples, output_column)
+        writer: Writer
+        if path.suffix.lower() == ".parquet":
+            writer = ParquetWriter(temporary, samples, output_column, gives_vectors=gives_vectors)
+        else:
+            writer = _writer(temporary, path.suffix.lower())
         try:
             yield writer
         finally:
@@ -103,17 +112,21 @@ class CsvWriter:
 
 
 class ParquetWriter:
-    def __init__(self, path: Path, samples: Iterable[Mapping[str, Any]], output_column: str) -> None:
+    def __init__(
+        self, path: Path, samples: Iterable[Mapping[str, Any]], output_column: str, *, gives_vectors: bool
+    ) -> None:
         from pyarrow import parquet
 
-        self._schema = _schema(samples, output_column)
+        self._gives_vectors = gives_vectors
+        self._schema = _schema(samples, output_column, gives_vectors=gives_vectors)
         self._output_column = output_column
         self._path = path
         self._parquet = parquet.ParquetWriter(path, self._schema, compression="zstd")
         self._lines: list[dict[str, Any]] = []
 
     def write(self, line: Mapping[str, Any]) -> None:
-        self._lines.append({**line, self._output_column: _cell(line[self._output_column])})
+        output = line[self._output_column]
+        self._lines.append({**line, self._output_column: output if self._gives_vectors else _cell(output)})
         if len(self._lines) == PARQUET_ROWS:
             self._flush()
 
@@ -131,18 +144,16 @@ class ParquetWriter:
             self._lines = []
 
 
-def _writer(path: Path, suffix: str, samples: Iterable[Mapping[str, Any]], output_column: str) -> Writer:
+def _writer(path: Path, suffix: str) -> Writer:
     match suffix:
         case ".csv":
             return CsvWriter(path, ",")
         case ".tsv":
             return CsvWriter(path, "\t")
-        case ".parquet":
-            return ParquetWriter(path, samples, output_column)
     return JsonLinesWriter(path)
 
 
-def _schema(samples: Iterable[Mapping[str, Any]], output_column: str) -> Any:
+def _schema(samples: Iterable[Mapping[str, Any]], output_column: str, *, gives_vectors: bool = False) -> Any:
     """Return every column's type, found by reading all rows: one guessed from the first may not hold."""
     import pyarrow
 
@@ -173,7 +184,8 @@ def _schema(samples: Iterable[Mapping[str, Any]], output_column: str) -> Any:
         ("finish_reason", pyarrow.string()),
         ("usage", pyarrow.struct(usage)),
     ]
-    return schema.append(pyarrow.field(output_column, pyarrow.string())).append(
+    output = pyarrow.list_(pyarrow.float32()) if gives_vectors else pyarrow.string()
+    return schema.append(pyarrow.field(output_column, output)).append(
         pyarrow.field(META, pyarrow.struct(meta))
     )
 

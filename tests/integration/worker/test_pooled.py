@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,8 @@ import pytest
 from transformers import AutoModel
 
 from pagemill import InvalidJob, Job, JobFailed, Producer
+from pagemill.producer.dataset.pipeline import Pipeline
+from pagemill.producer.dataset.rows import open_source
 from tests.chaos.nursery import Nursery
 from tests.engine.pooling.test_labels import saved as save_classifier
 from tests.engine.pooling.tiny_pooling import ENCODERS, engine_of, run, save_base, texts_of_all_lengths
@@ -228,3 +233,65 @@ def test_a_killed_worker_s_jobs_are_taken_over(
         assert result.rows is not None
         assert np.abs(np.asarray(result.rows)[: len(TEXTS)] - wanted).max() < 1e-5
     client.redis.close()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_a_dataset_is_embedded_and_resumed(
+    queue: Producer, models: Path, tmp_path: Path, suffix: str
+) -> None:
+    wanted = expected(models, "embedder", "embed", TEXTS)
+    rows = [{"prompt": text} for text in TEXTS]
+    pipeline = Pipeline(model="embedder", task="embed")
+    out = tmp_path / f"out{suffix}"
+    summary = pipeline.run(rows, out=out, producer=queue, limit=10)
+    assert (summary.succeeded, summary.completion_tokens) == (10, 0)
+    summary = pipeline.run(rows, out=out, producer=queue)
+    assert (summary.succeeded, summary.adopted) == (len(TEXTS), 10)
+    outputs = [(row.fields or {})["output"] for row in open_source(out).rows()]
+    found = [json.loads(output) if isinstance(output, str) else output for output in outputs]
+    assert np.abs(np.array(found) - wanted).max() < 1e-5
+    if suffix == ".parquet":
+        from pyarrow import parquet
+
+        assert str(parquet.read_schema(out).field("output").type) == "list<element: float>"
+
+
+def test_datasets_of_labels_and_scores(queue: Producer, models: Path, tmp_path: Path) -> None:
+    labels = expected(models, "sorter", "classify", TEXTS[:5])
+    out = tmp_path / "labels.parquet"
+    for _ in range(2):  # the second takes all of the first's work
+        Pipeline("{{ t }}", model="sorter", task="classify").run(
+            [{"t": text} for text in TEXTS[:5]], out=out, producer=queue
+        )
+    found = [json.loads((row.fields or {})["output"]) for row in open_source(out).rows()]
+    assert np.abs(np.array([list(row.values()) for row in found]) - labels).max() < 1e-5
+    scores = expected(models, "judge", "rerank", TEXTS[:3], query="w1")
+    ranked = tmp_path / "scores.jsonl"
+    for _ in range(2):
+        Pipeline(model="judge", task="rerank").run(
+            [{"prompt": "w1", "documents": TEXTS[:3]}], out=ranked, producer=queue
+        )
+    (line,) = [json.loads(line) for line in ranked.read_text().splitlines()]
+    assert line["output"] == pytest.approx(scores[:, 0].tolist(), abs=1e-5)
+
+
+def test_the_command_line(queue: Producer, models: Path) -> None:
+    def submitted(text: str, model: str, *fields: str) -> list[str]:
+        address = ["--redis-url", str(queue._url), "--queue", queue.queue, "--model", model]
+        chosen = [part for field in fields for part in ("--field", field)]
+        printed = subprocess.run(
+            [sys.executable, "-m", "pagemill", "submit", text, *address, *chosen, "--wait"],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        return printed.stdout.splitlines()
+
+    (vector,) = submitted("w1 w2", "embedder", "task=embed", "dimensions=4")
+    assert json.loads(vector) == pytest.approx(
+        expected(models, "embedder", "embed", ["w1 w2"])[0, :4], abs=1e-5
+    )
+    lines = submitted("w1 w2", "sorter", "task=classify")
+    assert sorted(line.split("\t")[1] for line in lines) == ["bad", "fair", "good"]
+    assert len(submitted("w1", "judge", "task=rerank", 'documents=["w2","w3"]')) == 2

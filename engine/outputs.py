@@ -239,6 +239,8 @@ class RequestStats:
         default_factory=lambda: {"computed": 0, "prefix_cache": 0}
     )
     """Prompt tokens of requests at their first admission, by the source of their KV."""
+    pooled_texts: dict[str, int] = field(default_factory=lambda: {"embed": 0, "classify": 0, "rerank": 0})
+    """task -> texts that got a vector, labels or a score."""
     finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
     """finish reason -> requests (a request counts under its first sample's reason)."""
     structured_outputs: dict[StructuredResult, int] = field(

@@ -33,46 +33,9 @@ from pagemill.engine.serving import load_engine
 
 Vectors = np.ndarray[Any, np.dtype[np.float32]]
 Encode = Callable[[list[str]], Vectors]
-WORDS = [
-    "the",
-    "of",
-    "a",
-    "queue",
-    "worker",
-    "vector",
-    "that",
-    "returns",
-    "every",
-    "text",
-    "in",
-    "order",
-    "and",
-    "while",
-    "some",
-    "are",
-    "short",
-    "others",
-    "go",
-    "on",
-    "about",
-    "capitals",
-    "of",
-    "countries",
-    "such",
-    "as",
-    "France",
-    "where",
-    "most",
-    "of",
-    "what",
-    "is",
-    "written",
-    "has",
-    "more",
-    "than",
-    "one",
-    "sentence",
-]
+_PASSAGE = """the of a queue worker vector that returns every text in order and while some are short others go on
+about capitals of countries such as France where most of what is written has more than one sentence"""
+WORDS = _PASSAGE.split()
 
 
 def ragged_texts(count: int, median_words: int, seed: int = 0) -> list[str]:

@@ -11,6 +11,7 @@ import heapq
 import logging
 import time
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -245,11 +246,7 @@ class PoolingEngine:
             scheduler=waiting,
             loaded=self._loaded,
             steps=replace(self._recorder.stats),
-            requests=replace(
-                self._stats.requests,
-                finished=dict(self._stats.requests.finished),
-                prompt_tokens_by_source=dict(self._stats.requests.prompt_tokens_by_source),
-            ),
+            requests=deepcopy(self._stats.requests),
             memory_bytes={"weights": self._parts.weight_bytes},
             histograms=self._recorder.histograms() | self._stats.histograms(),
         )
@@ -335,6 +332,7 @@ class PoolingEngine:
         output.deltas = [delta]
         if reason == "stop":
             output.pooled = self._result(request)
+            self._stats.requests.pooled_texts[request.task.kind] += len(request.rows)
         self._stats.requests.finished[reason] += 1
         self._stats.requests.prompt_tokens_by_source["computed"] += request.tokens_done
         self._stats.e2e.observe(time.monotonic() - request.added)

@@ -56,6 +56,7 @@ def test_a_batch_keeps_to_its_budget(model: Path) -> None:
     assert sorted(ended, key=int) == [str(number) for number in range(len(TEXTS))]
     stats = engine.stats()
     assert stats.requests.finished["stop"] == len(TEXTS)
+    assert stats.requests.pooled_texts == {"embed": len(TEXTS), "classify": 0, "rerank": 0}
     assert stats.requests.prompt_tokens_by_source["computed"] == stats.requests.prompt_tokens
     assert engine.capacity().free_rows == engine.limits.max_num_seqs
 

@@ -14,6 +14,7 @@ from pagemill.engine.errors import ConfigError
 from pagemill.engine.models.directory import check_model, model_directory
 from pagemill.engine.models.echo import ECHO_MAX_MODEL_LEN, ECHO_MODEL, EchoRunner, echo_step_seconds, is_echo
 from pagemill.engine.parts import EngineParts, Tier
+from pagemill.engine.pooling.folder import read_pooling_folder
 from pagemill.engine.text.tokenizer import ByteTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def describe_model(config: EngineConfig) -> str:
     from pagemill.engine.execution.model_runner import rewrite
     from pagemill.engine.models.loader import load_model
 
+    if not is_echo(config.model) and read_pooling_folder(model_directory(config.model)) is not None:
+        return "gives vectors or labels: packed texts, fused linear layers"
     return rewrite(load_model(config, find_device(config.device), is_outline=True), config)[1]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoModel
 
+from pagemill.engine.builder import describe_model
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import ConfigError, DeviceLost, InvalidRequest
@@ -133,6 +134,10 @@ def test_settings_that_mean_nothing_here_are_refused(model: Path) -> None:
     for settings in ({"batch_invariant": True}, {"tensor_parallel_size": 2}, {"load_format": "dummy"}):
         with pytest.raises(ConfigError, match="a model for vectors or scores has no such setting"):
             engine_of(model, **settings)
+
+
+def test_the_doctor_is_told_what_it_is(model: Path) -> None:
+    assert describe_model(EngineConfig(model=str(model))).startswith("gives vectors or labels")
 
 
 def test_a_generating_model_gets_the_other_engine() -> None:

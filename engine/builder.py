@@ -24,6 +24,7 @@ from pagemill.engine.models.echo import (
     is_echo,
 )
 from pagemill.engine.parts import EngineParts, Tier
+from pagemill.engine.pooling.folder import read_pooling_folder
 from pagemill.engine.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -39,14 +40,17 @@ _ECHO_BLOCK_BYTES = 2**16
 """The nominal size of a block in swap space; nothing is stored."""
 
 
-def build_parts(config: EngineConfig) -> EngineParts:
-    """Load the configured model. Raises `ConfigError`, mostly `ModelLoadError`."""
+def build_parts(config: EngineConfig, model: LocalModel | None = None) -> EngineParts:
+    """Load the configured model. Raises `ConfigError`, mostly `ModelLoadError`.
+
+    Args:
+        model: its files, if they have been found.
+    """
     check_model(config.model)  # fails before torch is loaded
     if is_echo(config.model):
         return _build_echo(config)
-    model = obtain_model(config.model, check=_check_config)  # downloads and converts, with the collector on
-    logger.info("model: %s", model)
-    config = _located(config, model)
+    model = model or obtain_runnable(config)  # with the collector on
+    config = located(config, model)
     with _paused_collector():
         is_whole = config.tensor_parallel_size == 1
         parts = _build_model(config, None) if is_whole else _build_parallel(config)
@@ -59,17 +63,25 @@ def describe_model(config: EngineConfig) -> str:
     from pagemill.engine.execution.model_runner import rewrite
     from pagemill.engine.models.loader import load_model
 
+    if not is_echo(config.model) and read_pooling_folder(obtain_model(config.model).directory) is not None:
+        return "gives vectors or labels: packed texts, fused linear layers"
     return rewrite(load_model(config, find_device(config.device), is_outline=True), config)[1]
 
 
-def _check_config(directory: Path) -> None:
-    """Refuse a hub's model before its weights are downloaded. Raises `ModelLoadError`."""
-    from pagemill.engine.models.runnable import check_config
+def obtain_runnable(config: EngineConfig) -> LocalModel:
+    """Return the model's files, downloaded and converted where needed. Raises `ConfigError`."""
 
-    check_config(directory)
+    def check(directory: Path) -> None:  # before weights are downloaded
+        from pagemill.engine.runnable import check_config  # imports torch
+
+        check_config(directory)
+
+    model = obtain_model(config.model, check=check)
+    logger.info("model: %s", model)
+    return model
 
 
-def _located(config: EngineConfig, model: LocalModel) -> EngineConfig:
+def located(config: EngineConfig, model: LocalModel) -> EngineConfig:
     """Name the directory in place of what it was found by: all ranks load the same files, and ask no hub."""
     names = config.served_model_name or (model.source.served_name,)
     return replace(config, model=str(model.directory), served_model_name=names)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence as SequenceType
 from copy import deepcopy
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pagemill.engine.block_watch import BlockWatch
 from pagemill.engine.config import EngineConfig, SchedulerConfig
@@ -35,6 +36,9 @@ from pagemill.engine.text.output_processor import OutputProcessor
 from pagemill.engine.text.token_texts import TokenTexts
 from pagemill.engine.text.tokenizer import Tokenizer
 from pagemill.sampling_fields import MAX_SEED
+
+if TYPE_CHECKING:
+    from pagemill.engine.models.directory import LocalModel
 
 logger = logging.getLogger(__name__)
 
@@ -115,11 +119,11 @@ class Engine:
         return self._parts.limits
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> Engine:
-        """Load the model. Raises `ConfigError`, mostly `ModelLoadError`."""
+    def from_config(cls, config: EngineConfig, model: LocalModel | None = None) -> Engine:
+        """Load the model, whose files may have been found. Raises `ConfigError`, mostly `ModelLoadError`."""
         from pagemill.engine.builder import build_parts  # imports torch, unless the model is echo
 
-        return cls(build_parts(config), seed=config.seed)
+        return cls(build_parts(config, model), seed=config.seed)
 
     def add_request(
         self,

@@ -52,6 +52,15 @@ class Usage:
     """Prompt tokens whose KV came from the prefix cache."""
 
 
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """The rows of numbers of a `Pool` task, in the order of its texts."""
+
+    width: int
+    data: bytes
+    """float32, little-endian, row after row."""
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """One request's output from a step: deltas, progress, and at the end usage or an error."""
@@ -70,6 +79,8 @@ class RequestOutput:
     """Seconds from add_request to the first token; set on the last output."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One entry per prompt token, None for the first, if requested; set on the last output."""
+    pooled: PooledRows | None = None
+    """The result of a `Pool` task; set on the last output."""
 
 
 class Histogram:
@@ -228,6 +239,8 @@ class RequestStats:
         default_factory=lambda: {"computed": 0, "prefix_cache": 0}
     )
     """Prompt tokens of requests at their first admission, by the source of their KV."""
+    pooled_texts: dict[str, int] = field(default_factory=lambda: {"embed": 0, "classify": 0, "rerank": 0})
+    """task -> texts that got a vector, labels or a score."""
     finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
     """finish reason -> requests (a request counts under its first sample's reason)."""
     structured_outputs: dict[StructuredResult, int] = field(

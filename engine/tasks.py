@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,5 +31,29 @@ class Score:
         return sum(map(len, self.continuations))
 
 
-Task = Generate | Score
+PoolingKind = Literal["embed", "classify", "rerank"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """Compute one row of numbers for each text. The request's prompt is the tokens of all texts, one after another.
+
+    `embed`: a text's vector. `classify`: a number per label of a text or a pair. `rerank`: the score of a pair.
+    """
+
+    kind: PoolingKind
+    lengths: tuple[int, ...]
+    """Tokens per text, all positive."""
+    width: int
+    """Numbers of a row."""
+    second_starts: tuple[int, ...] = ()
+    """Per text, where the second of a pair begins: tokens from there on have type 1. Empty: all have type 0."""
+    num_skipped: int = 0
+    """Leading tokens of each text that are attended to, and left out of its vector."""
+    dimensions: int | None = None
+    """The leading numbers of each vector to keep; normalised again where the model normalises."""
+    num_tokens = 0
+
+
+Task = Generate | Score | Pool
 GENERATE = Generate()

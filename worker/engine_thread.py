@@ -22,7 +22,8 @@ from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import GENERATE, Task
 
 if TYPE_CHECKING:
-    from pagemill.engine.engine import Engine
+    from pagemill.engine.pooling.input_processor import PoolingInputProcessor
+    from pagemill.engine.serving import AnyEngine
     from pagemill.engine.text.input_processor import InputProcessor
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class EngineThread:
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="pagemill-engine", daemon=True)
         self._loaded = threading.Event()
-        self._engine: Engine | None = None
+        self._engine: AnyEngine | None = None
         self._held = False
         self._capacity: Capacity | None = None
         self._stats: EngineStats | None = None
@@ -132,13 +133,13 @@ class EngineThread:
         return not self._thread.is_alive()
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> AnyEngine:
         """The loaded engine. Only its immutable parts may be read from other threads."""
         assert self._engine is not None, "the engine is not loaded yet"
         return self._engine
 
     @property
-    def input_processor(self) -> InputProcessor:
+    def input_processor(self) -> InputProcessor | PoolingInputProcessor:
         """The engine's tokenising and validating half; safe on any thread."""
         return self.engine.input_processor
 
@@ -183,9 +184,9 @@ class EngineThread:
 
     def _load(self) -> None:
         # Imports torch, so only the thread that owns the engine pays for it.
-        from pagemill.engine.engine import Engine
+        from pagemill.engine.serving import load_engine
 
-        self._engine = Engine.from_config(self._config)
+        self._engine = load_engine(self._config)
         if self._engine.tokenizer is None and not self._config.skip_tokenizer_init:
             raise ModelLoadError(
                 f"{self._config.model} has no tokenizer, so each job with a text would fail: download its files "
@@ -220,7 +221,7 @@ class EngineThread:
                 return False
             self._execute(engine, command)
 
-    def _execute(self, engine: Engine, command: Command) -> None:
+    def _execute(self, engine: AnyEngine, command: Command) -> None:
         match command:
             case AddRequest():
                 try:
@@ -252,7 +253,7 @@ class EngineThread:
         if outputs:
             self._deliver(outputs)
 
-    def _publish(self, engine: Engine, *, force: bool = False) -> None:
+    def _publish(self, engine: AnyEngine, *, force: bool = False) -> None:
         now = time.monotonic()
         self._capacity = engine.capacity()
         if force or now - self._stats_at >= STATS_INTERVAL_S:

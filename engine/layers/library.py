@@ -34,10 +34,16 @@ _MARKS = ("allow_in_graph", "assume_constant_result", "disable")
 def causal_lm_class(model_config: Any) -> Any:
     """Return transformers' class for one of its configurations; imports only that model's code."""
 
-    def find() -> Any:
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    return model_class("MODEL_FOR_CAUSAL_LM_MAPPING", model_config)
 
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+
+def model_class(mapping: str, model_config: Any) -> Any:
+    """Return the class that one of transformers' mappings has for a configuration."""
+
+    def find() -> Any:
+        import transformers
+
+        return getattr(transformers, mapping)[type(model_config)]
 
     return _without_compiler(find)
 

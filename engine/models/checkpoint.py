@@ -29,17 +29,17 @@ _CONSTANTS = re.compile(r"(\.rotary_emb\.inv_freq|\.(attn|attention)\.(masked_)?
 
 def read_config(directory: Path) -> dict[str, Any]:
     """Read config.json, without what it says of quantised weights. Raises `ModelLoadError`."""
-    raw = _read_json(directory / "config.json")
+    raw = read_json_object(directory / "config.json")
     raw.pop(_QUANTIZATION, None)
     return raw
 
 
 def read_scheme(directory: Path) -> Scheme | None:
     """Return the format of a checkpoint's quantised weights, if they are. Raises `ModelLoadError`."""
-    quantization = _read_json(directory / "config.json").get(_QUANTIZATION)
+    quantization = read_json_object(directory / "config.json").get(_QUANTIZATION)
     for name, method in _OLDER_FILES.items():
         if not quantization and (directory / name).is_file():
-            quantization = {"quant_method": method, **_read_json(directory / name)}
+            quantization = {"quant_method": method, **read_json_object(directory / name)}
     try:
         return find_scheme(quantization)
     except ModelLoadError as error:
@@ -72,7 +72,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 def _indexed(directory: Path, name: str) -> list[Path]:
     index = directory / name
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"can't read {index}: it has no weight_map")
     names = sorted(set(map(str, weight_map.values())))
@@ -113,7 +113,7 @@ def _is_constant(name: str, tensor: torch.Tensor) -> bool:
     return bool(_CONSTANTS.search(name)) and (tensor.ndim != 1 or name.endswith("inv_freq"))
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

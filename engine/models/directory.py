@@ -96,6 +96,6 @@ def _folder(source: ModelSource) -> Path:
     directory = Path(source.name).expanduser()
     if not directory.is_dir():
         raise ModelLoadError(f"no model at {source.name!r}: {HOW_TO_NAME}")
-    if not (directory / "config.json").is_file():
+    if not any((directory / name).is_file() for name in ("config.json", "modules.json")):
         raise ModelLoadError(why_no_model(directory))
     return directory

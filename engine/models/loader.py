@@ -106,7 +106,7 @@ def check_split(config: EngineConfig) -> None:
     _sharding_plan(family, model_config, Share(0, size))
     read_scheme(directory)
     device = find_device(config.device)
-    device.check(config, _resolve_dtype(config.dtype, model_config, device))
+    device.check(config, resolve_dtype(config.dtype, model_config, device))
 
 
 def _sharding_plan(family: Family, model_config: Any, share: Share) -> ShardingPlan:
@@ -134,7 +134,7 @@ def load_model(
     family = find_family(raw)
     _refuse_unshown(family, config)
     model_config = _build_config(family, raw, directory)
-    dtype = _resolve_dtype(config.dtype, model_config, device)
+    dtype = resolve_dtype(config.dtype, model_config, device)
     device.check(config, dtype)
     if is_outline:
         config = replace(config, load_format="dummy")
@@ -161,7 +161,7 @@ def load_model(
         context_length=context_length,
         longest_context=longest,
         eos_token_ids=_eos_token_ids(directory),
-        fingerprint=_fingerprint(directory, config, dtype, device, fixed_length, scheme),
+        fingerprint=model_fingerprint(directory, config, dtype, device, fixed_length, scheme),
         share=Share(0, 1) if group is None else Share(group.rank, group.size),
         attention=attention,
     )
@@ -176,7 +176,7 @@ def _refuse_unshown(family: Family, config: EngineConfig) -> None:
             raise ConfigError(message, setting=name)
 
 
-def _resolve_dtype(name: str, model_config: Any, device: DeviceBackend) -> torch.dtype:
+def resolve_dtype(name: str, model_config: Any, device: DeviceBackend) -> torch.dtype:
     if name != "auto":
         dtype = getattr(torch, name)
         assert isinstance(dtype, torch.dtype)
@@ -268,7 +268,7 @@ def _fill_module(
     tensors: dict[str, torch.Tensor],
     options: dict[str, Any],
 ) -> Any:
-    module, report = _built_on_the_cpu(module_class).from_pretrained(
+    module, report = built_on_the_cpu(module_class).from_pretrained(
         None,
         config=model_config,
         state_dict=tensors,
@@ -300,7 +300,7 @@ def _is_empty_bias(name: str, tensor: torch.Tensor) -> bool:
     return name.endswith(".bias") and not bool(tensor.any())
 
 
-def _built_on_the_cpu(module_class: Any) -> Any:
+def built_on_the_cpu(module_class: Any) -> Any:
     """Make `from_pretrained` build `module_class` in memory that is never touched, not on the meta device.
 
     On the meta device torch infers shapes by importing its compiler, which takes a second at every start.
@@ -333,7 +333,7 @@ def _context_length(model_config: Any) -> int:
     )
 
 
-def _fingerprint(
+def model_fingerprint(
     directory: Path,
     config: EngineConfig,
     dtype: torch.dtype,

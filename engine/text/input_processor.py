@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from pagemill.engine.byte_cache import ByteCache, text_bytes
 from pagemill.engine.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
@@ -40,6 +41,9 @@ class InputProcessor:
     def vocab_size(self) -> int:
         """The number of token ids; valid ids are below it."""
         return self._limits.vocab_size
+
+    labels: tuple[str, ...] = ()
+    """Those that the model tells apart: here none."""
 
     def process(
         self,
@@ -104,6 +108,13 @@ class InputProcessor:
             )
         params = replace(params, n=len(targets), max_tokens=longest, logprobs=params.logprobs or 0)
         return token_ids, params, Score(tuple(map(tuple, targets)))
+
+    def process_pool(self, _: object) -> NoReturn:
+        """Refuse to compute vectors or labels. Raises UnsupportedFeature."""
+        raise UnsupportedFeature(
+            "the model generates text and takes no embed, classify or rerank job: submit with task generate or score, "
+            "or start a worker with a model that gives vectors or labels"
+        )
 
     def bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences of words that may not be generated, each with and without a space before

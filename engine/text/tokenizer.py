@@ -110,6 +110,8 @@ class HuggingFaceTokenizer:
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
         self._template = ChatTemplate(self._tokenizer, directory, chat_template)
         self.chat_template = self._template.text
+        self.gives_types: bool = "token_type_ids" in self._tokenizer.model_input_names
+        """The model tells a pair's second text by a type of its tokens."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

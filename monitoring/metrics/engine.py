@@ -153,6 +153,12 @@ TOKENS: tuple[Metric[EngineStats], ...] = (
         _prompt_sources,
         "source",
     ),
+    counter(
+        "pooled_texts_total",
+        "Texts that got a vector (embed), labels (classify) or a score (rerank), by task.",
+        lambda s: dict(s.requests.pooled_texts.items()),
+        "task",
+    ),
     counter("generated_tokens_total", "Tokens generated.", lambda s: s.requests.generated_tokens),
     counter(
         "structured_outputs_total",

@@ -247,7 +247,7 @@ def _say(line: str) -> None:
 def _refuse_unrunnable(directory: Path) -> None:
     """Raise ModelLoadError if config.json shows that no worker could run the model."""
     try:
-        from pagemill.engine.models.runnable import check_config
+        from pagemill.engine.runnable import check_config
     except ModuleNotFoundError:  # no worker runs here, but one may elsewhere
         return
     check_config(directory)

@@ -95,7 +95,7 @@ def models(as_json: AsJson = False) -> None:
 
 def _verdict() -> Callable[[Path], str | None] | None:
     try:
-        from pagemill.engine.models.runnable import why_not
+        from pagemill.engine.runnable import why_not
     except ModuleNotFoundError:
         return None
     return why_not

@@ -21,12 +21,28 @@ _STATES = (*ACTIVE_STATES, *END_STATES)
 
 
 def print_result(result: Result, as_json: bool) -> None:
-    """Print the text of every sample, after its log-probability if it was scored."""
+    """Print the text of every sample, after its log-probability if it was scored.
+
+    Of a job for vectors, a vector a line; of labels, a label a line with its number; of scores, a score a line.
+    """
     if as_json:
         _print_model(result)
         return
+    if result.rows is not None:
+        _print_rows_of_numbers(result)
+        return
     for output in result.outputs:
         typer.echo(output.text if output.logprob is None else f"{output.logprob:.4f}\t{output.text}")
+
+
+def _print_rows_of_numbers(result: Result) -> None:
+    if result.labels is not None:
+        for numbers in result.classes:
+            for label in sorted(numbers, key=lambda name: -numbers[name]):
+                typer.echo(f"{numbers[label]:.4f}\t{label}")
+        return
+    for row in result.embeddings:
+        typer.echo(f"{row[0]:.4f}" if len(row) == 1 else json.dumps(row))
 
 
 class StreamPrinter:

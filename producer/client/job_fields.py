@@ -41,8 +41,14 @@ class RowFields(TypedDict, total=False):
     truncate_prompt_tokens: int | None
     skip_special_tokens: bool
     structured_outputs: StructuredOutputs | Mapping[str, Any] | type[Any] | None
-    task: Literal["generate", "score"]
+    task: Literal["generate", "score", "embed", "classify", "rerank"]
     continuations: Sequence[str | Sequence[int]] | None
+    inputs: Sequence[str | Sequence[int]] | None
+    documents: Sequence[str] | None
+    dimensions: int | None
+    prompt_name: str | None
+    rows_dtype: Literal["float32", "float16"]
+    truncate: bool
     priority: Literal["high", "normal", "low"]
     tenant: str
     deadline: float | None

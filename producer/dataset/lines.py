@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pagemill.producer.dataset.compressed import data_suffix
+from pagemill.producer.dataset.pooled import kept_of, output_of
 from pagemill.producer.dataset.recipe import Recipe
 from pagemill.producer.dataset.rows import Row
 from pagemill.producer.dataset.schema_fields import field_values
@@ -35,7 +36,7 @@ class OutputLines:
             "usage": kept.get("usage"),
         }
         columns = {name: value for name, value in (row.fields or {}).items() if name != META}
-        output = self._output_value(samples)
+        output = output_of(kept, self.recipe.task) if self.recipe.is_pooled else self._output_value(samples)
         values = field_values(output, self.fields)
         added = {f"{self.column}.{field}": value for field, value in values.items()}
         return {**columns, self.column: output, **added, META: meta}
@@ -64,11 +65,13 @@ class OutputLines:
 
     def _kept(self, output: Any, meta: Mapping[str, Any], path: Path) -> dict[str, Any]:
         wants_json, samples = self.recipe.wants_json, int(self.recipe.fields.get("n") or 1)
-        is_encoded = wants_json or samples > 1 or self.recipe.is_scored
+        is_encoded = wants_json or samples > 1 or self.recipe.is_scored or self.recipe.is_pooled
         if isinstance(output, str) and data_suffix(path) in TEXT_CELLS and is_encoded:
             loaded = _loaded(output)
             output = output if loaded is None else loaded
         finish_reason = meta.get("finish_reason")
+        if self.recipe.is_pooled:
+            return kept_of(output, self.recipe.task) | {"usage": meta.get("usage") or {}}
         if self.recipe.is_scored:
             scores = output.values() if isinstance(output, dict) else [output]
             scored = [{"logprob": score, "finish_reason": finish_reason} for score in scores]

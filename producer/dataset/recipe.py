@@ -15,6 +15,7 @@ from pagemill.producer.dataset.rows import Row, RowError, shorten
 from pagemill.producer.dataset.template import NullRendered, PromptTemplate, TemplateFailed, is_blank
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.tasks import POOLED_TASKS
 from pagemill.structured_outputs import StructuredOutputs, is_model
 
 OnRow: TypeAlias = Literal["fail", "skip", "label"]
@@ -45,8 +46,10 @@ class Recipe:
     """A row whose columns that the template names, or whose prompt, are all null or blank."""
 
     def __post_init__(self) -> None:
+        if self.is_pooled:
+            object.__setattr__(self, "chat", False)
         fields = dict(self.fields)
-        if self.is_scored:  # nothing is sampled
+        if self.is_scored or self.is_pooled:  # nothing is sampled
             fields.pop("temperature", None)
         if is_model(fields.get("response_format")):
             fields["structured_outputs"] = fields.pop("response_format")
@@ -62,6 +65,20 @@ class Recipe:
     def is_scored(self) -> bool:
         """True if rows get log-probabilities instead of texts."""
         return self.fields.get("task") == "score"
+
+    @property
+    def task(self) -> str:
+        return str(self.fields.get("task", "generate"))
+
+    @property
+    def is_pooled(self) -> bool:
+        """True if rows get vectors, labels or scores instead of texts."""
+        return self.task in POOLED_TASKS
+
+    @property
+    def gives_vectors(self) -> bool:
+        """True if every output is a list of numbers."""
+        return self.task in ("embed", "rerank") and "inputs" not in self.fields
 
     @property
     def has_shape(self) -> bool:
@@ -93,11 +110,14 @@ class Recipe:
     @cached_property
     def _is_repeatable(self) -> bool:
         """True if equal jobs, perhaps of a resumed run, have equal outputs."""
-        return self.is_scored or self.fields.get("temperature") == 0 or self.fields.get("seed") is not None
+        is_certain = self.is_scored or self.is_pooled
+        return is_certain or self.fields.get("temperature") == 0 or self.fields.get("seed") is not None
 
     def check(self, first: Row | None) -> None:
         """Raise DatasetError for a recipe with which no row can succeed, before anything is submitted."""
         probe = {"prompt": "x", "model": self.model, **self.fields}
+        if self.task == "rerank":
+            probe.setdefault("documents", ["x"])
         try:
             Job.parse(probe)
         except InvalidJob as error:
@@ -124,6 +144,8 @@ class Recipe:
             return RowError("empty_row", reason, raw_text(row.fields), self.on_empty == "skip")
         try:
             fields = {"dedupe": self._is_repeatable, "model": self.model, **self.fields}
+            if self.task == "rerank" and "documents" not in fields:
+                fields["documents"] = row.fields.get("documents")
             return Job.parse(fields | self._prompt(row.fields))
         except NullRendered as error:
             return RowError("null_in_prompt", str(error), raw_text(row.fields), self.on_null == "skip")

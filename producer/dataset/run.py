@@ -207,7 +207,9 @@ class DatasetRun:
         samples = (row.fields for row in self._rows() if row.fields is not None)
         with (
             replacing(self.errors_path) as errors,
-            replacing(self.out, samples, self.output_column, self.fields) as output,
+            replacing(
+                self.out, samples, self.output_column, self.fields, gives_vectors=self.recipe.gives_vectors
+            ) as output,
         ):
             for row, job, name in self._jobs(journal):
                 self._write_row(journal, summary, output, errors, row, job, name)

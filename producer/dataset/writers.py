@@ -19,6 +19,8 @@ OUTPUT = "output"
 META = "_pagemill"
 TEXT_CELLS = (".csv", ".tsv", ".parquet")
 """File types whose cells hold values other than text as JSON text."""
+_VECTOR = "vector"
+"""The type of a column of lists of numbers."""
 
 
 class Writer(Protocol):
@@ -33,16 +35,21 @@ def replacing(
     samples: Iterable[Mapping[str, Any]] = (),
     output_column: str = OUTPUT,
     fields: Mapping[str, str] | None = None,
+    *,
+    gives_vectors: bool = False,
 ) -> Iterator[Writer]:
     """Open a writer whose file replaces `path` at the end of the block; an error leaves `path` as it was.
 
     `samples`: for Parquet, every input row, to find the columns' types. `fields`: the schema's fields that have
-    columns of their own, and their types. Raises DatasetError.
+    columns of their own, and their types. `gives_vectors`: outputs are lists of numbers, in Parquet a column of
+    lists of float32. Raises DatasetError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if data_suffix(path) == ".parquet":
-            parquet = ParquetWriter(temporary, samples, output_column, fields or {})
+            columns = {output_column: _VECTOR if gives_vectors else ""}
+            columns |= {f"{output_column}.{name}": kind for name, kind in (fields or {}).items()}
+            parquet = ParquetWriter(temporary, samples, columns)
             try:
                 yield parquet
             finally:
@@ -106,12 +113,9 @@ class CsvWriter:
 
 
 class ParquetWriter:
-    def __init__(
-        self, path: Path, samples: Iterable[Mapping[str, Any]], output_column: str, fields: Mapping[str, str]
-    ) -> None:
+    def __init__(self, path: Path, samples: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
         from pyarrow import parquet
 
-        columns = {output_column: "", **{f"{output_column}.{name}": kind for name, kind in fields.items()}}
         self._schema = _schema(samples, columns)
         self._texts = [name for name, kind in columns.items() if not kind]
         self._path = path
@@ -180,7 +184,12 @@ def _schema(samples: Iterable[Mapping[str, Any]], added: Mapping[str, str]) -> A
         ("finish_reason", pyarrow.string()),
         ("usage", pyarrow.struct(usage)),
     ]
-    types = {"integer": pyarrow.int64(), "number": pyarrow.float64(), "boolean": pyarrow.bool_()}
+    types = {
+        "integer": pyarrow.int64(),
+        "number": pyarrow.float64(),
+        "boolean": pyarrow.bool_(),
+        _VECTOR: pyarrow.list_(pyarrow.float32()),
+    }
     for name, kind in added.items():
         schema = schema.append(pyarrow.field(name, types.get(kind, pyarrow.string())))
     return schema.append(pyarrow.field(META, pyarrow.struct(meta)))

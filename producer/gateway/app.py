@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pagemill.producer.gateway import completions, openapi
+from pagemill.producer.gateway import completions, openapi, pooled
 from pagemill.producer.gateway.batch_runner import BatchRunner
 from pagemill.producer.gateway.batches import BatchEndpoints
 from pagemill.producer.gateway.config import GatewayConfig
@@ -24,6 +24,7 @@ from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.gateway.guard.limits import STATUS_CLIENT_GONE, ClientGone, RequestLimits
 from pagemill.producer.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from pagemill.producer.openai.formats import CHAT_URL, COMPLETIONS_URL
+from pagemill.producer.openai.pooled_formats import POOLED_URLS
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.schema.errors import PagemillError
 
@@ -74,6 +75,7 @@ def _routes(gateway: Gateway, runner: BatchRunner) -> list[Route]:
     return [
         Route(CHAT_URL, chat, methods=["POST"]),
         Route(COMPLETIONS_URL, complete, methods=["POST"]),
+        *(_pooled_route(gateway, url) for url in POOLED_URLS),
         *_model_routes(gateway),
         Route("/v1/files", _by_method(POST=files.create, GET=files.list), methods=["POST", "GET"]),
         Route("/v1/files/{file_id}/content", files.content, methods=["GET"]),
@@ -87,6 +89,13 @@ def _routes(gateway: Gateway, runner: BatchRunner) -> list[Route]:
         Route("/v1/batches/{batch_id}", batches.retrieve, methods=["GET"]),
         *_operator_routes(gateway),
     ]
+
+
+def _pooled_route(gateway: Gateway, url: str) -> Route:
+    async def compute(request: Request) -> Response:
+        return await pooled.answer(gateway, request, url)
+
+    return Route(url, compute, methods=["POST"])
 
 
 def _model_routes(gateway: Gateway) -> list[Route]:

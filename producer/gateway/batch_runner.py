@@ -331,7 +331,9 @@ def _file_id(batch_id: str, kind: str) -> str:
 
 def _end(item: BatchItem, created: int) -> dict[str, Any] | Failure:
     if item.result is not None:
-        return item.result.model_dump(include={"outputs", "usage", "model"}) | {"created": created}
+        return item.result.model_dump(include={"outputs", "usage", "model", "rows", "labels"}) | {
+            "created": created
+        }
     if item.error is None:
         return Failure(item.state, f"the job is {item.state}", True)
     return Failure(item.error.code, item.error.message, item.error.retryable)

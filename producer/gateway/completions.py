@@ -38,13 +38,7 @@ async def answer(gateway: Gateway, request: Request, url: str) -> Response:
 
 async def _whole(gateway: Gateway, request: Request, ask: Ask, waiter: Waiter) -> Response:
     handles = waiter.handles
-    try:
-        results: list[Result] = await while_connected(
-            request, _all(*(handle.result(ask.timeout_s + GRACE_S) for handle in handles))
-        )
-    except BaseException:
-        waiter.leave(handles)
-        raise
+    results = await wait_for_all(request, ask, waiter)
     usage = total_usage(result.usage for result in results)
     gateway.metrics.tokens["prompt"] += usage.prompt_tokens
     gateway.metrics.tokens["completion"] += usage.completion_tokens
@@ -57,6 +51,18 @@ async def _whole(gateway: Gateway, request: Request, ask: Ask, waiter: Waiter) -
         ask.url, handles[0].id, created=int(time.time()), model=ask.model, choices=choices, usage=usage
     )
     return JsonResponse(body | {"system_fingerprint": results[0].fingerprint or None})
+
+
+async def wait_for_all(request: Request, ask: Ask, waiter: Waiter) -> list[Result]:
+    """Return the results of a request's jobs; a hang-up or the first error leaves them."""
+    handles = waiter.handles
+    try:
+        return await while_connected(
+            request, _all(*(handle.result(ask.timeout_s + GRACE_S) for handle in handles))
+        )
+    except BaseException:
+        waiter.leave(handles)
+        raise
 
 
 async def _all(*waits: object) -> list[Result]:

@@ -14,6 +14,7 @@ from pagemill.producer.gateway.files import FILE_ID, File
 from pagemill.producer.gateway.request_parsing import TIMEOUT_HEADER
 from pagemill.producer.gateway.served_models import Model
 from pagemill.producer.openai import formats
+from pagemill.producer.openai.pooled_schemas import POOLED_OPERATIONS
 from pagemill.producer.wire.schema.job import MAX_KEY, MAX_MESSAGES, Job
 
 _REF = "#/components/schemas/"
@@ -135,9 +136,9 @@ def _list_of(row: type[BaseModel]) -> type[BaseModel]:
 ChatRequest = _request("ChatRequest", formats.CHAT_URL, _ChatRequest)
 CompletionRequest = _request("CompletionRequest", formats.COMPLETIONS_URL, _CompletionRequest)
 ModelList, FileList, BatchList = _list_of(Model), _list_of(File), _list_of(Batch)
-_REFERRED_TO = (
+_REFERRED_TO: tuple[type[BaseModel], ...] = (
     ChatRequest, CompletionRequest, BatchRequest, FileUpload, ChatCompletion, Completion, ModelList, FileList,
-    BatchList, DeletedFile, Error,
+    BatchList, DeletedFile, Error, *(model for pair in POOLED_OPERATIONS.values() for model in pair),
 )  # fmt: skip
 
 
@@ -186,6 +187,10 @@ def _paths() -> dict[str, Any]:
         formats.CHAT_URL: {"post": _operation(_json(ChatCompletion) | events, headers, _json(ChatRequest))},
         formats.COMPLETIONS_URL: {
             "post": _operation(_json(Completion) | events, headers, _json(CompletionRequest))
+        },
+        **{
+            url: {"post": _operation(_json(answer), headers, _json(body))}
+            for url, (body, answer) in POOLED_OPERATIONS.items()
         },
         "/v1/models": {"get": _operation(_json(ModelList))},
         "/v1/models/{model}": {"get": _operation(_json(Model), model)},

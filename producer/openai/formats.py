@@ -11,13 +11,15 @@ from codecs import getincrementaldecoder
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from pagemill.producer.openai.pooled_formats import EMBEDDINGS_URL, POOLED_URLS, encoding_of, read_pooled
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_METADATA_BYTES, SAMPLING_FIELDS, Job
 from pagemill.producer.wire.schema.outputs import Output, PositionLogprobs, TokenLogprob, Usage
 
-Url = Literal["/v1/chat/completions", "/v1/completions"]
+Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
 URLS: tuple[str, ...] = get_args(Url)
-CHAT_URL, COMPLETIONS_URL = URLS
+"""Those that a batch's lines may have."""
+CHAT_URL, COMPLETIONS_URL = URLS[:2]
 
 _SPELLED = re.compile(r"bytes:(\\x[0-9a-f]{2})+")
 MAX_PROMPTS = 128
@@ -53,6 +55,8 @@ def read_jobs(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Raises InvalidJob for an unsupported field. `Job.parse` checks the values.
     """
+    if url in POOLED_URLS:
+        return read_pooled(url, body)
     fields = _supported(url, body)
     if url == COMPLETIONS_URL:
         prompts = _prompts(fields.pop("prompt", None))
@@ -74,6 +78,8 @@ def read_job(url: str, body: Any) -> dict[str, Any]:
         raise InvalidJob(f"only {' and '.join(URLS)} are supported", "unsupported_feature", "url")
     if not isinstance(body, Mapping):
         raise InvalidJob("body must be an object", param="body")
+    if url == EMBEDDINGS_URL and encoding_of(body) != "float":
+        raise InvalidJob("in a batch, encoding_format is float", "unsupported_feature", "encoding_format")
     asked = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
     jobs = read_jobs(url, asked)
     if len(jobs) != 1:
@@ -278,4 +284,6 @@ def parse_job(fields: dict[str, Any]) -> Job:
     except InvalidJob as error:
         if error.param is not None and error.param.startswith("prompt_token_ids"):
             error.param = "prompt"
+        if error.param is not None and error.param.startswith("inputs"):
+            error.param = "input"
         raise

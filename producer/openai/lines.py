@@ -1,8 +1,8 @@
 """Request lines of OpenAI's Batch API, and the lines that answer them.
 
-A line is `{"custom_id", "method": "POST", "url", "body"}`, its url /v1/chat/completions or /v1/completions. A request
-that succeeded is answered in the output file, any other in the error file; the files' order is the input's. Format: the
-API's reference, "Batch".
+A line is `{"custom_id", "method": "POST", "url", "body"}`, its url /v1/chat/completions, /v1/completions or
+/v1/embeddings. A request that succeeded is answered in the output file, any other in the error file; the files' order
+is the input's. Format: the API's reference, "Batch".
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.journal import Failure
 from pagemill.producer.dataset.rows import JsonLinesSource
 from pagemill.producer.openai.formats import URLS, choice, completion, parse_job, read_job
+from pagemill.producer.openai.pooled_formats import EMBEDDINGS_URL, write_pooled
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
-from pagemill.producer.wire.schema.outputs import Output, Usage
+from pagemill.producer.wire.schema.outputs import Output, Result, Usage
 
+_KEPT = ("outputs", "usage", "model", "rows", "labels")
 _FINAL_STATUS = 400
 _STATUS = {"deadline_exceeded": 504, "unknown_model": 404, "payload_too_large": 413}
 
@@ -164,15 +166,19 @@ def job_of(line: Mapping[str, Any], model: str | None = None, deadline: float | 
 
 
 def success_line(name: str, url: str, key: str, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request's output line; `kept` is its result (`outputs`, `usage`, `model`) and `created`."""
-    body = completion(
-        url,
-        key[:24],
-        created=kept["created"],
-        model=kept["model"],
-        choices=[choice(url, Output.model_validate(sample)) for sample in kept["outputs"]],
-        usage=Usage.model_validate(kept["usage"]),
-    )
+    """Return a request's output line; `kept` is its result (`outputs` or `rows`, `usage`, `model`) and `created`."""
+    if url == EMBEDDINGS_URL:
+        result = Result.model_validate({name: kept[name] for name in _KEPT} | {"id": key})
+        body = write_pooled(url, key[:24], kept["created"], {}, [result])
+    else:
+        body = completion(
+            url,
+            key[:24],
+            created=kept["created"],
+            model=kept["model"],
+            choices=[choice(url, Output.model_validate(sample)) for sample in kept["outputs"]],
+            usage=Usage.model_validate(kept["usage"]),
+        )
     return {
         "id": f"batch_req_{key[:24]}",
         "custom_id": name,

@@ -9,18 +9,22 @@ from typing import Any, Literal
 
 from pagemill.engine.fingerprint import digest_of, may_continue
 from pagemill.engine.plan import TokenLogprobs
+from pagemill.engine.pooling.input_processor import PoolInput
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.tasks import GENERATE, Score, Task
+from pagemill.engine.tasks import GENERATE, Pool, Score, Task
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Checkpoint
 from pagemill.producer.wire.schema.signing import Keys, split_payload
+from pagemill.producer.wire.schema.tasks import POOLED_TASKS
 from pagemill.worker.engine_thread import EngineThread
 from pagemill.worker.jobs.context import WorkerContext
 from pagemill.worker.jobs.logprob_columns import LogprobColumns
+from pagemill.worker.jobs.pooled_rows import encoded_bytes
 from pagemill.worker.jobs.running_job import (
     MAX_LOGPROBS,
+    MAX_RESULT_BYTES,
     RunningJob,
     SampleRecord,
     engine_params,
@@ -64,7 +68,7 @@ class Intake:
         job = self._checked(pulled)
         prompt_token_ids, params, task = self._processed(job, pulled.job_id)
         check_result_size(job, params, len(prompt_token_ids), task)
-        point = self._resume_point(pulled)
+        point = ResumePoint() if isinstance(task, Pool) else self._resume_point(pulled)
         texts = self._engine.engine.token_texts
         samples = sample_records(point.checkpoint, params.n, texts, whole=isinstance(task, Score))
         if isinstance(task, Score) and job.continuations is None and not samples[0].token_ids:
@@ -89,12 +93,15 @@ class Intake:
             token_text=texts,
             restart_checkpoint=point.unusable is not None,
             saved_at=time.monotonic(),
+            labels=self._engine.input_processor.labels if job.task == "classify" else (),
         )
         running.resumed_tokens = running.generated_tokens
         return running
 
     def _processed(self, job: Job, job_id: str) -> tuple[list[int], SamplingParams, Task]:
-        """Return the job as the engine takes it. Raises `pagemill.engine.errors.InvalidRequest`."""
+        """Return the job as the engine takes it. Raises InvalidJob and `pagemill.engine.errors.InvalidRequest`."""
+        if job.task in POOLED_TASKS:
+            return self._pooled(job)
         messages = None
         if job.messages is not None:
             messages = [{"role": message.role, "content": message.content} for message in job.messages]
@@ -108,8 +115,29 @@ class Intake:
         match job.task:
             case "generate":
                 return *processor.process(**given), GENERATE
-            case "score":
+            case _:
                 return processor.process_score(job.continuations or (), **given)
+
+    def _pooled(self, job: Job) -> tuple[list[int], SamplingParams, Task]:
+        assert job.task in ("embed", "classify", "rerank")
+        token_ids, params, task = self._engine.input_processor.process_pool(
+            PoolInput(
+                kind=job.task,
+                texts=job.texts,
+                query=job.prompt if job.documents is not None else None,
+                prompt_name=job.prompt_name,
+                dimensions=job.dimensions,
+                truncate=job.truncate,
+            )
+        )
+        size = encoded_bytes(len(task.lengths), task.width, job.rows_dtype)
+        if size > MAX_RESULT_BYTES:
+            raise InvalidJob(
+                f"its result would have {size:,} bytes, the limit is {MAX_RESULT_BYTES:,}: send fewer texts in a job, "
+                "or ask for fewer dimensions or rows_dtype float16",
+                "result_too_large",
+            )
+        return token_ids, params, task
 
     def _begin_with(self, sample: SampleRecord, context: list[int], task: Task) -> None:
         """Start a scored prompt with all of its text, and its first token, which has no prediction."""

@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pagemill.engine.outputs import RequestOutput, SampleState
+from pagemill.engine.outputs import PooledRows, RequestOutput, SampleState
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.tasks import Score, Task
+from pagemill.engine.tasks import Generate, Score, Task
 from pagemill.json_values import parse_output
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.errors import TIMED_OUT
@@ -28,6 +28,7 @@ from pagemill.producer.wire.schema.outputs import (
     Usage,
 )
 from pagemill.worker.jobs.logprob_columns import LogprobColumns, TokenText, prompt_logprobs_json
+from pagemill.worker.jobs.pooled_rows import rows_of
 
 PRIORITIES = {"high": -1, "normal": 0, "low": 1}
 """The wire's priorities as the engine's: lower runs first."""
@@ -147,6 +148,10 @@ class RunningJob:
     left_engine_at: float | None = None
     ttft_s: float | None = None
     """Time from `sent_at` to its first token; None if there was none."""
+    pooled: PooledRows | None = None
+    """The rows of a job for vectors, labels or scores, once it has ended."""
+    labels: tuple[str, ...] = ()
+    """The model's labels, for a job that classifies."""
 
     @property
     def job_id(self) -> str:
@@ -233,6 +238,7 @@ class RunningJob:
         """Apply a step's output."""
         self.phase = output.phase
         self.prompt_tokens_done = output.prompt_tokens_done
+        self.pooled = output.pooled
         if self.is_progress_saved:
             self.is_progress_saved, self.unsaved_since = False, time.monotonic()
         for delta in output.deltas:
@@ -277,7 +283,7 @@ class RunningJob:
             prompt_tokens_done=self.prompt_tokens_done,
             prompt_tokens=len(self.prompt_token_ids),
             generated_tokens=self.generated_tokens,
-            max_tokens=0 if isinstance(self.task, Score) else self.max_tokens * self.params.n,
+            max_tokens=self.max_tokens * self.params.n if isinstance(self.task, Generate) else 0,
             updated_at=server_time,
         )
 
@@ -318,8 +324,11 @@ class RunningJob:
                 e2e_s=max(0.0, now - self.pulled.submitted_at),
             ),
             metadata=self.job.metadata,
+            rows=None if self.pooled is None else rows_of(self.pooled, self.job.rows_dtype),
+            labels=self.labels or None,
         )
-        body = result.model_dump_json(exclude={"outputs", "prompt_logprobs"}).encode()
+        pooled = {"rows", "labels"} if self.pooled is None else set()
+        body = result.model_dump_json(exclude={"outputs", "prompt_logprobs", *pooled}).encode()
         return b'{"outputs":[%b],"prompt_logprobs":%b,%b' % (outputs, prompt, body[1:])
 
 

@@ -15,9 +15,12 @@ from pagemill.engine.errors import ModelLoadError
 _SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "vocab*", "merges.txt", "tekken.json", "*.model", "*.tiktoken", "*.jinja", "chat_template*",
+    "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json",
     "quant*_config.json", "hf_quant_config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json",
 )  # fmt: skip
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}")
+# Of Sentence Transformers: pooling, dense layers.
+_MODULE_FILE = re.compile(r"[0-9]{1,2}_[A-Za-z]{1,40}/(config\.json|model\.safetensors|pytorch_model\.bin)")
 # Beside the weights: adapters, Mistral's own format of the same tensors, a trainer's state, other models.
 _NOT_WEIGHTS = re.compile(r"^(adapter|consolidated|optimizer|scheduler|training|rng_state|onnx|openvino)")
 _SMALL_FILE_BYTES = 256 * 2**20
@@ -61,7 +64,7 @@ class Listing:
 
     def weights(self, directory: Path) -> list[str]:
         """Return the weight files; `directory` has the small ones. See `weight_names`."""
-        return weight_names(self.sizes, directory, self.name)
+        return weight_names(self.sizes, directory, self.name) + _module_weights(self.sizes)
 
     def _what_it_is(self) -> str:
         if "adapter_config.json" in self.sizes:
@@ -111,7 +114,18 @@ def _indexed(index: Path, names: Collection[str], repository: str) -> list[str]:
 
 
 def _is_small_file(name: str) -> bool:
+    if _MODULE_FILE.fullmatch(name):
+        return name.endswith("/config.json")
     return _is_plain(name) and any(fnmatchcase(name, pattern) for pattern in _SMALL_FILES)
+
+
+def _module_weights(names: Collection[str]) -> list[str]:
+    """Return the weights of the modules that follow a Sentence Transformers' model, one file each."""
+    found: dict[str, str] = {}
+    for name in sorted(names):  # safetensors come before pickles
+        if _MODULE_FILE.fullmatch(name) and not name.endswith("/config.json"):
+            found.setdefault(name.partition("/")[0], name)
+    return list(found.values())
 
 
 def _is_plain(name: str) -> bool:

@@ -45,7 +45,7 @@ from pagemill.producer.wire.schema.outputs import (
     WireModel,
 )
 from pagemill.producer.wire.schema.signing import split_payload
-from pagemill.producer.wire.schema.tasks import REFUSED_FIELDS, TASKS, VERSIONS, TaskName
+from pagemill.producer.wire.schema.tasks import POOLED_TASKS, REFUSED_FIELDS, TASKS, VERSIONS, TaskName
 from pagemill.producer.wire.schema.webhook_url import WebhookUrl
 from pagemill.sampling_fields import (
     DEFAULT_PROMPT_MAX_TOKENS,
@@ -97,6 +97,8 @@ MAX_METADATA_DEPTH = 16
 MAX_KEY = 255
 """Characters in an idempotency key, or in an item's name in its batch."""
 MAX_MESSAGES = 1024
+MAX_INPUTS = 2048
+"""Texts of one job for vectors, labels or scores."""
 MAX_SECONDS = 366 * 86400.0
 """Longest delay, ttl or timeout."""
 BYTES_PER_TOKEN = 3
@@ -115,6 +117,12 @@ Continuation = (
     | Annotated[tuple[TokenId, ...], Field(min_length=1)]
 )
 
+Input = (
+    Annotated[str, StringConstraints(strict=True, min_length=1)]
+    | Annotated[tuple[TokenId, ...], Field(min_length=1)]
+)
+_Document = Annotated[str, StringConstraints(strict=True, min_length=1)]
+
 
 class Message(WireModel):
     """One turn of a chat."""
@@ -124,11 +132,12 @@ class Message(WireModel):
 
 
 class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its config, which mypy does not see
-    """One job: exactly one of `prompt`, `messages` and `prompt_token_ids`, a model, and options.
+    """One job: exactly one of `prompt`, `messages`, `prompt_token_ids` and `inputs`, a model, and options.
 
     The task `generate` samples after the prompt. The task `score` gives the log-probabilities of `continuations`, or
     without any of the prompt itself, and samples nothing: of the sampling fields it takes `logprobs`, for alternatives
-    at each position, and `truncate_prompt_tokens`.
+    at each position, and `truncate_prompt_tokens`. The task `embed` gives a vector of the prompt or of each of
+    `inputs`, `classify` a number per label, and `rerank` the score of the prompt with each of `documents`.
 
     `Job.parse` raises `InvalidJob`; the constructor raises pydantic's ValidationError.
     """
@@ -136,6 +145,18 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
     task: TaskName = "generate"
     continuations: Annotated[tuple[Continuation, ...], Length(1, MAX_N)] | None = None
     """Texts or token ids that may follow the prompt, each to be scored by itself."""
+    inputs: Annotated[tuple[Input, ...], Length(1, MAX_INPUTS)] | None = None
+    """Texts or token ids, each of which gets a row of the result."""
+    documents: Annotated[tuple[_Document, ...], Length(1, MAX_INPUTS)] | None = None
+    """Texts that the model reads after the prompt, each as a pair with it."""
+    dimensions: Annotated[int, Exact(), Range(1, 1 << 20)] | None = None
+    """The leading numbers of each vector to keep; for models that were trained for it (Matryoshka)."""
+    prompt_name: _Key | None = None
+    """Which of the model's own prompts stands before each text; None: its default, if it has one."""
+    rows_dtype: Literal["float32", "float16"] = "float32"
+    """How the result's numbers are stored."""
+    truncate: _Bool = False
+    """Cut texts that are longer than the model takes, instead of refusing them."""
     prompt: Annotated[str, StringConstraints(strict=True, min_length=1)] | None = None
     messages: Annotated[tuple[Message, ...], Length(1, MAX_MESSAGES)] | None = None
     prompt_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)] | None = None
@@ -236,7 +257,17 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
     @property
     def width(self) -> int:
         """Most sequences that the job needs at once."""
+        if self.task in POOLED_TASKS:
+            return 1
         return self.num_sequences if self.task == "generate" else len(self.continuations or (None,))
+
+    @property
+    def texts(self) -> tuple[str | tuple[int, ...], ...]:
+        """The texts of a job for vectors, labels or scores: one for each row of its result."""
+        given = self.inputs or self.documents
+        if given is None:
+            given = (self.prompt or self.prompt_token_ids or "",)
+        return given
 
     def sampling(self) -> dict[str, Any]:
         """Return arguments for the engine's SamplingParams, with `max_tokens` resolved for plain prompts."""
@@ -256,9 +287,9 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
         return prompt_tokens + self.output_tokens()
 
     def output_tokens(self) -> int:
-        """Return the most tokens after the prompt, or an estimate."""
-        if self.task == "score":
-            texts = self.continuations or ()
+        """Return the most tokens beside the prompt, or an estimate."""
+        if self.task != "generate":
+            texts = self.continuations or self.inputs or self.documents or ()
             return sum(text_tokens(text.encode()) if isinstance(text, str) else len(text) for text in texts)
         default = CHAT_TOKENS_GUESS if self.messages is not None else DEFAULT_PROMPT_MAX_TOKENS
         return (self.max_tokens or default) * self.num_sequences
@@ -269,7 +300,9 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
             return prompt_affinity(self.prompt)
         if self.prompt_token_ids is not None:
             return token_affinity(self.prompt_token_ids)
-        return chat_affinity((message.role, message.content) for message in self.messages or ())
+        if self.messages is None:
+            return None
+        return chat_affinity((message.role, message.content) for message in self.messages)
 
     def digest(self) -> str:
         """Return a hash of the job's work: prompt, model and sampling, not schedule, tenant or priority."""
@@ -337,10 +370,15 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
         for name in self.model_fields_set & REFUSED_FIELDS[self.task]:
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
                 raise InvalidParameter(f"a {self.task} job takes no {name}", "unsupported_feature")
-        if self.stream and self.task == "score":
-            raise InvalidParameter("a score job can't stream: it generates nothing", "unsupported_feature")
-        if sum(value is not None for value in (self.prompt, self.messages, self.prompt_token_ids)) != 1:
-            raise ValueError("give exactly one of prompt, messages, prompt_token_ids")
+        if self.stream and self.task != "generate":
+            raise InvalidParameter(
+                f"a {self.task} job can't stream: it generates nothing", "unsupported_feature"
+            )
+        given = (self.prompt, self.messages, self.prompt_token_ids, self.inputs)
+        if sum(value is not None for value in given) != 1:
+            also = ", inputs" if "inputs" in TASKS[self.task].fields else ""
+            raise ValueError(f"give exactly one of prompt, messages, prompt_token_ids{also}")
+        self._check_pooled()
         if self.delay is not None and self.run_at is not None:
             raise ValueError("give delay or run_at, not both")
         if self.dedupe and not self.is_repeatable:
@@ -352,8 +390,20 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
             )
         return self
 
+    def _check_pooled(self) -> None:
+        if self.task not in POOLED_TASKS:
+            return
+        if self.messages is not None:
+            raise InvalidParameter(
+                f"a {self.task} job takes no messages: give a prompt", "unsupported_feature"
+            )
+        if self.task == "rerank" and self.documents is None:
+            raise ValueError("a rerank job takes a prompt, the query, and documents")
+        if self.documents is not None and self.prompt is None:
+            raise ValueError("documents go with a prompt, the first text of each pair")
 
-_WORK_FIELDS = {*SAMPLING_FIELDS, "model", "task", "continuations"}
+
+_WORK_FIELDS = {*SAMPLING_FIELDS, "model"}.union(["task"], *(task.fields for task in TASKS.values()))
 
 
 def metadata_json(value: dict[str, Any]) -> str:

@@ -5,10 +5,13 @@ Times are unix seconds (float, UTC) by the server's clock, durations are seconds
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, Literal, TypeVar
+import base64
+import binascii
+import struct
+from functools import cached_property, lru_cache
+from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from pagemill.producer.wire.schema.base_error import InvalidOutput
 
@@ -80,6 +83,47 @@ class Output(WireModel):
             raise InvalidOutput(message) from error
 
 
+RowsDtype = Literal["float32", "float16"]
+_FORMATS: dict[RowsDtype, str] = {"float32": "f", "float16": "e"}
+
+
+class Rows(WireModel):
+    """Rows of numbers: `numpy.asarray(rows)` is an array of `shape`, `rows.to_lists()` lists."""
+
+    dtype: RowsDtype
+    shape: tuple[int, int]
+    """Rows, and numbers in each."""
+    data: str
+    """The numbers row after row, little-endian, as base64."""
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        try:
+            size = len(self.raw)
+        except binascii.Error:
+            raise ValueError("data is not base64") from None
+        if min(self.shape) < 0 or size != self.shape[0] * self.shape[1] * struct.calcsize(
+            _FORMATS[self.dtype]
+        ):
+            raise ValueError("data has not the size of its shape")
+        return self
+
+    @cached_property
+    def raw(self) -> bytes:
+        return base64.b64decode(self.data, validate=True)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """NumPy's array interface, version 3."""
+        kind = {"float32": "<f4", "float16": "<f2"}[self.dtype]
+        return {"version": 3, "shape": self.shape, "typestr": kind, "data": self.raw}
+
+    def to_lists(self) -> list[list[float]]:
+        count, width = self.shape
+        numbers = struct.unpack(f"<{count * width}{_FORMATS[self.dtype]}", self.raw)
+        return [list(numbers[width * row : width * (row + 1)]) for row in range(count)]
+
+
 class Usage(WireModel):
     """Token counts of one job; `cached_tokens` are prompt tokens taken from the prefix cache."""
 
@@ -117,6 +161,37 @@ class Result(WireModel):
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
     """One entry per prompt token, if requested; the first is None, since nothing precedes it."""
     metadata: dict[str, Any] | None = None
+    rows: Rows | None = None
+    """The numbers of an embed, classify or rerank job, a row for each text. Left out of the JSON of others."""
+    labels: tuple[str, ...] | None = None
+    """What the numbers of a row stand for, if the job classified."""
+
+    @property
+    def embeddings(self) -> list[list[float]]:
+        """The vectors of an embed job; `numpy.asarray(result.rows)` is faster."""
+        return self._given_rows().to_lists()
+
+    @property
+    def embedding(self) -> list[float]:
+        """The first vector."""
+        return self.embeddings[0]
+
+    @property
+    def scores(self) -> list[float]:
+        """The scores of a rerank job, in the order of its documents."""
+        return [row[0] for row in self._given_rows().to_lists()]
+
+    @property
+    def classes(self) -> list[dict[str, float]]:
+        """Per text of a classify job, each label's number."""
+        return [dict(zip(self.labels or (), row, strict=True)) for row in self._given_rows().to_lists()]
+
+    def _given_rows(self) -> Rows:
+        if self.rows is None:
+            raise ValueError(
+                "the result has no rows of numbers: its job was no embed, classify or rerank job"
+            )
+        return self.rows
 
     @property
     def text(self) -> str:

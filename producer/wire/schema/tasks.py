@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from pagemill.sampling_fields import SAMPLING_FIELDS
 
-TaskName = Literal["generate", "score"]
+TaskName = Literal["generate", "score", "embed", "classify", "rerank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,15 @@ class Task:
 TASKS: Final[dict[TaskName, Task]] = {
     "generate": Task(1, frozenset(SAMPLING_FIELDS), is_certain=False),
     "score": Task(2, frozenset({"continuations", "logprobs", "truncate_prompt_tokens"}), is_certain=True),
+    "embed": Task(
+        3, frozenset({"inputs", "dimensions", "prompt_name", "rows_dtype", "truncate"}), is_certain=True
+    ),
+    "classify": Task(3, frozenset({"inputs", "documents", "rows_dtype", "truncate"}), is_certain=True),
+    "rerank": Task(3, frozenset({"documents", "rows_dtype", "truncate"}), is_certain=True),
 }
+POOLED_TASKS: Final = frozenset[TaskName]({"embed", "classify", "rerank"})
+"""Those that return rows of numbers and no tokens. Three are enough: a reward is the one label of `classify`, a
+cross-encoder's score of two texts is `rerank` with one document."""
 REFUSED_FIELDS: Final = {
     name: frozenset[str]().union(*(other.fields for other in TASKS.values())) - task.fields
     for name, task in TASKS.items()

@@ -118,7 +118,7 @@ def test_equal_ones_run_once(queue: Producer) -> None:
         ({"continuations": []}, "continuations: Tuple should have at least 1 item"),
         ({"continuations": ["a"] * 129}, "continuations: Tuple should have at most 128 items"),
         ({"task": "generate", "continuations": ["a"]}, "a generate job takes no continuations"),
-        ({"task": "guess"}, "task: Input should be 'generate' or 'score'"),
+        ({"task": "guess"}, "task: Input should be 'generate', 'score', 'embed'"),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_submit(

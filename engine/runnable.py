@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from pagemill.engine.errors import ModelLoadError
-from pagemill.engine.models.checkpoint import read_config, weight_files
+from pagemill.engine.models.checkpoint import read_config, read_scheme, weight_files
 from pagemill.engine.models.families.registry import find_family
+from pagemill.engine.pooling.folder import read_pooling_folder
 
 
 def check_config(directory: Path) -> None:
     """Raise `ModelLoadError` if config.json names a model that a start would refuse."""
+    if read_pooling_folder(directory) is not None:
+        return
     raw = read_config(directory)
+    read_scheme(directory)
     family = find_family(raw)
     try:
         family.build_config(raw)

@@ -1,0 +1,139 @@
+"""Attention over texts that lie one after another in one batch, without padding and without a cache.
+
+Plugged into transformers' attention interface, as paged attention is. Texts of equal length are neighbours, so that
+each length is one call of torch's attention on a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from pagemill.engine.layers.library import ALL_ATTENTION_FUNCTIONS
+
+PACKED_ATTENTION = "pagemill_packed"
+
+Bias = Callable[[int], torch.Tensor]
+"""Maps a length to what is added to the scores, [num_heads, length, length]."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTexts:
+    """How the tokens of a batch are divided into texts."""
+
+    groups: tuple[tuple[int, int], ...]
+    """(number of texts, their length), in the order of the tokens."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> PackedTexts:
+        """`lengths` are in the order of the tokens; equal ones should be neighbours."""
+        groups: list[tuple[int, int]] = []
+        for length in lengths:
+            if groups and groups[-1][1] == length:
+                groups[-1] = groups[-1][0] + 1, length
+            else:
+                groups.append((1, length))
+        return cls(tuple(groups))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedScoring:
+    """How queries and keys become weights."""
+
+    scale: float
+    is_causal: bool = False
+    window: int | None = None
+    """A token sees those less than this far away."""
+    bias: Bias | None = None
+
+
+_texts: ContextVar[PackedTexts] = ContextVar("packed_texts")
+
+
+@contextmanager
+def packed_texts(texts: PackedTexts) -> Iterator[None]:
+    """Make attention inside the block attend within these texts."""
+    token = _texts.set(texts)
+    try:
+        yield
+    finally:
+        _texts.reset(token)
+
+
+def attend_packed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: PackedScoring
+) -> torch.Tensor:
+    """Attend within each text.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim].
+
+    Returns:
+        [num_tokens, num_heads, head_dim].
+    """
+    out = query.new_empty(query.shape)
+    begin = 0
+    for count, length in _texts.get().groups:
+        end = begin + count * length
+
+        def of_texts(x: torch.Tensor, begin: int = begin, end: int = end, count: int = count) -> torch.Tensor:
+            return x[begin:end].view(count, -1, *x.shape[1:]).transpose(1, 2)
+
+        mask = _mask(scoring, length, query)
+        attended = scaled_dot_product_attention(
+            of_texts(query),
+            of_texts(key),
+            of_texts(value),
+            attn_mask=mask,
+            is_causal=scoring.is_causal and mask is None,
+            scale=scoring.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        of_texts(out).copy_(attended)
+        begin = end
+    return out
+
+
+def _mask(scoring: PackedScoring, length: int, like: torch.Tensor) -> torch.Tensor | None:
+    """Return what is added to the scores, [length, length] or [num_heads, length, length]; None: nothing."""
+    bias = None if scoring.bias is None else scoring.bias(length).to(like.dtype)
+    if scoring.window is None or scoring.window >= length:
+        return bias
+    place = torch.arange(length, device=like.device)
+    away = place[:, None] - place[None, :]
+    is_seen = away.abs() < scoring.window
+    if scoring.is_causal:
+        is_seen &= away >= 0
+    mask = torch.zeros(length, length, dtype=like.dtype, device=like.device)
+    mask.masked_fill_(~is_seen, float("-inf"))
+    return mask if bias is None else mask + bias
+
+
+def _packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
+    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Implement transformers' attention function."""
+    scoring = PackedScoring(
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        is_causal=bool(getattr(module, "is_causal", True)),
+        window=sliding_window,
+    )
+    out = attend_packed(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scoring)
+    return out[None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, _packed_attention)

@@ -1,0 +1,1 @@
+"""Models that return vectors or scores: encoders, embedders, cross-encoders, classifiers, reward models."""

@@ -1,0 +1,386 @@
+"""The engine of models that give vectors or scores: texts in, rows of numbers out, one packed batch at a time.
+
+Beside `pagemill.engine.engine`, with the same face for a worker: there is no KV cache, no sampling and nothing to
+resume, so a batch is as many waiting texts as its budget of tokens holds. A request's texts may be spread over
+several batches.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pagemill.engine.config import SchedulerConfig
+from pagemill.engine.device_failure import tells_of_lost_device
+from pagemill.engine.engine_stats import StepRecorder
+from pagemill.engine.errors import DeviceLost, InvalidRequest
+from pagemill.engine.outputs import (
+    Capacity,
+    CompletionDelta,
+    EngineStats,
+    FinishReason,
+    KVCacheStats,
+    LoadedModel,
+    PooledRows,
+    RequestOutput,
+    SampleState,
+    SchedulerStats,
+    Usage,
+)
+from pagemill.engine.parts import Tier
+from pagemill.engine.plan import RowWork, StepPlan, StepResult
+from pagemill.engine.pooling.input_processor import PoolingInputProcessor
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.tasks import GENERATE, Pool, Task
+from pagemill.engine.text.output_processor import OutputStats
+from pagemill.engine.text.token_texts import TokenTexts
+from pagemill.engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from pagemill.engine.pooling.loader import PackedBatch, PoolingModel
+
+logger = logging.getLogger(__name__)
+
+WAITING_STEPS = 8
+"""A worker is offered room for this many batches' tokens, so that a batch is always full."""
+_NO_CACHE = KVCacheStats(0, 1, 0, 0, 0, 0, 0, 0, 0)
+_Key = tuple[int, float, int, int]
+"""Lower runs first: priority, arrival, the request's number, the text's."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParts:
+    """A loaded model and what it is served as."""
+
+    model: PoolingModel
+    input_processor: PoolingInputProcessor
+    tokenizer: Tokenizer | None
+    limits: SchedulerConfig
+    served_models: tuple[str, ...]
+    fingerprint: str
+    weight_bytes: int
+    model_parts: str
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    request_id: str
+    token_ids: list[int]
+    task: Pool
+    key: tuple[int, float, int]
+    added: float
+    rows: list[torch.Tensor | None] = field(default_factory=list)
+    tokens_done: int = 0
+    num_left: int = 0
+    has_begun: bool = False
+    has_failed: bool = False
+    """A step raised with it: it runs alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    request: _Request
+    index: int
+    begin: int
+
+    @property
+    def length(self) -> int:
+        return self.request.task.lengths[self.index]
+
+    def token_ids(self) -> list[int]:
+        return self.request.token_ids[self.begin : self.begin + self.length]
+
+
+class PoolingEngine:
+    """Packed batches over texts. Owned by one thread from loading on."""
+
+    def __init__(self, parts: PoolingParts) -> None:
+        self._parts = parts
+        self._model = parts.model
+        self._requests: dict[str, _Request] = {}
+        self._waiting: list[tuple[_Key, _Text]] = []
+        """A heap. Texts of requests that have ended stay in it until their turn."""
+        self._recorder = StepRecorder(parts.limits.max_num_batched_tokens)
+        self._stats = OutputStats()
+        self._num_added = self._num_steps = self._num_failed_steps = self._num_invalid = 0
+        self._lost: DeviceLost | None = None
+        self._token_texts = TokenTexts(parts.tokenizer)
+        self._loaded = LoadedModel(
+            parts.served_models[0],
+            str(parts.model.device.device),
+            self.tier,
+            parts.fingerprint,
+            parts.limits.max_model_len,
+            parts.limits.max_num_seqs,
+        )
+        self.input_processor = parts.input_processor
+
+    @property
+    def served_models(self) -> tuple[str, ...]:
+        """The names that jobs may use, the main one first."""
+        return self._parts.served_models
+
+    @property
+    def fingerprint(self) -> str:
+        return self._parts.fingerprint
+
+    @property
+    def model_parts(self) -> str:
+        """How each part of the model runs, as the start logs it."""
+        return self._parts.model_parts
+
+    @property
+    def tier(self) -> Tier:
+        """A job that is interrupted begins again; in half precision its numbers depend on the batch."""
+        return "token" if self._model.dtype.itemsize == 4 else "continues"
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._parts.tokenizer
+
+    @property
+    def token_texts(self) -> TokenTexts:
+        return self._token_texts
+
+    @property
+    def limits(self) -> SchedulerConfig:
+        return self._parts.limits
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        arrival: float | None = None,
+        resume: Sequence[SampleState] | None = None,
+        cache_salt: str = "",
+        task: Task = GENERATE,
+    ) -> None:
+        """Add a request that `input_processor.process_pool` has prepared.
+
+        Raises:
+            InvalidRequest: it can't run here. Nothing else is affected.
+        """
+        if not isinstance(task, Pool) or sum(task.lengths) != len(prompt_token_ids) or 0 in task.lengths:
+            raise InvalidRequest("the request is not what input_processor.process_pool returns")
+        if request_id in self._requests:
+            raise InvalidRequest(f"request {request_id!r} is already running")
+        key = (priority, time.time() if arrival is None else arrival, self._num_added)
+        self._num_added += 1
+        request = _Request(request_id, list(prompt_token_ids), task, key, time.monotonic())
+        request.rows, request.num_left = [None] * len(task.lengths), len(task.lengths)
+        self._requests[request_id] = request
+        self._enqueue(request)
+        self._stats.requests.prompt_tokens += len(prompt_token_ids)
+        self._stats.prompt_length.observe(len(prompt_token_ids))
+        self._stats.samples.observe(len(task.lengths))
+
+    def abort(self, request_id: str) -> list[RequestOutput]:
+        """End a request now. An unknown id is ignored: it has already ended."""
+        request = self._requests.get(request_id)
+        return [] if request is None else [self._end(request, "abort")]
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one batch, and return the progress and the ends of its requests.
+
+        Raises:
+            DeviceLost: the device died. Every further step raises it too.
+        """
+        if self._lost is not None:
+            raise self._lost
+        with self._recorder.stepping():
+            started = time.perf_counter()
+            texts = self._next_texts()
+            if not texts:
+                return []
+            plan = StepPlan(
+                self._num_steps, work=[RowWork(n, 0, text.length) for n, text in enumerate(texts)]
+            )
+            self._num_steps += 1
+            batch = _packed(texts)
+            prepared = time.perf_counter()
+            self._recorder.planned(plan, _NO_CACHE, prepared - started)
+            try:
+                rows = self._model.compute(batch, texts[0].request.task.num_skipped)
+            except Exception as error:
+                return self._recover(texts, error)
+            forwarded = time.perf_counter()
+            outputs = self._take(texts, rows)
+            result = StepResult(plan.step_id, [], forward_s=forwarded - prepared)
+            self._recorder.collected(plan, result, time.perf_counter() - forwarded)
+        return outputs
+
+    def has_unfinished(self) -> bool:
+        """True if `step()` has work left."""
+        return bool(self._requests)
+
+    def capacity(self) -> Capacity:
+        limits = self._parts.limits
+        return Capacity(
+            free_rows=max(0, limits.max_num_seqs - len(self._requests)),
+            available_blocks=limits.num_kv_blocks,
+            block_size=1,
+            waiting=len(self._requests),
+        )
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot; call it between two steps, on the engine's thread."""
+        running = sum(request.has_begun for request in self._requests.values())
+        waiting = SchedulerStats(
+            running=running,
+            waiting=len(self._requests) - running,
+            steps_failed=self._num_failed_steps,
+            invalid_logits=self._num_invalid,
+        )
+        return EngineStats(
+            kv=_NO_CACHE,
+            scheduler=waiting,
+            loaded=self._loaded,
+            steps=replace(self._recorder.stats),
+            requests=deepcopy(self._stats.requests),
+            memory_bytes={"weights": self._parts.weight_bytes},
+            histograms=self._recorder.histograms() | self._stats.histograms(),
+        )
+
+    def failure(self) -> None:
+        """The process that died, of a model spread over several: here there are none."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def load_grammar_vocabulary(self) -> None:
+        """Nothing to prepare: there is no sampling."""
+
+    def watch_blocks(self, seconds: float) -> None:
+        """Nothing to watch: there are no blocks."""
+
+    def _enqueue(self, request: _Request) -> None:
+        begin = 0
+        for index, length in enumerate(request.task.lengths):
+            if request.rows[index] is None:
+                heapq.heappush(self._waiting, ((*request.key, index), _Text(request, index, begin)))
+            begin += length
+
+    def _next_texts(self) -> list[_Text]:
+        """Take the next texts within the budget, at least one; those of equal length side by side."""
+        budget = self._parts.limits.max_num_batched_tokens
+        texts: list[_Text] = []
+        while self._waiting:
+            text = self._waiting[0][1]
+            request = text.request
+            if self._requests.get(request.request_id) is not request:
+                heapq.heappop(self._waiting)  # it has ended
+                continue
+            if texts and not self._may_join(text, texts[0].request, budget):
+                break
+            heapq.heappop(self._waiting)
+            texts.append(text)
+            budget -= text.length
+            if not request.has_begun:
+                request.has_begun = True
+                self._stats.wait.observe(time.monotonic() - request.added)
+        return sorted(texts, key=lambda text: text.length)
+
+    @staticmethod
+    def _may_join(text: _Text, first: _Request, budget: int) -> bool:
+        request = text.request
+        is_alone = (request.has_failed or first.has_failed) and request is not first
+        return text.length <= budget and not is_alone and request.task.num_skipped == first.task.num_skipped
+
+    def _take(self, texts: Sequence[_Text], rows: torch.Tensor) -> list[RequestOutput]:
+        is_sound = rows.isfinite().all(dim=1).tolist()
+        changed: dict[str, _Request] = {}
+        failed: list[_Request] = []
+        for text, row, sound in zip(texts, rows, is_sound, strict=True):
+            request = text.request
+            request.rows[text.index] = row
+            request.num_left -= 1
+            request.tokens_done += text.length
+            changed[request.request_id] = request
+            if not sound and request not in failed:
+                failed.append(request)
+        outputs = []
+        for request in changed.values():
+            if request in failed:
+                self._num_invalid += 1
+                outputs.append(
+                    self._end(request, "error", "the model's numbers were not finite", "output_invalid")
+                )
+            elif request.num_left:
+                outputs.append(_progress(request))
+            else:
+                outputs.append(self._end(request, "stop"))
+        return outputs
+
+    def _end(
+        self, request: _Request, reason: FinishReason, error: str | None = None, code: str | None = None
+    ) -> RequestOutput:
+        del self._requests[request.request_id]
+        output = _progress(request)
+        output.finished, output.error, output.error_code = True, error, code
+        output.usage = Usage(len(request.token_ids), 0, 0)
+        delta = CompletionDelta(0, [], "", 0, finish_reason=reason)
+        output.deltas = [delta]
+        if reason == "stop":
+            output.pooled = self._result(request)
+            self._stats.requests.pooled_texts[request.task.kind] += len(request.rows)
+        self._stats.requests.finished[reason] += 1
+        self._stats.requests.prompt_tokens_by_source["computed"] += request.tokens_done
+        self._stats.e2e.observe(time.monotonic() - request.added)
+        return output
+
+    def _result(self, request: _Request) -> PooledRows:
+        import torch
+
+        rows = torch.stack([row for row in request.rows if row is not None])
+        task = request.task
+        values = self._model.finish(rows, task.kind, task.dimensions)
+        return PooledRows(values.shape[1], values.contiguous().numpy().astype("<f4").tobytes())
+
+    def _recover(self, texts: Sequence[_Text], error: Exception) -> list[RequestOutput]:
+        """Recover from a batch that raised: its requests run again alone, and one that raises alone fails."""
+        self._num_failed_steps += 1
+        requests = {text.request.request_id: text.request for text in texts}
+        if tells_of_lost_device(error) or not self._model.device.is_alive():
+            self._lost = DeviceLost(f"the device failed: {type(error).__name__}")
+            self._lost.request_ids = frozenset(requests)
+            raise self._lost from error
+        logger.exception("a batch of %d requests raised", len(requests), exc_info=error)
+        if len(requests) == 1 and texts[0].request.has_failed:
+            message = f"the step raised {type(error).__name__} with this request alone in it"
+            return [self._end(texts[0].request, "error", message, "engine_error")]
+        for text in texts:
+            text.request.has_failed = True
+            heapq.heappush(self._waiting, ((*text.request.key, text.index), text))
+        return []
+
+
+def _progress(request: _Request) -> RequestOutput:
+    return RequestOutput(request.request_id, "prefill", request.tokens_done, len(request.token_ids))
+
+
+def _packed(texts: Sequence[_Text]) -> PackedBatch:
+    from pagemill.engine.pooling.loader import PackedBatch
+
+    lengths = [text.length for text in texts]
+    token_ids = np.fromiter((token for text in texts for token in text.token_ids()), np.int64, sum(lengths))
+    if not any(text.request.task.second_starts for text in texts):
+        return PackedBatch(token_ids, lengths)
+    types = np.zeros(len(token_ids), np.int64)
+    begin = 0
+    for text in texts:
+        if starts := text.request.task.second_starts:
+            types[begin + starts[text.index] : begin + text.length] = 1
+        begin += text.length
+    return PackedBatch(token_ids, lengths, types)

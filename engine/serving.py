@@ -1,0 +1,28 @@
+"""The engine that a model's directory asks for: one that generates, or one that gives vectors or scores."""
+
+from __future__ import annotations
+
+from pagemill.engine.builder import located, obtain_runnable
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.engine import Engine
+from pagemill.engine.models.directory import check_model
+from pagemill.engine.models.echo import is_echo
+from pagemill.engine.models.packaged import PACKAGED_MODEL
+from pagemill.engine.pooling.engine import PoolingEngine
+from pagemill.engine.pooling.folder import read_pooling_folder
+
+AnyEngine = Engine | PoolingEngine
+
+
+def load_engine(config: EngineConfig) -> AnyEngine:
+    """Load the model into the engine it needs. Raises `ConfigError`, mostly `ModelLoadError`."""
+    check_model(config.model)
+    if is_echo(config.model) or config.model == PACKAGED_MODEL:
+        return Engine.from_config(config)
+    model = obtain_runnable(config)
+    folder = read_pooling_folder(model.directory)
+    if folder is None:
+        return Engine.from_config(config, model)
+    from pagemill.engine.pooling.builder import build_pooling_engine  # imports torch
+
+    return build_pooling_engine(located(config, model), model, folder)

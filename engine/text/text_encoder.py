@@ -1,0 +1,70 @@
+"""Whole texts and pairs of texts to token ids, many at a time. Thread-safe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from pagemill.engine.errors import InvalidRequest
+
+Text = str | tuple[str, str]
+"""A text, or a pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedText:
+    token_ids: list[int]
+    second_start: int
+    """Where the second text of a pair begins; the number of tokens if nothing has its type."""
+
+
+class TextEncoder:
+    """A tokenizer with the special tokens that its model was trained with."""
+
+    def __init__(self, tokenizer_json: str, *, gives_types: bool) -> None:
+        """`tokenizer_json`: the content of a tokenizer.json without padding and truncation."""
+        self._gives_types = gives_types
+        self._json = tokenizer_json
+        self._tokenizer: Any = Tokenizer.from_str(tokenizer_json)
+        self._shortening = lru_cache(maxsize=8)(self._shortening_tokenizer)
+
+    def encode(self, texts: Sequence[Text], *, shorten_to: int | None = None) -> list[EncodedText]:
+        """Encode texts, with special tokens; `shorten_to` cuts a longer text's end, and of a pair the longer one's.
+
+        Raises:
+            InvalidRequest: a text is not valid Unicode.
+        """
+        tokenizer = self._tokenizer if shorten_to is None else self._shortening(shorten_to)
+        try:
+            encodings = tokenizer.encode_batch(list(texts), add_special_tokens=True)
+        except (UnicodeError, TypeError) as error:  # lone surrogates
+            raise InvalidRequest("the text is not valid Unicode") from error
+        except Exception as error:  # nothing is left of a text beside so many special tokens
+            raise InvalidRequest(f"the tokenizer refuses the text: {str(error)[:200]}") from error
+        return [
+            _encoded(encoding, has_types=self._gives_types and isinstance(text, tuple))
+            for encoding, text in zip(encodings, texts, strict=True)
+        ]
+
+    def num_leading_tokens(self, prompt: str) -> int:
+        """Return the number of tokens that a prompt has in front of a text: all but a special one at its end."""
+        encoding = self._tokenizer.encode(prompt, add_special_tokens=True)
+        mask = encoding.special_tokens_mask
+        return len(mask) - bool(mask and mask[-1])
+
+    def _shortening_tokenizer(self, length: int) -> Any:
+        tokenizer: Any = Tokenizer.from_str(self._json)
+        tokenizer.enable_truncation(length)
+        return tokenizer
+
+
+def _encoded(encoding: Any, *, has_types: bool) -> EncodedText:
+    token_ids: list[int] = encoding.ids
+    start = len(token_ids)
+    if has_types and 1 in (types := encoding.type_ids):
+        start = types.index(1)
+    return EncodedText(token_ids, start)

@@ -31,6 +31,14 @@ _ECHO_BLOCK_BYTES = 2**16
 
 def build_parts(config: EngineConfig) -> EngineParts:
     """Load the configured model. Raises `ConfigError`, mostly `ModelLoadError`."""
+    return replace(
+        _load_parts(config),
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
+
+
+def _load_parts(config: EngineConfig) -> EngineParts:
     check_model(config.model)  # fails before torch is loaded
     if is_echo(config.model):
         return _build_echo(config)

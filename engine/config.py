@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pagemill.bounds import Range
+from pagemill.chat.families import ToolParser
+from pagemill.chat.thinking import ReasoningParser
 from pagemill.engine.errors import ConfigError, complaint
 
 if TYPE_CHECKING:
@@ -76,6 +78,10 @@ class EngineConfig:
     per process, except swap_space_gib, which is the total."""
     skip_tokenizer_init: bool = False
     """Serve token ids only."""
+    tool_call_parser: ToolParser | None = None
+    """The syntax of the model's tool calls; None: what its chat template shows."""
+    reasoning_parser: ReasoningParser | None = None
+    """The tags around the model's thinking; None: those in its chat template."""
     num_threads: Annotated[int, Range(1, 1024)] | None = None
     """CPU threads for the model; None: torch's default."""
 

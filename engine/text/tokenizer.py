@@ -35,6 +35,17 @@ class Tokenizer(Protocol):
         """Return the token ids of the conversation with the assistant's turn opened. Raises `InvalidRequest`."""
         ...
 
+    @property
+    def chat_template(self) -> str:
+        """The template's source; empty if there is none."""
+        ...
+
+    def render_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        """Like `encode_chat`, as text, with tools and the template's variables. Raises `InvalidRequest`."""
+        ...
+
     def to_json(self) -> str | None:
         """Return the content of a Hugging Face tokenizer.json; None if it can't be expressed as one."""
         ...
@@ -56,8 +67,15 @@ class ByteTokenizer:
     def piece(self, token_id: int) -> str | None:
         return "<end>" if token_id == self.eos_token_id else byte_characters()[token_id]
 
+    chat_template = "{{ messages, tools, enable_thinking }}"
+
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        return self.encode("".join(f"{_text_of(m)}\n" for m in messages))
+        return self.encode(self.render_chat(messages, (), {}))
+
+    def render_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        return "".join(f"{_text_of(m)}\n" for m in messages)
 
     def to_json(self) -> str:
         end = {"id": 256, "content": "<end>", "special": True, "normalized": False,
@@ -111,21 +129,36 @@ class HuggingFaceTokenizer:
         piece: str | None = None if self._backend is None else self._backend.id_to_token(token_id)
         return piece
 
+    @property
+    def chat_template(self) -> str:
+        template = self._tokenizer.chat_template or ""
+        # Some models have several, by name.
+        return template if isinstance(template, str) else "\n".join(template.values())
+
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        # The template adds the special tokens itself.
+        return self.encode(self.render_chat(messages, (), {}), add_special_tokens=False)
+
+    def render_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
         if not self.has_chat_template:
             raise InvalidRequest("the model has no chat template; send a prompt instead of messages")
         for message in messages:
             _text_of(message)
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **variables,
             )
         except Exception as error:  # the template is foreign code: any error is due to these messages
             raise InvalidRequest(
                 f"the chat template refuses these messages: {type(error).__name__}"
             ) from error
-        # The template adds the special tokens itself.
-        return self.encode(text, add_special_tokens=False)
+        return text
 
     def to_json(self) -> str | None:
         if self._backend is None:

@@ -86,7 +86,9 @@ class CallFinder:
     # A state takes what it can from the buffer, and returns True if another step may follow.
 
     def _content(self, pieces: list[Piece]) -> bool:
-        places = [(at, -len(mark), mark) for mark in self._syntax.opens if (at := self._buffer.find(mark)) >= 0]
+        places = [
+            (at, -len(mark), mark) for mark in self._syntax.opens if (at := self._buffer.find(mark)) >= 0
+        ]
         if places:
             at, _, mark = min(places)
             self._tell(pieces, self._buffer[:at])

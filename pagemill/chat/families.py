@@ -6,7 +6,21 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
+
+ToolParser = Literal[
+    "deepseek_v3",
+    "deepseek_v31",
+    "mistral_args",
+    "mistral",
+    "hermes",
+    "phi4",
+    "granite",
+    "llama3_json",
+    "json",
+    "none",
+]
+"""The names of TOOLS; `none` refuses tools."""
 
 _NAME: Final = r'(?P<name>[^"\\\s<>{}\[\]]{1,128})'
 _TYPE: Final = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
@@ -104,9 +118,7 @@ TOOLS: Final[Mapping[str, ToolSyntax]] = {
         _array("[TOOL_CALLS]"), words=("[TOOL_CALLS]",), opens=("[TOOL_CALLS]",), skipped=("[", "]", ",")
     ),
     "hermes": ToolSyntax(
-        CallForm(
-            '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", trigger='<tool_call>\n{"name": "'
-        ),
+        CallForm('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", trigger="<tool_call>"),
         words=("<tool_call>",),
         opens=("<tool_call>",),
         skipped=("</tool_call>",),
@@ -131,7 +143,8 @@ TOOLS: Final[Mapping[str, ToolSyntax]] = {
         skipped=("[", "]", ",", "```json", "```"),
     ),
 }
-"""By name, those with more specific templates first. `json` fits models that know no tools: the prompt explains them."""
+"""By name, those with more specific templates first. For a model that knows no tools, with `json` the prompt explains
+them."""
 
 UNSUPPORTED: Final[Mapping[str, str]] = {
     "<|channel|>": "gpt-oss (harmony)",

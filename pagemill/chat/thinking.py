@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from pagemill.chat.pieces import held_back
+
+ReasoningParser = Literal["think", "seed_oss", "magistral", "none"]
+"""The names of THINKING; `none` leaves the thinking in the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,9 @@ class ThinkingTags:
 
     def is_open_after(self, prompt: str) -> bool:
         """Return True if a prompt ends within the thinking, as some templates do."""
-        return prompt.rfind(self.opening) > prompt.rfind(self.closing) and prompt.rstrip().endswith(self.opening)
+        return prompt.rfind(self.opening) > prompt.rfind(self.closing) and prompt.rstrip().endswith(
+            self.opening
+        )
 
 
 THINKING: Final[Mapping[str, ThinkingTags]] = {

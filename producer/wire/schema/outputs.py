@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from pagemill.producer.wire.schema.chat import ToolCall, ToolCallDelta
+
 State = Literal["queued", "delayed", "running", "succeeded", "failed", "cancelled", "expired", "dead"]
 EndState = Literal["succeeded", "failed", "cancelled", "expired", "dead"]
 Phase = Literal["waiting", "prefill", "decode"]
@@ -54,6 +56,10 @@ class Output(WireModel):
     """The sum over the tokens of a scored continuation. Left out of the JSON of other outputs."""
     parsed: Any = None
     """The parsed value of the text, if the job asked for a structure."""
+    reasoning: str | None = None
+    """The thinking, without its tags; None if there was none. This and `tool_calls` are left out of the JSON of jobs
+    without the fields of `ChatFields`, and their `text` is all that was generated."""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class Usage(WireModel):
@@ -62,6 +68,8 @@ class Usage(WireModel):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None
+    """Those of `completion_tokens` that are thinking. Left out of the JSON of jobs whose thinking is not apart."""
 
 
 class Timing(WireModel):
@@ -97,6 +105,14 @@ class Result(WireModel):
     @property
     def text(self) -> str:
         return self.outputs[0].text
+
+    @property
+    def reasoning(self) -> str | None:
+        return self.outputs[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.outputs[0].tool_calls
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -178,6 +194,10 @@ class StreamEvent(WireModel):
     text: str = ""
     logprobs: tuple[PositionLogprobs, ...] | None = None
     """One entry per token, if the job asked for them."""
+    reasoning: str = ""
+    """New thinking; `text` is without it, and without tool calls, for jobs with any of `ChatFields`."""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    """New parts of tool calls; in a snapshot, all of them so far."""
     state: EndState | None = None
 
 
@@ -225,6 +245,9 @@ class Delta(WireModel):
     text: str = ""
     finish_reason: FinishReason | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None
+    syntax: str | None = None
+    """How to read the sample's text, as `ChatSyntax` writes it; in the first delta of a sample of a job with any of
+    `ChatFields`."""
 
 
 class CheckpointSample(WireModel):
@@ -235,6 +258,7 @@ class CheckpointSample(WireModel):
     text: str = ""
     finish_reason: FinishReason | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None
+    syntax: str | None = None
 
 
 class Checkpoint(WireModel):

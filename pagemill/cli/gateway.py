@@ -66,6 +66,10 @@ def gateway(
     max_in_flight: Annotated[
         int, typer.Option("--max-in-flight", min=1, max=10**6, help="Requests under way; beyond, 503.")
     ] = 2_000,
+    separate_reasoning: Annotated[
+        bool,
+        typer.Option("--separate-reasoning", help="Every chat's thinking apart; once all workers know how."),
+    ] = False,
     redis_url: RedisUrl = None,
     queue: Queue = "default",
 ) -> None:
@@ -83,6 +87,7 @@ def gateway(
     config = GatewayConfig(
         redis_url=url, queue=queue, host=host, port=port, keys_path=keys, models=tuple(models or ()),
         timeout_s=timeout, max_connections=max_connections, max_in_flight=max_in_flight,
+        separate_reasoning=separate_reasoning,
     )  # fmt: skip
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

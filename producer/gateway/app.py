@@ -24,6 +24,7 @@ from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.gateway.guard.limits import STATUS_CLIENT_GONE, ClientGone, RequestLimits
 from pagemill.producer.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from pagemill.producer.openai.formats import CHAT_URL, COMPLETIONS_URL
+from pagemill.producer.openai.responses import RESPONSES_URL
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.schema.errors import PagemillError
 
@@ -71,8 +72,12 @@ def _routes(gateway: Gateway, runner: BatchRunner) -> list[Route]:
     async def complete(request: Request) -> Response:
         return await completions.answer(gateway, request, COMPLETIONS_URL)
 
+    async def respond(request: Request) -> Response:
+        return await completions.answer(gateway, request, RESPONSES_URL)
+
     return [
         Route(CHAT_URL, chat, methods=["POST"]),
+        Route(RESPONSES_URL, respond, methods=["POST"]),
         Route(COMPLETIONS_URL, complete, methods=["POST"]),
         *_model_routes(gateway),
         Route("/v1/files", _by_method(POST=files.create, GET=files.list), methods=["POST", "GET"]),

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from pagemill.cli import options
 from pagemill.cli.app import EXIT_REDIS, EXIT_USAGE, AsJson, Queue, RedisUrl, app, say
 from pagemill.cli.checked import Priority, between, checked
 from pagemill.producer.wire.schema.host_names import HostName
@@ -66,10 +67,7 @@ def gateway(
     max_in_flight: Annotated[
         int, typer.Option("--max-in-flight", min=1, max=10**6, help="Requests under way; beyond, 503.")
     ] = 2_000,
-    separate_reasoning: Annotated[
-        bool,
-        typer.Option("--separate-reasoning", help="Every chat's thinking apart; once all workers know how."),
-    ] = False,
+    separate_reasoning: options.SeparateReasoning = False,
     redis_url: RedisUrl = None,
     queue: Queue = "default",
 ) -> None:

@@ -32,6 +32,23 @@ Stop = Annotated[Texts, typer.Option("--stop", help="Stop string; may be repeate
 Field = Annotated[
     Texts, typer.Option("--field", metavar="NAME=JSON", help="Any other field of a job; may be repeated.")
 ]
+Tools = Annotated[
+    Path | None,
+    typer.Option(
+        "--tools",
+        exists=True,
+        dir_okay=False,
+        metavar="FILE",
+        help="Functions, as a JSON list; implies --chat.",
+    ),
+]
+ToolChoice = Annotated[
+    str | None,
+    typer.Option("--tool-choice", metavar="CHOICE", help="none, auto, required, or a function's name."),
+]
+SeparateReasoning = Annotated[
+    bool, typer.Option("--separate-reasoning", help="Every chat's thinking apart; all workers must know how.")
+]
 Continuation = Annotated[
     Texts,
     typer.Option(

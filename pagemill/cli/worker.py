@@ -65,6 +65,12 @@ class WorkerFlags:
             metavar="INTEGER", help="Processes, and GPUs, that share each layer's work. Default: 1."
         ),
     ] = None
+    tool_call_parser: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Syntax of tool calls. Default: the chat template's.")
+    ] = None
+    reasoning_parser: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Tags around thinking. Default: the chat template's.")
+    ] = None
     vllm_metric_names: Annotated[
         bool | None, typer.Option("--vllm-metric-names", help="Also export vLLM's names of metrics, vllm:*.")
     ] = None

@@ -97,6 +97,7 @@ def test_instructor_s_tools_mode(served: Served) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of its own types
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_litellm_reads_calls_and_thinking(
     served: Served, is_stream: bool, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ from typing import Any
 
 from pagemill.producer.dataset.rows import DatasetError, Row, RowError, shorten
 from pagemill.producer.dataset.template import PromptTemplate, TemplateFailed
+from pagemill.producer.wire.schema.chat import CHAT_FIELDS
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
 
@@ -55,7 +56,11 @@ class Recipe:
 
     def check(self, first: Row | None) -> None:
         """Raise DatasetError for a recipe with which no row can succeed, before anything is submitted."""
-        probe = {"prompt": "x", "model": self.model, **self.fields}
+        is_chat = not CHAT_FIELDS.isdisjoint(self.fields) and (self.chat or self.template is None)
+        text: dict[str, Any] = (
+            {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": "x"}
+        )
+        probe = text | {"model": self.model, **self.fields}
         try:
             Job.parse(probe)
         except InvalidJob as error:

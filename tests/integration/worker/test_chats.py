@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pagemill import Producer
+from pagemill.producer.dataset.pipeline import Pipeline
+from pagemill.producer.wire.schema.chat import Tool
 from pagemill.producer.wire.schema.errors import JobError
-from tests.worker.harness import PATIENCE_S, running_worker, worker_config
+from tests.worker.harness import PATIENCE_S, eventually, running_worker, worker_config
 
 WEATHER = {
     "type": "function",
@@ -173,3 +176,70 @@ def test_what_the_model_cannot_do_is_refused(valkey_url: str) -> None:
             with pytest.raises(JobError, match=hint) as refused:
                 queue.submit(said("x", **fields)).result(PATIENCE_S)
             assert refused.value.code == "unsupported_feature"
+
+
+@pytest.mark.parametrize("structure", [None, {"json": {"const": "yes"}}])
+def test_another_worker_goes_on_with_the_thinking(valkey_url: str, queue_name: str, structure: Any) -> None:
+    """The checkpoint is text as generated: the next worker finds out where in the outline it stands."""
+    config = {"model": "echo:10", "tool_call_parser": "hermes", "reasoning_parser": "think"}
+    text = "<think>" + "0123456789" * 15 + "</think>"
+    job = said(text + "yes", separate_reasoning=True, structured_outputs=structure, stream=True)
+    with Producer(valkey_url, queue=queue_name) as queue:
+        with running_worker(worker_config(valkey_url, queue_name, **config)):
+            handle = queue.submit(job)
+            eventually(lambda: handle.progress().generated_tokens >= 20, "a checkpoint")
+        assert not handle.status().done
+        half = next(iter(handle.stream()))
+        assert half.reasoning
+        assert half.text == ""
+        with running_worker(worker_config(valkey_url, queue_name, **config)):
+            result = handle.result(PATIENCE_S)
+    assert result.resumed_tokens >= 20
+    assert result.reasoning == "0123456789" * 15
+    assert result.text == ('"yes"' if structure else "yes\n")
+
+
+def test_what_a_cancelled_job_leaves_is_parsed_too(valkey_url: str, queue_name: str) -> None:
+    config = worker_config(valkey_url, queue_name, model="echo:10", reasoning_parser="think")
+    with running_worker(config), Producer(valkey_url, queue=queue_name) as queue:
+        handle = queue.submit(said("<think>" + "0123456789" * 30, separate_reasoning=True))
+        eventually(lambda: handle.progress().generated_tokens >= 20, "a checkpoint")
+        handle.cancel()
+        with pytest.raises(JobError) as cancelled:
+            handle.result(PATIENCE_S)
+    (partial,) = cancelled.value.partial
+    assert (partial.reasoning or "").startswith("0123456789")
+    assert partial.text == ""
+
+
+def test_a_batch_of_rows_has_the_same_form(valkey_url: str, queue: Producer) -> None:
+    """The fast path of bulk submits: rows with tools, and rows with a history among plain ones."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "time", "arguments": "{}"}}
+    history = {"role": "assistant", "tool_calls": [call]}
+    rows = [
+        said(f"<think>{number}</think>{CALL}", tools=[TIME], key=f"tools-{number}") for number in range(4)
+    ]
+    plain = [said(f"{number}", key=f"plain-{number}") for number in range(3)]
+    plain[0]["messages"] = [*plain[0]["messages"], history]
+    items = {item.key: item for item in queue.submit_many([*rows, *plain]).results()}
+    for number in range(4):
+        result = items[f"tools-{number}"].result
+        assert result is not None
+        assert (result.reasoning, len(result.tool_calls)) == (str(number), 1)
+    texts = [items[f"plain-{number}"].result for number in range(3)]
+    assert [one.text for one in texts if one is not None] == ["0\n\n", "1\n", "2\n"]
+
+
+def test_a_dataset_s_rows_hold_calls_and_thinking(queue: Producer, tmp_path: Path) -> None:
+    source, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    lines = [{"text": f"<think>{number}</think>{CALL if number else 'no'}"} for number in range(2)]
+    source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    pipeline = Pipeline("{{ text }}", model="echo", tools=[Tool.model_validate(WEATHER)], max_tokens=400)
+    for _ in range(2):  # the second finds all of it done
+        summary = pipeline.run(source, out=out, producer=queue)
+        assert summary.failed == 0
+        plain, called = (json.loads(line) for line in out.read_text().splitlines())
+        assert plain["output"] == "no\n"
+        assert called["output"]["content"] == ""
+        assert called["output"]["tool_calls"][0]["function"]["name"] == "weather"
+        assert (plain["_pagemill"]["reasoning"], called["_pagemill"]["reasoning"]) == ("0", "1")

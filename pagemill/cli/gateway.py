@@ -50,14 +50,7 @@ def gateway(
     no_keys: Annotated[
         bool, typer.Option("--no-keys", help="Serve everybody who reaches --host, beyond this machine too.")
     ] = False,
-    models: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model",
-            callback=checked(ModelName),
-            help="Taken though no worker serves it yet; may be repeated.",
-        ),
-    ] = None,
+    models: options.NamedModels = None,
     timeout: Annotated[
         float, typer.Option("--timeout", callback=between(0.1, 86_400.0), help="Seconds a request may take.")
     ] = 600.0,

@@ -9,6 +9,7 @@ import typer
 
 from pagemill.cli.checked import MAX_TEMPERATURE, Encoding, ModelOrPath, Text, between, checked
 from pagemill.producer.dataset.rows import Format
+from pagemill.producer.wire.schema.keys import ModelName
 
 Texts = list[str] | None
 MAX_ROWS = 10**12
@@ -45,6 +46,12 @@ Tools = Annotated[
 ToolChoice = Annotated[
     str | None,
     typer.Option("--tool-choice", metavar="CHOICE", help="none, auto, required, or a function's name."),
+]
+NamedModels = Annotated[
+    Texts,
+    typer.Option(
+        "--model", callback=checked(ModelName), help="Taken though no worker serves it yet; may be repeated."
+    ),
 ]
 SeparateReasoning = Annotated[
     bool, typer.Option("--separate-reasoning", help="Every chat's thinking apart; all workers must know how.")

@@ -46,6 +46,14 @@ def build_parts(config: EngineConfig, model: LocalModel | None = None) -> Engine
     Args:
         model: its files, if they have been found.
     """
+    return replace(
+        _load_parts(config, model),
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
+
+
+def _load_parts(config: EngineConfig, model: LocalModel | None) -> EngineParts:
     check_model(config.model)  # fails before torch is loaded
     if is_echo(config.model):
         return _build_echo(config)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pagemill.bounds import MODEL_NAME, MODEL_NAME_RULE, Range
+from pagemill.chat.families import ToolParser
+from pagemill.chat.thinking import ReasoningParser
 from pagemill.engine.errors import ConfigError, complaint
 
 if TYPE_CHECKING:
@@ -90,6 +92,10 @@ class EngineConfig:
     """Serve token ids only."""
     chat_template: str | None = None
     """A Jinja file, or the name of one of the model's templates; None: the model's own."""
+    tool_call_parser: ToolParser | None = None
+    """The syntax of the model's tool calls; None: what its chat template shows."""
+    reasoning_parser: ReasoningParser | None = None
+    """The tags around the model's thinking; None: those in its chat template."""
     num_threads: Annotated[int, Range(1, 1024)] | None = None
     """CPU threads for the model; None: torch's default."""
 

@@ -73,7 +73,7 @@ class Engine:
             limits.max_num_seqs,
         )
         self._block_watch = BlockWatch(self._scheduler.block_states)
-        self._grammars = Grammars(parts.tokenizer, parts.vocab_size, limits.eos_token_ids)
+        self._grammars = Grammars(parts.tokenizer, self._token_texts, parts.vocab_size, limits.eos_token_ids)
         pool_tokens = (limits.num_kv_blocks - 1) * limits.block_size
         self.input_processor = InputProcessor(
             parts.tokenizer,
@@ -84,6 +84,8 @@ class Engine:
                 limits.max_num_seqs,
                 limits.eos_token_ids,
             ),
+            tool_call_parser=parts.tool_call_parser,
+            reasoning_parser=parts.reasoning_parser,
         )
 
     @property

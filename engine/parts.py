@@ -35,6 +35,9 @@ class EngineParts:
     weight_bytes: int = 0
     model_parts: str = ""
     """How each part of the model runs, as the start logs it; empty without a model."""
+    tool_call_parser: str | None = None
+    """The settings of these names."""
+    reasoning_parser: str | None = None
     ranks: RankProcesses | None = None
     """The other processes of a model spread over several."""
 

@@ -7,11 +7,45 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
+class Thinking:
+    """The thinking that an output may begin with."""
+
+    opening: str
+    closing: str
+    is_open: bool
+    """True if the prompt ends with the opening tag."""
+    opening_ids: tuple[int, ...]
+    """The tags' tokens, none empty."""
+    closing_ids: tuple[int, ...]
+    budget: int | None = None
+    """Most tokens of thinking, after which the closing tag is forced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """Where in an output `structured_outputs` applies: after the thinking, or from each `trigger` on.
+
+    Without `structured_outputs` it limits the thinking alone.
+    """
+
+    thinking: Thinking | None = None
+    trigger: str = ""
+    """The text before each place that the structure holds for; other text is free. Empty: there is one place, and
+    the structure is all that follows the thinking."""
+    is_repeated: bool = False
+    """True if after a triggered structure the text is free again; otherwise the output ends with it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Generate:
     """Sample tokens after the prompt, according to `SamplingParams`."""
 
-    num_tokens = 0
-    """Tokens given beside the prompt."""
+    outline: Outline | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens given beside the prompt."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)

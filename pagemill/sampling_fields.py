@@ -85,6 +85,8 @@ class SamplingFields:
     truncate_prompt_tokens: TokenCount | None = None
     skip_special_tokens: _Flag = True
     structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: Annotated[int, Exact(), Range(0, MAX_TOKEN_ID)] | None = None
+    """Most tokens of thinking: after them the closing tag is forced."""
 
     @property
     def num_sequences(self) -> int:
@@ -124,6 +126,7 @@ class SamplingFields:
             "min_p": self.min_p != 0.0,
             "stop": bool(self.stop),
             "structured_outputs": self.structured_outputs is not None,
+            "thinking_token_budget": self.thinking_token_budget is not None,
         }
         if names := [name for name, is_given in refused.items() if is_given]:
             raise InvalidParameter(f"a beam search takes no {', '.join(names)}", "unsupported_feature")

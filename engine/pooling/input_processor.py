@@ -57,6 +57,10 @@ class PoolingInputProcessor:
         """Refuse to generate. Raises UnsupportedFeature."""
         raise self._refused("generate")
 
+    def process_chat(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse to generate. Raises UnsupportedFeature."""
+        raise self._refused("generate")
+
     def process_score(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse to score continuations. Raises UnsupportedFeature."""
         raise self._refused("score")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -10,7 +11,10 @@ from pagemill.engine.errors import EngineError, UnsupportedFeature
 from pagemill.engine.outputs import GrammarStats, Histogram, HistogramSnapshot, LabelValues
 from pagemill.engine.scheduling.request import Request
 from pagemill.engine.structured_output.choice import ChoiceCompiler, CompiledChoice
+from pagemill.engine.structured_output.outlined import OutlinedGrammar, TagVocabulary
+from pagemill.engine.structured_output.replayed import ReplayedGrammar
 from pagemill.engine.structured_output.served_grammar import MaskBudget
+from pagemill.engine.tasks import Generate, Outline
 from pagemill.engine.text.tokenizer import Tokenizer
 from pagemill.structured_outputs import StructuredOutputs
 
@@ -45,13 +49,14 @@ class _Waiting(Protocol):
 class _WaitingForLabels:
     request: Request
     compiled: Future[CompiledChoice]
+    attach: Callable[[Request, Callable[[], ReplayedGrammar]], None]
 
     @property
     def is_over(self) -> bool:
         return self.compiled.done()
 
     def finish(self) -> None:
-        _start_choice(self.compiled.result(), self.request)
+        self.attach(self.request, self.compiled.result().start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +85,19 @@ class Grammars:
     nothing, and afterwards its arrival determines its place.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        token_text: Callable[[int], str],
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
         self._choices: ChoiceCompiler | None = None
         self._schemas: SchemaCompiler | None = None
         self._compile_seconds = Histogram(_COMPILE_BUCKETS)
         self._waiting: dict[str, _Waiting] = {}
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="pagemill-choices")
+        self._tags = TagVocabulary(token_text, vocab_size, eos_token_ids)
         if tokenizer is None:
             return
         self._choices = ChoiceCompiler(tokenizer, eos_token_ids[0] if eos_token_ids else None)
@@ -128,13 +140,15 @@ class Grammars:
         """
         shape = request.params.structured_outputs
         if shape is None:
+            if _outline(request) is not None:
+                self._start(request, None)
             return True
         if shape.choice is not None:
             if sum(map(len, shape.choice)) <= _FEW_CHARACTERS:
-                _start_choice(self._compile_choice(shape.choice, request), request)
+                self._start(request, self._compile_choice(shape.choice, request).start)
                 return True
             labels = self._threads.submit(self._compile_choice, shape.choice, request)
-            self._waiting[request.request_id] = _WaitingForLabels(request, labels)
+            self._waiting[request.request_id] = _WaitingForLabels(request, labels, self._start)
             return False
         waiting = _WaitingForSchema(request, self._start_schema(shape, request))
         if waiting.is_over:
@@ -190,17 +204,25 @@ class Grammars:
             if (text := getattr(shape, kind)) is not None
         )
         schema, budget = self._schemas.compile(kind, text), MaskBudget()
-        for sequence in request.live_sequences:
-            sequence.grammar = grammar = schema.grammar(budget)
-            grammar.replay(sequence.output_token_ids)
+        self._start(request, lambda: schema.grammar(budget))
         return schema
 
+    def _start(self, request: Request, start: Callable[[], ReplayedGrammar] | None) -> None:
+        """Give the sequences their grammars, which `start` makes, and replay their tokens."""
+        outline = _outline(request)
+        for sequence in request.live_sequences:
+            grammar: ReplayedGrammar
+            if outline is not None:
+                grammar = OutlinedGrammar(outline, self._tags, start)
+            else:
+                assert start is not None
+                grammar = start()
+            grammar.replay(sequence.output_token_ids)
+            sequence.grammar = grammar
 
-def _start_choice(compiled: CompiledChoice, request: Request) -> None:
-    for sequence in request.live_sequences:
-        grammar = compiled.start()
-        grammar.replay(sequence.output_token_ids)
-        sequence.grammar = grammar
+
+def _outline(request: Request) -> Outline | None:
+    return request.task.outline if isinstance(request.task, Generate) else None
 
 
 def _finish_or_error(waiting: _Waiting) -> EngineError | None:

@@ -7,6 +7,7 @@ reaches nothing else.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from pagemill.engine.errors import ConfigError, InvalidRequest, ModelLoadError, 
 
 _MAX_BYTES = 2**20
 _DEFAULT = "default"
+_WITH_TOOLS = "tool_use"
+"""What transformers calls the template that models have for conversations with tools."""
 
 
 class ChatTemplate:
@@ -36,18 +39,33 @@ class ChatTemplate:
         if self.text is not None:
             self._check_syntax(self.text, asked, directory)
 
-    def render(self, messages: list[Any]) -> str:
+        self._with_tools = self._named.get(_WITH_TOOLS, self.text) if asked is None else self.text
+        texts = [text for text in (self.text, self._with_tools) if text is not None]
+        self.source: str | None = "\n".join(dict.fromkeys(texts)) if texts else None
+        """All that conversations are written by: some models have a template of its own for tools."""
+
+    def render(self, messages: list[Any], tools: list[Any], variables: Mapping[str, Any]) -> str:
         """Return the conversation as text, with the assistant's turn opened.
+
+        Args:
+            tools: functions that the model may call, in OpenAI's form.
+            variables: further names that the template may read.
 
         Raises:
             UnsupportedFeature: there is no template.
             InvalidRequest: the template refuses these messages.
         """
-        if self.text is None:
+        template = self._with_tools if tools else self.text
+        if template is None:
             raise UnsupportedFeature(self._why_none())
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, chat_template=self.text, tokenize=False, add_generation_prompt=True
+                messages,
+                tools=tools or None,
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **variables,
             )
         except Exception as error:  # the template is foreign code: any error is due to these messages
             raise InvalidRequest(

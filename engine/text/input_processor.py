@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NoReturn
 
+from pagemill.chat.parser import ChatSyntax
 from pagemill.engine.byte_cache import ByteCache, text_bytes
 from pagemill.engine.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.tasks import Score
+from pagemill.engine.tasks import Generate, Score
+from pagemill.engine.text.chat import ChatFormat, ChatOptions
 from pagemill.engine.text.tokenizer import Message, Tokenizer
 
 MAX_BAD_WORD_TOKENS = 32_768
@@ -30,7 +33,16 @@ class InputLimits:
 
 
 class InputProcessor:
-    def __init__(self, tokenizer: Tokenizer | None, limits: InputLimits) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        limits: InputLimits,
+        *,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+    ) -> None:
+        """The parsers are those of `EngineConfig`."""
+        self._parsers = tool_call_parser, reasoning_parser
         self._tokenizer = tokenizer
         self._limits = limits
         self._bad_word_ids: ByteCache[tuple[str, ...], tuple[tuple[int, ...], ...]] = ByteCache(
@@ -62,8 +74,33 @@ class InputProcessor:
         Raises:
             InvalidRequest: the subclasses say what the caller can do about it.
         """
+        if params.thinking_token_budget is not None:
+            raise UnsupportedFeature("thinking_token_budget is a chat's, which a worker runs; use max_tokens")
+        token_ids = self._tokenise(prompt, messages, prompt_token_ids)
+        return self._checked(token_ids, params)
+
+    def process_chat(
+        self, messages: Sequence[Message], options: ChatOptions, params: SamplingParams
+    ) -> tuple[list[int], SamplingParams, Generate, ChatSyntax]:
+        """As `process`, for a chat with tools, or with its thinking apart.
+
+        Returns:
+            Also the task, as `add_request` takes it, and how to read the output's text.
+        """
+        if self._tokenizer is None:
+            raise InvalidRequest("this model has no tokenizer; send prompt_token_ids")
+        chat = self._chat_format.prepare(messages, options, params)
+        token_ids, params = self._checked(self._encode(chat.prompt), chat.params)
+        return token_ids, params, chat.task, chat.syntax
+
+    @cached_property
+    def _chat_format(self) -> ChatFormat:
+        assert self._tokenizer is not None
+        return ChatFormat(self._tokenizer, *self._parsers)
+
+    def _checked(self, token_ids: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
         self._check_params(params)
-        token_ids = self._truncated(self._tokenise(prompt, messages, prompt_token_ids), params)
+        token_ids = self._truncated(token_ids, params)
         self._check_prompt(token_ids)
         self._check_choice(params)
         return token_ids, replace(params, max_tokens=self._resolve_max_tokens(len(token_ids), params))

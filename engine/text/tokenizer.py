@@ -44,6 +44,12 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def render_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        """Like `encode_chat`, as text, with tools and the template's variables. Raises the same."""
+        ...
+
     def to_json(self) -> str | None:
         """Return the content of a Hugging Face tokenizer.json; None if it can't be expressed as one."""
         ...
@@ -54,7 +60,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_token_id: int | None = 256
-    chat_template: str | None = None
+    chat_template: str | None = "{{ messages, tools, enable_thinking }}"
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode("utf-8"))
@@ -66,7 +72,12 @@ class ByteTokenizer:
         return "<end>" if token_id == self.eos_token_id else byte_characters()[token_id]
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        return self.encode("".join(f"{_text_of(m)}\n" for m in messages))
+        return self.encode(self.render_chat(messages, (), {}))
+
+    def render_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        return "".join(f"{_text_of(m)}\n" for m in messages)
 
     def to_json(self) -> str:
         end = {"id": 256, "content": "<end>", "special": True, "normalized": False,
@@ -109,7 +120,7 @@ class HuggingFaceTokenizer:
         self.vocab_size: int = len(self._tokenizer)
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
         self._template = ChatTemplate(self._tokenizer, directory, chat_template)
-        self.chat_template = self._template.text
+        self.chat_template = self._template.source
         self.gives_types: bool = "token_type_ids" in self._tokenizer.model_input_names
         """The model tells a pair's second text by a type of its tokens."""
 
@@ -129,11 +140,15 @@ class HuggingFaceTokenizer:
         return piece
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        # The template adds the special tokens itself.
+        return self.encode(self.render_chat(messages, (), {}), add_special_tokens=False)
+
+    def render_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
         for message in messages:
             _text_of(message)
-        text = self._template.render(list(messages))
-        # The template adds the special tokens itself.
-        return self.encode(text, add_special_tokens=False)
+        return self._template.render(list(messages), [dict(tool) for tool in tools], variables)
 
     def to_json(self) -> str | None:
         if self._backend is None:

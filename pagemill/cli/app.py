@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -242,6 +243,8 @@ class SubmitOptions:
     choice: Annotated[
         list[str] | None, typer.Option("--choice", help="The output is one of these; may be repeated.")
     ] = None
+    tools: options.Tools = None
+    tool_choice: options.ToolChoice = None
     continuation: options.Continuation = None
     priority: Annotated[
         str | None, typer.Option("--priority", callback=checked(Priority), help="high, normal or low.")
@@ -277,7 +280,7 @@ def submit(given: SubmitOptions) -> None:
 def _submitted_fields(given: SubmitOptions) -> dict[str, Any]:
     text = sys.stdin.read() if given.prompt == "-" else given.prompt
     fields: dict[str, Any] = extra_fields(given.field or []) | scored(given.continuation)
-    fields |= _prompt_fields(text, given.chat, given.system)
+    fields |= _prompt_fields(text, given.chat or given.tools is not None, given.system)
     chosen = {
         "max_tokens": given.max_tokens,
         "temperature": given.temperature,
@@ -286,11 +289,26 @@ def _submitted_fields(given: SubmitOptions) -> dict[str, Any]:
         "priority": given.priority,
     }
     fields |= {name: value for name, value in chosen.items() if value is not None}
+    fields |= _tool_fields(given.tools, given.tool_choice)
     if given.choice:
         fields["structured_outputs"] = {"choice": given.choice}
     if given.stream:
         fields["stream"] = True
     fields.setdefault("model", given.model or default_model(given.redis_url, given.queue))
+    return fields
+
+
+def _tool_fields(tools: Path | None, choice: str | None) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if tools is not None:
+        try:
+            fields["tools"] = json.loads(tools.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            raise typer.BadParameter(f"--tools: {tools} is no JSON: {error}") from error
+    if choice in ("none", "auto", "required"):
+        fields["tool_choice"] = choice
+    elif choice is not None:
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice}}
     return fields
 
 

@@ -81,7 +81,9 @@ def preview(dataset: DatasetRun, counter: TokenCounter, limit: int | None, *, as
 def prompt_text(job: Job) -> str:
     """Return a job's prompt in readable form, without the middle of a long one."""
     if job.messages is not None:
-        return "\n".join(f"[{message.role}] {_visible(message.content)}" for message in job.messages)
+        return "\n".join(
+            f"[{message.role}] {_visible(message.text + message.more())}" for message in job.messages
+        )
     return _visible(job.prompt) if job.prompt is not None else f"{len(job.prompt_token_ids or ())} token ids"
 
 

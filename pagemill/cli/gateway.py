@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pagemill.cli import options
 from pagemill.cli.app import EXIT_REDIS, EXIT_USAGE, AsJson, Queue, RedisUrl, app, say
 from pagemill.cli.checked import LogFormat, LogLevel, Priority, between, checked
 from pagemill.producer.wire.schema.host_names import HostName
@@ -68,14 +69,7 @@ def gateway(
     no_keys: Annotated[
         bool, typer.Option("--no-keys", help="Serve everybody who reaches --host, beyond this machine too.")
     ] = False,
-    models: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model",
-            callback=checked(ModelName),
-            help="Taken though no worker serves it yet; may be repeated.",
-        ),
-    ] = None,
+    models: options.NamedModels = None,
     timeout: Annotated[
         float, typer.Option("--timeout", callback=between(0.1, 86_400.0), help="Seconds a request may take.")
     ] = 600.0,
@@ -87,6 +81,7 @@ def gateway(
     ] = 2_000,
     log_level: GatewayLogLevel = "info",
     log_format: GatewayLogFormat = "console",
+    separate_reasoning: options.SeparateReasoning = False,
     redis_url: RedisUrl = None,
     queue: Queue = "default",
 ) -> None:
@@ -103,6 +98,7 @@ def gateway(
     config = GatewayConfig(
         redis_url=url, queue=queue, host=host, port=port, keys_path=keys, models=tuple(models or ()),
         timeout_s=timeout, max_connections=max_connections, max_in_flight=max_in_flight,
+        separate_reasoning=separate_reasoning,
     )  # fmt: skip
     configure_logging(log_level, log_format, fields={"queue": queue})  # type: ignore[arg-type]  # checked above
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

@@ -11,6 +11,7 @@ from pagemill.cli.checked import MAX_TEMPERATURE, Encoding, ModelOrPath, Text, b
 from pagemill.producer.dataset.recipe import OnRow
 from pagemill.producer.dataset.rows import Format
 from pagemill.producer.dataset.run import OnCut
+from pagemill.producer.wire.schema.keys import ModelName
 
 Texts = list[str] | None
 MAX_ROWS = 10**12
@@ -33,6 +34,29 @@ Seed = Annotated[
 Stop = Annotated[Texts, typer.Option("--stop", help="Stop string; may be repeated.")]
 Field = Annotated[
     Texts, typer.Option("--field", metavar="NAME=JSON", help="Any other field of a job; may be repeated.")
+]
+Tools = Annotated[
+    Path | None,
+    typer.Option(
+        "--tools",
+        exists=True,
+        dir_okay=False,
+        metavar="FILE",
+        help="Functions, as a JSON list; implies --chat.",
+    ),
+]
+ToolChoice = Annotated[
+    str | None,
+    typer.Option("--tool-choice", metavar="CHOICE", help="none, auto, required, or a function's name."),
+]
+NamedModels = Annotated[
+    Texts,
+    typer.Option(
+        "--model", callback=checked(ModelName), help="Taken though no worker serves it yet; may be repeated."
+    ),
+]
+SeparateReasoning = Annotated[
+    bool, typer.Option("--separate-reasoning", help="Every chat's thinking apart; all workers must know how.")
 ]
 Continuation = Annotated[
     Texts,

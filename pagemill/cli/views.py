@@ -21,7 +21,7 @@ _STATES = (*ACTIVE_STATES, *END_STATES)
 
 
 def print_result(result: Result, as_json: bool) -> None:
-    """Print the text of every sample, after its log-probability if it was scored.
+    """Print the text of every sample, after its log-probability if it was scored, and its calls, one a line.
 
     Of a job for vectors, a vector a line; of labels, a label a line with its number; of scores, a score a line.
     """
@@ -32,7 +32,10 @@ def print_result(result: Result, as_json: bool) -> None:
         _print_rows_of_numbers(result)
         return
     for output in result.outputs:
-        typer.echo(output.text if output.logprob is None else f"{output.logprob:.4f}\t{output.text}")
+        if output.text or not output.tool_calls:
+            typer.echo(output.text if output.logprob is None else f"{output.logprob:.4f}\t{output.text}")
+        for call in output.tool_calls:
+            typer.echo(f"{call.function.name} {call.function.arguments}")
 
 
 def _print_rows_of_numbers(result: Result) -> None:

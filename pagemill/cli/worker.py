@@ -114,6 +114,12 @@ class WorkerFlags:
             help="Compare a model of no registered family with transformers at its first start. Default: on.",
         ),
     ] = None
+    tool_call_parser: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Syntax of tool calls. Default: the chat template's.")
+    ] = None
+    reasoning_parser: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Tags around thinking. Default: the chat template's.")
+    ] = None
     vllm_metric_names: Annotated[
         bool | None, typer.Option("--vllm-metric-names", help="Also export vLLM's names of metrics, vllm:*.")
     ] = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pagemill.producer.client.effects import Emit, Flow, Sleep, Wait
 from pagemill.producer.wire.calls import batches, reads, registry, transitions
@@ -14,11 +14,13 @@ from pagemill.producer.wire.schema.errors import InvalidJob, JobNotFound, RedisU
 from pagemill.producer.wire.schema.outputs import (
     BatchCounts,
     BatchInfo,
+    Delta,
     JobStatus,
     Output,
     Result,
     StreamEvent,
 )
+from pagemill.producer.wire.schema.parsed_text import ParsedText, begins_with, new_call_parts
 from pagemill.producer.wire.server.scripts import Call
 
 T = TypeVar("T")
@@ -239,7 +241,7 @@ def cancel_batch(queue: str, batch_id: str) -> Flow[int]:
 
 def stream(queue: str, job_id: str) -> Flow[None]:
     """Emit StreamEvents until the job has ended. Raises JobNotFound."""
-    reader = _FeedReader()
+    reader = _FeedReader(job_id)
     pace = _Pace()
     while True:
         feed = yield from _patiently(call(reads.feed(queue, job_id, reader.epoch, reader.position)), pace)
@@ -262,12 +264,14 @@ def stream(queue: str, job_id: str) -> Flow[None]:
 class _FeedReader:
     """One reader's position in a feed; turns news into the events that bring the reader up to date."""
 
-    def __init__(self) -> None:
+    def __init__(self, job_id: str) -> None:
         self.epoch = 0
         self.position = 0
+        self._job_id = job_id
         self._fresh = True
         """Nothing of this epoch has been read yet: existing output is sent as snapshots."""
         self._seen: dict[int, Output] = {}
+        self._texts: dict[int, ParsedText] = {}
         self._stale: set[int] = set()
         """Samples whose text was sent in an earlier epoch: a snapshot has to replace it."""
 
@@ -275,14 +279,14 @@ class _FeedReader:
         if feed.epoch != self.epoch:
             self.epoch, self.position, self._fresh = feed.epoch, 0, True
             self._stale |= set(self._seen)
-            self._seen = {}
+            self._seen, self._texts = {}, {}
         events: list[StreamEvent] = []
         as_a_whole: set[int] = set()
         for delta in feed.deltas:
             seen = self._seen.get(delta.index) or Output(index=delta.index)
             grown = Output.model_construct(
                 index=delta.index,
-                text=seen.text + delta.text,
+                **self._parsed(delta),
                 token_ids=seen.token_ids + delta.token_ids,
                 logprobs=None if delta.logprobs is None else (seen.logprobs or ()) + delta.logprobs,
             )
@@ -299,6 +303,13 @@ class _FeedReader:
             events += self._rest(feed.attempt, output)
         return events
 
+    def _parsed(self, delta: Delta) -> dict[str, Any]:
+        text = self._texts.get(delta.index)
+        if text is None:
+            text = self._texts[delta.index] = ParsedText(delta.syntax, self._job_id, delta.index)
+        text.add(delta.text, is_end=delta.finish_reason is not None)
+        return text.output_fields()
+
     def _rest(self, attempt: int, output: Output) -> list[StreamEvent]:
         """Return events for what the result has beyond the feed, which is removed once the result exists."""
         seen = self._seen.get(output.index) or Output(index=output.index)
@@ -306,12 +317,24 @@ class _FeedReader:
         if output.index in self._stale:
             self._stale.discard(output.index)
             return [_snapshot(attempt, output)]
-        if output.text == seen.text and output.token_ids == seen.token_ids:
+        if _parts(output) == _parts(seen) and output.token_ids == seen.token_ids:
             return []
         is_longer = output.token_ids[: len(seen.token_ids)] == seen.token_ids
-        if not (is_longer and output.text.startswith(seen.text)):
+        if not (is_longer and _continues(output, seen)):
             return [_snapshot(attempt, output)]
         return [_gain(attempt, seen, output)]
+
+
+def _parts(output: Output) -> tuple[object, ...]:
+    return output.text, output.reasoning, output.tool_calls
+
+
+def _continues(grown: Output, seen: Output) -> bool:
+    return (
+        grown.text.startswith(seen.text)
+        and (grown.reasoning or "").startswith(seen.reasoning or "")
+        and begins_with(grown.tool_calls, seen.tool_calls)
+    )
 
 
 def _snapshot(attempt: int, seen: Output) -> StreamEvent:
@@ -322,6 +345,8 @@ def _snapshot(attempt: int, seen: Output) -> StreamEvent:
         token_ids=seen.token_ids,
         text=seen.text,
         logprobs=seen.logprobs,
+        reasoning=seen.reasoning or "",
+        tool_calls=new_call_parts((), seen.tool_calls),
     )
 
 
@@ -336,4 +361,6 @@ def _gain(attempt: int, seen: Output, grown: Output) -> StreamEvent:
         token_ids=grown.token_ids[offset:],
         text=grown.text[len(seen.text) :],
         logprobs=None if grown.logprobs is None else grown.logprobs[offset:],
+        reasoning=(grown.reasoning or "")[len(seen.reasoning or "") :],
+        tool_calls=new_call_parts(seen.tool_calls, grown.tool_calls),
     )

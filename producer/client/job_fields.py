@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from pagemill.producer.wire.schema.job import Message
+from pagemill.producer.wire.schema.chat import Message, NamedToolChoice, Tool
 from pagemill.structured_outputs import StructuredOutputs
 
 
@@ -41,6 +41,13 @@ class RowFields(TypedDict, total=False):
     truncate_prompt_tokens: int | None
     skip_special_tokens: bool
     structured_outputs: StructuredOutputs | Mapping[str, Any] | type[Any] | None
+    thinking_token_budget: int | None
+    tools: Sequence[Tool | Mapping[str, Any]] | None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None
+    separate_reasoning: bool | None
     task: Literal["generate", "score", "embed", "classify", "rerank"]
     continuations: Sequence[str | Sequence[int]] | None
     inputs: Sequence[str | Sequence[int]] | None

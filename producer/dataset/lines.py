@@ -35,6 +35,8 @@ class OutputLines:
             "finish_reason": samples[0].get("finish_reason"),
             "usage": kept.get("usage"),
         }
+        if samples[0].get("reasoning") is not None:
+            meta["reasoning"] = samples[0]["reasoning"]
         columns = {name: value for name, value in (row.fields or {}).items() if name != META}
         output = output_of(kept, self.recipe.task) if self.recipe.is_pooled else self._output_value(samples)
         values = field_values(output, self.fields)
@@ -44,14 +46,14 @@ class OutputLines:
     def _output_value(self, samples: list[dict[str, Any]]) -> Any:
         """Return the value of the row's output.
 
-        A text; the parsed value if a shape was asked for; a list for n > 1. For scores a log-probability, or
-        one per continuation.
+        A text; the parsed value if a shape was asked for; text and calls if tools were called; a list for n > 1. For
+        scores a log-probability, or one per continuation.
         """
         if self.recipe.is_scored:
             scores = [sample["logprob"] for sample in samples]
             names = self.recipe.fields.get("continuations")
             return scores[0] if names is None else dict(zip(map(_name, names), scores, strict=True))
-        values = [s["parsed"] if s.get("parsed") is not None else s["text"] for s in samples]
+        values = [_value(sample) for sample in samples]
         return values[0] if len(values) == 1 else values
 
     def read(self, fields: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]] | None:
@@ -65,7 +67,8 @@ class OutputLines:
 
     def _kept(self, output: Any, meta: Mapping[str, Any], path: Path) -> dict[str, Any]:
         wants_json, samples = self.recipe.wants_json, int(self.recipe.fields.get("n") or 1)
-        is_encoded = wants_json or samples > 1 or self.recipe.is_scored or self.recipe.is_pooled
+        is_plain = not (self.recipe.is_scored or self.recipe.is_pooled or "tools" in self.recipe.fields)
+        is_encoded = wants_json or samples > 1 or not is_plain
         if isinstance(output, str) and data_suffix(path) in TEXT_CELLS and is_encoded:
             loaded = _loaded(output)
             output = output if loaded is None else loaded
@@ -82,7 +85,15 @@ class OutputLines:
             is_parsed = not isinstance(value, str) or (wants_json and finish_reason == "stop")
             parsed = value if is_parsed else None
             outputs.append({"index": index, "text": text, "parsed": parsed, "finish_reason": finish_reason})
+        if meta.get("reasoning") is not None:
+            outputs[0]["reasoning"] = meta["reasoning"]
         return {"outputs": outputs, "usage": meta.get("usage") or {}}
+
+
+def _value(sample: Mapping[str, Any]) -> Any:
+    if sample.get("tool_calls"):
+        return {"content": sample["text"], "tool_calls": sample["tool_calls"]}
+    return sample["parsed"] if sample.get("parsed") is not None else sample["text"]
 
 
 def _name(continuation: Any) -> str:

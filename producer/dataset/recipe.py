@@ -13,6 +13,7 @@ from pagemill.bounds import InvalidParameter
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.rows import Row, RowError, shorten
 from pagemill.producer.dataset.template import NullRendered, PromptTemplate, TemplateFailed, is_blank
+from pagemill.producer.wire.schema.chat import CHAT_FIELDS
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.tasks import POOLED_TASKS
@@ -115,7 +116,11 @@ class Recipe:
 
     def check(self, first: Row | None) -> None:
         """Raise DatasetError for a recipe with which no row can succeed, before anything is submitted."""
-        probe = {"prompt": "x", "model": self.model, **self.fields}
+        is_chat = not CHAT_FIELDS.isdisjoint(self.fields) and (self.chat or self.template is None)
+        text: dict[str, Any] = (
+            {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": "x"}
+        )
+        probe = text | {"model": self.model, **self.fields}
         if self.task == "rerank":
             probe.setdefault("documents", ["x"])
         try:

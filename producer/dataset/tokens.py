@@ -37,9 +37,7 @@ class TokenCounter:
     def _count(self, job: Job) -> int:
         if job.prompt_token_ids is not None:
             return len(job.prompt_token_ids)
-        texts = (
-            [job.prompt] if job.prompt is not None else [message.content for message in job.messages or ()]
-        )
+        texts = [job.prompt] if job.prompt is not None else [message.text for message in job.messages or ()]
         if self._tokenizer is None:
             return sum(len(text.encode()) // 4 + 1 for text in texts if text)
         return sum(len(self._tokenizer.encode(text).ids) for text in texts if text)

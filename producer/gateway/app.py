@@ -25,6 +25,7 @@ from pagemill.producer.gateway.guard.limits import STATUS_CLIENT_GONE, ClientGon
 from pagemill.producer.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from pagemill.producer.openai.formats import CHAT_URL, COMPLETIONS_URL
 from pagemill.producer.openai.pooled_formats import POOLED_URLS
+from pagemill.producer.openai.responses import RESPONSES_URL
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.schema.errors import PagemillError
 
@@ -72,8 +73,12 @@ def _routes(gateway: Gateway, runner: BatchRunner) -> list[Route]:
     async def complete(request: Request) -> Response:
         return await completions.answer(gateway, request, COMPLETIONS_URL)
 
+    async def respond(request: Request) -> Response:
+        return await completions.answer(gateway, request, RESPONSES_URL)
+
     return [
         Route(CHAT_URL, chat, methods=["POST"]),
+        Route(RESPONSES_URL, respond, methods=["POST"]),
         Route(COMPLETIONS_URL, complete, methods=["POST"]),
         *(_pooled_route(gateway, url) for url in POOLED_URLS),
         *_model_routes(gateway),

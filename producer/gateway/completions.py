@@ -1,4 +1,4 @@
-"""/v1/chat/completions and /v1/completions: submit, wait or stream, answer."""
+"""/v1/chat/completions, /v1/completions and /v1/responses: submit, wait or stream, answer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from starlette.responses import Response
 from pagemill.producer.gateway.errors import JsonResponse
 from pagemill.producer.gateway.gateway import Gateway, while_connected
 from pagemill.producer.gateway.request_parsing import Ask, read_ask
+from pagemill.producer.gateway.responses import ResponseStream
 from pagemill.producer.gateway.streaming import GRACE_S, CompletionStream, EventStream
 from pagemill.producer.gateway.waiter import Waiter
 from pagemill.producer.openai.formats import choice, completion, total_usage
+from pagemill.producer.openai.responses import response
 from pagemill.producer.wire.schema.errors import QueueFull
 from pagemill.producer.wire.schema.outputs import Result
 
@@ -42,6 +44,8 @@ async def _whole(gateway: Gateway, request: Request, ask: Ask, waiter: Waiter) -
     usage = total_usage(result.usage for result in results)
     gateway.metrics.tokens["prompt"] += usage.prompt_tokens
     gateway.metrics.tokens["completion"] += usage.completion_tokens
+    if ask.response is not None:
+        return JsonResponse(response(ask.response, handles[0].id, int(time.time()), results[0]))
     choices = [
         choice(ask.url, output, number * ask.n + output.index)
         for number, result in enumerate(results)
@@ -77,7 +81,10 @@ async def _all(*waits: object) -> list[Result]:
 
 async def _streamed(gateway: Gateway, request: Request, ask: Ask, waiter: Waiter, started: float) -> Response:
     """Stream the answer. It starts with the first event, so that an earlier error has its own status."""
-    stream = CompletionStream(ask, waiter.handles)
+    if ask.response is None:
+        stream = CompletionStream(ask, waiter.handles)
+    else:
+        stream = ResponseStream(ask, waiter.handles[0], ask.response)
     chunks = stream.chunks()
     try:
         first = await while_connected(request, anext(chunks))

@@ -35,6 +35,8 @@ class GatewayConfig:
     models: tuple[ModelName, ...] = ()
     """Models accepted before any worker serves them, for workers that are started on demand."""
 
+    separate_reasoning: bool = False
+    """Have the thinking of every chat apart. Workers of the release before this one do not take such jobs."""
     timeout_s: _Seconds = 600.0
     """A request's deadline; a client may ask for an earlier one."""
     max_body_bytes: _Bytes = 2 * MIB

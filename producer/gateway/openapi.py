@@ -13,8 +13,10 @@ from pagemill.producer.gateway.batches import BATCH_ID, Batch, BatchRequest
 from pagemill.producer.gateway.files import FILE_ID, File
 from pagemill.producer.gateway.request_parsing import TIMEOUT_HEADER
 from pagemill.producer.gateway.served_models import Model
-from pagemill.producer.openai import formats
+from pagemill.producer.openai import formats, responses
 from pagemill.producer.openai.pooled_schemas import POOLED_OPERATIONS
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.chat import ToolCall
 from pagemill.producer.wire.schema.job import MAX_KEY, MAX_MESSAGES, Job
 
 _REF = "#/components/schemas/"
@@ -22,7 +24,10 @@ _REF = "#/components/schemas/"
 
 class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]]
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
 
 
 class ResponseFormat(BaseModel):
@@ -66,11 +71,12 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, Any]
+    completion_tokens_details: dict[str, Any] | None = None
 
 
 class _Choice(BaseModel):
     index: int
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatChoice(_Choice):
@@ -98,6 +104,35 @@ class Completion(_Answer):
     choices: Annotated[list[CompletionChoice], Field(min_length=1)]
 
 
+class ResponseRequest(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, None]
+    model: Annotated[str, Field(pattern=f"^{keys.MODEL_PATTERN.pattern}$")]
+    input: Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    stream: bool | None = None
+    store: Literal[False] | None = None
+
+
+class ResponseObject(BaseModel):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
 class DeletedFile(BaseModel):
     object: Literal["file"]
     id: str
@@ -121,6 +156,8 @@ def _request(name: str, url: str, base: type[_Request]) -> type[BaseModel]:
     fields: dict[str, Any] = {field: job[field] for field in job if field in formats.FIELDS[url]}
     fields |= dict.fromkeys(formats.ANNOTATIONS, str)
     for field, values in formats.NEUTRAL.items():
+        if field in formats.FIELDS[url]:
+            continue
         fields[field] = Annotated[Any, WithJsonSchema({"enum": list(values)})]
     optional: dict[str, Any] = {
         field: (kind | None, None) for field, kind in fields.items() if field not in base.model_fields
@@ -137,8 +174,9 @@ ChatRequest = _request("ChatRequest", formats.CHAT_URL, _ChatRequest)
 CompletionRequest = _request("CompletionRequest", formats.COMPLETIONS_URL, _CompletionRequest)
 ModelList, FileList, BatchList = _list_of(Model), _list_of(File), _list_of(Batch)
 _REFERRED_TO: tuple[type[BaseModel], ...] = (
-    ChatRequest, CompletionRequest, BatchRequest, FileUpload, ChatCompletion, Completion, ModelList, FileList,
-    BatchList, DeletedFile, Error, *(model for pair in POOLED_OPERATIONS.values() for model in pair),
+    ChatRequest, CompletionRequest, ResponseRequest, BatchRequest, FileUpload, ChatCompletion, Completion,
+    ResponseObject, ModelList, FileList, BatchList, DeletedFile, Error,
+    *(model for pair in POOLED_OPERATIONS.values() for model in pair),
 )  # fmt: skip
 
 
@@ -187,6 +225,9 @@ def _paths() -> dict[str, Any]:
         formats.CHAT_URL: {"post": _operation(_json(ChatCompletion) | events, headers, _json(ChatRequest))},
         formats.COMPLETIONS_URL: {
             "post": _operation(_json(Completion) | events, headers, _json(CompletionRequest))
+        },
+        responses.RESPONSES_URL: {
+            "post": _operation(_json(ResponseObject) | events, headers, _json(ResponseRequest))
         },
         **{
             url: {"post": _operation(_json(answer), headers, _json(body))}

@@ -13,7 +13,8 @@ from starlette.requests import Request
 from pagemill.producer.gateway.api_keys import ApiKey
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.errors import ApiError
-from pagemill.producer.openai.formats import parse_job, read_jobs
+from pagemill.producer.openai.formats import CHAT_URL, is_chat, parse_job, read_jobs
+from pagemill.producer.openai.responses import RESPONSES_URL, read_response
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_KEY, Job
 
@@ -30,6 +31,8 @@ class Ask:
     stream: bool
     include_usage: bool
     timeout_s: float
+    response: Mapping[str, Any] | None = None
+    """The body of a request for a response, which the chat in `jobs` stands for."""
 
     @property
     def model(self) -> str:
@@ -43,10 +46,20 @@ class Ask:
 async def read_ask(request: Request, url: str, caller: ApiKey, config: GatewayConfig) -> Ask:
     """Read a request for completions. Raises ApiError and InvalidJob."""
     body = await read_object(request)
+    response = dict(body) if url == RESPONSES_URL else None
+    if response is not None:
+        url, body = CHAT_URL, read_response(body)
     is_stream = _flag(body.pop("stream", None), "stream")
     include_usage = _read_stream_options(body.pop("stream_options", None), is_stream)
     timeout_s = _read_timeout(request, config.timeout_s)
-    own = {"tenant": caller.tenant, "priority": caller.priority, "stream": is_stream, "ttl": timeout_s}
+    own: dict[str, Any] = {
+        "tenant": caller.tenant,
+        "priority": caller.priority,
+        "stream": is_stream,
+        "ttl": timeout_s,
+    }
+    if config.separate_reasoning and is_chat(url):
+        own["separate_reasoning"] = True
     name = _read_idempotency_key(request)
     jobs: list[Job] = []
     size, rows = 0, read_jobs(url, body)
@@ -60,7 +73,7 @@ async def read_ask(request: Request, url: str, caller: ApiKey, config: GatewayCo
             most = f"at most {config.max_stored_bytes} bytes are stored"
             message = f"{len(rows)} prompts, each with the request's settings, are too many: {most}"
             raise ApiError(413, message, "request_too_large", "prompt")
-    return Ask(url, tuple(jobs), is_stream, include_usage, timeout_s)
+    return Ask(url, tuple(jobs), is_stream, include_usage, timeout_s, response)
 
 
 async def read_object(request: Request) -> dict[str, Any]:

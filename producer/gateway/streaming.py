@@ -11,7 +11,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.responses import Response
@@ -20,9 +20,18 @@ from starlette.types import Receive, Scope, Send
 from pagemill.producer.client.aio_handles import AsyncJobHandle
 from pagemill.producer.gateway.errors import ApiError, as_api_error, stopping
 from pagemill.producer.gateway.request_parsing import Ask
-from pagemill.producer.openai.formats import completion_id, is_chat, logprobs_body, total_usage, usage_body
+from pagemill.producer.openai.formats import (
+    completion_id,
+    finish_reason,
+    is_chat,
+    logprobs_body,
+    reasoning_body,
+    total_usage,
+    usage_body,
+)
+from pagemill.producer.wire.schema.chat import ToolCallDelta
 from pagemill.producer.wire.schema.errors import PagemillError, ResultTimeout
-from pagemill.producer.wire.schema.outputs import PositionLogprobs, Result, StreamEvent, Usage
+from pagemill.producer.wire.schema.outputs import Output, PositionLogprobs, Result, StreamEvent, Usage
 
 GRACE_S = 5.0
 """Margin after the deadline, at which the queue itself ends a job, for a queue that does not."""
@@ -34,13 +43,24 @@ _MERGED_EVENTS = 64
 """Events of several jobs buffered for a slow client; the rest stays in Redis."""
 
 
+@dataclass(frozen=True, slots=True)
+class News:
+    """New text of one sample: of its `content`, its `reasoning`, or the arguments of a call, named by its number."""
+
+    part: str | int
+    text: str
+    call: ToolCallDelta | None = None
+    """A call's first delta, with id and name."""
+
+
 @dataclass(slots=True)
 class _Sample:
-    """The text of one sample that was sent, and the text its job has generated in this run."""
+    """The text of one sample that was sent, by parts, and the text its job has generated in this run."""
 
-    sent: str = ""
+    sent: dict[str | int, str] = field(default_factory=dict)
     sent_positions: int = 0
-    seen: str = ""
+    seen: dict[str | int, str] = field(default_factory=dict)
+    calls: dict[int, ToolCallDelta] = field(default_factory=dict)
     has_begun: bool = False
 
     def check_end(self) -> None:
@@ -48,20 +68,45 @@ class _Sample:
         if self.seen != self.sent:
             raise diverged()
 
-    def take(self, event: StreamEvent) -> tuple[str, tuple[PositionLogprobs, ...] | None]:
+    def take(self, event: StreamEvent) -> tuple[list[News], tuple[PositionLogprobs, ...] | None]:
         """Return the text and logprobs to send now. Raises ApiError if the text contradicts `sent`."""
-        self.seen = event.text if event.type == "snapshot" else self.seen + event.text
-        if not self.seen.startswith(self.sent):
-            if self.sent.startswith(self.seen):
-                return "", None
+        if event.type == "snapshot":
+            self.seen = {}
+        begun = self._see(event)
+        if any(
+            not self.seen.get(part, "").startswith(sent) and not sent.startswith(self.seen.get(part, ""))
+            for part, sent in self.sent.items()
+        ):
             raise diverged()
-        text = self.seen[len(self.sent) :]
-        self.sent = self.seen
+        if any(len(self.seen.get(part, "")) < len(sent) for part, sent in self.sent.items()):
+            return [], None
+        news = [
+            News(part, text[len(self.sent.get(part, "")) :], begun.get(part))
+            for part, text in self.seen.items()
+            if part in begun or len(text) > len(self.sent.get(part, ""))
+        ]
+        self.sent = dict(self.seen)
         if event.logprobs is None:
-            return text, None
-        news = event.logprobs[max(0, self.sent_positions - event.offset) :]
-        self.sent_positions += len(news)
-        return text, news
+            return news, None
+        positions = event.logprobs[max(0, self.sent_positions - event.offset) :]
+        self.sent_positions += len(positions)
+        return news, positions
+
+    def _see(self, event: StreamEvent) -> dict[str | int, ToolCallDelta]:
+        """Take in an event's text; returns the calls that are new, by their numbers."""
+        begun: dict[str | int, ToolCallDelta] = {}
+        for part, text in (("reasoning", event.reasoning), ("content", event.text)):
+            if text:
+                self.seen[part] = self.seen.get(part, "") + text
+        for call in event.tool_calls:
+            if call.id is not None:
+                known = self.calls.setdefault(call.index, call)
+                if (known.id, known.name) != (call.id, call.name):
+                    raise diverged()
+                if call.index not in self.sent:
+                    begun[call.index] = call
+            self.seen[call.index] = self.seen.get(call.index, "") + call.arguments
+        return begun
 
 
 def diverged() -> ApiError:
@@ -103,11 +148,18 @@ class CompletionStream:
                 raise
             told = error if isinstance(error, ApiError) else as_api_error(error)
             self.has_failed = told.status >= 500
-            yield _event(told.body())
+            yield self._failing(told)
             return
-        if self._ask.include_usage:
-            yield _event(self._chunk([], usage_body(self.usage())))
-        yield _DONE
+        for chunk in self._closing():
+            yield chunk
+
+    def _closing(self) -> list[bytes]:
+        """Return the events after the last answer's end."""
+        usage = [_event(self._chunk([], usage_body(self.usage())))] if self._ask.include_usage else []
+        return [*usage, _DONE]
+
+    def _failing(self, error: ApiError) -> bytes:
+        return _event(error.body())
 
     async def _timely(
         self, events: AsyncIterator[tuple[int, StreamEvent]]
@@ -135,10 +187,23 @@ class CompletionStream:
         if event.type == "end":
             return await self._last_chunks(number)
         sample = self._samples[number, event.index]
-        text, positions = sample.take(event)
-        if not text and not positions:
+        news, positions = sample.take(event)
+        if not news and not positions:
             return []
-        return [*self._begin(number, event.index), self._piece(number, event.index, text, positions)]
+        return [*self._begin(number, event.index), *self._pieces(number, event.index, news, positions)]
+
+    def _pieces(
+        self, number: int, index: int, news: list[News], positions: tuple[PositionLogprobs, ...] | None
+    ) -> list[bytes]:
+        """Return an event for each part's text; the first has the log probabilities."""
+        pieces = []
+        for one in news or [News("content", "")]:
+            body = {"delta": _delta(one)} if is_chat(self._ask.url) else {"text": one.text}
+            offset = len(self._samples[number, index].sent.get(one.part, "")) - len(one.text)
+            logprobs = logprobs_body(self._ask.url, positions or None, offset)
+            pieces.append(_event(self._chunk([self._choice(number, index, body, logprobs)])))
+            positions = None
+        return pieces
 
     async def _last_chunks(self, number: int) -> list[bytes]:
         try:
@@ -150,10 +215,14 @@ class CompletionStream:
         for output in result.outputs:
             self._samples[number, output.index].check_end()
             chunks += self._begin(number, output.index)
-            chunks.append(
-                self._piece(number, output.index, "", None, finish_reason=output.finish_reason or "stop")
-            )
+            chunks += self._finish(number, output)
         return chunks
+
+    def _finish(self, number: int, output: Output) -> list[bytes]:
+        """Return the events that end a sample."""
+        body: dict[str, Any] = {"delta": {}} if is_chat(self._ask.url) else {"text": ""}
+        choice = self._choice(number, output.index, body, finish_reason=finish_reason(output))
+        return [_event(self._chunk([choice]))]
 
     def _begin(self, number: int, index: int) -> list[bytes]:
         """Return a chat's first chunk, which holds the role, unless it was sent."""
@@ -163,22 +232,6 @@ class CompletionStream:
         sample.has_begun = True
         delta = {"role": "assistant", "content": "", "refusal": None}
         return [_event(self._chunk([self._choice(number, index, {"delta": delta})]))]
-
-    def _piece(
-        self,
-        number: int,
-        index: int,
-        text: str,
-        positions: tuple[PositionLogprobs, ...] | None,
-        finish_reason: str | None = None,
-    ) -> bytes:
-        if is_chat(self._ask.url):
-            body: dict[str, Any] = {"delta": {"content": text} if finish_reason is None else {}}
-        else:
-            body = {"text": text}
-        offset = len(self._samples[number, index].sent) - len(text)
-        logprobs = logprobs_body(self._ask.url, positions or None, offset)
-        return _event(self._chunk([self._choice(number, index, body, logprobs, finish_reason)]))
 
     def _choice(
         self,
@@ -233,6 +286,22 @@ async def _merged(handles: Sequence[AsyncJobHandle]) -> AsyncIterator[tuple[int,
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _delta(news: News) -> dict[str, Any]:
+    """Return a chat's delta for one part's new text."""
+    match news.part:
+        case "content":
+            return {"content": news.text}
+        case "reasoning":
+            return reasoning_body(news.text)
+    function = {"arguments": news.text}
+    if news.call is None:
+        return {"tool_calls": [{"index": news.part, "function": function}]}
+    function["name"] = news.call.name or ""
+    return {
+        "tool_calls": [{"index": news.part, "id": news.call.id, "type": "function", "function": function}]
+    }
 
 
 def _event(body: dict[str, Any]) -> bytes:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from pagemill.producer.openai.pooled_formats import EMBEDDINGS_URL, POOLED_URLS, encoding_of, read_pooled
+from pagemill.producer.wire.schema.chat import CHAT_FIELDS
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_METADATA_BYTES, SAMPLING_FIELDS, Job
 from pagemill.producer.wire.schema.outputs import Output, PositionLogprobs, TokenLogprob, Usage
@@ -27,7 +28,7 @@ MAX_PROMPTS = 128
 _MAX_SHOWN = 64
 """Characters of an unknown field's name that an error quotes."""
 
-_SAMPLING = frozenset(SAMPLING_FIELDS) - {"prompt_logprobs"}
+_SAMPLING = frozenset(SAMPLING_FIELDS) - {"prompt_logprobs", *CHAT_FIELDS}
 _COMMON = _SAMPLING | {"model", "response_format"}
 ANNOTATIONS = frozenset({"user", "safety_identifier", "prompt_cache_key"})
 """Text fields that do not affect the output."""
@@ -43,8 +44,19 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 """Unsupported fields, with the values that have no effect."""
+_INSTEAD: Mapping[str, str] = {
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "store": "nothing is stored here: send false",
+    "modalities": "answers are text",
+    "thinking": "use chat_template_kwargs or reasoning_effort",
+    "thinking_budget": "use thinking_token_budget",
+    "include_reasoning": "use separate_reasoning",
+    "web_search_options": "offer a function in tools",
+}
+"""What to use instead of some."""
 FIELDS: Mapping[str, frozenset[str]] = {
-    CHAT_URL: _COMMON | {"messages", "max_completion_tokens", "top_logprobs"},
+    CHAT_URL: _COMMON | CHAT_FIELDS | {"messages", "max_completion_tokens", "top_logprobs"},
     COMPLETIONS_URL: _COMMON | {"prompt", "echo"},
 }
 """Fields that a request may have, by URL."""
@@ -66,6 +78,7 @@ def read_jobs(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     if most is not None and fields.setdefault("max_tokens", most) != most:
         raise InvalidJob("give max_tokens or max_completion_tokens, not both", param="max_tokens")
     _read_chat_logprobs(fields)
+    _read_tools(fields)
     messages = fields.get("messages")
     if isinstance(messages, list):
         fields["messages"] = [_message(i, message) for i, message in enumerate(messages)]
@@ -104,7 +117,8 @@ def _supported(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         else:
             shown = name[:_MAX_SHOWN]
             what = "this value of" if name in NEUTRAL else "parameter"
-            raise InvalidJob(f"{what} {shown} is not supported", "unsupported_feature", shown)
+            hint = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise InvalidJob(f"{what} {shown} is not supported{hint}", "unsupported_feature", shown)
     return fields
 
 
@@ -158,14 +172,32 @@ def _read_chat_logprobs(fields: dict[str, Any]) -> None:
         raise InvalidJob("top_logprobs needs logprobs: true", param="top_logprobs")
 
 
+def _read_tools(fields: dict[str, Any]) -> None:
+    """Drop what asks for nothing: no tools, and choices among none."""
+    if fields.get("tools") == []:
+        del fields["tools"]
+    if "tools" in fields:
+        return
+    if fields.get("tool_choice") in NEUTRAL["tool_choice"]:
+        del fields["tool_choice"]
+    if isinstance(fields.get("parallel_tool_calls"), bool):
+        del fields["parallel_tool_calls"]
+
+
 def _message(number: int, message: Any) -> Any:
     """Join text parts, and read the role `developer` as `system`. Parts other than text are refused."""
     if not isinstance(message, Mapping):
         return message
     # Clients send earlier answers back unchanged, with their empty fields.
     told = {name: value for name, value in message.items() if value not in (None, [])}
+    if told.get("content") is None and told.get("role") == "assistant" and "tool_calls" not in told:
+        told["content"] = ""  # an answer that was all reasoning
     if told.get("role") == "developer":
         told["role"] = "system"
+    if told.get("role") == "tool":
+        told.pop("name", None)  # the call's id says it
+    if "reasoning_content" in told:
+        told.setdefault("reasoning", told.pop("reasoning_content"))
     parts = told.get("content")
     if isinstance(parts, list):
         place = f"messages.{number}.content"
@@ -202,12 +234,15 @@ def completion(
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    return {
+    body: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.reasoning_tokens is not None:
+        body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return body
 
 
 def total_usage(parts: Iterable[Usage]) -> Usage:
@@ -217,21 +252,44 @@ def total_usage(parts: Iterable[Usage]) -> Usage:
         prompt_tokens=sum(part.prompt_tokens for part in found),
         completion_tokens=sum(part.completion_tokens for part in found),
         cached_tokens=sum(part.cached_tokens for part in found),
+        reasoning_tokens=sum(thoughts) if (thoughts := _known(found)) else None,
     )
+
+
+def _known(usages: list[Usage]) -> list[int]:
+    return [usage.reasoning_tokens for usage in usages if usage.reasoning_tokens is not None]
 
 
 def choice(url: str, sample: Output, index: int | None = None) -> dict[str, Any]:
     """Return one sample of a whole answer; `index` replaces its own."""
     return {
         "index": sample.index if index is None else index,
-        **(
-            {"message": {"role": "assistant", "content": sample.text, "refusal": None}}
-            if is_chat(url)
-            else {"text": sample.text}
-        ),
+        **({"message": _answer(sample)} if is_chat(url) else {"text": sample.text}),
         "logprobs": logprobs_body(url, sample.logprobs),
-        "finish_reason": sample.finish_reason if sample.logprob is None else "length",
+        "finish_reason": finish_reason(sample) if sample.logprob is None else "length",
     }
+
+
+def finish_reason(sample: Output) -> str:
+    """Return OpenAI's reason; that of an answer with calls is `tool_calls`, also when the call was forced."""
+    if sample.tool_calls and sample.finish_reason == "stop":
+        return "tool_calls"
+    return sample.finish_reason or "stop"
+
+
+def _answer(sample: Output) -> dict[str, Any]:
+    """Return the message of a sample. The thinking is in both of the fields that clients of vLLM read."""
+    message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
+    if sample.tool_calls:
+        message["content"] = sample.text or None
+        message["tool_calls"] = [call.message_dict() for call in sample.tool_calls]
+    if sample.reasoning is not None:
+        message |= reasoning_body(sample.reasoning)
+    return message
+
+
+def reasoning_body(text: str) -> dict[str, str]:
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def logprobs_body(

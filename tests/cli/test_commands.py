@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -15,6 +16,8 @@ from pagemill.cli.app import app
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.schema.chat import NamedToolChoice
+from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.server.discovery import STATE_DIR_VARIABLE, URL_VARIABLE
 from tests.producer.driving import Queue, delta, open_queue
 from tests.producer.scripted_worker import scripted_worker
@@ -50,6 +53,20 @@ def test_submit_prints_the_id_alone_and_status_finds_the_job(pagemill: Pagemill)
     job_id = submitted.stdout.strip()
     status = json.loads(pagemill("status", job_id, "--json").stdout)
     assert (status["id"], status["state"], status["priority"]) == (job_id, "queued", "high")
+
+
+def test_submit_takes_tools_from_a_file(pagemill: Pagemill, queue: Queue, tmp_path: Path) -> None:
+    file = tmp_path / "tools.json"
+    file.write_text('[{"type": "function", "function": {"name": "time"}}]')
+    done = pagemill("submit", "when?", "--model", "m", "--tools", str(file), "--tool-choice", "time")
+    assert done.exit_code == 0, done.stderr
+    (pulled,) = queue.pull(1)
+    job = Job.from_payload(pulled.payload)
+    assert job.messages is not None
+    assert [tool.function.name for tool in job.tools or ()] == ["time"]
+    assert job.tool_choice == NamedToolChoice.model_validate({"function": {"name": "time"}})
+    file.write_text("{")
+    assert pagemill("submit", "x", "--model", "m", "--tools", str(file)).exit_code == 2
 
 
 def test_status_for_a_pipe_is_a_name_a_tab_and_a_value(pagemill: Pagemill, queue: Queue) -> None:

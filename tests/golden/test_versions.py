@@ -117,3 +117,23 @@ def test_a_task_that_the_released_version_lacks_waits_for_this_one(
         (outcome,) = client.wait([score])
     assert outcome.result is not None
     assert outcome.result.outputs[0].logprob == pytest.approx(-0.01)
+
+
+def test_a_job_with_tools_is_never_taken_by_a_worker_that_would_leave_them_out(
+    releases: dict[str, Release], client: QueueClient
+) -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    (asked,) = client.submit(
+        {
+            "messages": [{"role": "user", "content": call}],
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "priority": "high",
+        }
+    )
+    with worker_of(releases["released"], client, model="echo"):
+        client.wait(client.submit({"prompt": "a"}))
+        assert client.status(asked).state == "queued"
+    with worker_of(releases["this"], client, model="echo", tool_call_parser="hermes"):
+        (outcome,) = client.wait([asked])
+    assert outcome.result is not None
+    assert [one.function.name for one in outcome.result.tool_calls] == ["f"]

@@ -67,6 +67,14 @@ def test_fan_out() -> None:
     assert asyncio.run(load("fan_out").main(700)) == 700
 
 
+def test_assistant(valkey_url: str, queue_name: str) -> None:
+    """The echo model calls the function of its own accord, as often as it may, since the prompt says so."""
+    text, returned = load("assistant").answer('{"name": "current_time", "arguments": {}}')
+    assert len(returned) == load("assistant").MAX_TURNS
+    assert all(one.startswith("20") for one in returned)
+    assert text.strip().startswith("20")
+
+
 def test_label_dataframe() -> None:
     example = load("label_dataframe")
     frame = example.REVIEWS.set_index(example.REVIEWS.index + 10)

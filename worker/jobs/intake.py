@@ -7,12 +7,15 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pagemill.chat.parser import ChatSyntax
 from pagemill.engine.fingerprint import digest_of, may_continue
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.pooling.input_processor import PoolInput
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.tasks import GENERATE, Pool, Score, Task
+from pagemill.engine.tasks import GENERATE, Generate, Pool, Score, Task
+from pagemill.engine.text.chat import ChatOptions
 from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.schema.chat import NamedToolChoice
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Checkpoint
@@ -66,10 +69,13 @@ class Intake:
             InvalidJob, pagemill.engine.errors.InvalidRequest: the job's own error. No message quotes its input.
         """
         job = self._checked(pulled)
-        prompt_token_ids, params, task = self._processed(job, pulled.job_id)
+        prompt_token_ids, params, task, syntax = self._processed(job, pulled.job_id)
         check_result_size(job, params, len(prompt_token_ids), task)
         point = ResumePoint() if isinstance(task, Pool) else self._resume_point(pulled)
         texts = self._engine.engine.token_texts
+        if isinstance(task, Generate) and task.outline is not None and task.outline.trigger:
+            # Where its calls ended is known to the process that followed them, and to no one else.
+            point = ResumePoint(unusable="broken" if point.checkpoint is not None else point.unusable)
         samples = sample_records(point.checkpoint, params.n, texts, whole=isinstance(task, Score))
         if isinstance(task, Score) and job.continuations is None and not samples[0].token_ids:
             self._begin_with(samples[0], prompt_token_ids, task)
@@ -96,15 +102,20 @@ class Intake:
             labels=self._engine.input_processor.labels if job.task == "classify" else (),
         )
         running.resumed_tokens = running.generated_tokens
+        for sample in samples:
+            sample.syntax = None if syntax is None else str(syntax)
         return running
 
-    def _processed(self, job: Job, job_id: str) -> tuple[list[int], SamplingParams, Task]:
-        """Return the job as the engine takes it. Raises InvalidJob and `pagemill.engine.errors.InvalidRequest`."""
+    def _processed(self, job: Job, job_id: str) -> tuple[list[int], SamplingParams, Task, ChatSyntax | None]:
+        """Return the job as the engine takes it, and how to read its text, if not as it is.
+
+        Raises InvalidJob and `pagemill.engine.errors.InvalidRequest`.
+        """
         if job.task in POOLED_TASKS:
-            return self._pooled(job)
+            return *self._pooled(job), None
         messages = None
         if job.messages is not None:
-            messages = [{"role": message.role, "content": message.content} for message in job.messages]
+            messages = [message.model_dump(mode="json", exclude_none=True) for message in job.messages]
         given: dict[str, Any] = {
             "prompt": job.prompt,
             "messages": messages,
@@ -112,11 +123,13 @@ class Intake:
             "params": engine_params(job, job_id),
         }
         processor = self._engine.input_processor
+        if job.is_parsed:
+            return processor.process_chat(messages or (), chat_options(job), given["params"])
         match job.task:
             case "generate":
-                return *processor.process(**given), GENERATE
+                return *processor.process(**given), GENERATE, None
             case _:
-                return processor.process_score(job.continuations or (), **given)
+                return *processor.process_score(job.continuations or (), **given), None
 
     def _pooled(self, job: Job) -> tuple[list[int], SamplingParams, Task]:
         assert job.task in ("embed", "classify", "rerank")
@@ -204,6 +217,19 @@ def check_result_size(job: Job, params: SamplingParams, num_prompt_tokens: int, 
             f"prompt), the limit is {MAX_LOGPROBS:,}: lower n, max_tokens or logprobs",
             "result_too_large",
         )
+
+
+def chat_options(job: Job) -> ChatOptions:
+    choice = job.tool_choice or "auto"
+    name = choice.function.name if isinstance(choice, NamedToolChoice) else None
+    return ChatOptions(
+        tools=[tool.model_dump(mode="json", exclude_none=True) for tool in job.tools or ()],
+        choice="required" if isinstance(choice, NamedToolChoice) else choice,
+        function=name,
+        is_parallel=job.parallel_tool_calls is not False,
+        template_kwargs=job.chat_template_kwargs or {},
+        reasoning_effort=job.reasoning_effort,
+    )
 
 
 def resume_point(

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pagemill.chat.parser import ChatSyntax
+from pagemill.chat.thinking import THINKING
 from pagemill.engine.outputs import PooledRows, RequestOutput, SampleState
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import Generate, Score, Task
@@ -27,6 +29,7 @@ from pagemill.producer.wire.schema.outputs import (
     Timing,
     Usage,
 )
+from pagemill.producer.wire.schema.parsed_text import ParsedText
 from pagemill.worker.jobs.logprob_columns import LogprobColumns, TokenText, prompt_logprobs_json
 from pagemill.worker.jobs.pooled_rows import rows_of
 
@@ -66,6 +69,8 @@ class SampleRecord:
     saved_tokens: int = 0
     saved_chars: int = 0
     saved_finish: bool = False
+    syntax: str | None = None
+    """How to read `text`, as `ChatSyntax` writes it; None: as it is."""
 
     @property
     def is_saved(self) -> bool:
@@ -85,6 +90,7 @@ class SampleRecord:
             text=self.text[self.saved_chars :],
             finish_reason=self.finish_reason,
             logprobs=logprobs,
+            syntax=self.syntax if self.saved_tokens == 0 else None,
         )
 
     def mark_saved(self, delta: Delta) -> None:
@@ -92,15 +98,31 @@ class SampleRecord:
         self.saved_chars += len(delta.text)
         self.saved_finish = delta.finish_reason is not None
 
-    def output_json(self, *, is_json: bool, is_scored: bool) -> bytes:
+    def num_reasoning_tokens(self, token_text: TokenText) -> int:
+        """Count the tokens up to the end of the thinking."""
+        syntax = ChatSyntax.read(self.syntax or "")
+        tags = THINKING.get(syntax.thinking or "")
+        if tags is None or not (syntax.is_open or self.text.lstrip().startswith(tags.opening)):
+            return 0
+        tail = ""
+        for number, token_id in enumerate(self.token_ids, 1):
+            tail = tail[-len(tags.closing) :] + token_text(token_id)
+            if tags.closing in tail:
+                return number
+        return len(self.token_ids)
+
+    def output_json(self, job_id: str, *, is_json: bool, is_scored: bool) -> bytes:
         """Return the JSON of an `Output`."""
         omitted = {"logprobs", *(() if is_scored else ("logprob",))}
+        if self.syntax is None:
+            omitted |= {"reasoning", "tool_calls"}
+        parts = ParsedText.whole(self.syntax, job_id, self.index, self.text).output_fields()
         output = Output(
             index=self.index,
-            text=self.text,
+            **parts,
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish_reason,
-            parsed=parse_output(self.text) if is_json and self.finish_reason == "stop" else None,
+            parsed=parse_output(parts["text"]) if is_json and self.finish_reason == "stop" else None,
             logprob=self.logprobs.sum_of_chosen() if is_scored and self.logprobs is not None else None,
         )
         body = output.model_dump_json(exclude=omitted).encode()
@@ -299,7 +321,7 @@ class RunningJob:
         is_json = structure is not None and structure.json is not None
         is_scored = isinstance(self.task, Score)
         outputs = b",".join(
-            sample.output_json(is_json=is_json, is_scored=is_scored) for sample in self.samples
+            sample.output_json(self.job_id, is_json=is_json, is_scored=is_scored) for sample in self.samples
         )
         prompt_logprobs = output.prompt_logprobs if output is not None else None
         prompt = (
@@ -311,6 +333,7 @@ class RunningJob:
                 prompt_tokens=self.input_tokens,
                 completion_tokens=self.generated_tokens,
                 cached_tokens=usage.cached_tokens if usage is not None else 0,
+                reasoning_tokens=sum(sample.num_reasoning_tokens(self.token_text) for sample in self.samples),
             ),
             model=self.job.model,
             seed=self.params.seed,
@@ -327,8 +350,12 @@ class RunningJob:
             rows=None if self.pooled is None else rows_of(self.pooled, self.job.rows_dtype),
             labels=self.labels or None,
         )
-        pooled = {"rows", "labels"} if self.pooled is None else set()
-        body = result.model_dump_json(exclude={"outputs", "prompt_logprobs", *pooled}).encode()
+        omitted: dict[str, Any] = {"outputs": True, "prompt_logprobs": True}
+        if self.pooled is None:
+            omitted |= {"rows": True, "labels": True}
+        if not self.job.is_parsed:
+            omitted["usage"] = {"reasoning_tokens"}
+        body = result.model_dump_json(exclude=omitted).encode()
         return b'{"outputs":[%b],"prompt_logprobs":%b,%b' % (outputs, prompt, body[1:])
 
 

@@ -87,7 +87,9 @@ def _page(queue: str, reply: list[Any]) -> LetterPage:
 
 def _opened(queue: str, reply: list[Any]) -> list[OpenedLetter | None]:
     return [
-        OpenedLetter(_letter(queue, row[0]), row[1], partial_outputs(row[2])) if row else None
+        OpenedLetter(_letter(queue, row[0]), row[1], partial_outputs(row[0][0].decode(), row[2]))
+        if row
+        else None
         for row in reply
     ]
 

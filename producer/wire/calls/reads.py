@@ -116,7 +116,7 @@ def read_outcome(record: list[Any]) -> Outcome:
         key=key.decode(),
         metadata=own_metadata,
         result=result,
-        error=_error(out, entries) if word in JOB_ERRORS and out else None,
+        error=_error(job_id.decode(), out, entries) if word in JOB_ERRORS and out else None,
     )
 
 
@@ -128,10 +128,10 @@ def _own_result(out: bytes, job_id: str) -> Result:
     return result.model_copy(update={"id": job_id, "copied_from": result.id})
 
 
-def _error(out: bytes, entries: list[bytes]) -> ErrorInfo:
+def _error(job_id: str, out: bytes, entries: list[bytes]) -> ErrorInfo:
     """Return the recorded error; partial output that the worker did not give comes from the checkpoint."""
     error = ErrorInfo.model_validate_json(out)
-    return error if error.partial else error.model_copy(update={"partial": partial_outputs(entries)})
+    return error if error.partial else error.model_copy(update={"partial": partial_outputs(job_id, entries)})
 
 
 def _feed(job_id: str, reply: list[Any]) -> Feed:

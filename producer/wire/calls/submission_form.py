@@ -119,6 +119,8 @@ class JobForms:
         """Learn a shape from `job`, a valid row of it."""
         if not shape or job.idempotency_key is not None or job.prompt_token_ids is not None:
             return
+        if not all(message.is_plain for message in job.messages or ()):
+            return  # its version is due to its messages, which are not part of the shape
         if shape in self._forms:
             self._forms[shape] = JobForm(job)
             return

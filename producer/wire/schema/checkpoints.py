@@ -12,6 +12,7 @@ from pagemill.producer.wire.schema.outputs import (
     Output,
     PositionLogprobs,
 )
+from pagemill.producer.wire.schema.parsed_text import ParsedText
 from pagemill.producer.wire.schema.signing import unsigned_entry
 
 
@@ -36,13 +37,19 @@ def merge_checkpoint(
     return Checkpoint(fingerprint=fingerprint, seed=seed, seqs=seqs)
 
 
-def partial_outputs(entries: Iterable[bytes]) -> tuple[Output, ...]:
+def partial_outputs(job_id: str, entries: Iterable[bytes]) -> tuple[Output, ...]:
     """Return the partial output of a job that ended without a result; nothing if it cannot be read."""
     try:
         checkpoint = merge_checkpoint(entries)
     except ValueError:
         return ()
-    return tuple(Output(**dict(sample)) for sample in checkpoint.seqs) if checkpoint else ()
+    return tuple(_output(job_id, sample) for sample in checkpoint.seqs) if checkpoint else ()
+
+
+def _output(job_id: str, sample: CheckpointSample) -> Output:
+    fields = {name: value for name, value in sample if name != "syntax"}
+    parsed = ParsedText.whole(sample.syntax, job_id, sample.index, sample.text)
+    return Output(**fields | parsed.output_fields())
 
 
 class _Sample:
@@ -51,6 +58,7 @@ class _Sample:
         self.text: list[str] = []
         self.logprobs: list[PositionLogprobs] = []
         self.finish_reason: FinishReason | None = None
+        self.syntax: str | None = None
 
     def add(self, delta: Delta) -> None:
         if delta.offset != len(self.token_ids):
@@ -59,6 +67,7 @@ class _Sample:
         self.text.append(delta.text)
         self.logprobs += delta.logprobs or ()
         self.finish_reason = delta.finish_reason or self.finish_reason
+        self.syntax = delta.syntax or self.syntax
 
     def freeze(self, index: int) -> CheckpointSample:
         return CheckpointSample(
@@ -67,4 +76,5 @@ class _Sample:
             text="".join(self.text),
             logprobs=tuple(self.logprobs) or None,
             finish_reason=self.finish_reason,
+            syntax=self.syntax,
         )

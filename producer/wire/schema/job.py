@@ -18,6 +18,13 @@ from pagemill.bounds import Exact, InvalidParameter, Length, Range
 from pagemill.json_values import check_json
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.affinity import chat_affinity, prompt_affinity, token_affinity
+from pagemill.producer.wire.schema.chat import (
+    CHAT_FIELDS,
+    CHAT_VERSION,
+    ChatFields,
+    Message,
+    history_tokens_text,
+)
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.outputs import (
     ACTIVE_STATES,
@@ -124,14 +131,7 @@ Input = (
 _Document = Annotated[str, StringConstraints(strict=True, min_length=1)]
 
 
-class Message(WireModel):
-    """One turn of a chat."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: Annotated[str, StringConstraints(strict=True, max_length=MAX_PAYLOAD_BYTES)]
-
-
-class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its config, which mypy does not see
+class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # frozen by its config, which mypy does not see
     """One job: exactly one of `prompt`, `messages`, `prompt_token_ids` and `inputs`, a model, and options.
 
     The task `generate` samples after the prompt. The task `score` gives the log-probabilities of `continuations`, or
@@ -222,7 +222,7 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
             raise InvalidJob(f"the payload is not an envelope of version {' or '.join(map(str, VERSIONS))}")
         job = cls.parse(fields)
         if job.version != version:
-            raise InvalidJob(f"an envelope of version {version} has no task {job.task}")
+            raise InvalidJob(f"this {job.task} job takes an envelope of version {job.version}, not {version}")
         return job
 
     def to_payload(self, *, key: str | None = None, seed: int | None = None) -> bytes:
@@ -242,7 +242,14 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
     @property
     def version(self) -> int:
         """The version of the envelope."""
-        return TASKS[self.task].version
+        return CHAT_VERSION if self.is_parsed else TASKS[self.task].version
+
+    @property
+    def is_parsed(self) -> bool:
+        """True if its results have reasoning and tool calls apart from the text."""
+        if any(getattr(self, name) is not None for name in CHAT_FIELDS):
+            return True
+        return not all(message.is_plain for message in self.messages or ())
 
     @property
     def needs_seed(self) -> bool:
@@ -283,7 +290,8 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
         elif self.prompt is not None:
             prompt_tokens = text_tokens(self.prompt.encode())
         else:
-            prompt_tokens = sum(turn_tokens(message.content.encode()) for message in self.messages or ())
+            prompt_tokens = sum(turn_tokens(message.text.encode()) for message in self.messages or ())
+            prompt_tokens += text_tokens(self._more_than_turns().encode()) - 1
         return prompt_tokens + self.output_tokens()
 
     def output_tokens(self) -> int:
@@ -302,7 +310,7 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
             return token_affinity(self.prompt_token_ids)
         if self.messages is None:
             return None
-        return chat_affinity((message.role, message.content) for message in self.messages)
+        return chat_affinity((message.role, message.text) for message in self.messages)
 
     def digest(self) -> str:
         """Return a hash of the job's work: prompt, model and sampling, not schedule, tenant or priority."""
@@ -320,8 +328,16 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
             return b"p" + self.prompt.encode()
         if self.prompt_token_ids is not None:
             return b"t" + ",".join(map(str, self.prompt_token_ids)).encode()
-        turns = ((turn.role.encode(), turn.content.encode()) for turn in self.messages or ())
-        return b"m" + b"".join(b"%b:%d:%b" % (role, len(content), content) for role, content in turns)
+        turns = ((turn, turn.role.encode(), turn.text.encode()) for turn in self.messages or ())
+        return b"m" + b"".join(
+            b"%b:%d:%b%b" % (role, len(content), content, turn.more().encode())
+            for turn, role, content in turns
+        )
+
+    def _more_than_turns(self) -> str:
+        """Return what a chat shows the model beside its texts: tools, and the calls of earlier turns."""
+        shown = self.model_dump_json(include={"tools"}, exclude_none=True) if self.tools else ""
+        return shown + history_tokens_text(self.messages or ())
 
     @model_validator(mode="before")
     @classmethod
@@ -367,6 +383,7 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         self.check_together()
+        self.check_tools()
         for name in self.model_fields_set & REFUSED_FIELDS[self.task]:
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
                 raise InvalidParameter(f"a {self.task} job takes no {name}", "unsupported_feature")
@@ -379,6 +396,18 @@ class Job(WireModel, SamplingFields):  # type: ignore[misc]  # frozen by its con
             also = ", inputs" if "inputs" in TASKS[self.task].fields else ""
             raise ValueError(f"give exactly one of prompt, messages, prompt_token_ids{also}")
         self._check_pooled()
+        if self.is_parsed and (self.messages is None or self.task != "generate"):
+            raise InvalidParameter(
+                "tools and thinking need messages, and a generate job", "unsupported_feature"
+            )
+        if (
+            self.structured_outputs is not None
+            and self.tools
+            and self.tool_choice not in (None, "none", "auto")
+        ):
+            raise InvalidParameter(
+                "a forced tool call takes no structured_outputs: the function's schema is used"
+            )
         if self.delay is not None and self.run_at is not None:
             raise ValueError("give delay or run_at, not both")
         if self.dedupe and not self.is_repeatable:

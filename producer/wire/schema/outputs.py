@@ -14,6 +14,7 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from pagemill.producer.wire.schema.base_error import InvalidOutput
+from pagemill.producer.wire.schema.chat import ToolCall, ToolCallDelta
 
 T = TypeVar("T")
 
@@ -67,6 +68,10 @@ class Output(WireModel):
     """The sum over the tokens of a scored continuation. Left out of the JSON of other outputs."""
     parsed: Any = None
     """The parsed value of the text, if the job asked for JSON, and it was not cut off."""
+    reasoning: str | None = None
+    """The thinking, without its tags; None if there was none. This and `tool_calls` are left out of the JSON of jobs
+    without the fields of `ChatFields`, and their `text` is all that was generated."""
+    tool_calls: tuple[ToolCall, ...] = ()
 
     def parse(self, model: type[T]) -> T:
         """Return the text, which is JSON, as an instance of a pydantic class or another type. Raises InvalidOutput."""
@@ -130,6 +135,8 @@ class Usage(WireModel):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None
+    """Those of `completion_tokens` that are thinking. Left out of the JSON of jobs whose thinking is not apart."""
 
 
 class Timing(WireModel):
@@ -205,6 +212,14 @@ class Result(WireModel):
     def parse(self, model: type[T]) -> T:
         """Return the first output as an instance of a pydantic class; see `Output.parse`."""
         return self.outputs[0].parse(model)
+
+    @property
+    def reasoning(self) -> str | None:
+        return self.outputs[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.outputs[0].tool_calls
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -286,6 +301,10 @@ class StreamEvent(WireModel):
     text: str = ""
     logprobs: tuple[PositionLogprobs, ...] | None = None
     """One entry per token, if the job asked for them."""
+    reasoning: str = ""
+    """New thinking; `text` is without it, and without tool calls, for jobs with any of `ChatFields`."""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    """New parts of tool calls; in a snapshot, all of them so far."""
     state: EndState | None = None
 
 
@@ -341,6 +360,9 @@ class Delta(WireModel):
     text: str = ""
     finish_reason: FinishReason | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None
+    syntax: str | None = None
+    """How to read the sample's text, as `ChatSyntax` writes it; in the first delta of a sample of a job with any of
+    `ChatFields`."""
 
 
 class CheckpointSample(WireModel):
@@ -351,6 +373,7 @@ class CheckpointSample(WireModel):
     text: str = ""
     finish_reason: FinishReason | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None
+    syntax: str | None = None
 
 
 class Checkpoint(WireModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from pagemill.producer.wire.schema.chat import CHAT_FIELDS, CHAT_VERSION
 from pagemill.sampling_fields import SAMPLING_FIELDS
 
 TaskName = Literal["generate", "score", "embed", "classify", "rerank"]
@@ -21,7 +22,7 @@ class Task:
 
 
 TASKS: Final[dict[TaskName, Task]] = {
-    "generate": Task(1, frozenset(SAMPLING_FIELDS), is_certain=False),
+    "generate": Task(1, frozenset(SAMPLING_FIELDS) | CHAT_FIELDS, is_certain=False),
     "score": Task(2, frozenset({"continuations", "logprobs", "truncate_prompt_tokens"}), is_certain=True),
     "embed": Task(
         3, frozenset({"inputs", "dimensions", "prompt_name", "rows_dtype", "truncate"}), is_certain=True
@@ -37,4 +38,4 @@ REFUSED_FIELDS: Final = {
     for name, task in TASKS.items()
 }
 """Per task, the fields that only other tasks accept."""
-VERSIONS: Final = tuple(sorted({task.version for task in TASKS.values()}))
+VERSIONS: Final = tuple(sorted({CHAT_VERSION, *(task.version for task in TASKS.values())}))

@@ -13,6 +13,7 @@ import pytest
 
 from pagemill import InvalidJob, Job, Message, StructuredOutputs
 from pagemill.producer.client import job_fields
+from pagemill.producer.wire.schema.chat import NamedToolChoice, Tool
 from tests.conftest import ROOT
 
 OF_A_ROW = ("prompt", "messages", "prompt_token_ids", "model", "temperature")
@@ -33,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from pagemill.producer.wire.schema.job import Message
+from pagemill.producer.wire.schema.chat import Message, NamedToolChoice, Tool
 from pagemill.structured_outputs import StructuredOutputs
 
 
@@ -60,7 +61,7 @@ def spelled(hint: Any) -> str:
         return f"Sequence[{spelled(arguments[0])}]"
     if origin in (dict, Mapping):
         return f"Mapping[{', '.join(map(spelled, arguments))}]"
-    if hint in (Message, StructuredOutputs):
+    if hint in (Message, NamedToolChoice, StructuredOutputs, Tool):
         return f"{hint.__name__} | Mapping[str, Any]"
     return {type(None): "None", Any: "Any"}.get(hint) or str(hint.__name__)
 

@@ -117,8 +117,8 @@ def test_models(client: OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools.0.type"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"extra_body": {"tenant": "somebody-else"}}, "tenant"),
         ({"extra_body": {"webhook": "https://example.com"}}, "webhook"),
         ({"extra_body": {"priority": "high"}}, "priority"),

@@ -1,0 +1,234 @@
+"""Chats with tools and thinking: the prompt, the structure that forced calls take, and how to read the answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from pagemill.bounds import InvalidParameter
+from pagemill.chat.families import TOOLS, detect_tools, unsupported_family
+from pagemill.chat.parser import ChatSyntax
+from pagemill.chat.thinking import THINKING, detect_thinking
+from pagemill.engine.errors import InvalidRequest, UnsupportedFeature
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.tasks import Generate, Outline, Thinking
+from pagemill.engine.text.call_grammar import CallGrammar, Function
+from pagemill.engine.text.tokenizer import Message, Tokenizer
+from pagemill.structured_outputs import StructuredOutputs
+
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates turn thinking on or off."""
+_EXPLANATION = """You can call these functions:
+{tools}
+
+To call one, answer with one line of JSON and nothing else: {{"name": "...", "arguments": {{...}}}}"""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What a chat asks for beside its messages; tools and messages are in OpenAI's form."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    choice: Literal["none", "auto", "required"] = "auto"
+    function: str | None = None
+    """The one function to call; `choice` is required then."""
+    is_parallel: bool = True
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_effort: str | None = None
+
+    @property
+    def offered(self) -> list[Function]:
+        """The functions that the model may call."""
+        if self.choice == "none":
+            return []
+        functions = [Function.of(tool["function"]) for tool in self.tools]
+        return [one for one in functions if self.function in (None, one.name)]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """A chat as the engine and the reader of its answer take it."""
+
+    prompt: str
+    params: SamplingParams
+    task: Generate
+    syntax: ChatSyntax
+
+
+class ChatFormat:
+    """A model's way to chat: its template, and the families of its tool calls and its thinking. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, tools: str | None = None, thinking: str | None = None) -> None:
+        """`tools` and `thinking` replace what the template says; `none` for what the model does not do."""
+        self._tokenizer = tokenizer
+        self._template = tokenizer.chat_template or ""
+        self._tools = tools or detect_tools(self._template)
+        self._thinking = thinking or detect_thinking(self._template)
+        self._grammar = CallGrammar(tokenizer)
+
+    def prepare(
+        self, messages: Sequence[Message], options: ChatOptions, params: SamplingParams
+    ) -> PreparedChat:
+        """Render a chat, and say how its answer is constrained and read.
+
+        Raises:
+            InvalidRequest, UnsupportedFeature: the model or its template can't do what is asked for.
+        """
+        functions = options.offered
+        tools = self._tool_syntax() if functions else None
+        tags = None if self._thinking in (None, "none") else THINKING[self._thinking]
+        self._check(options, params)
+        prompt = self._render(messages, options, tools)
+        is_open = tags is not None and tags.is_open_after(prompt)
+        is_shut = tags is not None and not is_open and prompt.rstrip().endswith(tags.closing)
+        syntax = ChatSyntax(None if is_shut else self._thinking if tags else None, is_open, tools)
+        structure, trigger = self._structure(functions, options, params, tools)
+        thinking = None
+        if tags is not None and not is_shut and (structure or params.thinking_token_budget is not None):
+            thinking = Thinking(
+                tags.opening,
+                tags.closing,
+                is_open,
+                opening_ids=tuple(self._encode(tags.opening)),
+                closing_ids=tuple(self._encode(tags.closing)),
+                budget=params.thinking_token_budget,
+            )
+        outline = None
+        if thinking is not None or trigger:
+            outline = Outline(thinking, trigger, options.is_parallel and options.function is None)
+        marks = [tags.closing] if tags else []
+        marks += [*TOOLS[tools].opens, TOOLS[tools].form.trigger] if tools else []
+        if any(self._is_hidden(mark) for mark in marks):
+            params = replace(params, skip_special_tokens=False)
+        if structure is not None:
+            params = replace(params, structured_outputs=structure)
+        return PreparedChat(prompt, params, Generate(outline), syntax)
+
+    def _tool_syntax(self) -> str:
+        if self._tools is not None and self._tools != "none":
+            return self._tools
+        known = ", ".join(TOOLS)
+        family = unsupported_family(self._template) or "this model"
+        raise UnsupportedFeature(
+            f"tools: the calls of {family} are not supported; start the worker with tool_call_parser set to one of "
+            f"{known}"
+        )
+
+    def _check(self, options: ChatOptions, params: SamplingParams) -> None:
+        has_thinking = self._thinking not in (None, "none")
+        if params.thinking_token_budget is not None and not has_thinking:
+            raise UnsupportedFeature(
+                "thinking_token_budget: the model's template shows no thinking; use max_tokens, or start the worker "
+                f"with reasoning_parser set to one of {', '.join(THINKING)}"
+            )
+        words = ("reasoning_effort", *_SWITCHES)
+        if options.reasoning_effort is not None and not any(word in self._template for word in words):
+            raise UnsupportedFeature(
+                "reasoning_effort: the model's chat template has no such variable; use thinking_token_budget, or a "
+                "model whose template has one"
+            )
+
+    def _render(self, messages: Sequence[Message], options: ChatOptions, tools: str | None) -> str:
+        variables: dict[str, Any] = {}
+        if options.reasoning_effort is not None:
+            is_on = options.reasoning_effort != "none"
+            variables = {"reasoning_effort": options.reasoning_effort} | dict.fromkeys(_SWITCHES, is_on)
+        variables |= options.template_kwargs
+        names = {function.name for function in options.offered}
+        shown = [tool for tool in options.tools if tool["function"]["name"] in names]
+        turns = [_turn(message, tools) for message in messages]
+        if "tools" not in self._template:
+            turns, shown = [_as_text(turn) for turn in _explained(turns, shown)], []
+        return self._tokenizer.render_chat(turns, shown, variables)
+
+    def _structure(
+        self, functions: list[Function], options: ChatOptions, params: SamplingParams, tools: str | None
+    ) -> tuple[StructuredOutputs | None, str]:
+        """Return what constrains the output, and the text that it applies after, if not from the beginning."""
+        asked = params.structured_outputs
+        if tools is None:
+            return asked, ""
+        form = TOOLS[tools].form
+        is_single = not options.is_parallel or options.function is not None
+        try:
+            if options.choice == "required":
+                return self._grammar.forced(functions, form, is_single=is_single), ""
+            if asked is not None:
+                if asked.json is None:
+                    raise UnsupportedFeature(
+                        "structured_outputs beside tools: only json is supported, or tool_choice none"
+                    )
+                return self._grammar.either(functions, form, asked.json, is_single=is_single), ""
+            if any(function.is_strict for function in functions) or not options.is_parallel:
+                return self._grammar.triggered(functions, form), form.trigger
+        except InvalidParameter as error:
+            raise InvalidRequest.of(error.code, f"tools: {error}") from None
+        return None, ""
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _is_hidden(self, mark: str) -> bool:
+        """Return True if a mark is made of special tokens, which texts leave out."""
+        return mark not in self._tokenizer.decode(self._encode(mark))
+
+
+def _turn(message: Message, tools: str | None) -> dict[str, Any]:
+    """Return a message as templates expect it: arguments as objects, and the contents as texts."""
+    turn = {name: value for name, value in message.items() if value is not None} | {
+        "content": message.get("content") or ""
+    }
+    if "reasoning" in turn:
+        turn["reasoning_content"] = turn["reasoning"]
+    if "tool_call_id" in turn:
+        turn["tool_call_id"] = _short_id(turn["tool_call_id"], tools)
+    if "tool_calls" in turn:
+        turn["tool_calls"] = [
+            {
+                "id": _short_id(call["id"], tools),
+                "type": "function",
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": _object(call["function"]["arguments"]),
+                },
+            }
+            for call in turn["tool_calls"]
+        ]
+    return turn
+
+
+def _short_id(name: str, tools: str | None) -> str:
+    """Return a call's id; Mistral's templates take nine letters and digits only."""
+    is_mistral = tools is not None and tools.startswith("mistral")
+    return "".join(filter(str.isalnum, name))[-9:].rjust(9, "0") if is_mistral else name
+
+
+def _object(arguments: str) -> Any:
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _explained(turns: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Explain the tools in the system message, for a template that does not."""
+    if not tools:
+        return turns
+    told = _EXPLANATION.format(tools="\n".join(json.dumps(tool["function"]) for tool in tools))
+    if turns and turns[0]["role"] == "system":
+        return [turns[0] | {"content": f"{turns[0]['content']}\n\n{told}"}, *turns[1:]]
+    return [{"role": "system", "content": told}, *turns]
+
+
+def _as_text(turn: dict[str, Any]) -> dict[str, Any]:
+    """Write calls and their answers as texts, for a template that knows neither."""
+    if turn["role"] == "tool":
+        return {"role": "user", "content": f"The function returned: {turn['content']}"}
+    calls = [json.dumps(call["function"]) for call in turn.get("tool_calls", ())]
+    return {
+        "role": turn["role"],
+        "content": "\n".join(filter(None, [turn["content"], *calls])) if calls else turn["content"],
+    }

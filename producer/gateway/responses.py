@@ -1,0 +1,126 @@
+"""/v1/responses: a chat's stream as the events of a response."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pagemill.producer.client.aio_handles import AsyncJobHandle
+from pagemill.producer.gateway.errors import ApiError
+from pagemill.producer.gateway.request_parsing import Ask
+from pagemill.producer.gateway.streaming import CompletionStream, News
+from pagemill.producer.openai import responses
+from pagemill.producer.wire.schema.outputs import Output, PositionLogprobs
+
+
+class ResponseStream(CompletionStream):
+    """The events of one response. Its items open one after another: thinking, text, calls."""
+
+    def __init__(self, ask: Ask, handle: AsyncJobHandle, asked: Mapping[str, Any]) -> None:
+        super().__init__(ask, [handle])
+        self._asked = asked
+        self._job_id = handle.id
+        self._num_events = 0
+        self._num_items = 0
+        self._open: str | int | None = None
+        """The part whose item is open."""
+        self._item: dict[str, Any] = {}
+        self._texts: dict[str | int, str] = {}
+
+    def _begin(self, number: int, index: int) -> list[bytes]:
+        if self._num_events:
+            return []
+        body = responses.response(self._asked, self._job_id, self._created)
+        return [self._event(f"response.{word}", response=body) for word in ("created", "in_progress")]
+
+    def _pieces(
+        self, number: int, index: int, news: list[News], positions: tuple[PositionLogprobs, ...] | None
+    ) -> list[bytes]:
+        events = []
+        for one in news:
+            if one.part != self._open:
+                events += [*self._close_item("completed"), *self._open_item(one)]
+            self._texts[one.part] = self._texts.get(one.part, "") + one.text
+            if one.text:
+                events.append(self._in_item(f"{_KINDS.get(one.part, _CALL)}.delta", one.part, delta=one.text))
+        return events
+
+    def _finish(self, number: int, output: Output) -> list[bytes]:
+        is_cut = output.finish_reason == "length"
+        events = []
+        if self._open is None:
+            events = self._open_item(News("content", ""))
+        return [*events, *self._close_item("incomplete" if is_cut else "completed")]
+
+    def _closing(self) -> list[bytes]:
+        result = self._results[0]
+        body = responses.response(self._asked, self._job_id, self._created, result)
+        return [self._event(f"response.{body['status']}", response=body)]
+
+    def _failing(self, error: ApiError) -> bytes:
+        told = error.body()["error"]
+        return self._event("error", code=told["code"], message=told["message"], param=told["param"])
+
+    def _open_item(self, news: News) -> list[bytes]:
+        self._open = news.part
+        self._texts[news.part] = ""
+        match news.part:
+            case "reasoning":
+                self._item = responses.reasoning_item(self._job_id, None, "in_progress")
+            case "content":
+                self._item = responses.message_item(self._job_id, None, "in_progress")
+            case _:
+                call = news.call
+                assert call is not None, "a call's first news has its name"
+                self._item = responses.call_item(call.id or "", call.name or "", "", "in_progress")
+        events = [
+            self._event("response.output_item.added", output_index=self._num_items, item=dict(self._item))
+        ]
+        if news.part in _KINDS:
+            part = self._part("")
+            events.append(self._in_item("response.content_part.added", news.part, part=part))
+        return events
+
+    def _close_item(self, status: str) -> list[bytes]:
+        part = self._open
+        if part is None:
+            return []
+        text = self._texts.get(part, "")
+        if part in _KINDS:
+            whole = self._part(text)
+            events = [
+                self._in_item(f"{_KINDS[part]}.done", part, text=text),
+                self._in_item("response.content_part.done", part, part=whole),
+            ]
+            self._item["content"] = [whole]
+        else:
+            events = [self._in_item(f"{_CALL}.done", part, arguments=text, name=self._item["name"])]
+            self._item["arguments"] = text
+        self._item["status"] = status
+        done = self._event("response.output_item.done", output_index=self._num_items, item=self._item)
+        self._open, self._num_items = None, self._num_items + 1
+        return [*events, done]
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return (
+            responses.text_part(text) if self._open == "content" else {"type": "reasoning_text", "text": text}
+        )
+
+    def _in_item(self, kind: str, place_of: str | int, **fields: Any) -> bytes:
+        place: dict[str, Any] = {"item_id": self._item["id"], "output_index": self._num_items}
+        if place_of in _KINDS:
+            place["content_index"] = 0
+        if kind.startswith("response.output_text."):
+            place["logprobs"] = []
+        return self._event(kind, **place, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        body = {"type": kind, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        data = json.dumps(body, separators=(",", ":"), allow_nan=False)
+        return f"event: {kind}\ndata: {data}\n\n".encode()
+
+
+_KINDS: dict[str | int, str] = {"content": "response.output_text", "reasoning": "response.reasoning_text"}
+_CALL = "response.function_call_arguments"

@@ -1,0 +1,202 @@
+"""Messages, tools and thinking: the fields of a chat job beyond its texts, and what its results hold for them.
+
+Forms and names are OpenAI's; `chat_template_kwargs` and `thinking_token_budget` are vLLM's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+
+from pagemill.bounds import InvalidParameter
+from pagemill.json_values import check_json
+from pagemill.structured_outputs import MAX_SCHEMA, MAX_SCHEMA_DEPTH
+
+MAX_CONTENT_BYTES: Final = 1 << 20
+MAX_TOOLS: Final = 128
+MAX_CALLS: Final = 128
+"""Tool calls in one message of the history."""
+MAX_TEMPLATE_BYTES: Final = 4096
+"""Of `chat_template_kwargs`, as JSON."""
+_MAX_TEMPLATE_DEPTH: Final = 8
+_RESERVED: Final = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+        "messages", "padding", "processor_kwargs", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+        "tokenize", "tokenizer_kwargs", "tools", "truncation",
+    }
+)  # fmt: skip
+"""Arguments of the function that renders templates."""
+
+_Strict = StringConstraints(strict=True, max_length=MAX_CONTENT_BYTES)
+FunctionName = Annotated[str, StringConstraints(strict=True, pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+_CallId = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=128)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+class ChatModel(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, allow_inf_nan=False)
+
+
+class FunctionCall(ChatModel):
+    name: Annotated[str, StringConstraints(strict=True, min_length=1, max_length=128)]
+    arguments: Annotated[str, _Strict] = "{}"
+    """JSON as the model wrote it. Only a forced or strict call is sure to be what the function's schema allows."""
+
+
+class ToolCall(ChatModel):
+    """A call that a model makes, in a result or in the history."""
+
+    id: _CallId
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    def message_dict(self) -> dict[str, Any]:
+        """Return it with all members, as OpenAI's clients and chat templates read it."""
+        return self.model_dump(mode="json")
+
+
+class ToolCallDelta(ChatModel):
+    """A part of a call in a stream: the first has id and name, all have some of the arguments."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class Function(ChatModel):
+    name: FunctionName
+    description: Annotated[str, _Strict] | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema; None: no parameters."""
+    strict: Annotated[bool, Field(strict=True)] | None = None
+    """True: the arguments of every call are held to the schema, also where the model is free to call."""
+
+    @field_validator("parameters")
+    @classmethod
+    def _plain(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None:
+            check_json(value, MAX_SCHEMA_DEPTH)
+            if len(json.dumps(value)) > MAX_SCHEMA:
+                raise InvalidParameter(
+                    f"parameters: has more than {MAX_SCHEMA} characters", "schema_too_complex"
+                )
+        return value
+
+
+class Tool(ChatModel):
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class _NamedFunction(ChatModel):
+    name: FunctionName
+
+
+class NamedToolChoice(ChatModel):
+    type: Literal["function"] = "function"
+    function: _NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+
+
+class Message(ChatModel):
+    """One turn of a chat. An assistant's may hold the calls it made; a tool's names the call it answers."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Annotated[str, _Strict] | None = None
+    tool_calls: Annotated[tuple[ToolCall, ...], Field(min_length=1, max_length=MAX_CALLS)] | None = None
+    tool_call_id: _CallId | None = None
+    reasoning: Annotated[str, _Strict] | None = None
+    """An earlier answer's, for templates that show it to the model again."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Message:
+        if self.content is None and self.tool_calls is None:
+            raise ValueError("content is missing")
+        if self.role != "assistant" and (self.tool_calls is not None or self.reasoning is not None):
+            raise ValueError("tool_calls and reasoning belong to an assistant's message")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise ValueError("tool_call_id belongs to a tool's message")
+        return self
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it has a role and a text, and no more."""
+        return self.content is not None and not self.more()
+
+    @property
+    def text(self) -> str:
+        return self.content or ""
+
+    def more(self) -> str:
+        """Return the members beside role and content as JSON; empty if there are none."""
+        if self.tool_calls is None and self.tool_call_id is None and self.reasoning is None:
+            return ""
+        return self.model_dump_json(exclude={"role", "content"}, exclude_defaults=True)
+
+
+CHAT_FIELDS: Final = frozenset(
+    {
+        "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort",
+        "thinking_token_budget", "separate_reasoning",
+    }
+)  # fmt: skip
+"""The fields of a job that only workers of `CHAT_VERSION` know."""
+CHAT_VERSION: Final = 4
+"""The envelope version of a chat with any of them. Workers that would ignore `tools` never pull it."""
+
+
+class ChatFields(BaseModel):
+    """What a chat job may say beside its messages. With any of it, results have reasoning and calls apart."""
+
+    tools: Annotated[tuple[Tool, ...], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    """None: auto. `required`, or a function by its name, force calls by the functions' schemas."""
+    parallel_tool_calls: Annotated[bool, Field(strict=True)] | None = None
+    """False: at most one call."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the model's chat template, such as `enable_thinking`."""
+    reasoning_effort: ReasoningEffort | None = None
+    """For templates that know it, or whose thinking can be switched: `none` does."""
+    separate_reasoning: Annotated[bool, Field(strict=True)] | None = None
+    """True: results have the thinking in `reasoning`, not in `text`. Any other of these fields implies it."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _small_and_plain(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is None:
+            return None
+        check_json(value, _MAX_TEMPLATE_DEPTH)
+        if len(json.dumps(value, ensure_ascii=False).encode()) > MAX_TEMPLATE_BYTES:
+            raise ValueError(f"has more than {MAX_TEMPLATE_BYTES} bytes of JSON")
+        if taken := sorted(_RESERVED & value.keys()):
+            raise ValueError(f"{taken[0]} is not a template's variable to set")
+        return value
+
+    def check_tools(self) -> None:
+        """Check the fields against each other. Raises InvalidParameter."""
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(names) != len(set(names)):
+            raise InvalidParameter("tools: two functions have one name")
+        choice = self.tool_choice
+        if choice not in (None, "none", "auto") and not names:
+            raise InvalidParameter("tool_choice needs tools")
+        if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+            raise InvalidParameter("tool_choice names a function that tools lack")
+
+
+def call_id(job_id: str, index: int, number: int) -> str:
+    """Return the id of a sample's tool call: the same in its stream and in its result."""
+    return f"call_{blake2b(f'{job_id}/{index}/{number}'.encode(), digest_size=12).hexdigest()}"
+
+
+def history_tokens_text(messages: Sequence[Message]) -> str:
+    """Return what messages hold beside their contents, to estimate their size."""
+    return "".join(message.more() for message in messages)

@@ -1,0 +1,237 @@
+"""Tools, thinking and responses as the openai package asks for them; the echo model writes what the prompt says."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.producer.gateway.serving import Served, gateway
+from tests.worker.harness import PATIENCE_S, running_worker, worker_config
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+FLAT: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+ANSWER = f"<think>\nWhere?\n</think>\n\nLet me look.\n{CALL}\n{CALL}"
+ASK: dict[str, Any] = {
+    "model": "echo",
+    "messages": [{"role": "user", "content": ANSWER}],
+    "max_tokens": 400,
+    "temperature": 0.0,
+    "tools": [WEATHER],
+}
+
+
+@pytest.fixture(scope="module")
+def queue() -> str:
+    return f"q-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture(scope="module")
+def served(valkey_url: str, queue: str) -> Iterator[Served]:
+    config = worker_config(
+        valkey_url, queue, model="echo", tool_call_parser="hermes", reasoning_parser="think"
+    )
+    with running_worker(config), gateway(valkey_url, queue) as served:
+        yield served
+
+
+def test_calls_and_thinking_are_fields_of_the_message(client: OpenAI) -> None:
+    answer = client.chat.completions.create(**ASK)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me look."
+    assert choice.message.model_extra == {"reasoning": "Where?", "reasoning_content": "Where?"}
+    calls: Any = choice.message.tool_calls
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+        ("weather", {"city": "Rome"})
+    ] * 2
+    assert len({call.id for call in calls}) == 2
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len("<think>\nWhere?\n</think>")
+
+
+def test_a_stream_adds_up_to_the_answer(client: OpenAI) -> None:
+    whole = client.chat.completions.create(**ASK).choices[0].message
+    chunks = list(client.chat.completions.create(**ASK, stream=True, logprobs=True))
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == whole.content
+    thoughts = [(delta.model_extra or {}).get("reasoning_content", "") for delta in deltas]
+    assert "".join(thoughts) == "Where?"
+    calls: dict[int, dict[str, str]] = {}
+    for part in (part for delta in deltas for part in delta.tool_calls or ()):
+        assert part.function is not None
+        if part.id is not None:
+            assert part.type == "function"
+            calls[part.index] = {"id": part.id, "name": part.function.name or "", "arguments": ""}
+        calls[part.index]["arguments"] += part.function.arguments or ""
+    assert [call["name"] for call in calls.values()] == ["weather", "weather"]
+    assert [json.loads(call["arguments"]) for call in calls.values()] == [{"city": "Rome"}] * 2
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    tokens = [
+        token
+        for chunk in chunks
+        for choice in chunk.choices
+        for token in (choice.logprobs and choice.logprobs.content) or ()
+    ]
+    assert bytes(byte for token in tokens for byte in token.bytes or ()).startswith(ANSWER.encode())
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_forced_call_is_valid(client: OpenAI, choice: Any) -> None:
+    ask = ASK | {"messages": [{"role": "user", "content": "words"}], "parallel_tool_calls": False}
+    answer = client.chat.completions.create(**ask, tool_choice=choice).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.content is None
+    (call,) = answer.message.tool_calls or ()
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")  # type: ignore[union-attr]
+
+
+def test_a_conversation_goes_on_with_what_was_answered(client: OpenAI) -> None:
+    message = client.chat.completions.create(**ASK).choices[0].message
+    turns = [
+        *ASK["messages"],
+        message.model_dump(),
+        *({"role": "tool", "tool_call_id": call.id, "content": "sun"} for call in message.tool_calls or ()),
+    ]
+    ask = ASK | {"messages": turns, "tool_choice": "none", "max_tokens": 500}
+    answer = client.chat.completions.create(**ask).choices[0]
+    assert answer.finish_reason == "stop"
+    assert (answer.message.content or "").endswith("Let me look.\nsun\nsun\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "hint"),
+    [
+        ({"functions": [{"name": "f"}]}, "functions", "use tools"),
+        ({"store": True}, "store", "send false"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
+        ({"tools": [WEATHER, WEATHER]}, None, "two functions have one name"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, None, "tools lack"),
+        ({"extra_body": {"thinking_budget": 3}}, "thinking_budget", "use thinking_token_budget"),
+        (
+            {"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}},
+            "chat_template_kwargs",
+            "not a template's",
+        ),
+        ({"extra_body": {"chat_template_kwargs": {"x": "y" * 5000}}}, "chat_template_kwargs", "4096 bytes"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, None, "function's schema"),
+    ],
+)
+def test_what_is_refused_says_what_to_use(
+    client: OpenAI, fields: dict[str, Any], param: str | None, hint: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=hint) as refused:
+        client.chat.completions.create(**ASK | fields)
+    assert refused.value.param == param
+
+
+RESPOND: dict[str, Any] = {
+    "model": "echo",
+    "input": ANSWER,
+    "max_output_tokens": 400,
+    "temperature": 0.0,
+    "tools": [FLAT],
+}
+
+
+def test_a_response(client: OpenAI) -> None:
+    response = client.responses.create(**RESPOND)
+    assert (response.object, response.status, response.output_text) == (
+        "response",
+        "completed",
+        "Let me look.",
+    )
+    assert [item.type for item in response.output] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
+    call: Any = response.output[2]
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Rome"})
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens > 0
+    following = client.responses.create(
+        model="echo",
+        instructions="Be brief.",
+        input=[
+            {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+            *response.output,  # type: ignore[list-item]
+            {"type": "function_call_output", "call_id": call.call_id, "output": "sun"},
+        ],
+        max_output_tokens=400,
+        temperature=0.0,
+    )
+    assert following.output_text == "Be brief.\nhello\nLet me look.\nsun\n"
+
+
+def test_a_response_is_streamed(client: OpenAI) -> None:
+    """The client's own accumulation checks the order of events and the places that they name."""
+    with client.responses.stream(**RESPOND) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    whole = client.responses.create(**RESPOND)
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert {"response.reasoning_text.delta", "response.function_call_arguments.done"} <= set(kinds)
+    assert [item.type for item in final.output] == [item.type for item in whole.output]
+    assert final.output_text == whole.output_text
+    assert [event.sequence_number for event in events if hasattr(event, "sequence_number")]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.type for item in done] == [item.type for item in whole.output]
+    assert [item.arguments for item in done if item.type == "function_call"] == [
+        item.arguments for item in whole.output if item.type == "function_call"
+    ]
+
+
+def test_a_response_with_a_schema_and_one_that_is_cut(client: OpenAI) -> None:
+    shape: Any = {"format": {"type": "json_schema", "name": "n", "schema": {"enum": ["yes"]}}}
+    assert client.responses.create(model="echo", input="x", text=shape).output_text == '"yes"'
+    cut = client.responses.create(model="echo", input="hello there", max_output_tokens=5)
+    assert (cut.status, cut.output_text) == ("incomplete", "hello")
+    assert cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "hint"),
+    [
+        ({"store": True}, "store", "send false"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "earlier input and output items"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "offer a function"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "send the item itself"),
+        ({"background": True}, "background", "submit a job"),
+        ({"include": ["reasoning.encrypted_content"]}, "include", "comes by itself"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format", "json_schema"),
+    ],
+)
+def test_a_response_that_needs_what_is_not_here_is_refused(
+    client: OpenAI, fields: dict[str, Any], param: str, hint: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=hint) as refused:
+        client.responses.create(**RESPOND | fields)
+    assert refused.value.param == param
+
+
+def test_every_chat_s_thinking_can_be_apart(valkey_url: str, served: Served, queue: str) -> None:
+    ask = {"model": "echo", "messages": [{"role": "user", "content": "<think>a</think>b"}], "max_tokens": 40}
+    with (
+        gateway(valkey_url, queue, separate_reasoning=True) as other,
+        OpenAI(base_url=other.base_url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client,
+    ):
+        message = client.chat.completions.create(**ask, temperature=0.0).choices[0].message  # type: ignore[call-overload]
+    assert (message.content, message.model_extra["reasoning"]) == ("b\n", "a")

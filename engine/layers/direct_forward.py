@@ -14,7 +14,7 @@ import torch
 
 from pagemill.engine.layers.decoder_layer import FusedDecoderLayer
 from pagemill.engine.layers.decoder_traits import DecoderTraits
-from pagemill.engine.layers.rope_table import RotaryTable
+from pagemill.engine.layers.positions.rope_table import RotaryTable
 from pagemill.kernels.types.layer_cache import LayerCache
 from pagemill.kernels.types.metadata import AttentionMetadata
 

@@ -23,8 +23,8 @@ from pagemill.engine.layers.int8_products import quantization_scheme
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.library import causal_lm_class
 from pagemill.engine.layers.observation import AttentionShape
+from pagemill.engine.layers.positions.rope import depends_on_length, fix_frequencies, stretched_context
 from pagemill.engine.layers.rank_group import RankGroup
-from pagemill.engine.layers.rope import depends_on_length, fix_frequencies, stretched_context
 from pagemill.engine.layers.share import ShardingPlan, Share, sharding_plan
 from pagemill.engine.models.checkpoint import read_config, read_scheme, read_tensors, weight_files
 from pagemill.engine.models.directory import model_directory

@@ -22,10 +22,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from pagemill.cli import options, views
-from pagemill.cli.checked import MAX_TEMPERATURE, YEAR_S, Priority, between, checked
-from pagemill.cli.grouped import grouped
-from pagemill.cli.local_worker import LOADING_PATIENCE_S, served_name
+from pagemill.cli.local_worker import LOADING_PATIENCE_S
+from pagemill.cli.terminal import options, views
+from pagemill.cli.terminal.checked import MAX_TEMPERATURE, YEAR_S, Priority, between, checked, served_name
+from pagemill.cli.terminal.grouped import grouped
 from pagemill.producer.client.handles import JobHandle
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.wire.calls import registry

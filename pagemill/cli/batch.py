@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from pagemill.cli import options, run, views
+from pagemill.cli import run
 from pagemill.cli.app import (
     EXIT_INTERRUPTED,
     AsJson,
@@ -26,8 +26,8 @@ from pagemill.cli.app import (
     default_model,
     say,
 )
-from pagemill.cli.checked import YEAR_S, between, checked
-from pagemill.cli.local_worker import served_name
+from pagemill.cli.terminal import options, views
+from pagemill.cli.terminal.checked import YEAR_S, between, checked, served_name
 from pagemill.cli.worker import check_options
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.bar import RunBar

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagemill.cli import options
 from pagemill.cli.app import RedisUrl, app, say
-from pagemill.cli.checked import AppName, CeleryQueue, ModelOrPath, Transport, checked
-from pagemill.cli.local_worker import LocalWorker, has_server, served_name, serving_workers
-from pagemill.cli.waiting import Waiting
+from pagemill.cli.local_worker import LocalWorker, has_server, serving_workers
+from pagemill.cli.terminal import options
+from pagemill.cli.terminal.checked import AppName, CeleryQueue, ModelOrPath, Transport, checked, served_name
+from pagemill.cli.terminal.waiting import Waiting
 from pagemill.cli.worker import check_options
 from pagemill.producer.wire.process.stop_signals import stop_signals
 from pagemill.producer.wire.schema.keys import QueueName

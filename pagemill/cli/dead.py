@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from pagemill.cli import views
 from pagemill.cli.app import EXIT_NOT_SUCCEEDED, AsJson, JobId, Queue, RedisUrl, app, say
-from pagemill.cli.checked import checked
+from pagemill.cli.terminal import views
+from pagemill.cli.terminal.checked import checked
 from pagemill.error_codes import ErrorCode
 from pagemill.producer.client.dead_letter_flow import Replay, submitted_fields
 from pagemill.producer.client.preparer import check_id

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pagemill.cli.app import EXIT_NOT_SUCCEEDED, EXIT_REDIS, AsJson, Queue, RedisUrl, app, describe
-from pagemill.cli.checked import ModelOrPath, checked
+from pagemill.cli.terminal.checked import ModelOrPath, checked
 from pagemill.producer.doctor.finding import Finding, worst
 from pagemill.producer.doctor.machine_checks import DEFAULT_HTTP_PORT, machine_findings
 from pagemill.producer.doctor.queue_checks import queue_findings

@@ -11,9 +11,10 @@ from typing import Any
 import typer
 
 from pagemill.cli.app import say
-from pagemill.cli.local_worker import has_server, live_workers, served_name
-from pagemill.producer.dataset.rows import RowError
+from pagemill.cli.local_worker import has_server, live_workers
+from pagemill.cli.terminal.checked import served_name
 from pagemill.producer.dataset.run import DatasetRun
+from pagemill.producer.dataset.tables.rows import RowError
 from pagemill.producer.dataset.tokens import TokenCounter
 from pagemill.producer.wire.schema.errors import PagemillError
 from pagemill.producer.wire.schema.job import Job

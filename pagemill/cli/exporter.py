@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pagemill.cli.app import EXIT_USAGE, RedisUrl, app, say
-from pagemill.cli.checked import LogFormat, between, checked
+from pagemill.cli.terminal.checked import LogFormat, between, checked
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.host_names import HostName
 from pagemill.producer.wire.server.clients import redacted

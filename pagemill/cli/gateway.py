@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagemill.cli import options
 from pagemill.cli.app import EXIT_REDIS, EXIT_USAGE, AsJson, Queue, RedisUrl, app, say
-from pagemill.cli.checked import LogFormat, LogLevel, Priority, between, checked
+from pagemill.cli.terminal import options
+from pagemill.cli.terminal.checked import LogFormat, LogLevel, Priority, between, checked
 from pagemill.producer.wire.schema.host_names import HostName
 from pagemill.producer.wire.schema.keys import ModelName, TenantName
 from pagemill.producer.wire.server.clients import redacted

@@ -19,7 +19,8 @@ from typing import Self
 
 from rich.console import Console
 
-from pagemill.cli.waiting import Waiting
+from pagemill.cli.terminal.checked import served_name
+from pagemill.cli.terminal.waiting import Waiting
 from pagemill.engine.errors import EngineError, ModelLoadError
 from pagemill.engine.models.directory import LocalModel, obtain_model
 from pagemill.engine.models.echo import is_echo
@@ -251,14 +252,6 @@ def _refuse_unrunnable(directory: Path) -> None:
     except ModuleNotFoundError:  # no worker runs here, but one may elsewhere
         return
     check_config(directory)
-
-
-def served_name(model: str) -> str:
-    """Return the name under which a worker serves a model: the repository's, or a folder's or file's own."""
-    try:
-        return ModelSource.parse(model).served_name
-    except ModelLoadError:  # a name that a worker was given
-        return model
 
 
 def has_server(url: str | None) -> bool:

@@ -14,9 +14,9 @@ from pydantic import AfterValidator
 from rich.console import Console
 
 from pagemill.cli.app import EXIT_NOT_SUCCEEDED, EXIT_USAGE, AsJson, app, say
-from pagemill.cli.checked import checked
 from pagemill.cli.local_worker import download
-from pagemill.cli.views import print_rows
+from pagemill.cli.terminal.checked import checked
+from pagemill.cli.terminal.views import print_rows
 from pagemill.engine.errors import ConfigError, EngineError
 from pagemill.engine.models.hubs.cached import CachedModel, cached_models
 from pagemill.engine.models.hubs.progress import size

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from pagemill.cli import views
 from pagemill.cli.app import AsJson, Queue, RedisUrl, ask, queue_app, say
-from pagemill.cli.checked import between
+from pagemill.cli.terminal import views
+from pagemill.cli.terminal.checked import between
 from pagemill.producer.wire.calls import limits
 from pagemill.producer.wire.calls.limits import QueueLimits
 

@@ -21,7 +21,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pagemill.cli import options
 from pagemill.cli.app import (
     EXIT_INTERRUPTED,
     EXIT_USAGE,
@@ -37,30 +36,31 @@ from pagemill.cli.app import (
     scored,
 )
 from pagemill.cli.dry_run import preview, prompt_limit
-from pagemill.cli.grouped import grouped
 from pagemill.cli.local_worker import (
     LocalWorker,
     WorkerFailed,
     can_load,
     has_server,
     live_workers,
-    served_name,
     serving_workers,
 )
-from pagemill.cli.waiting import Waiting
+from pagemill.cli.terminal import options
+from pagemill.cli.terminal.checked import served_name
+from pagemill.cli.terminal.grouped import grouped
+from pagemill.cli.terminal.waiting import Waiting
 from pagemill.cli.worker import check_options
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset import report
 from pagemill.producer.dataset.bar import RunBar
-from pagemill.producer.dataset.compressed import compression_of
 from pagemill.producer.dataset.errors import DatasetError, DiskFailed
 from pagemill.producer.dataset.recipe import OnRow, Recipe
-from pagemill.producer.dataset.rows import Format, Source, open_source
 from pagemill.producer.dataset.run import DatasetRun, OnCut
 from pagemill.producer.dataset.summary import Summary
+from pagemill.producer.dataset.tables.compressed import compression_of
+from pagemill.producer.dataset.tables.rows import Format, Source, open_source
+from pagemill.producer.dataset.tables.writers import OUTPUT
 from pagemill.producer.dataset.tokens import TokenCounter
 from pagemill.producer.dataset.work import WINDOW, TooManyErrors
-from pagemill.producer.dataset.writers import OUTPUT
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.process.stop_signals import stop_signals
 from pagemill.producer.wire.schema.errors import PagemillError

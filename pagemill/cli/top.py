@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from pagemill.cli.app import EXIT_REDIS, AsJson, Queue, RedisUrl, app, say
-from pagemill.cli.checked import HttpUrl, between, checked
+from pagemill.cli.terminal.checked import HttpUrl, between, checked
 from pagemill.monitoring.live.top import screen
 from pagemill.monitoring.queue_figures import QueueFigures
 from pagemill.producer.wire.schema import keys

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from pagemill.cli.app import EXIT_USAGE, app, check_url, say
-from pagemill.cli.grouped import grouped
+from pagemill.cli.terminal.grouped import grouped
 from pagemill.engine.errors import ConfigError
 from pagemill.worker.config import ENV_PREFIX, SECRETS, WorkerConfig
 

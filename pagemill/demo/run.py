@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pagemill.cli.local_worker import LocalWorker
-from pagemill.cli.waiting import Waiting
+from pagemill.cli.terminal.waiting import Waiting
 from pagemill.demo.demo_rows import LABELS, MODEL, Row, job_fields, load_rows
 from pagemill.demo.metrics import MetricsSampler, Usage
 from pagemill.producer import Producer

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pagemill.producer.dataset.errors import DatasetError
-from pagemill.producer.dataset.rows import MemorySource, Row, Source, checked_row, open_source
 from pagemill.producer.dataset.schema_fields import field_values
+from pagemill.producer.dataset.tables.rows import MemorySource, Row, Source, checked_row, open_source
 
 if TYPE_CHECKING:
     from pagemill.producer.dataset.run import DatasetRun

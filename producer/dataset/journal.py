@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from pagemill.producer.dataset.errors import DatasetError, DiskFailed
-from pagemill.producer.dataset.rows import Row, RowError
+from pagemill.producer.dataset.tables.rows import Row, RowError
 
 VERSION = 1
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagemill.producer.dataset.compressed import data_suffix
 from pagemill.producer.dataset.pooled import kept_of, output_of
 from pagemill.producer.dataset.recipe import Recipe
-from pagemill.producer.dataset.rows import Row
 from pagemill.producer.dataset.schema_fields import field_values
-from pagemill.producer.dataset.writers import META, TEXT_CELLS
+from pagemill.producer.dataset.tables.compressed import data_suffix
+from pagemill.producer.dataset.tables.rows import Row
+from pagemill.producer.dataset.tables.writers import META, TEXT_CELLS
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from pagemill.bounds import InvalidParameter
 from pagemill.producer.dataset.errors import DatasetError
-from pagemill.producer.dataset.rows import Row, RowError, shorten
+from pagemill.producer.dataset.tables.rows import Row, RowError, shorten
 from pagemill.producer.dataset.template import NullRendered, PromptTemplate, TemplateFailed, is_blank
 from pagemill.producer.wire.schema.chat import CHAT_FIELDS
 from pagemill.producer.wire.schema.errors import InvalidJob

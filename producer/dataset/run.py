@@ -23,12 +23,12 @@ from pagemill.producer.dataset.journal import Failure, Journal
 from pagemill.producer.dataset.lines import OutputLines
 from pagemill.producer.dataset.recipe import OnRow, Recipe, raw_text
 from pagemill.producer.dataset.record import Mean, Record, Totals, differences
-from pagemill.producer.dataset.rows import MemorySource, Row, RowError, Source, open_source
 from pagemill.producer.dataset.schema_fields import schema_fields
 from pagemill.producer.dataset.summary import Summary
+from pagemill.producer.dataset.tables.rows import MemorySource, Row, RowError, Source, open_source
+from pagemill.producer.dataset.tables.writers import OUTPUT, Writer, check_output, replacing
 from pagemill.producer.dataset.template import Condition, TemplateFailed
 from pagemill.producer.dataset.work import WINDOW, Tally, Work, WorkLoop
-from pagemill.producer.dataset.writers import OUTPUT, Writer, check_output, replacing
 from pagemill.producer.wire.schema.job import Job
 
 OnCut: TypeAlias = Literal["fail", "label"]

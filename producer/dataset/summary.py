@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagemill.producer.dataset.record import Totals
-from pagemill.producer.dataset.rows import Row
-from pagemill.producer.dataset.writers import META
+from pagemill.producer.dataset.tables.rows import Row
+from pagemill.producer.dataset.tables.writers import META
 
 MAX_LABELS = 50
 MAX_LABEL_CHARACTERS = 80

@@ -15,11 +15,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pagemill.producer.gateway import completions, openapi, pooled
-from pagemill.producer.gateway.batch_runner import BatchRunner
-from pagemill.producer.gateway.batches import BatchEndpoints
+from pagemill.producer.gateway.batches.batches import BatchEndpoints
+from pagemill.producer.gateway.batches.files import FileEndpoints
+from pagemill.producer.gateway.batches.runner import BatchRunner
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.errors import ApiError, JsonResponse, as_api_error, not_found
-from pagemill.producer.gateway.files import FileEndpoints
 from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.gateway.guard.limits import STATUS_CLIENT_GONE, ClientGone, RequestLimits
 from pagemill.producer.gateway.metrics import CONTENT_TYPE, GatewayMetrics

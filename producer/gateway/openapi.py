@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema, create_model
 from pydantic.json_schema import models_json_schema
 
-from pagemill.producer.gateway.batches import BATCH_ID, Batch, BatchRequest
-from pagemill.producer.gateway.files import FILE_ID, File
+from pagemill.producer.gateway.batches.batches import BATCH_ID, Batch, BatchRequest
+from pagemill.producer.gateway.batches.files import FILE_ID, File
 from pagemill.producer.gateway.request_parsing import TIMEOUT_HEADER
 from pagemill.producer.gateway.served_models import Model
 from pagemill.producer.openai import formats, responses

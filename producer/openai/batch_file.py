@@ -12,8 +12,8 @@ from pathlib import Path
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.journal import Failure, Journal
+from pagemill.producer.dataset.tables.writers import check_output, replacing
 from pagemill.producer.dataset.work import WINDOW, Tally, Work, WorkLoop
-from pagemill.producer.dataset.writers import check_output, replacing
 from pagemill.producer.openai.lines import BatchAnswers, BatchRequests, BatchSummary, RefusedFile
 from pagemill.producer.wire.schema.job import Job
 

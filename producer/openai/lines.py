@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.journal import Failure
-from pagemill.producer.dataset.rows import JsonLinesSource
+from pagemill.producer.dataset.tables.rows import JsonLinesSource
 from pagemill.producer.openai.formats import URLS, choice, completion, parse_job, read_job
 from pagemill.producer.openai.pooled_formats import EMBEDDINGS_URL, write_pooled
 from pagemill.producer.wire.schema.errors import InvalidJob

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pagemill.cli import waiting
 from pagemill.cli.local_worker import LocalWorker
-from pagemill.cli.waiting import Waiting
+from pagemill.cli.terminal import waiting
+from pagemill.cli.terminal.waiting import Waiting
 from pagemill.worker import long_wait, process
 from tests.worker.harness import PATIENCE_S, QueueClient, WorkerProcess, eventually, process_settings
 

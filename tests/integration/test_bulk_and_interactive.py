@@ -16,9 +16,9 @@ from pagemill import Producer
 from pagemill.producer.dataset.journal import Journal
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.dataset.recipe import Recipe
-from pagemill.producer.dataset.rows import MemorySource
 from pagemill.producer.dataset.run import DatasetRun
 from pagemill.producer.dataset.summary import Summary
+from pagemill.producer.dataset.tables.rows import MemorySource
 from pagemill.producer.dataset.work import Work, WorkLoop
 from pagemill.producer.openai.lines import BatchRequests
 from tests.producer.gateway.serving import gateway

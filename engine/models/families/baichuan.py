@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, PretrainedConfig
 
-from pagemill.engine.layers.alibi import replace_rotation_by_alibi
+from pagemill.engine.layers.positions.alibi import replace_rotation_by_alibi
 from pagemill.engine.models.families.family import RawConfig, Tensors, require
 from pagemill.engine.models.families.llama_like import like_llama, shared_fields, split_rows
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import FalconConfig, PretrainedConfig
 
-from pagemill.engine.layers.alibi import alibi_slopes
 from pagemill.engine.layers.attention import attend
+from pagemill.engine.layers.positions.alibi import alibi_slopes
 from pagemill.engine.models.families.family import Family, RawConfig, replace_attention
 from pagemill.kernels.types.scoring import Scoring
 

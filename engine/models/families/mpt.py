@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from pagemill.engine.layers.alibi import mpt_alibi_slopes
 from pagemill.engine.layers.attention import attend
+from pagemill.engine.layers.positions.alibi import mpt_alibi_slopes
 from pagemill.engine.models.families.family import (
     Family,
     RawConfig,

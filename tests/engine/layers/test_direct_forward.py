@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pagemill.engine.layers.attention import AttentionContext, attention_context
 from pagemill.engine.layers.decoder_traits import LLAMA_DECODER
 from pagemill.engine.layers.direct_forward import DirectForward
-from pagemill.engine.layers.rope import fix_frequencies
-from pagemill.engine.layers.rope_table import RotaryTable
+from pagemill.engine.layers.positions.rope import fix_frequencies
+from pagemill.engine.layers.positions.rope_table import RotaryTable
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels.types.layer_cache import LayerCache

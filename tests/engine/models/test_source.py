@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pagemill.cli.local_worker import served_name
+from pagemill.cli.terminal.checked import served_name
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models.source import ModelSource
 
@@ -56,5 +56,5 @@ def test_what_is_no_name_is_refused(hostile: str) -> None:
     if hostile.startswith("../"):
         assert ModelSource.parse(hostile).kind == "folder"
         return
-    with pytest.raises(ModelLoadError, match="give a folder, org/name"):
+    with pytest.raises(ModelLoadError, match=r"give a folder, a \.gguf file, org/name"):
         ModelSource.parse(hostile)

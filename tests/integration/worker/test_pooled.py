@@ -16,7 +16,7 @@ from transformers import AutoModel
 
 from pagemill import InvalidJob, Job, JobFailed, Producer
 from pagemill.producer.dataset.pipeline import Pipeline
-from pagemill.producer.dataset.rows import open_source
+from pagemill.producer.dataset.tables.rows import open_source
 from tests.chaos.nursery import Nursery
 from tests.engine.pooling.test_labels import saved as save_classifier
 from tests.engine.pooling.tiny_pooling import ENCODERS, engine_of, run, save_base, texts_of_all_lengths

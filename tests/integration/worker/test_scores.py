@@ -16,7 +16,7 @@ import torch
 from pagemill import InvalidJob, Job, JobFailed, Producer
 from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.producer.dataset.pipeline import Pipeline
-from pagemill.producer.dataset.rows import open_source
+from pagemill.producer.dataset.tables.rows import open_source
 from tests.chaos.nursery import Nursery
 from tests.worker.harness import QueueClient, eventually, process_settings, running_worker, worker_config
 

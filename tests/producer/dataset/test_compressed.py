@@ -11,10 +11,10 @@ import pyarrow
 import pytest
 
 from pagemill import Producer
-from pagemill.producer.dataset import compressed, rows
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.pipeline import Pipeline
-from pagemill.producer.dataset.rows import open_source
+from pagemill.producer.dataset.tables import compressed, rows
+from pagemill.producer.dataset.tables.rows import open_source
 from tests.producer.scripted_worker import scripted_worker
 
 TEXTS = ["a", 'ü,"x"', "line\nbreak"]

@@ -11,9 +11,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from pagemill.producer.dataset import rows as rows_module
 from pagemill.producer.dataset.errors import DatasetError
-from pagemill.producer.dataset.rows import MemorySource, Row, open_source
+from pagemill.producer.dataset.tables import rows as rows_module
+from pagemill.producer.dataset.tables.rows import MemorySource, Row, open_source
 
 TABLE = [{"text": "one", "n": 1}, {"text": "zwei ✓", "n": None}, {"text": "", "n": 3}]
 

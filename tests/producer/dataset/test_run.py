@@ -167,7 +167,7 @@ def test_a_failed_row_is_tried_again_the_next_time(
 def test_other_output_formats_can_be_taken_up_again(
     producer: Producer, valkey_url: str, queue_name: str, tmp_path: Path, name: str
 ) -> None:
-    from pagemill.producer.dataset.rows import open_source
+    from pagemill.producer.dataset.tables.rows import open_source
 
     source = write_rows(tmp_path / "in.jsonl", ["a,b", 'quote "x"', "line\nbreak"])
     with counting_worker(valkey_url, queue_name) as ran:

@@ -14,8 +14,8 @@ from pagemill.producer.dataset import report, run
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.dataset.record import Mean, Record
-from pagemill.producer.dataset.rows import MemorySource
 from pagemill.producer.dataset.run import DatasetRun
+from pagemill.producer.dataset.tables.rows import MemorySource
 from pagemill.producer.dataset.work import TooManyErrors
 from tests.producer.scripted_worker import scripted_worker
 

@@ -18,9 +18,9 @@ from pagemill import Producer
 from pagemill.producer.dataset import report
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.pipeline import Pipeline
-from pagemill.producer.dataset.rows import Row, open_source
 from pagemill.producer.dataset.schema_fields import schema_fields
 from pagemill.producer.dataset.summary import MAX_SAMPLE_CHARACTERS, SAMPLES, Summary
+from pagemill.producer.dataset.tables.rows import Row, open_source
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job

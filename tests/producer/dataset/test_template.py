@@ -6,7 +6,7 @@ import pytest
 
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.recipe import Recipe
-from pagemill.producer.dataset.rows import Row, RowError
+from pagemill.producer.dataset.tables.rows import Row, RowError
 from pagemill.producer.dataset.template import PromptTemplate, TemplateFailed
 from pagemill.producer.wire.schema.job import Job
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
-from pagemill.producer.dataset.compressed import check_supported, compression, data_suffix, reading
 from pagemill.producer.dataset.errors import DatasetError, EmptyFile
-from pagemill.producer.dataset.values import is_unicode, plain_row
+from pagemill.producer.dataset.tables.compressed import check_supported, compression, data_suffix, reading
+from pagemill.producer.dataset.tables.values import is_unicode, plain_row
 
 MAX_LINE_BYTES = 64 << 20
 """Longest line; a longer one is skipped as one bad row, without being held in memory."""

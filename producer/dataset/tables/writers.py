@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from pagemill.producer.dataset.compressed import check_supported, compression, data_suffix, writing
 from pagemill.producer.dataset.errors import DatasetError, DiskFailed
+from pagemill.producer.dataset.tables.compressed import check_supported, compression, data_suffix, writing
 
 PARQUET_ROWS = 4_096
 OUTPUT = "output"

@@ -12,9 +12,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidatio
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagemill.producer.gateway.batch_runner import BatchRunner
+from pagemill.producer.gateway.batches.files import FILE_ID, LONGEST_TTL_S, Expiry, read_ttl
+from pagemill.producer.gateway.batches.runner import BatchRunner
 from pagemill.producer.gateway.errors import ApiError, JsonResponse, not_found
-from pagemill.producer.gateway.files import FILE_ID, LONGEST_TTL_S, Expiry, read_ttl
 from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.gateway.pagination import page_body, read_paging
 from pagemill.producer.gateway.request_parsing import check_json, read_object

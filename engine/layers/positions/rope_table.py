@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pagemill.engine.layers.rope import LENGTH_DEPENDENT
+from pagemill.engine.layers.positions.rope import LENGTH_DEPENDENT
 
 _FIRST_POSITIONS = 1024
 """Initial rows of a table."""

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import typer
 from pydantic import AfterValidator, Field, StringConstraints, TypeAdapter, ValidationError
 
-from pagemill.cli.local_worker import served_name
-from pagemill.engine.errors import complaint
+from pagemill.engine.errors import ModelLoadError, complaint
+from pagemill.engine.models.source import ModelSource
 from pagemill.producer.wire.schema.keys import ModelName
 
 YEAR_S = 366 * 86_400.0
@@ -80,3 +80,11 @@ def checked(kind: Any) -> Callable[[Any], Any]:
 def between(low: float, high: float) -> Callable[[Any], Any]:
     """Return an option callback that checks a number's range; NaN is in none."""
     return checked(Annotated[float, Field(ge=low, le=high)])
+
+
+def served_name(model: str) -> str:
+    """Return the name under which a worker serves a model: the repository's, or a folder's or file's own."""
+    try:
+        return ModelSource.parse(model).served_name
+    except ModelLoadError:  # a name that a worker was given
+        return model

@@ -23,8 +23,8 @@ from typing import Any
 
 from pagemill.producer.client.aio_handles import AsyncBatchHandle
 from pagemill.producer.dataset.journal import Failure
+from pagemill.producer.gateway.batches.stored_lines import StoredLines
 from pagemill.producer.gateway.gateway import Gateway
-from pagemill.producer.gateway.stored_lines import StoredLines
 from pagemill.producer.openai.lines import (
     BatchAnswers,
     BatchRequest,

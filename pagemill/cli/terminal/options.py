@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from pagemill.cli.checked import MAX_TEMPERATURE, Encoding, ModelOrPath, Text, between, checked
+from pagemill.cli.terminal.checked import MAX_TEMPERATURE, Encoding, ModelOrPath, Text, between, checked
 from pagemill.producer.dataset.recipe import OnRow
-from pagemill.producer.dataset.rows import Format
 from pagemill.producer.dataset.run import OnCut
+from pagemill.producer.dataset.tables.rows import Format
 from pagemill.producer.wire.schema.keys import ModelName
 
 Texts = list[str] | None

@@ -1,0 +1,1 @@
+"""How a token's place enters attention."""

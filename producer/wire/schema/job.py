@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
@@ -26,6 +25,7 @@ from pagemill.producer.wire.schema.chat import (
     history_tokens_text,
 )
 from pagemill.producer.wire.schema.errors import InvalidJob
+from pagemill.producer.wire.schema.job_complaints import invalid_job
 from pagemill.producer.wire.schema.outputs import (
     ACTIVE_STATES,
     END_STATES,
@@ -203,7 +203,8 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            raise InvalidJob(_reasons(error), _code(error), _param(error)) from None
+            known = [*cls.model_fields, "response_format", *Message.model_fields, *StructuredOutputs.__slots__]
+            raise invalid_job(error, known) from None
 
     @classmethod
     def from_payload(cls, payload: bytes) -> Job:
@@ -481,46 +482,3 @@ def _structure(response_format: Any) -> dict[str, Any] | None:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
-
-
-def _code(error: ValidationError) -> str:
-    """Return the code of the first validation error that has a specific one."""
-    causes = (
-        item.get("ctx", {}).get("error") for item in error.errors(include_input=False, include_url=False)
-    )
-    codes = (cause.code for cause in causes if isinstance(cause, InvalidParameter))
-    return next((code for code in codes if code != "invalid_job"), "invalid_job")
-
-
-def _param(error: ValidationError) -> str | None:
-    """Return the location of the first validation error that has one."""
-    complaints = error.errors(include_input=False, include_url=False, include_context=False)
-    return next((".".join(map(str, item["loc"])) for item in complaints if item["loc"]), None)
-
-
-def _no_such_field(name: str) -> str:
-    known = [*Job.model_fields, "response_format", *Message.model_fields, *StructuredOutputs.__slots__]
-    near = get_close_matches(name, known, 1)
-    return f"no such field; did you mean {near[0]}?" if near else "no such field"
-
-
-_CHAT_SHAPE = (
-    'a chat is a list of messages like {"role": "user", "content": "..."}; '
-    "a text by itself is a prompt=, or the content of one message"
-)
-
-
-def _reasons(error: ValidationError) -> str:
-    """Return the validation errors with their locations, without quoting the input."""
-    reasons = []
-    for item in error.errors(include_input=False, include_url=False, include_context=False)[:8]:
-        place = ".".join(str(part) for part in item["loc"] if isinstance(part, int | str))
-        message = item["msg"].removeprefix("Value error, ")
-        if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            message = _no_such_field(str(item["loc"][-1]))
-        elif item["type"] == "tuple_type":
-            message = "it should be a list"
-        if item["loc"][:1] == ("messages",) and item["type"] in ("tuple_type", "model_type"):
-            message = _CHAT_SHAPE
-        reasons.append(f"{place}: {message}" if place else message)
-    return "; ".join(reasons)

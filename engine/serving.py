@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeAlias
+
 from pagemill.engine.builder import located, obtain_runnable
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.models.directory import check_model
 from pagemill.engine.models.echo import is_echo
 from pagemill.engine.models.packaged import PACKAGED_MODEL
-from pagemill.engine.pooling.engine import PoolingEngine
 from pagemill.engine.pooling.folder import read_pooling_folder
 
-AnyEngine = Engine | PoolingEngine
+if TYPE_CHECKING:
+    from pagemill.engine.pooling.engine import (
+        PoolingEngine,  # imports numpy, which an echo worker does without
+    )
+
+AnyEngine: TypeAlias = "Engine | PoolingEngine"
 
 
 def load_engine(config: EngineConfig) -> AnyEngine:

@@ -70,7 +70,7 @@ def batch_run(
     queue: Queue = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Run a batch file; run the same command again after any interruption."""
+    """Run a batch file; after an interruption, run the same again."""
     check_options(worker_option)
     target = out or source.with_name(f"{source.stem}.output.jsonl")
     with run.reported(target), contextlib.ExitStack() as stack:
@@ -164,7 +164,10 @@ def batch_results(
     redis_url: RedisUrl = None,
     queue: Queue = "default",
 ) -> None:
-    """Print each end as a line of JSON as it happens, until all have ended. `--timeout 0` prints what is there."""
+    """Print each end as a line of JSON, until all have ended.
+
+    `--timeout 0` prints what is there.
+    """
     with Producer(redis_url, queue=queue) as producer:
         try:
             for item in producer.batch(batch_id).results(ordered=ordered, after=after, timeout=timeout):

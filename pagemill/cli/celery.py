@@ -121,7 +121,7 @@ def celery_relay(
         ),
     ] = None,
 ) -> None:
-    """Tell Celery how the jobs that its tasks submitted fare and end, and cancel those it revokes.
+    """Tell Celery how its tasks' jobs fare; cancel the revoked.
 
     The tasks are those of pagemill.producer.celery. Runs until SIGTERM.
     """

@@ -28,6 +28,7 @@ from tests.cli.test_help import COMMANDS
 CONTENT = {
     # What a model is asked, or a name inside a file: the job or the dataset run says what is wrong with it.
     "prompt", "system", "stop", "choice", "continuation", "field", "template", "choices", "json_schema", "regex",
+    "where",
     # Paths that a command makes, or says are not there once it opens them.
     "source", "out", "template_file", "report_file", "keys",
     # TENANT=WEIGHT, and names of settings: tried by themselves below.

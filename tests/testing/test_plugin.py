@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from tests.conftest import ROOT
@@ -35,6 +36,10 @@ def test_a_queue_without_a_worker(pagemill_queue):
 """
 
 
+# The installed package's entry point names it already; a source tree that is not installed has none.
+NAMED = () if any(entry_points(group="pytest11", name="pagemill")) else ("-p", "pagemill.testing.plugin")
+
+
 def test_a_service_is_tested_without_a_server(tmp_path: Path) -> None:
     (tmp_path / f"{MODULE}.py").write_text(SERVICE)
     (tmp_path / f"test_{MODULE}.py").write_text(TESTS)
@@ -44,8 +49,7 @@ def test_a_service_is_tested_without_a_server(tmp_path: Path) -> None:
         "-m",
         "pytest",
         "-q",
-        "-p",
-        "pagemill.testing.plugin",
+        *NAMED,
         "-p",
         "no:cacheprovider",
     ]

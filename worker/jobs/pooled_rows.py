@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import base64
 
-import numpy as np
-
 from pagemill.engine.outputs import PooledRows
 from pagemill.producer.wire.schema.outputs import Rows, RowsDtype
 
 
 def rows_of(pooled: PooledRows, dtype: RowsDtype) -> Rows:
     """Encode the rows; as float32 all the same if a number is too large for float16."""
+    import numpy as np  # a worker without a model's libraries has none
+
     rows = np.frombuffer(pooled.data, "<f4").reshape(-1, pooled.width)
     data = pooled.data
     if dtype == "float16":

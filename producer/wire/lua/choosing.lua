@@ -67,16 +67,21 @@ local function next_lane(version, class, model)
   end
 end
 
--- The next lane of a class: the models take turns, and for each model the versions.
+-- The next lane of a class: the models for which jobs wait take turns, and for each model its versions.
 local function lane_of(class)
-  local round = math.floor(turn / #models)
-  for i = 0, #models - 1 do
-    for j = 0, #versions - 1 do
-      local lane = next_lane(versions[(round + j) % #versions + 1], class, models[(turn + i) % #models + 1])
-      if lane then
-        return lane
-      end
+  local waiting = {}
+  for _, model in ipairs(models) do
+    local lanes = {}
+    for _, version in ipairs(versions) do
+      lanes[#lanes + 1] = next_lane(version, class, model)
     end
+    if #lanes > 0 then
+      waiting[#waiting + 1] = lanes
+    end
+  end
+  if #waiting > 0 then
+    local lanes = waiting[turn % #waiting + 1]
+    return lanes[math.floor(turn / #waiting) % #lanes + 1]
   end
 end
 

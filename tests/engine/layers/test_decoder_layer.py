@@ -311,7 +311,9 @@ def test_a_layer_of_other_products_stays_as_it_is(other: type[Any]) -> None:
     layer = fused_model("llama", "int8").model.layers[0].source
     assert can_be_compiled(layer)
     weight = torch.zeros(48, 96)  # fp32 beside int8; or int8, not packed: as without the kernels' compiler
-    layer.mlp.down_proj.product = other([weight] if other is PackedProduct else weight, None)
+    layer.mlp.down_proj.product = (
+        PackedProduct.of([weight], None) if other is PackedProduct else other(weight, None)
+    )
     assert not can_be_compiled(layer)
 
 

@@ -19,7 +19,7 @@ from pagemill.engine.layers.int8_products import CudaInt8Product, quantise_rows,
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.linear import Linear, LinearOptions
 from pagemill.engine.llm import LLM
-from pagemill.engine.models.loader import _fingerprint
+from pagemill.engine.models.loader import model_fingerprint
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels import grouped_int8
 from pagemill.kernels.types.layer_cache import FP8
@@ -78,8 +78,8 @@ def test_a_fingerprint_tells_schemes_of_int8_apart(directory: str, monkeypatch: 
     """Numbers that were rounded otherwise belong to another function: no job goes on from their checkpoint."""
 
     def fingerprint(quantization: Literal["int8"] | None) -> str:
-        config = EngineConfig(model=directory, quantization=quantization)
-        return _fingerprint(Path(directory), config, torch.float32, CpuBackend(), 0)
+        config = EngineConfig(model=directory, quantization=quantization, load_format="dummy")
+        return model_fingerprint(Path(directory), config, torch.float32, CpuBackend(), 0)
 
     plain, grouped = fingerprint(None), fingerprint("int8")
     assert plain != grouped

@@ -233,7 +233,7 @@ def test_a_run_brings_its_own_worker(tmp_path: Path, pagemill: Callable[..., Fin
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(outputs(tmp_path / "out.jsonl")) == 5
-    assert "starting a worker, loading echo" in done.stderr
+    assert "starting a worker for echo: loading echo" in done.stderr
     assert not (tmp_path / "state" / "server.json").exists()
 
 

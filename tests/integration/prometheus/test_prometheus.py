@@ -64,6 +64,7 @@ NOT_PROVOKED = {
     "PagemillInvalidLogits": "echo has no logits",
     "PagemillStructuredOutputInvalid": "echo's grammars are always satisfied",
     "PagemillDiscardedTokensHigh": "a question of shares; its inputs are compared with the worker's own",
+    "PagemillWorkerNotScraped": "a worker would have to run unscraped for ten minutes",
     "PagemillRedisAofFsyncDelayed": "needs a slow disk",
 }
 """Alerts that no fault below makes fire, and why. promtool tests all of them."""

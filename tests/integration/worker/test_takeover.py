@@ -45,6 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(model: Path) -> dict[str, Any]:
     return {
         "model": str(model), "num_kv_blocks": 512, "max_num_seqs": 16, "num_threads": 1,
+        "skip_tokenizer_init": True,
         "checkpoint_s": 0.05, "checkpoint_tokens": 8,
     }  # fmt: skip
 

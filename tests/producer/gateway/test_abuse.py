@@ -171,7 +171,7 @@ def test_headers_cannot_be_smuggled_in(served: Served) -> None:
 
 
 def test_unknown_paths_and_methods(served: Served) -> None:
-    assert httpx.get(f"{served.base_url}/embeddings", timeout=60).json()["error"]["code"] == "unknown_url"
+    assert httpx.get(f"{served.base_url}/moderations", timeout=60).json()["error"]["code"] == "unknown_url"
     wrong = httpx.put(f"{served.base_url}/files", timeout=60)
     assert wrong.status_code == 405
     assert {"GET", "POST"} <= set(wrong.headers["allow"].replace(" ", "").split(","))

@@ -274,7 +274,7 @@ def test_files_have_their_limits(valkey_url: str, queue_name: str) -> None:
             assert httpx.post(f"{served.base_url}/files", timeout=60, **form).status_code in (400, 415)
         for wrong in (
             {"completion_window": "soon"},
-            {"endpoint": "/v1/embeddings"},
+            {"endpoint": "/v1/moderations"},
             {"input_file_id": "../x"},
         ):
             answer = httpx.post(f"{served.base_url}/batches", json=open_one | wrong, timeout=60)

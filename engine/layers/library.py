@@ -48,6 +48,15 @@ def model_class(mapping: str, model_config: Any) -> Any:
     return _without_compiler(find)
 
 
+def register_mask_function(name: str, function: Callable[..., Any]) -> None:
+    """Make transformers ask `function` for the masks of an attention implementation."""
+
+    def masks() -> Any:
+        return importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
+
+    _without_compiler(masks).register(name, function)
+
+
 def _import_models() -> Any:
     def load() -> Any:
         importlib.import_module(_MODEL_CLASSES)  # some versions' configurations import it too
@@ -140,7 +149,7 @@ def _mark_nothing(function: Callable[..., Any] | None = None, *_: Any, **__: Any
 _models = _import_models()
 ALL_ATTENTION_FUNCTIONS: Any = _models.ALL_ATTENTION_FUNCTIONS
 ROPE_INIT_FUNCTIONS: Any = _models.ROPE_INIT_FUNCTIONS
-ALL_MASK_FUNCTIONS: Any = importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
+CAUSAL_LM_NAMES: Any = sys.modules[_MODEL_CLASSES].MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 _SILU = type(importlib.import_module("transformers.activations").ACT2FN["silu"])
 
 

@@ -16,7 +16,7 @@ import torch
 
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.layers.attention import refuse_unknown
-from pagemill.engine.layers.library import ALL_ATTENTION_FUNCTIONS, ALL_MASK_FUNCTIONS
+from pagemill.engine.layers.library import ALL_ATTENTION_FUNCTIONS, register_mask_function
 
 _OBSERVED = "pagemill_observed"
 _NUM_TOKENS = 3
@@ -67,6 +67,7 @@ def observe_attention(module: Any, num_layers: int) -> AttentionShape:
     Raises:
         ModelLoadError: it can't; the message is the reason, to come after the model's name.
     """
+    register_mask_function(_OBSERVED, _observed_mask)
     token = _observation.set(observation := _Observation())
     device = next(module.parameters()).device
     positions = torch.arange(_NUM_TOKENS, device=device)[None]
@@ -164,4 +165,3 @@ def _positions(windows: set[int | None]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 ALL_ATTENTION_FUNCTIONS.register(_OBSERVED, _observed_attention)
-ALL_MASK_FUNCTIONS.register(_OBSERVED, _observed_mask)

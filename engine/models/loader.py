@@ -138,7 +138,7 @@ def load_model(
     device.check(config, dtype)
     if is_outline:
         config = replace(config, load_format="dummy")
-        model_config.num_hidden_layers, model_config.vocab_size, model_config.pad_token_id = 1, 16, None
+        model_config.num_hidden_layers, model_config.vocab_size, model_config.pad_token_id = 1, 16, 0
     context_length = _context_length(model_config)
     longest = None if family.extrapolates(model_config) else stretched_context(model_config, context_length)
     max_model_len = resolve_max_model_len(config, context_length, longest)

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.layers.library import CAUSAL_LM_NAMES
 from pagemill.engine.layers.observation import AttentionShape, observe_attention
 from pagemill.engine.models.families.family import Family, RawConfig, native_config
 
@@ -23,7 +23,7 @@ _ARGUMENTS = ("position_ids", "logits_to_keep")
 
 def generic_family(model_type: Any) -> Family | None:
     """Return the family of one of transformers' causal language models by its `model_type`; None: it has none."""
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
+    architecture = CAUSAL_LM_NAMES.get(model_type) if isinstance(model_type, str) else None
     if architecture is None or model_type not in CONFIG_MAPPING:
         return None
     return Family(

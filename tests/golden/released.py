@@ -45,6 +45,10 @@ class Release:
         ids: list[str] = json.loads(self._python(_SUBMIT, url, queue, json.dumps(jobs)))
         return ids
 
+    def ready_workers(self, url: str, queue: str) -> list[str]:
+        told = self._run("-m", "pagemill", "workers", "--json", "--redis-url", url, "--queue", queue)
+        return [info["id"] for info in json.loads(told) if info["state"] == "ready"]
+
     def worker(self, settings: dict[str, Any]) -> subprocess.Popen[bytes]:
         with (self._logs / "worker.log").open("ab") as log:
             return subprocess.Popen(
@@ -53,8 +57,11 @@ class Release:
             )  # fmt: skip
 
     def _python(self, script: str, *arguments: str) -> str:
+        return self._run("-c", script, *arguments)
+
+    def _run(self, *arguments: str) -> str:
         return subprocess.run(
-            [sys.executable, "-c", script, *arguments],
+            [sys.executable, *arguments],
             cwd=self._root, env=self._environment(), stdout=subprocess.PIPE, text=True, check=True,
             timeout=PATIENCE_S,
         ).stdout  # fmt: skip

@@ -63,7 +63,10 @@ def drain(client: QueueClient, filled_by: Release, drained_by: Release) -> list[
 def _end(outcome: Outcome, fields: Mapping[str, Any]) -> tuple[str, list[str]]:
     assert outcome.state is not None
     if outcome.result is not None:
-        if fields.keys() & {"structured_outputs", "response_format"}:  # what an echo says there differs between releases
+        if fields.keys() & {
+            "structured_outputs",
+            "response_format",
+        }:  # what an echo says there differs between releases
             return outcome.state, []
         return outcome.state, [output.text for output in outcome.result.outputs]
     assert outcome.error is not None
@@ -106,6 +109,17 @@ def test_a_job_is_taken_over(
     assert result is not None
     assert result.text == "0123456789" * 30
     assert result.resumed_tokens >= 20
+
+
+@pytest.mark.parametrize(("asked", "alive"), [VERSIONS, VERSIONS[::-1]])
+def test_workers_are_listed(
+    asked: str, alive: str, releases: dict[str, Release], client: QueueClient
+) -> None:
+    with worker_of(releases[alive], client, model="echo"):
+        (info,) = eventually(
+            lambda: [one for one in client.workers() if one.state == "ready"], "the worker to be ready"
+        )
+        assert releases[asked].ready_workers(client.url, client.queue) == [info.id]
 
 
 def test_a_task_that_the_released_version_lacks_waits_for_this_one(

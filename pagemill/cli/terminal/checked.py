@@ -24,6 +24,8 @@ LogFormat = Literal["console", "json"]
 Transport = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9+._-]*://\S*$", max_length=4096)]
 CeleryQueue = Annotated[str, StringConstraints(pattern=r"^\S+$", max_length=255)]
 AppName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*(:[A-Za-z_][A-Za-z0-9_]*)?$")]
+Cursor = Annotated[str, StringConstraints(pattern=r"^[es][0-9]{1,15}$")]
+"""`BatchItem.cursor`."""
 Text = Annotated[str, StringConstraints(min_length=1, max_length=255, pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 

@@ -11,6 +11,7 @@ from pagemill.cli.terminal.checked import MAX_TEMPERATURE, Encoding, ModelOrPath
 from pagemill.producer.dataset.recipe import OnRow
 from pagemill.producer.dataset.run import OnCut
 from pagemill.producer.dataset.tables.rows import Format
+from pagemill.producer.wire.schema.chat import FunctionName
 from pagemill.producer.wire.schema.keys import ModelName
 
 Texts = list[str] | None
@@ -47,7 +48,12 @@ Tools = Annotated[
 ]
 ToolChoice = Annotated[
     str | None,
-    typer.Option("--tool-choice", metavar="CHOICE", help="none, auto, required, or a function's name."),
+    typer.Option(
+        "--tool-choice",
+        metavar="CHOICE",
+        callback=checked(FunctionName),
+        help="none, auto, required, or a function's name.",
+    ),
 ]
 NamedModels = Annotated[
     Texts,

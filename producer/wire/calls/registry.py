@@ -13,6 +13,8 @@ from pagemill.producer.wire.schema.outputs import WireModel
 from pagemill.producer.wire.server.scripts import Call
 
 WORKER_TTL_MS = 10_000
+_FIRST_RELEASE = {"id", "models", "state", "url", "host", "pid", "started_at", "running"}
+"""The fields of `WorkerInfo` that its readers know, which refuse others."""
 
 
 class WorkerInfo(WireModel):
@@ -72,7 +74,8 @@ class RunningPage:
 
 def heartbeat(queue: str, info: WorkerInfo, ttl_ms: int = WORKER_TTL_MS) -> Call[None]:
     """Register the worker, or keep it registered. After `ttl_ms` without a heartbeat it counts as gone."""
-    args: tuple[str | int, ...] = (info.id, ttl_ms, info.model_dump_json(), *info.models)
+    first = info.model_dump_json(include=_FIRST_RELEASE)
+    args: tuple[str | int, ...] = (info.id, ttl_ms, info.model_dump_json(), first, *info.models)
     return Call("heartbeat", (keys.prefix(queue),), args, _nothing)
 
 

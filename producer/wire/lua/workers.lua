@@ -4,7 +4,8 @@
 -- @include common
 local replies = {}
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'workers', int(NOW), '+inf')) do
-  local info = redis.call('GET', P .. 'worker:' .. id)
+  -- Workers of the first release say all there is in the one that they have.
+  local info = redis.call('GET', P .. 'about:' .. id) or redis.call('GET', P .. 'worker:' .. id)
   if info then
     replies[#replies + 1] = info
   end

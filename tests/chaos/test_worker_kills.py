@@ -108,7 +108,7 @@ def test_a_frozen_worker_is_fenced_when_it_thaws(client: QueueClient, spawn: Spa
     rescuer = spawn()
     # Commits alone would not do: a quick rescuer makes them of waiting jobs, before any lease has lapsed.
     eventually(
-        lambda: re.search("job running .*resumed_tokens=[1-9]", rescuer.log()),
+        lambda: re.search("job taken over .*resumed_tokens=[1-9]", rescuer.log()),
         "the other worker to take over",
     )
     frozen.signal(signal.SIGCONT)

@@ -29,7 +29,7 @@ IMAGES = {"worker": ("worker",), "light": ("gateway", "exporter")}
 
 
 def requirements(extras: tuple[str, ...]) -> list[str]:
-    """What the project and these extras ask for, and what builds it."""
+    """The requirements of the project and these extras, and of its build."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     optional = project["project"]["optional-dependencies"]
     asked = [*project["build-system"]["requires"], *project["project"]["dependencies"]]

@@ -100,7 +100,7 @@ class Engine:
 
     @property
     def model_parts(self) -> str:
-        """How each part of the model runs, as the start logs it."""
+        """The description of how each part of the model runs, as the start logs it."""
         return self._parts.model_parts
 
     @property

@@ -1,4 +1,4 @@
-"""Whether a model can be run, from its config.json and the names of its files: no tensor is read."""
+"""Checks if a model can be run, from its config.json and the names of its files: no tensor is read."""
 
 from __future__ import annotations
 

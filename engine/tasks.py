@@ -23,7 +23,7 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Where in an output `structured_outputs` applies: after the thinking, or from each `trigger` on.
+    """The part of an output that `structured_outputs` constrains: after the thinking, or from each `trigger` on.
 
     Without `structured_outputs` it limits the thinking alone.
     """

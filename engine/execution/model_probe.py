@@ -50,7 +50,7 @@ _NARROW = (1, 3)
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What the model computed in one step."""
+    """The outputs of the model in one step."""
 
     rows: list[tuple[int, int, int]]
     """(sequence, first position, end) of the tokens, in their order."""

@@ -25,7 +25,7 @@ Bias = Callable[[int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PackedTexts:
-    """How the tokens of a batch are divided into texts."""
+    """The division of a batch's tokens into texts."""
 
     groups: tuple[tuple[int, int], ...]
     """(number of texts, their length), in the order of the tokens."""
@@ -44,7 +44,7 @@ class PackedTexts:
 
 @dataclass(frozen=True, slots=True)
 class PackedScoring:
-    """How queries and keys become weights."""
+    """The scoring of queries and keys."""
 
     scale: float
     is_causal: bool = False

@@ -29,7 +29,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model comes from. `engine/models/directory.py` has a function for each kind."""
+    """The source of a model. `engine/models/directory.py` has a function for each kind."""
 
     kind: Literal["echo", "packaged", "folder", "gguf", "huggingface", "modelscope"]
     name: str

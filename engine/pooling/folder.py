@@ -1,4 +1,4 @@
-"""What a model directory says about vectors and scores. Plain Python: nothing of the directory is run as code.
+"""Pooling settings of a model directory. Plain Python: nothing in the directory is run as code.
 
 A Sentence Transformers directory lists its modules in modules.json; a sequence classifier names its class in
 config.json. Every module, activation and pooling is known here by its name, or refused by it.
@@ -44,7 +44,7 @@ _GENERATORS = ("ForCausalLM", "LMHeadModel")
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """From the vectors of a text's tokens to one: the modes' results side by side."""
+    """Pooling of a text's token vectors into one vector: the modes' results side by side."""
 
     modes: tuple[PoolingMode, ...] = ("mean",)
     include_prompt: bool = True

@@ -1,4 +1,4 @@
-"""From the hidden states of a batch's tokens to one row of numbers per text."""
+"""Heads that turn the hidden states of a batch's tokens into one row of numbers per text."""
 
 from __future__ import annotations
 

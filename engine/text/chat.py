@@ -28,7 +28,7 @@ To call one, answer with one line of JSON and nothing else: {{"name": "...", "ar
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What a chat asks for beside its messages; tools and messages are in OpenAI's form."""
+    """The options of a chat beside its messages; tools and messages are in OpenAI's form."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     choice: Literal["none", "auto", "required"] = "auto"

@@ -15,7 +15,7 @@ _FLOAT8_SCALE = 256.0
 
 @dataclass(frozen=True, slots=True)
 class TiledWeight:
-    """What a `GroupedWeight` without an order says, a chunk of inputs at a time."""
+    """A `GroupedWeight` without an order, one chunk of inputs at a time."""
 
     codes: torch.Tensor
     """uint8 [out_features, in_features / 2]: byte j of a chunk has its input j in the low half, and input

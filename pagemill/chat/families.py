@@ -34,7 +34,7 @@ HEADER_LIMIT: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a call is written when the grammar forces it; the arguments, JSON, stand between `before` and `after`."""
+    """The text of a call that the grammar forces; the arguments, JSON, stand between `before` and `after`."""
 
     before: str
     """With `NAME` for the function's name as it is, or `"NAME"` for it as JSON."""

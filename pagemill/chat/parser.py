@@ -12,7 +12,7 @@ from pagemill.chat.thinking import THINKING, ThinkingSplitter
 
 @dataclass(frozen=True, slots=True)
 class ChatSyntax:
-    """What to look for in a sample's text. Written as `thinking/tools`, each a name or nothing."""
+    """The syntax to parse in a sample's text. Written as `thinking/tools`, each a name or nothing."""
 
     thinking: str | None = None
     """A name in THINKING."""

@@ -29,7 +29,7 @@ class Call:
 
 @dataclass(slots=True)
 class Answer:
-    """What the pieces of one sample add up to."""
+    """The sum of one sample's pieces."""
 
     reasoning: str = ""
     content: str = ""

@@ -1,4 +1,4 @@
-"""What the demo shows of the worker's /metrics while a batch runs: tokens and KV blocks."""
+"""The demo's view of the worker's /metrics while a batch runs: tokens and KV blocks."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class Labelling:
-    """What labelling the rows came to."""
+    """The result of labelling the rows."""
 
     rows: list[Row]
     labels: dict[str, str]
@@ -191,7 +191,7 @@ def _bar(console: Console) -> Progress:
 
 
 def _lines(console: Console) -> contextlib.AbstractContextManager[Waiting | None]:
-    """Where the bar cannot be drawn, say how many rows there are."""
+    """Print the number of rows if the bar cannot be drawn."""
     return contextlib.nullcontext() if console.is_terminal else Waiting("labelling")
 
 

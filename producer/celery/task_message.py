@@ -19,7 +19,7 @@ METADATA = "celery"
 
 @dataclass(frozen=True, slots=True)
 class TaskMessage:
-    """What the relay needs of a message that was never sent: `embed` has the links, the chain and the chord."""
+    """The part of an unsent message that the relay needs: `embed` has the links, the chain and the chord."""
 
     headers: dict[str, Any]
     embed: dict[str, Any]

@@ -13,7 +13,7 @@ from pagemill.structured_outputs import StructuredOutputs
 
 
 class RowFields(TypedDict, total=False):
-    """What a `Pipeline` asks of every row; `Job` describes each."""
+    """Fields that a `Pipeline` sets for every row; `Job` describes each."""
 
     n: int
     best_of: int | None
@@ -75,7 +75,7 @@ class RowFields(TypedDict, total=False):
 
 
 class JobFields(RowFields, total=False):
-    """What `submit` takes instead of a `Job`."""
+    """Fields that `submit` takes instead of a `Job`."""
 
     prompt: str | None
     messages: Sequence[Message | Mapping[str, Any]] | None

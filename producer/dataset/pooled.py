@@ -1,4 +1,4 @@
-"""What a run writes for rows that got vectors, labels or scores, and reads back from an output it continues."""
+"""Output of rows with vectors, labels or scores, written and read back by a run that continues."""
 
 from __future__ import annotations
 

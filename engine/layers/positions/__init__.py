@@ -1,1 +1,1 @@
-"""How a token's place enters attention."""
+"""Positions in attention: rotary embeddings and ALiBi."""

@@ -1,4 +1,4 @@
-"""What the hubs' caches and our own hold."""
+"""The models in the hubs' caches and in Pagemill's."""
 
 from __future__ import annotations
 

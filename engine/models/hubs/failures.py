@@ -14,7 +14,7 @@ from pagemill.engine.models.source import ModelSource
 
 @dataclass(frozen=True, slots=True)
 class HubFacts:
-    """What a message says of a hub."""
+    """A hub as messages describe it."""
 
     site: str
     """Its address."""

@@ -1,4 +1,4 @@
-"""How the numbers of a packed weight matrix lie in memory, and how they become fp32 again.
+"""Formats of packed weight matrices: their layout in memory, and the conversion to fp32.
 
 A panel is 32 output channels. Its bytes, by format:
 

@@ -1,1 +1,1 @@
-"""What commands read and print: the types of their options, and how they show what they found."""
+"""Option types and output of commands."""

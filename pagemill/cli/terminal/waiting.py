@@ -1,4 +1,4 @@
-"""What a command waits for, on stderr: a spinner on a terminal, else a line at each change and every two seconds."""
+"""Progress of a wait, on stderr: a spinner on a terminal, else a line at each change and every two seconds."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def _check_window(window: str) -> str:
 
 
 class BatchRequest(BaseModel):
-    """What opens a batch."""
+    """The request that opens a batch."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     input_file_id: Annotated[str, Field(pattern=f"^{FILE_ID.pattern}$")]

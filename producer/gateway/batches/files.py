@@ -45,7 +45,7 @@ class File(BaseModel):
 
 
 class Expiry(BaseModel):
-    """How long a file is kept."""
+    """The lifetime of a file."""
 
     model_config = ConfigDict(extra="forbid")
     anchor: Literal["created_at"]

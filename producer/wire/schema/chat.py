@@ -154,7 +154,7 @@ CHAT_VERSION: Final = 4
 
 
 class ChatFields(BaseModel):
-    """What a chat job may say beside its messages. With any of it, results have reasoning and calls apart."""
+    """Fields of a chat job beside its messages. With any of them, results have reasoning and calls apart."""
 
     tools: Annotated[tuple[Tool, ...], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None

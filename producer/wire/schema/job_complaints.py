@@ -1,4 +1,4 @@
-"""What is wrong with a job's fields, in words that never quote its input."""
+"""Error messages for a job's fields. They never quote its input."""
 
 from __future__ import annotations
 

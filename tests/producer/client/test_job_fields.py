@@ -39,13 +39,13 @@ from pagemill.structured_outputs import StructuredOutputs
 
 
 class RowFields(TypedDict, total=False):
-    """What a `Pipeline` asks of every row; `Job` describes each."""
+    """Fields that a `Pipeline` sets for every row; `Job` describes each."""
 
 '''
 MIDDLE = '''
 
 class JobFields(RowFields, total=False):
-    """What `submit` takes instead of a `Job`."""
+    """Fields that `submit` takes instead of a `Job`."""
 
 '''
 

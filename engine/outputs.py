@@ -184,6 +184,8 @@ class SchedulerStats:
     """Why the first of them was not admitted; the rest wait behind it."""
     swapped: int = 0
     """Sequences whose blocks are on the host."""
+    displaced: int = 0
+    """Preemptions in favour of urgent requests; also counted as one of the following."""
     preemptions: int = 0
     """Preemptions by recompute."""
     swap_preemptions: int = 0

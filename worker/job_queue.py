@@ -120,7 +120,14 @@ class JobQueue:
         self.lease_ms = lease_ms
 
     def pull(
-        self, models: Sequence[str], max_jobs: int, max_cost_tokens: int, *, holding: int, longest: int
+        self,
+        models: Sequence[str],
+        max_jobs: int,
+        max_cost_tokens: int,
+        *,
+        holding: int,
+        longest: int,
+        urgent_only: bool = False,
     ) -> PullReply:
         """See `transitions.pull`."""
         call = transitions.pull(
@@ -132,6 +139,7 @@ class JobQueue:
             self.lease_ms,
             holding=holding,
             longest=longest,
+            urgent_only=urgent_only,
         )
         reply = self.run(call)
         self._tell_of_losses(reply.swept)

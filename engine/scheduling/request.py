@@ -120,6 +120,8 @@ class Sequence:
     and `logprobs` the results so far."""
     num_lost_tokens: int = 0
     """Computed tokens that a preemption discarded; 0 after readmission."""
+    displaced_at: int | None = None
+    """Its known tokens when it last gave its row to an urgent request."""
 
     @property
     def num_prompt_tokens(self) -> int:

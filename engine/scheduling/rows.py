@@ -17,7 +17,7 @@ class RowTable:
     """
 
     def __init__(self, num_rows: int) -> None:
-        self._num_rows = num_rows
+        self.num_rows = num_rows
         self._free = list(range(num_rows))
         self._freed: set[int] = set()
         """Rows left since the last plan."""
@@ -81,7 +81,7 @@ class RowTable:
     def check_integrity(self, held: Iterable[int | None]) -> None:
         rows = list(held)
         every_row = sorted([*(row for row in rows if row is not None), *self._free])
-        assert every_row == list(range(self._num_rows)), (rows, self._free)
+        assert every_row == list(range(self.num_rows)), (rows, self._free)
         assert sum(map(len, self._claims.values())) == self._num_claimed
         assert self.num_unclaimed >= 0, "more rows are claimed than free"
         for claims in self._claims.values():

@@ -17,6 +17,25 @@ from pagemill.engine.scheduling.step_builder import StepBuilder
 
 Work = list[tuple[Sequence, int]]
 """Sequences and the number of tokens each must compute, all of them or none."""
+NEARLY_DONE = 8
+"""A row with this many tokens to go is not worth taking."""
+MIN_PROGRESS = 16
+"""Tokens between two displacements of a sequence."""
+
+
+def is_urgent(sequence: Sequence) -> bool:
+    """Return True if it may take rows from low requests, those of a priority above 0."""
+    return sequence.request.priority < 0
+
+
+def _may_be_displaced(sequence: Sequence) -> bool:
+    request, known = sequence.request, sequence.num_known_tokens
+    return (
+        request.priority > 0
+        and request.beam_search is None
+        and request.max_num_tokens - known > NEARLY_DONE
+        and (sequence.displaced_at is None or known - sequence.displaced_at >= MIN_PROGRESS)
+    )
 
 
 class RunningBatch:
@@ -33,6 +52,8 @@ class RunningBatch:
         self.preemption = Preemption(config, kv)
         self.waiting_for: WaitReason = "budget"
         """The resource that the most recently refused sequence lacked."""
+        self.num_displaced = 0
+        """Preemptions in favour of urgent requests."""
         self._config = config
         self._kv = kv
         self._watermark_blocks = int((config.num_kv_blocks - 1) * config.watermark_ratio)
@@ -83,6 +104,34 @@ class RunningBatch:
             self._enter(step, sequence)
         self._plan_all(step, work)
         return True
+
+    def displace(self, members: list[Sequence], siblings: list[Sequence], num_waiting: int) -> list[Sequence]:
+        """Take rows and blocks from the newest low requests for an urgent one, if that gets it in.
+
+        Rows that will be free in a few tokens are waited for. A sequence that was displaced before has
+        progressed since, and at most half of the rows are taken in this way: low requests never stop.
+
+        Args:
+            num_waiting: displaced sequences that wait.
+
+        Returns:
+            Those preempted; none if the urgent request needs none, or more than may be taken.
+        """
+        left = self.rows.num_rows // 2 - num_waiting
+        candidates = [s for s in reversed(list(self.sequences)) if _may_be_displaced(s)][: max(0, left)]
+        short = len(members) + len(siblings) - self.rows.num_unclaimed
+        if short > len(candidates):
+            return []
+        needed = sum(self._kv.blocks_for(s.num_known_tokens) for s in members) + len(siblings)
+        preempted: list[Sequence] = []
+        for victim in candidates:
+            is_short_of_blocks = needed > self.num_admissible_blocks + self._kv.pool.num_deferred
+            if len(preempted) >= short and not is_short_of_blocks:
+                break
+            victim.displaced_at = victim.num_known_tokens
+            self._preempt([victim], preempted)
+        self.num_displaced += len(preempted)
+        return preempted
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence's row and blocks; its tokens stay."""

@@ -27,7 +27,7 @@ from pagemill.engine.scheduling.admissibility import check_fits
 from pagemill.engine.scheduling.beam_search import BeamSearch, restart_beams
 from pagemill.engine.scheduling.kv.manager import KVCacheManager
 from pagemill.engine.scheduling.request import Candidates, Request, Sequence, SequenceStatus, SequenceUpdate
-from pagemill.engine.scheduling.running_batch import RunningBatch
+from pagemill.engine.scheduling.running_batch import RunningBatch, is_urgent
 from pagemill.engine.scheduling.sequence_queue import scheduling_key
 from pagemill.engine.scheduling.step_builder import InFlightStep, StepBuilder
 from pagemill.engine.scheduling.stopping import append_sampled, take_scores
@@ -116,7 +116,7 @@ class Scheduler:
         if self._suspects:
             self._schedule_suspects(step)
         else:
-            self._schedule_running(step, self._batch.sequences)
+            self._schedule_running(step, self._admit_urgent(step))
             while (first := self._next_waiting()) is not None and self._admit(step, first):
                 pass
         if step.is_empty:
@@ -257,6 +257,7 @@ class Scheduler:
             waiting=self.num_waiting,
             waiting_for=self._batch.waiting_for,
             swapped=len(preemption.swapped),
+            displaced=self._batch.num_displaced,
             preemptions=preemption.num_recomputing,
             swap_preemptions=preemption.num_swapping,
             preempted_tokens=preemption.preempted_tokens,
@@ -309,6 +310,21 @@ class Scheduler:
     def _schedule_running(self, step: StepBuilder, candidates: Iterable[Sequence]) -> None:
         for victim in self._batch.schedule(step, candidates):
             self._waiting.enqueue(victim.request)
+
+    def _admit_urgent(self, step: StepBuilder) -> Iterable[Sequence]:
+        """Admit urgent requests ahead of all others' tokens; returns the running sequences still to schedule."""
+        first = self._next_waiting()
+        if first is None or not is_urgent(first):
+            return self._batch.sequences
+        self._schedule_running(step, [s for s in self._batch.sequences if is_urgent(s)])
+        num_displaced = sum(s.displaced_at is not None for s in self._waiting)
+        while first is not None and is_urgent(first):
+            victims = self._batch.displace(*self._waiting.group(first), num_displaced)
+            for victim in victims:
+                self._waiting.enqueue(victim.request)
+            num_displaced += len(victims)
+            first = self._next_waiting() if self._admit(step, first) else None
+        return [sequence for sequence in self._batch.sequences if not is_urgent(sequence)]
 
     def _next_waiting(self) -> Sequence | None:
         """Return the first waiting sequence, except preempted ones that also wait for their grammars."""

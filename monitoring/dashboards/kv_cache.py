@@ -151,7 +151,8 @@ def _motion() -> list[Panel]:
             "Preemptions",
             PER_SECOND,
             rate_by("mode", "preemptions_total"),
-            about="Sequences put back to waiting for lack of blocks.",
+            total_rate("urgent_preemptions_total", "for urgent jobs"),
+            about="Sequences put back to waiting, for lack of blocks or for a job of high priority.",
         ),
         lines(
             "Tokens computed again",

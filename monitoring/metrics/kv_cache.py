@@ -147,9 +147,14 @@ MOVEMENTS: tuple[Metric[EngineStats], ...] = (
     ),
     counter(
         "preemptions_total",
-        "Sequences put back to waiting for lack of KV blocks, by what became of their KV.",
+        "Sequences put back to waiting, for lack of KV blocks or for an urgent job, by what became of their KV.",
         _preemptions,
         "mode",
+    ),
+    counter(
+        "urgent_preemptions_total",
+        "Sequences of low priority put back to waiting for a job of high priority.",
+        lambda s: s.scheduler.displaced,
     ),
     counter(
         "preempted_tokens_total",

@@ -53,6 +53,8 @@ class Credit:
     tokens: int
     block_size: int = 1
     blocked: BlockReason | None = None
+    urgent_only: bool = False
+    """It is room that jobs of high priority may take from running ones of low priority."""
 
 
 class OutputForecast:
@@ -91,12 +93,24 @@ def credit(engine: EngineThread, running: list[RunningJob], forecast: OutputFore
         job.params.num_sequences for job in live if not job.is_about_to_end
     )
     if rows <= 0:
-        return Credit(0, 0, blocked="rows")
+        return _urgent_credit(live, stats.loaded.max_num_seqs, capacity.block_size)
     growth = sum(len(job.prompt_token_ids) - job.prompt_tokens_done + forecast.remaining(job) for job in live)
     tokens = capacity.available_blocks * capacity.block_size - growth
     if tokens <= 0 and live:
         return Credit(0, 0, blocked="kv")
     return Credit(min(rows, MAX_JOBS_PER_PULL), max(0, tokens), capacity.block_size)
+
+
+def _urgent_credit(live: list[RunningJob], max_num_seqs: int, block_size: int) -> Credit:
+    """Compute the room for urgent jobs in an engine without rows: those that it may take from low jobs."""
+    low = [job for job in live if job.job.priority == "low" and not job.is_about_to_end]
+    held = sum(job.params.num_sequences for job in live if not job.is_about_to_end)
+    may_be_taken = min(sum(job.params.num_sequences for job in low), max_num_seqs // 2)
+    rows = may_be_taken - (held - max_num_seqs)
+    if rows <= 0:
+        return Credit(0, 0, blocked="rows")
+    tokens = sum(job.prompt_tokens_done + job.generated_tokens for job in low)
+    return Credit(min(rows, MAX_JOBS_PER_PULL), tokens, block_size, urgent_only=True)
 
 
 class Admission:
@@ -186,6 +200,7 @@ class Admission:
             room.tokens,
             holding=len(self._table),
             longest=self._engine.engine.limits.max_model_len,
+            urgent_only=room.urgent_only,
         )
         for pulled in reply.jobs:
             self._table.hold(pulled.job_id, pulled.token)
@@ -195,6 +210,8 @@ class Admission:
             self.blocked = None
             for start in range(0, len(reply.jobs), JOBS_PER_START):
                 self._take_in(reply.jobs[start : start + JOBS_PER_START])
+        elif room.urgent_only:
+            self._blocked_for("rows", BLOCKED_POLL_S)
         elif reply.queued and reply.limited_ms is not None:
             self._blocked_for("rate", min(DOORBELL_S, reply.limited_ms / 1000))
         elif reply.queued and len(self._table):

@@ -230,16 +230,25 @@ def pull(
     *,
     holding: int = 0,
     longest: int = MAX_TOKEN_ID,
+    urgent_only: bool = False,
 ) -> Call[PullReply]:
     """Sweep, then lease up to `max_jobs` jobs that together cost at most `max_cost_tokens`.
 
     `longest` is the most tokens that a sample can have on this worker: a job's cost is capped to it per
     sample. `holding` is the number of jobs the worker holds. At 0 the first job is leased regardless of its
     cost (the engine reports never_fits if it has to), and a suspect may be, alone. While a worker holds a
-    suspect, none is.
+    suspect, none is. `urgent_only`: leave jobs of normal and low priority to others.
     """
     limits = (lease_ms, max_jobs, max_cost_tokens, holding)
-    args: tuple[str | int, ...] = (worker_id, *limits, longest, ",".join(map(str, VERSIONS)), *models)
+    classes = "0" if urgent_only else "012"
+    args: tuple[str | int, ...] = (
+        worker_id,
+        *limits,
+        longest,
+        ",".join(map(str, VERSIONS)),
+        classes,
+        *models,
+    )
     return Call("pull", (keys.prefix(queue),), args, _pull_reply)
 
 

@@ -1,17 +1,21 @@
 -- @include sweeping
 -- Whose turn it is for a worker that pulls: high before normal before low, but nothing starves; inside a class
 -- tenants by weight, inside a tenant the submit sequence, bent a little towards jobs that share a prefix.
--- ARGV[1] is the worker, ARGV[7] the envelope versions it reads, ARGV[8] and on the models it serves.
+-- ARGV[1] is the worker, ARGV[7] the envelope versions it reads, ARGV[8] the classes that it has
+-- room for, ARGV[9] and on the models it serves.
 local AGEING = 30000
 local SHARE = 8
 local WINDOW = 64
 local WARM_TTL = 600000
-local CLASSES = {'0', '1', '2'}
 local worker = ARGV[1]
 local meta = redis.call('HMGET', P .. 'meta', 'turn', 'paused', 'rate', 'burst', 'level', 'level_at')
 local turn = tonumber(meta[1] or 0)
 
-local versions, models = {}, {unpack(ARGV, 8)}
+local versions, classes, models = {}, {}, {unpack(ARGV, 9)}
+for class in string.gmatch(ARGV[8], '%d') do
+  classes[#classes + 1] = class
+end
+local is_urgent = #classes == 1
 for version in string.gmatch(ARGV[7], '%d+') do
   versions[#versions + 1] = version
 end
@@ -89,7 +93,7 @@ end
 -- the others an eighth of the worker, and never nothing.
 local function longest_waiting()
   local found, longest = nil, AGEING
-  for _, class in ipairs(CLASSES) do
+  for _, class in ipairs(classes) do
     for _, model in ipairs(models) do
       for _, version in ipairs(versions) do
         local lane = next_lane(version, class, model)
@@ -105,11 +109,11 @@ end
 
 -- The lane to take from, and whether its oldest job must be the one.
 local function choose()
-  local lane = turn % SHARE == SHARE - 1 and longest_waiting()
+  local lane = not is_urgent and turn % SHARE == SHARE - 1 and longest_waiting()
   if lane then
     return lane, true
   end
-  for _, class in ipairs(CLASSES) do
+  for _, class in ipairs(classes) do
     lane = lane_of(class)
     if lane then
       return lane, false

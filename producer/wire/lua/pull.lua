@@ -2,7 +2,7 @@
 -- KEYS[1] prefix
 -- ARGV[1] worker id  [2] lease in ms  [3] jobs at most  [4] cost at most, in tokens  [5] jobs the worker holds
 -- ARGV[6] tokens that one sequence can have  [7] envelope versions it reads, comma-separated
--- ARGV[8] and on: the models it serves
+-- ARGV[8] classes to pull from: 012, or 0 where only urgent jobs find room  [9] and on: the models it serves
 -- Returns {jobs, sweep's reply, paused (0 or 1), jobs that wait in lanes, ms until the rate limit lets the next
 --   job start or -1}, each job being
 --   {id, token, payload, attempt, crashes, alone (0 or 1), created_at, deadline or '', fingerprint, checkpoint list,
@@ -110,7 +110,7 @@ local function level()
 end
 
 local function take_all()
-  local suspect = lane_of('s')
+  local suspect = not is_urgent and lane_of('s')
   if suspect and holding == 0 then
     take(suspect, true, true)
   end
@@ -121,7 +121,7 @@ local function take_all()
     local lane, in_order = choose()
     looked = looked + 1
     if not lane then
-      for _, model in ipairs(models) do
+      for _, model in ipairs(is_urgent and {} or models) do
         if skipped < MAX_SKIPPED then
           redis.call('UNLINK', P .. 'bell:' .. model)
         else

@@ -111,7 +111,7 @@ def make_job(
         request_id,
         prefix[: rng.randint(0, 24)] + [rng.randrange(oracle.vocab_size) for _ in range(rng.randint(1, 12))],
         seed=rng.randrange(100),
-        priority=rng.randint(0, 2),
+        priority=rng.randint(-1, 2),
         arrival=float(rng.randint(0, 3)),
         grammar=None if script is None else grammar,
         n=n,
@@ -145,7 +145,7 @@ def make_search(
     request = make_request(
         request_id,
         prefix[: rng.randint(0, 24)] + [rng.randrange(oracle.vocab_size) for _ in range(rng.randint(1, 12))],
-        priority=rng.randint(0, 2),
+        priority=rng.randint(-1, 2),
         arrival=float(rng.randint(0, 3)),
         n=rng.randint(1, width),
         beam_width=width,

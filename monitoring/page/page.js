@@ -3,6 +3,7 @@
 import { BlockMap, STATES, count, unpack } from "./blocks.js";
 import { Chart } from "./charts.js";
 import { endRows, errorRows, jobRows, seconds } from "./rows.js";
+import { themeButton } from "./theme.js";
 
 const STALE_MS = 5000;
 const STATE_TONES = { ready: "good", loading: "warn", draining: "warn", paused: "warn", unwell: "bad" };
@@ -157,25 +158,7 @@ function redraw() {
   for (const chart of charts) chart.draw();
 }
 
-const THEMES = ["auto", "light", "dark"];
-function setTheme(name) {
-  if (name === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = name;
-  say("theme", name);
-  redraw();
-}
-
-function storedTheme() {
-  try { return THEMES.find((name) => name === localStorage.getItem("theme")) || "auto"; } catch { return "auto"; }
-}
-
-byId("theme").addEventListener("click", () => {
-  const next = THEMES[(THEMES.indexOf(byId("theme").textContent) + 1) % THEMES.length];
-  try { localStorage.setItem("theme", next); } catch { /* private mode: not remembered */ }
-  setTheme(next);
-});
-setTheme(storedTheme());
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+themeButton(byId("theme"), redraw);
 new ResizeObserver(redraw).observe(document.querySelector("main"));
 
 // A tab that nobody looks at costs the worker nothing.

@@ -1,6 +1,6 @@
-// The two tables. Every cell is set as text, never as markup: ids and messages come from strangers.
+// The tables. Every cell is set as text, never as markup: ids and messages come from strangers.
 
-const TONES = { succeeded: "good", retried: "warn", lost: "warn", failed: "bad", dead: "bad", expired: "warn" };
+export const TONES = { succeeded: "good", retried: "warn", lost: "warn", failed: "bad", dead: "bad", expired: "warn" };
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
@@ -11,21 +11,21 @@ export function seconds(value) {
   return `${Math.round(value / 86400)} d`;
 }
 
-function element(tag, className, text) {
+export function element(tag, className, text) {
   const made = document.createElement(tag);
   if (className) made.className = className;
   if (text !== undefined) made.textContent = text;
   return made;
 }
 
-function cell(className, label) {
+export function cell(className, label) {
   const made = element("td", className);
   if (label) made.dataset.label = label;
   return made;
 }
 
 /** Keeps one row per key, in order; `fill(row, item)` writes an item into the row that `make()` built. */
-class Rows {
+export class Rows {
   constructor(body, make, fill) {
     Object.assign(this, { body, make, fill, rows: new Map() });
   }
@@ -46,7 +46,7 @@ class Rows {
   }
 }
 
-function set(node, text) {
+export function set(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 

@@ -156,6 +156,9 @@ def gateway_key(
             "--model", callback=checked(ModelName), help="One it may use; may be repeated. Default: all."
         ),
     ] = None,
+    operator: Annotated[
+        bool, typer.Option("--operator", help="On the page of jobs it sees, cancels and replays everybody's.")
+    ] = False,
     keys: Annotated[
         Path | None, typer.Option("--keys", dir_okay=False, help="Add it to this file, made if need be.")
     ] = None,
@@ -169,7 +172,7 @@ def gateway_key(
     try:
         made = ApiKey(
             name=name, sha256=digest, tenant=tenant or name, priority=priority,  # type: ignore[arg-type]
-            rate=rate, burst=burst, models=tuple(model) if model else None,
+            rate=rate, burst=burst, models=tuple(model) if model else None, operator=operator,
         )  # fmt: skip
         if keys is not None:
             add_key(keys, made)

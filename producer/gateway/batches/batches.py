@@ -1,4 +1,4 @@
-"""/v1/batches: creates, lists, retrieves and cancels batches; batch_runner.py runs them."""
+"""/v1/batches: creates, lists, retrieves and cancels batches; runner.py runs them."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 // not send that part to any server.
 
 import { ask, hasKey, keepKey, query } from "./asking.js";
-import { seconds, set } from "./rows.js";
+import { seconds, set, workerRows } from "./rows.js";
 import {
-  actButton, batchTable, isActive, jobLink, jobTable, laneTable, listLink, showFacts, showState, showTimeline, whole, workerTable,
+  actButton, batchTable, isActive, jobLink, jobTable, laneTable, listLink, showFacts, showState, showTimeline, whole,
 } from "./tables.js";
 import { themeButton } from "./theme.js";
 
@@ -20,7 +20,7 @@ const showBatches = batchTable(byId("batches"), (id) => [
   act("cancel", `batches/${encodeURIComponent(id)}/cancel`, ({ stopped }) => { tell(`${whole(stopped)} jobs are cancelled.`); refresh(); }),
 ]);
 const showLanes = laneTable(byId("lanes"));
-const showWorkers = workerTable(byId("workers"));
+const showWorkers = workerRows(byId("workers"));
 
 let view = { name: "list", fields: {} };
 let listed = { jobs: [], after: "", looked: 0, pages: 0 };
@@ -84,7 +84,7 @@ async function showQueue() {
   byId("queue-cards").hidden = false;
 }
 
-function showTiles({ waiting, counts, followers }) {
+function showTiles({ waiting, counts, followers, dead }) {
   const sum = waiting.reduce((total, lane) => total + lane.jobs, 0);
   const oldest = Math.max(0, ...waiting.map((lane) => lane.oldest_s));
   const waits = ["waiting", counts ? (counts.queued || 0) - followers : sum, sum ? `oldest ${seconds(oldest)}` : "nothing waits", "queued"];
@@ -92,7 +92,7 @@ function showTiles({ waiting, counts, followers }) {
     waits,
     ["running", counts.running || 0, "", "running"],
     ["delayed", counts.delayed || 0, "retries too", "delayed"],
-    ["dead", counts.dead || 0, "ever", "dead"],
+    ["dead", dead, `${whole(counts.dead || 0)} ever`, "dead"],
     ["failed", counts.failed || 0, `${whole(counts.expired || 0)} expired`, "failed"],
     ["succeeded", counts.succeeded || 0, `${whole(counts.cancelled || 0)} cancelled`, "succeeded"],
   ] : [waits];

@@ -1,7 +1,7 @@
 // The page's tables and facts. Every cell is set as text, never as markup: ids, keys, metadata and errors come from
 // strangers.
 
-import { Rows, TONES, cell, element, seconds, set } from "./rows.js";
+import { Rows, TONES, cell, element, link, seconds, set } from "./rows.js";
 
 const ACTIVE = ["queued", "delayed", "running"];
 export const isActive = (state) => ACTIVE.includes(state);
@@ -13,21 +13,6 @@ export const listLink = (fields) => `#list?${new URLSearchParams(fields)}`;
 export function showState(pill, state) {
   set(pill, state);
   pill.dataset.tone = TONES[state] || "quiet";
-}
-
-function link(text, href) {
-  const made = element("a", "", text);
-  made.href = href;
-  return made;
-}
-
-/** The address of a worker's live page, or "": what is no web address is never made a link. */
-function webAddress(worker) {
-  let url;
-  try { url = new URL(worker.url); } catch { return ""; }
-  if (!["http:", "https:"].includes(url.protocol)) return "";
-  if (["0.0.0.0", "[::]"].includes(url.hostname) && worker.host) url.hostname = worker.host;
-  return url.href;
 }
 
 /** A button that is to be pressed twice: `act()` is awaited, and what it throws is told by `complain`. */
@@ -120,22 +105,6 @@ export function laneTable(table) {
     set(jobs, whole(lane.jobs));
     set(oldest, seconds(lane.oldest_s));
     row.append(tenant, model, priority, jobs, oldest);
-    return row;
-  }));
-}
-
-export function workerTable(table) {
-  return (workers) => table.tBodies[0].replaceChildren(...workers.map((worker) => {
-    const row = element("tr");
-    const id = cell("mono"), state = cell(), models = cell("most"), jobs = cell("num", "jobs");
-    const address = webAddress(worker), pill = element("span", "pill");
-    id.append(address ? link(worker.id, address) : worker.id);
-    set(pill, worker.state);
-    pill.dataset.tone = { ready: "good", unwell: "bad" }[worker.state] || "warn";
-    state.append(pill);
-    set(models, worker.models.join(", "));
-    set(jobs, whole(worker.running));
-    row.append(id, state, models, jobs);
     return row;
   }));
 }

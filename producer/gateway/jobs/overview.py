@@ -63,4 +63,5 @@ def _lane(name: str, jobs: int, oldest_s: float) -> dict[str, Any]:
 
 
 def _worker(worker: WorkerInfo) -> dict[str, Any]:
-    return worker.model_dump(include={"id", "state", "models", "running", "url", "host"})
+    shown = worker.model_dump(include={"id", "state", "models", "running"})
+    return shown | {"url": registry.page_address(worker)}

@@ -12,8 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
+from pagemill.producer.wire.calls.job_lists import jobs_page
 from tests.producer.driving import Queue, open_queue
 from tests.producer.gateway.serving import Served, gateway, write_keys
+from tests.worker.harness import eventually
 
 SECRET = "the-prompt-nobody-may-see"
 MARKUP = "<img src=x onerror=alert(1)>"
@@ -255,6 +257,13 @@ def test_without_keys_it_is_this_machine_s_and_no_other_page_acts_on_it(valkey_u
         for path in PATHS:
             refused = httpx.get(f"{served.url}/jobs/api/{path}")
             assert (refused.status_code, refused.json()["error"]["code"]) == (403, "keys_needed")
+
+
+def test_live_pages_are_told_where_the_page_is(valkey_url: str, jobs: Queue) -> None:
+    assert jobs.run(jobs_page(jobs.name)) == ""
+    with gateway(valkey_url, jobs.name, public_url="https://jobs.example/llm/"):
+        eventually(lambda: jobs.run(jobs_page(jobs.name)) == "https://jobs.example/llm/jobs", "the address")
+    assert jobs.client.pttl(f"{jobs.prefix}jobs_page") > 0, "it is forgotten when no gateway renews it"
 
 
 def test_where_the_server_denies_scan_the_page_says_so(own_valkey: Any, tmp_path: Path) -> None:

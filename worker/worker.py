@@ -19,7 +19,7 @@ from typing import Any
 from pagemill.engine.errors import DeviceLost
 from pagemill.monitoring.counters import WorkerCounters, WorkerState
 from pagemill.monitoring.live.assets import is_loopback
-from pagemill.monitoring.live.feed import LiveFeed, LiveSources, WorkerFacts
+from pagemill.monitoring.live.feed import LiveFeed, LiveSources, Surroundings, WorkerFacts
 from pagemill.monitoring.live.job_ends import JobEnds
 from pagemill.monitoring.metrics.exporter import WorkerMetrics
 from pagemill.monitoring.metrics.scrape import WorkerIdentity
@@ -291,6 +291,7 @@ class Worker:
             worker=self._live_facts,
             engine=lambda: self.engine.stats,
             queue=self._queue_figures,
+            around=lambda: self._queue_reader.surroundings() if self.connectivity.is_up else Surroundings(),
             jobs=view.jobs,
             totals=lambda: (
                 self.counters.jobs_finished.read()

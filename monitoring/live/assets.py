@@ -1,6 +1,7 @@
-"""The live page's files, and the conditions for serving them.
+"""The files of the live page and of the page of jobs, and the conditions for serving them.
 
-Plain HTML, CSS and JavaScript from `monitoring/page/`: there is no build step and no external resource.
+Plain HTML, CSS and JavaScript from `monitoring/page/` and `monitoring/jobs_page/`: there is no build step and no
+external resource.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class Asset:
 
 
 @cache
-def assets() -> dict[str, Asset]:
-    """Return every file of the page by name. Only these are served: no path is ever built from a request."""
+def assets(folder: str = "page") -> dict[str, Asset]:
+    """Return every file of a page by name. Only these are served: no path is ever built from a request."""
     return {
         path.name: Asset(_TYPES[suffix], path.read_bytes())
-        for path in (files("pagemill.monitoring") / "page").iterdir()
+        for path in (files("pagemill.monitoring") / folder).iterdir()
         if (suffix := "." + path.name.rpartition(".")[2]) in _TYPES
     }
 

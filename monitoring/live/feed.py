@@ -30,6 +30,7 @@ WATCH_S = 5.0
 """The time for which a read keeps the block map fresh."""
 MAX_WATCHERS = 32
 MAX_JOBS = 100
+MAX_WORKERS = 100
 _RUN = re.compile(rb"(.)\1*")
 
 
@@ -49,6 +50,25 @@ class WorkerFacts:
     redis_up: bool
     blocked: str | None
     """Why no job is pulled, if that is so."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherWorker:
+    """A live worker of the queue, as its heartbeat says."""
+
+    id: str
+    state: str
+    models: Sequence[str]
+    running: int
+    url: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the page links to: the queue's workers, this one among them, and the page of jobs ('' for none)."""
+
+    workers: Sequence[OtherWorker] = ()
+    jobs_url: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +92,12 @@ class JobRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSources:
-    """The sources of the figures. Called on the feed's thread; only `queue` may block, up to a timeout."""
+    """The sources of the figures. Called on the feed's thread; only `queue` and `around` may block, up to a timeout."""
 
     worker: Callable[[], WorkerFacts]
     engine: Callable[[], EngineStats | None]
     queue: Callable[[], QueueFigures | None]
+    around: Callable[[], Surroundings]
     jobs: Callable[[], Sequence[JobRow]]
     """Oldest first."""
     totals: Callable[[], Mapping[str, float]]
@@ -94,6 +115,7 @@ class LiveFeed:
         self._tick_s = tick_s
         self._history = LiveHistory()
         self._queue: QueueFigures | None = None
+        self._around = Surroundings()
         self._queue_due = 0.0
         self._looked_at = 0.0
         self._watchers = 0
@@ -184,6 +206,7 @@ class LiveFeed:
         self._queue_due = now + QUEUE_UNWATCHED_S
         try:
             self._queue = self._sources.queue()
+            self._around = self._sources.around()
         except Exception:
             logger.debug("the live page goes on without the queue's figures", exc_info=True)
             self._queue = None
@@ -197,6 +220,8 @@ class LiveFeed:
             "engine": None if stats is None else _engine(stats),
             "kv": None if stats is None else _kv(stats),
             "queue": None if self._queue is None else _queue(self._queue),
+            "workers": [asdict(worker) for worker in self._around.workers[:MAX_WORKERS]],
+            "jobs_url": self._around.jobs_url,
             "totals": dict(self._sources.totals()),
             "jobs": {"total": len(jobs), "shown": [asdict(job) for job in jobs[:MAX_JOBS]]},
             "ends": [_end(dated) for dated in self._sources.ends.ends()],

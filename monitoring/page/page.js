@@ -2,7 +2,8 @@
 
 import { BlockMap, STATES, count, unpack } from "./blocks.js";
 import { Chart } from "./charts.js";
-import { endRows, errorRows, jobRows, seconds } from "./rows.js";
+import { endRows, errorRows, jobRows, linkJobs, seconds, webAddress, workerRows } from "./rows.js";
+import { themeButton } from "./theme.js";
 
 const STALE_MS = 5000;
 const STATE_TONES = { ready: "good", loading: "warn", draining: "warn", paused: "warn", unwell: "bad" };
@@ -35,6 +36,7 @@ const charts = [
 const showJobs = jobRows(byId("jobs"));
 const showEnds = endRows(byId("ends"));
 const showErrors = errorRows(byId("errors"));
+const showWorkers = workerRows(byId("workers"), ({ id }) => (id === byId("worker").textContent ? " (this one)" : ""));
 const legend = STATES.map(([letter, name, meaning]) => {
   const item = document.createElement("li");
   item.title = meaning;
@@ -115,6 +117,19 @@ function showTables({ jobs, ends, errors }) {
   byId("errors-empty").hidden = errors.length > 0;
 }
 
+const HERE = ["127.0.0.1", "localhost", "[::1]"];
+
+/** The other workers, and the page of jobs: where one is for its own machine only, and we are not there, no link. */
+function showAround({ workers, jobs_url }) {
+  byId("workers-card").hidden = workers.length < 2;
+  showWorkers(workers);
+  const address = webAddress(jobs_url);
+  const isReached = address && (HERE.includes(location.hostname) || !HERE.includes(new URL(address).hostname));
+  byId("jobs-link").hidden = !isReached;
+  if (isReached) byId("jobs-link").href = address;
+  linkJobs(isReached ? address : "");
+}
+
 function append(point) {
   if (!history || !point || point.time <= history.time[history.time.length - 1]) return;
   for (const [name, values] of Object.entries(history)) {
@@ -128,6 +143,7 @@ function show(state) {
   byId("notice").hidden = true;
   append(state.point);
   showWorker(state);
+  showAround(state);
   showTiles(state);
   showBlocks(state.blocks);
   showTables(state);
@@ -157,25 +173,7 @@ function redraw() {
   for (const chart of charts) chart.draw();
 }
 
-const THEMES = ["auto", "light", "dark"];
-function setTheme(name) {
-  if (name === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = name;
-  say("theme", name);
-  redraw();
-}
-
-function storedTheme() {
-  try { return THEMES.find((name) => name === localStorage.getItem("theme")) || "auto"; } catch { return "auto"; }
-}
-
-byId("theme").addEventListener("click", () => {
-  const next = THEMES[(THEMES.indexOf(byId("theme").textContent) + 1) % THEMES.length];
-  try { localStorage.setItem("theme", next); } catch { /* private mode: not remembered */ }
-  setTheme(next);
-});
-setTheme(storedTheme());
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+themeButton(byId("theme"), redraw);
 new ResizeObserver(redraw).observe(document.querySelector("main"));
 
 // A tab that nobody looks at costs the worker nothing.

@@ -1,6 +1,6 @@
-// The two tables. Every cell is set as text, never as markup: ids and messages come from strangers.
+// The tables. Every cell is set as text, never as markup: ids and messages come from strangers.
 
-const TONES = { succeeded: "good", retried: "warn", lost: "warn", failed: "bad", dead: "bad", expired: "warn" };
+export const TONES = { succeeded: "good", retried: "warn", lost: "warn", failed: "bad", dead: "bad", expired: "warn" };
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
@@ -11,21 +11,21 @@ export function seconds(value) {
   return `${Math.round(value / 86400)} d`;
 }
 
-function element(tag, className, text) {
+export function element(tag, className, text) {
   const made = document.createElement(tag);
   if (className) made.className = className;
   if (text !== undefined) made.textContent = text;
   return made;
 }
 
-function cell(className, label) {
+export function cell(className, label) {
   const made = element("td", className);
   if (label) made.dataset.label = label;
   return made;
 }
 
 /** Keeps one row per key, in order; `fill(row, item)` writes an item into the row that `make()` built. */
-class Rows {
+export class Rows {
   constructor(body, make, fill) {
     Object.assign(this, { body, make, fill, rows: new Map() });
   }
@@ -46,14 +46,35 @@ class Rows {
   }
 }
 
-function set(node, text) {
+export function set(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** An id's beginning is enough to tell jobs apart on sight; the whole of it is a hover or a copy away. */
+let jobsPage = "";
+
+/** The address of the page of jobs, "" for none: ids are links to it then. */
+export function linkJobs(address) {
+  jobsPage = address;
+}
+
+/** The address, or "" where it is none of the web: nothing else is made a link. */
+export function webAddress(text) {
+  try {
+    const url = new URL(text);
+    return ["http:", "https:"].includes(url.protocol) ? url.href : "";
+  } catch { return ""; }
+}
+
+export function link(text, href) {
+  const made = element("a", "", text);
+  made.href = href;
+  return made;
+}
+
 function setId(node, id) {
-  set(node, id.length > 14 ? `${id.slice(0, 12)}…` : id);
-  node.title = id;
+  const href = jobsPage && `${jobsPage}#job/${encodeURIComponent(id)}`;
+  if (node.textContent === id && (node.firstChild.href || "") === href) return;
+  node.replaceChildren(href ? link(id, href) : id);
 }
 
 function makeJob() {
@@ -124,6 +145,22 @@ function fillError(row, end) {
   set(code, end.code);
   set(message, end.message);
   set(ago, seconds(end.ago_s));
+}
+
+/** Rows of workers; `mark(worker)` is written beside an id. */
+export function workerRows(table, mark = () => "") {
+  return (workers) => table.tBodies[0].replaceChildren(...workers.map((worker) => {
+    const row = element("tr");
+    const id = cell("mono"), state = cell(), models = cell("most"), jobs = cell("num", "jobs");
+    const address = webAddress(worker.url), pill = element("span", "pill", worker.state);
+    id.append(address ? link(worker.id, address) : worker.id, mark(worker));
+    pill.dataset.tone = { ready: "good", unwell: "bad" }[worker.state] || "warn";
+    state.append(pill);
+    set(models, worker.models.join(", "));
+    set(jobs, worker.running.toLocaleString("en"));
+    row.append(id, state, models, jobs);
+    return row;
+  }));
 }
 
 export function jobRows(table) {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +14,7 @@ import typer
 
 from pagemill.cli.app import EXIT_REDIS, EXIT_USAGE, AsJson, Queue, RedisUrl, app, say
 from pagemill.cli.terminal import options
-from pagemill.cli.terminal.checked import LogFormat, LogLevel, Priority, between, checked
+from pagemill.cli.terminal.checked import HttpUrl, LogFormat, LogLevel, Priority, between, checked
 from pagemill.producer.wire.schema.host_names import HostName
 from pagemill.producer.wire.schema.keys import ModelName, TenantName
 from pagemill.producer.wire.server.clients import redacted
@@ -69,6 +71,16 @@ def gateway(
     no_keys: Annotated[
         bool, typer.Option("--no-keys", help="Serve everybody who reaches --host, beyond this machine too.")
     ] = False,
+    public_url: Annotated[
+        str | None,
+        typer.Option(
+            "--public-url",
+            envvar="PAGEMILL_GATEWAY_PUBLIC_URL",
+            metavar="URL",
+            callback=checked(HttpUrl),
+            help="Where browsers reach it, for links to the page of jobs. Default: from --host and --port.",
+        ),
+    ] = None,
     models: options.NamedModels = None,
     timeout: Annotated[
         float, typer.Option("--timeout", callback=between(0.1, 86_400.0), help="Seconds a request may take.")
@@ -98,7 +110,7 @@ def gateway(
     config = GatewayConfig(
         redis_url=url, queue=queue, host=host, port=port, keys_path=keys, models=tuple(models or ()),
         timeout_s=timeout, max_connections=max_connections, max_in_flight=max_in_flight,
-        separate_reasoning=separate_reasoning,
+        separate_reasoning=separate_reasoning, public_url=public_url,
     )  # fmt: skip
     configure_logging(log_level, log_format, fields={"queue": queue})  # type: ignore[arg-type]  # checked above
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -111,22 +123,29 @@ def _serve(config: GatewayConfig) -> None:
 
     host = config.host
     try:
-        server = build_server(config)
         listener = bind(config)
-    except KeyFileError as error:
-        raise typer.BadParameter(f"--keys (PAGEMILL_GATEWAY_KEYS): {error}") from error
     except OSError as error:
         raise typer.BadParameter(
             f"{host}:{config.port} cannot be listened on: {error.strerror or error}; "
             "choose another --host or --port (PAGEMILL_GATEWAY_HOST, PAGEMILL_GATEWAY_PORT)"
         ) from error
     with listener:
-        shown = f"[{host}]" if ":" in host else host
-        address = f"http://{shown}:{listener.getsockname()[1]}/v1"
-        say(f"{address} in front of queue {config.queue} at {redacted(config.redis_url or '')}")
+        address = _address(host, listener.getsockname()[1])
+        try:
+            server = build_server(replace(config, public_url=config.public_url or address))
+        except KeyFileError as error:
+            raise typer.BadParameter(f"--keys (PAGEMILL_GATEWAY_KEYS): {error}") from error
+        say(f"{address}/v1 in front of queue {config.queue} at {redacted(config.redis_url or '')}")
+        say(f"{address}/jobs shows its jobs in a browser")
         server.run(sockets=[listener])
     if not server.started:
         raise typer.Exit(EXIT_REDIS)
+
+
+def _address(host: str, port: int) -> str:
+    """Return the address to be shown; where all addresses are listened on, by this machine's name."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return f"http://{f'[{name}]' if ':' in name else name}:{port}"
 
 
 @app.command("gateway-key")
@@ -156,6 +175,9 @@ def gateway_key(
             "--model", callback=checked(ModelName), help="One it may use; may be repeated. Default: all."
         ),
     ] = None,
+    operator: Annotated[
+        bool, typer.Option("--operator", help="On the page of jobs it sees, cancels and replays everybody's.")
+    ] = False,
     keys: Annotated[
         Path | None, typer.Option("--keys", dir_okay=False, help="Add it to this file, made if need be.")
     ] = None,
@@ -169,7 +191,7 @@ def gateway_key(
     try:
         made = ApiKey(
             name=name, sha256=digest, tenant=tenant or name, priority=priority,  # type: ignore[arg-type]
-            rate=rate, burst=burst, models=tuple(model) if model else None,
+            rate=rate, burst=burst, models=tuple(model) if model else None, operator=operator,
         )  # fmt: skip
         if keys is not None:
             add_key(keys, made)

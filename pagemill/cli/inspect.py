@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 
 import typer
 from rich.console import Console
@@ -14,11 +13,9 @@ from rich.text import Text
 from pagemill.cli.app import AsJson, JobId, Queue, RedisUrl, app, ask, say
 from pagemill.producer.client.preparer import check_id
 from pagemill.producer.wire.calls import registry
-from pagemill.producer.wire.calls.history import Execution, JobHistory, history
+from pagemill.producer.wire.calls.history import JobHistory, history
+from pagemill.producer.wire.calls.timeline import timeline
 from pagemill.producer.wire.schema.errors import JobNotFound
-
-Event = tuple[float | None, str, str, str]
-"""Time (unix seconds; None: in the future), event, worker and reason."""
 
 _COLOURS = {
     "succeeded": "green", "running": "cyan", "retried": "yellow", "lost": "yellow", "crashed": "red",
@@ -63,6 +60,7 @@ def print_history(job: JobHistory) -> None:
         "batch": " ".join(filter(None, (job.batch, job.key))),
         "shares the end of": job.leader or "",
         "replay of": job.replay_of or "",
+        "replayed as": job.replayed_as or "",
         "failed attempts": str(job.attempts_failed or ""),
         "crashes": str(job.crashes or ""),
         "progress": _progress(job),
@@ -94,37 +92,6 @@ def print_history(job: JobHistory) -> None:
             Text(why, overflow="fold"),
         )
     console.print(table)
-
-
-def timeline(job: JobHistory) -> Iterator[Event]:
-    """Yield the job's past events in order, then the expected ones."""
-    yield job.created_at, "submitted", "", ""
-    for run in job.executions:
-        yield run.started_at, "started", run.worker or "", f"attempt {run.attempt}"
-        if run.ended_at is not None:
-            yield run.ended_at, run.outcome, run.worker or "", _reason(run)
-    ended_itself = bool(job.executions) and job.executions[-1].outcome == job.state
-    if job.finished_at is not None and not ended_itself:
-        yield job.finished_at, job.state, "", _error(job)
-    elif job.state == "delayed":
-        yield job.due_at, "due", "", ""
-    elif job.state == "queued":
-        yield None, "waiting", "", ""
-    if job.finished_at is None and job.deadline is not None:
-        yield job.deadline, "deadline", "", ""
-
-
-def _reason(run: Execution) -> str:
-    meanings = {
-        "released": "handed back",
-        "lost": "its lease lapsed",
-        "crashed": "its lease lapsed, nothing had come of it",
-    }
-    return meanings.get(run.outcome, "") or ": ".join(filter(None, (run.code, run.message)))
-
-
-def _error(job: JobHistory) -> str:
-    return f"{job.error.code}: {job.error.message}" if job.error is not None else ""
 
 
 def _progress(job: JobHistory) -> str:

@@ -37,6 +37,8 @@ class OutputLines:
         }
         if samples[0].get("reasoning") is not None:
             meta["reasoning"] = samples[0]["reasoning"]
+        if any(sample.get("logprobs") is not None for sample in samples):
+            meta["logprobs"] = [sample.get("logprobs") for sample in samples]
         columns = {name: value for name, value in (row.fields or {}).items() if name != META}
         output = output_of(kept, self.recipe.task) if self.recipe.is_pooled else self._output_value(samples)
         values = field_values(output, self.fields)
@@ -87,6 +89,8 @@ class OutputLines:
             outputs.append({"index": index, "text": text, "parsed": parsed, "finish_reason": finish_reason})
         if meta.get("reasoning") is not None:
             outputs[0]["reasoning"] = meta["reasoning"]
+        for sample, logprobs in zip(outputs, meta.get("logprobs") or (), strict=False):
+            sample["logprobs"] = logprobs
         return {"outputs": outputs, "usage": meta.get("usage") or {}}
 
 

@@ -208,7 +208,12 @@ class DatasetRun:
         with (
             replacing(self.errors_path) as errors,
             replacing(
-                self.out, samples, self.output_column, self.fields, gives_vectors=self.recipe.gives_vectors
+                self.out,
+                samples,
+                self.output_column,
+                self.fields,
+                gives_vectors=self.recipe.gives_vectors,
+                has_logprobs=self.recipe.fields.get("logprobs") is not None,
             ) as output,
         ):
             for row, job, name in self._jobs(journal):

@@ -1,7 +1,7 @@
 """API keys: a file of hashes with each key's tenant, priority and rate.
 
     {"keys": [{"name": "shop", "sha256": "<64 hex digits>", "tenant": "shop", "priority": "high",
-               "rate": 20, "burst": 40, "models": ["smollm2"], "disabled": false}]}
+               "rate": 20, "burst": 40, "models": ["smollm2"], "disabled": false, "operator": false}]}
 
 A key is 32 random bytes, so its plain SHA-256 reveals nothing about it, and the timing of a lookup by hash
 does not reveal how close a guess was. The file is reloaded when it changes; an invalid file is logged and the
@@ -54,6 +54,8 @@ class ApiKey(BaseModel):
     models: tuple[str, ...] | None = None
     """Models that the key may use; None: all."""
     disabled: bool = False
+    operator: bool = False
+    """On the page of jobs, sees and stops the jobs of every tenant."""
 
     def bucket(self) -> Rate | None:
         if self.rate is None:

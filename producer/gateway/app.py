@@ -22,6 +22,8 @@ from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.errors import ApiError, JsonResponse, as_api_error, not_found
 from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.gateway.guard.limits import STATUS_CLIENT_GONE, ClientGone, RequestLimits
+from pagemill.producer.gateway.jobs.endpoints import job_routes
+from pagemill.producer.gateway.jobs.page import announce_page
 from pagemill.producer.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from pagemill.producer.openai.formats import CHAT_URL, COMPLETIONS_URL
 from pagemill.producer.openai.pooled_formats import POOLED_URLS
@@ -44,9 +46,11 @@ def build_app(config: GatewayConfig, metrics: GatewayMetrics | None = None) -> R
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         batches = asyncio.create_task(runner.run(), name="pagemill-batches")
+        link = asyncio.create_task(announce_page(gateway), name="pagemill-jobs-page")
         try:
             yield
         finally:
+            link.cancel()
             await gateway.close(batches)
 
     app = Starlette(
@@ -92,6 +96,7 @@ def _routes(gateway: Gateway, runner: BatchRunner) -> list[Route]:
         Route("/v1/batches", _by_method(POST=batches.create, GET=batches.list), methods=["POST", "GET"]),
         Route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"]),
         Route("/v1/batches/{batch_id}", batches.retrieve, methods=["GET"]),
+        *job_routes(gateway),
         *_operator_routes(gateway),
     ]
 

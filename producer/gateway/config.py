@@ -32,6 +32,8 @@ class GatewayConfig:
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     keys_path: Path | None = None
     """Without a file all callers are the tenant `default`."""
+    public_url: Annotated[str, Field(pattern=r"^https?://[^\s]+$", max_length=2048)] | None = None
+    """Where browsers reach this gateway; the workers' live pages link to its page of jobs. None: no link."""
     models: tuple[ModelName, ...] = ()
     """Models accepted before any worker serves them, for workers that are started on demand."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import resource
 import signal
 import socket
@@ -18,7 +20,11 @@ from pagemill.producer.gateway.guard.limits import MAX_HEAD_BYTES
 from pagemill.producer.gateway.metrics import GatewayMetrics
 from pagemill.producer.wire.process.stop_signals import stop_signals
 
+logger = logging.getLogger(__name__)
+
 BACKLOG = 2048
+TELL_S = 2.0
+"""Interval between the lines of a drain."""
 KEEP_ALIVE_S = 30
 _OTHER_FILES = 256
 """File descriptors reserved for other uses than client connections."""
@@ -48,11 +54,33 @@ def build_server(config: GatewayConfig) -> uvicorn.Server:
         log_config=None,
         lifespan="on",
     )
-    return _Server(settings)
+    return _Server(settings, metrics)
 
 
 class _Server(uvicorn.Server):
     """Exits like a worker: a drain after a signal is a success, not a death by the signal."""
+
+    def __init__(self, config: uvicorn.Config, metrics: GatewayMetrics) -> None:
+        super().__init__(config)
+        self._metrics = metrics
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain, and say how far that has come."""
+        telling = asyncio.create_task(self._tell(), name="pagemill-drain")
+        try:
+            await super().shutdown(sockets)
+        finally:
+            telling.cancel()
+
+    async def _tell(self) -> None:
+        wait_s = self.config.timeout_graceful_shutdown
+        while True:
+            under_way = self._metrics.in_flight
+            if under_way:
+                logger.info(
+                    "stopping: requests under way: %d; they have %s s from the start", under_way, wait_s
+                )
+            await asyncio.sleep(TELL_S)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -129,3 +129,19 @@ def test_a_batch_file_waits_like_a_run(valkey_url: str, queue_name: str, tmp_pat
         WorkLoop(producer, journal).run(lambda: iter([Work(request.work_key(), request.job)]), collect=False)  # type: ignore[arg-type]
     assert set(client.stats().waiting) == {("low", "dataset-runs", "m")}
     client.redis.close()
+
+
+def test_a_chat_behind_five_thousand_low_rows_is_answered(client: QueueClient) -> None:
+    for _ in range(5):
+        client.submit(*({"prompt": "row", "priority": "low", "tenant": "dataset-runs"} for _ in range(1000)))
+    with (
+        gateway(client.url, client.queue) as served,
+        OpenAI(base_url=served.base_url, api_key="none", max_retries=0, timeout=PATIENCE_S) as openai,
+    ):
+        before = waiting(client)
+        chat = openai.chat.completions.create(
+            model="echo", messages=[{"role": "user", "content": "hello"}], max_tokens=4
+        )
+        assert chat.choices[0].message.content
+        assert before > 4500
+        assert before - waiting(client) < 100, "hardly a row went before it"

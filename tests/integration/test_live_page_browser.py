@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
+from pagemill.producer.wire.calls.job_lists import jobs_page
+from pagemill.producer.wire.calls.registry import WorkerInfo, heartbeat
+from pagemill.worker.worker import Worker
 from tests.worker.browser import DESKTOP, PHONE, Browser, missing, open_browser
 from tests.worker.harness import QueueClient, eventually, running_worker, worker_config
 
@@ -21,6 +25,7 @@ class Scene:
     browser: Browser
     client: QueueClient
     url: str
+    worker: Worker
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +47,7 @@ def scene(valkey_url: str) -> Iterator[Scene]:
         browser.open(str(worker.http_url))
         eventually(lambda: len(browser.rows("jobs")) == 4, "the page to show the jobs")
         eventually(lambda: browser.text("#map-note"), "the block map, a second later")
-        yield Scene(browser, client, str(worker.http_url))
+        yield Scene(browser, client, str(worker.http_url), worker)
         client.cancel(*(job.job_id for job in worker.table.running()))
     client.redis.close()
 
@@ -175,9 +180,62 @@ def test_a_pool_of_any_size_is_laid_out_whole(scene: Scene) -> None:
     assert plans[-1]["group"] > 1
 
 
+def test_ids_are_whole_and_lead_to_the_page_of_jobs(scene: Scene) -> None:
+    ids = {job.job_id for job in scene.worker.table.running()}
+    assert {row[0] for row in scene.browser.rows("jobs")} == ids
+    assert not scene.browser.text("#jobs-link"), "there is no gateway"
+    scene.client.run(jobs_page(scene.client.queue, "javascript:document.title='owned'//", 60_000))
+    time.sleep(2.5)  # two seconds' states
+    assert scene.browser.run("return document.querySelectorAll('#jobs td a, #ends td a').length") == 0
+    scene.client.run(jobs_page(scene.client.queue, "http://127.0.0.1:8000/jobs", 60_000))
+    eventually(lambda: scene.browser.text("#jobs-link"), "the link to the page of jobs")
+    links = scene.browser.run("return [...document.querySelectorAll('#jobs td a')].map(link => link.href)")
+    assert set(links) == {f"http://127.0.0.1:8000/jobs#job/{job_id}" for job_id in ids}
+
+
+def test_the_other_workers_are_linked_to(scene: Scene) -> None:
+    assert not scene.browser.text("#workers-card"), "no other worker lives"
+    for worker in (
+        WorkerInfo(id=MARKUP[:60], models=("echo",), url="http://10.0.0.7:9790", running=3),
+        WorkerInfo(id="w-evil", models=(), url="javascript:document.title='owned'"),
+        WorkerInfo(id="w-broken", models=(), url="http://[:x", state="loading"),
+    ):
+        scene.client.run(heartbeat(scene.client.queue, worker, ttl_ms=600_000))
+    eventually(lambda: len(scene.browser.rows("workers")) == 4, "the others")
+    assert any("(this one)" in row[0] for row in scene.browser.rows("workers"))
+    links = scene.browser.run("return [...document.querySelectorAll('#workers a')].map(link => link.href)")
+    assert sorted(links) == sorted([f"{scene.url}/", "http://10.0.0.7:9790/"])
+
+
 def test_the_browser_had_nothing_to_complain_of(scene: Scene) -> None:
     """Neither errors nor anything that the page's policy forbade."""
     assert scene.browser.complaints() == []
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_what_went_wrong_stays_in_sight_beside_64_jobs(
+    valkey_url: str, queue_name: str, size: tuple[int, int]
+) -> None:
+    client = QueueClient(valkey_url, queue_name)
+    config = worker_config(valkey_url, queue_name, model="echo:200", num_kv_blocks=8000, max_num_seqs=64)
+    with running_worker(config) as worker, open_browser() as browser:
+        (bad,) = client.submit({"prompt": "x" * 5000})
+        client.wait([bad])
+        ids = client.submit(*({"prompt": "long " * 100, "max_tokens": 500} for _ in range(64)))
+        browser.view(size)
+        browser.open(str(worker.http_url))
+        eventually(lambda: len(browser.rows("jobs")) == 64, "all the jobs")
+        top = "document.getElementById('errors').getBoundingClientRect()"
+        if size == PHONE:  # above the jobs
+            assert browser.run(
+                f"return {top}.bottom <= document.getElementById('jobs').getBoundingClientRect().top"
+            )
+        else:  # beside them, down to the last
+            browser.run("document.querySelectorAll('#jobs tbody tr')[60].scrollIntoView({block: 'end'})")
+            assert browser.run(f"return {top}.top >= 0 && {top}.bottom <= innerHeight")
+        assert bad in browser.text("#errors").replace("\n", "")
+        client.cancel(*ids)
+    client.redis.close()
 
 
 def test_a_worker_that_goes_is_noticed_and_its_return_too(valkey_url: str, queue_name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, cast
 
+from pagemill.monitoring.live.feed import OtherWorker, Surroundings
 from pagemill.monitoring.queue_figures import (
     ENDED,
     STAGES,
@@ -16,8 +17,8 @@ from pagemill.monitoring.queue_figures import (
     ServerFigures,
     WorkerStage,
 )
-from pagemill.producer.wire.calls import registry
-from pagemill.producer.wire.calls.registry import QueueStats, WorkerInfo
+from pagemill.producer.wire.calls import job_lists, registry
+from pagemill.producer.wire.calls.registry import QueueStats, WorkerInfo, page_address
 from pagemill.worker.job_queue import JobQueue, ServerClock
 
 
@@ -37,6 +38,16 @@ class QueueReader:
         server = server_figures(self._queue.server_info())
         figures = queue_figures(name, stats, workers, server, self._clock.now())
         return figures.with_drain(self._drain.update(figures))
+
+    def surroundings(self) -> Surroundings:
+        """The queue's live workers, and the page of jobs, for links. Raises RedisUnavailable."""
+        name = self._queue.queue
+        found = self._queue.run(registry.workers(name))
+        workers = [
+            OtherWorker(worker.id, worker.state, worker.models, worker.running, page_address(worker))
+            for worker in sorted(found, key=lambda worker: worker.id)
+        ]
+        return Surroundings(workers, self._queue.run(job_lists.jobs_page(name)))
 
 
 def queue_figures(

@@ -37,19 +37,20 @@ def replacing(
     fields: Mapping[str, str] | None = None,
     *,
     gives_vectors: bool = False,
+    has_logprobs: bool = False,
 ) -> Iterator[Writer]:
     """Open a writer whose file replaces `path` at the end of the block; an error leaves `path` as it was.
 
     `samples`: for Parquet, every input row, to find the columns' types. `fields`: the schema's fields that have
     columns of their own, and their types. `gives_vectors`: outputs are lists of numbers, in Parquet a column of
-    lists of float32. Raises DatasetError.
+    lists of float32. `has_logprobs`: `_pagemill` has them, for Parquet. Raises DatasetError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if data_suffix(path) == ".parquet":
             columns = {output_column: _VECTOR if gives_vectors else ""}
             columns |= {f"{output_column}.{name}": kind for name, kind in (fields or {}).items()}
-            parquet = ParquetWriter(temporary, samples, columns)
+            parquet = ParquetWriter(temporary, _schema(samples, columns, has_logprobs), columns)
             try:
                 yield parquet
             finally:
@@ -113,10 +114,10 @@ class CsvWriter:
 
 
 class ParquetWriter:
-    def __init__(self, path: Path, samples: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, schema: Any, columns: Mapping[str, str]) -> None:
         from pyarrow import parquet
 
-        self._schema = _schema(samples, columns)
+        self._schema = schema
         self._texts = [name for name, kind in columns.items() if not kind]
         self._path = path
         self._parquet = parquet.ParquetWriter(path, self._schema, compression="zstd")
@@ -150,7 +151,7 @@ def _text_writer(file: TextIO, suffix: str) -> Writer:
     return JsonLinesWriter(file)
 
 
-def _schema(samples: Iterable[Mapping[str, Any]], added: Mapping[str, str]) -> Any:
+def _schema(samples: Iterable[Mapping[str, Any]], added: Mapping[str, str], has_logprobs: bool) -> Any:
     """Return every column's type, found by reading all rows: one guessed from the first may not hold.
 
     `added`: the output's columns and their types in a JSON schema; "" for values as JSON text.
@@ -184,6 +185,12 @@ def _schema(samples: Iterable[Mapping[str, Any]], added: Mapping[str, str]) -> A
         ("finish_reason", pyarrow.string()),
         ("usage", pyarrow.struct(usage)),
     ]
+    if has_logprobs:
+        token = pyarrow.struct(
+            [("token_id", pyarrow.int64()), ("logprob", pyarrow.float64()), ("text", pyarrow.string())]
+        )
+        position = pyarrow.struct([("chosen", token), ("top", pyarrow.list_(token))])
+        meta.append(("logprobs", pyarrow.list_(pyarrow.list_(position))))
     types = {
         "integer": pyarrow.int64(),
         "number": pyarrow.float64(),

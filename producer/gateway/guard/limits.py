@@ -83,7 +83,9 @@ class RequestLimits:
     async def _answer(self, request: LimitedRequest, scope: Scope) -> None:
         try:
             # Probes and metrics are answered even when the gateway is busy.
-            if self.metrics.in_flight > self.config.max_in_flight and scope["path"].startswith("/v1/"):
+            if self.metrics.in_flight > self.config.max_in_flight and scope["path"].startswith(
+                ("/v1/", "/jobs/api/")
+            ):
                 self.metrics.refused["busy"] += 1
                 raise retry_later(503, "the gateway has too many requests under way", "busy")
             request.check_head()

@@ -76,12 +76,12 @@ def _counts(reply: Any) -> BatchCounts | None:
 
 def _listed(reply: list[Any]) -> list[BatchInfo]:
     found = []
-    for batch_id, flat in reply[1:]:
+    for batch_id, flat, lane in reply[1:]:
         values = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
         counts = BatchCounts(**{name: values.get(name, 0) for name in BatchCounts.model_fields})
-        found.append(
-            BatchInfo(id=batch_id.decode(), created_at=values.get("created_at", 0) / 1000, counts=counts)
-        )
+        tenant = keys.split_lane(lane.decode())[2] if lane else None
+        created_at = values.get("created_at", 0) / 1000
+        found.append(BatchInfo(id=batch_id.decode(), created_at=created_at, counts=counts, tenant=tenant))
     return found
 
 

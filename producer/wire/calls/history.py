@@ -48,6 +48,8 @@ class JobHistory(WireModel):
     """The equal job whose end this one shares; it does not run itself."""
     replay_of: str | None
     """The dead job that this one replays."""
+    replayed_as: str | None
+    """The job of a dead one's last replay."""
     created_at: float
     finished_at: float | None
     deadline: float | None
@@ -89,6 +91,7 @@ def _history(queue: str, job_id: str, reply: list[Any]) -> JobHistory | None:
         key=record.get("key"),
         leader=record.get("leader"),
         replay_of=record.get("replay_of"),
+        replayed_as=record.get("replayed_as"),
         created_at=int(record["at"]) / 1000,
         finished_at=_seconds(record.get("finished_at")),
         deadline=_seconds(record.get("deadline")),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import ConfigDict
 
@@ -35,6 +37,26 @@ class WorkerInfo(WireModel):
     """Jobs that the worker holds."""
     max_model_len: int | None = None
     """The most tokens of a prompt and its output, once the model is loaded."""
+
+
+def page_address(worker: WorkerInfo) -> str | None:
+    """Return the address that a link to the worker's page needs; None where there is none.
+
+    A worker that listens on all addresses is reached by its host's name; one that listens on loopback, on its own
+    machine only.
+    """
+    try:
+        url = urlsplit(worker.url or "")
+        port = url.port
+    except ValueError:
+        return None
+    name = url.hostname
+    if url.scheme not in ("http", "https") or not name:
+        return None
+    if name in ("0.0.0.0", "::") and worker.host:
+        return f"{url.scheme}://{worker.host}:{port}/"
+    is_local = name in ("localhost", "::1") or name.startswith("127.")
+    return None if is_local and worker.host not in ("", socket.gethostname()) else worker.url
 
 
 @dataclass(frozen=True, slots=True)

@@ -337,6 +337,8 @@ class BatchInfo(WireModel):
     id: str
     created_at: float
     counts: BatchCounts
+    tenant: str | None = None
+    """The tenant of its first job; None where that is gone."""
 
 
 class BatchItem(WireModel):

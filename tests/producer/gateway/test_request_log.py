@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import httpx
@@ -78,3 +79,26 @@ def test_the_command_writes_objects(valkey_url: str, queue_name: str, tmp_path: 
     (request, *_) = [line for line in lines if line["message"] == "request"]
     assert (request["method"], request["route"], request["status"]) == ("GET", "/readyz", 200)
     assert request["queue"] == queue_name
+
+
+def test_a_drain_says_what_is_under_way(
+    valkey_url: str, queue_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request that waits for a worker keeps the gateway for its drain time."""
+    statuses: list[int] = []
+    with caplog.at_level(logging.INFO):
+        with gateway(valkey_url, queue_name, models=("m",), drain_s=1) as served:
+
+            def ask() -> None:
+                asked = {"model": "m", "prompt": SECRET}
+                statuses.append(
+                    httpx.post(f"{served.base_url}/completions", json=asked, timeout=60).status_code
+                )
+
+            asking = threading.Thread(target=ask)
+            asking.start()
+            eventually(lambda: "pagemill_gateway_requests_in_flight 2" in served.metrics(), "the request")
+        asking.join(PATIENCE_S)
+    told = [record.getMessage() for record in caplog.records if record.msg.startswith("stopping: ")]
+    assert told[0] == "stopping: requests under way: 1; they have 1 s from the start"
+    assert statuses == [503]

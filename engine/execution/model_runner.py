@@ -16,7 +16,7 @@ from pagemill.engine.execution.kv_cache import KVCache
 from pagemill.engine.execution.model_probe import ModelProbe
 from pagemill.engine.execution.prompt_scorer import PromptScorer
 from pagemill.engine.execution.sampling.device_draws import StagedDraws
-from pagemill.engine.execution.sampling.logprobs import PromptLogprobs
+from pagemill.engine.execution.sampling.logprobs import PromptLogprobs, ReadLogprobs
 from pagemill.engine.execution.sampling.processors import SampleWork
 from pagemill.engine.execution.sampling.sampler import Sampler, SamplerOutput
 from pagemill.engine.execution.staging import DirectTransfer, StagedTransfer
@@ -43,6 +43,7 @@ class LaunchedStep:
     forward_s: float
     sample_s: float
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    reads: list[ReadLogprobs] = field(default_factory=list)
 
     def wait(self) -> StepResult:
         result = StepResult(
@@ -57,6 +58,7 @@ class LaunchedStep:
         if self.output is not None:
             self.output.fill(result)
         result.prompt_logprobs = {scored.work_index: scored.to_host() for scored in self.prompt_logprobs}
+        result.reads = {read.work_index: read.to_host() for read in self.reads}
         result.sample_s += time.perf_counter() - started
         return result
 
@@ -161,6 +163,7 @@ class ModelRunner:
             forwarded - prepared,
             sampled - forwarded,
             computed.scored,
+            computed.reads,
         )
 
     def is_device_alive(self) -> bool:

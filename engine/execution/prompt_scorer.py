@@ -1,4 +1,4 @@
-"""Forward passes that also return log probabilities of the prompt's own tokens (`prompt_logprobs`).
+"""Forward passes that also return log probabilities of given tokens: the prompt's own, or those of labels.
 
 Every prompt position needs logits, and a long chunk times a large vocabulary may exceed the memory of the
 whole KV cache. So the model runs up to its last hidden states, and its head runs over a slice of them at a
@@ -7,7 +7,7 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from pagemill.engine.execution.forward_pass import Forwarded
 from pagemill.engine.execution.input_batch import InputBatch, StepInputs
-from pagemill.engine.execution.sampling.logprobs import PromptLogprobs, TopLogprobs
+from pagemill.engine.execution.sampling.logprobs import PromptLogprobs, ReadLogprobs, TopLogprobs
 from pagemill.engine.execution.sampling.processors import SampleWork
 from pagemill.engine.layers.attention import AttentionContext, attention_context
 from pagemill.engine.plan import StepPlan
@@ -45,12 +45,12 @@ class PromptScorer:
         self._output_type: Any = None
 
     def covers(self, plan: StepPlan) -> bool:
-        return any(work.num_prompt_logprobs is not None for work in plan.work)
+        return any(work.is_scored for work in plan.work)
 
     def run(self, plan: StepPlan, inputs: StepInputs, work: list[SampleWork]) -> Forwarded:
         with attention_context(AttentionContext(inputs.metadata, self._caches)):
             hidden = self._hidden_states(inputs)
-            scored, begin = [], 0
+            scored, reads, begin = [], [], 0
             for index, row in enumerate(plan.work):
                 if row.num_prompt_logprobs is not None:
                     # The last given token predicts output.
@@ -60,9 +60,12 @@ class PromptScorer:
                     targets = self._batch.token_table[row.row, first:end]
                     slices = self._score(predicting, targets, row.num_prompt_logprobs)
                     scored.append(PromptLogprobs(index, slices))
+                if row.reads:
+                    reads.append(self._read(index, hidden[begin : begin + row.num_tokens], row.reads))
                 begin += row.num_tokens
-            read = inputs.logits_indices
-            return Forwarded(self._head(hidden[read]) if len(read) else hidden[:0], scored=scored)
+            sampled = inputs.logits_indices
+            logits = self._head(hidden[sampled]) if len(sampled) else hidden[:0]
+            return Forwarded(logits, scored=scored, reads=reads)
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Return every token's logits, by way of their hidden states; inside an attention context."""
@@ -84,6 +87,20 @@ class PromptScorer:
             logits = self._head(hidden[begin : begin + len(wanted)]).float()
             slices.append(TopLogprobs.of(logits.log_softmax(dim=-1), wanted, [count] * len(wanted)))
         return slices
+
+    def _read(
+        self, index: int, hidden: torch.Tensor, reads: Sequence[tuple[int, tuple[int, ...]]]
+    ) -> ReadLogprobs:
+        """Return the log probabilities that `reads` ask for, given a row's hidden states."""
+        slices = []
+        for begin in range(0, len(reads), _SLICE):
+            some = reads[begin : begin + _SLICE]
+            places = torch.tensor([place for place, _ in some], device=hidden.device)
+            logprobs = self._head(hidden[places]).float().log_softmax(dim=-1)
+            pairs = [(row, token_id) for row, (_, ids) in enumerate(some) for token_id in ids]
+            rows, ids = torch.tensor(pairs, device=hidden.device).T
+            slices.append(logprobs[rows, ids].clamp(min=torch.finfo(torch.float32).min))
+        return ReadLogprobs(index, tuple(len(ids) for _, ids in reads), slices)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map [num_tokens, hidden_size] to [num_tokens, vocab_size]."""

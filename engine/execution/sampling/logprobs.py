@@ -42,6 +42,21 @@ class TopLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadLogprobs:
+    """Log probabilities of chosen tokens after some of one row's tokens, still on the device."""
+
+    work_index: int
+    lengths: tuple[int, ...]
+    """Chosen tokens per read."""
+    slices: list[torch.Tensor]  # [num_values] float32 each, one read's after the other's
+
+    def to_host(self) -> list[list[float]]:
+        """Return one list per read; waits for the device."""
+        values = iter([value for one in self.slices for value in one.tolist()])
+        return [[next(values) for _ in range(length)] for length in self.lengths]
+
+
+@dataclass(frozen=True, slots=True)
 class PromptLogprobs:
     """Log probabilities of one row's chunk of its prompt, still on the device."""
 

@@ -40,15 +40,15 @@ def replacing(
 ) -> Iterator[Writer]:
     """Open a writer whose file replaces `path` at the end of the block; an error leaves `path` as it was.
 
-    `samples`: for Parquet, every input row, to find the columns' types. `fields`: the schema's fields that have
-    columns of their own, and their types. `gives_vectors`: outputs are lists of numbers, in Parquet a column of
+    `samples`: for Parquet, every input row, to find the columns' types. `fields`: further columns of the
+    output, and their types. `gives_vectors`: outputs are lists of numbers, in Parquet a column of
     lists of float32. Raises DatasetError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if data_suffix(path) == ".parquet":
             columns = {output_column: _VECTOR if gives_vectors else ""}
-            columns |= {f"{output_column}.{name}": kind for name, kind in (fields or {}).items()}
+            columns |= fields or {}
             parquet = ParquetWriter(temporary, samples, columns)
             try:
                 yield parquet
@@ -184,9 +184,12 @@ def _schema(samples: Iterable[Mapping[str, Any]], added: Mapping[str, str]) -> A
         ("finish_reason", pyarrow.string()),
         ("usage", pyarrow.struct(usage)),
     ]
+    if "probability" in added.values():
+        meta.append(("label_temperature", pyarrow.float64()))
     types = {
         "integer": pyarrow.int64(),
         "number": pyarrow.float64(),
+        "probability": pyarrow.float64(),
         "boolean": pyarrow.bool_(),
         _VECTOR: pyarrow.list_(pyarrow.float32()),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from pagemill import InvalidJob, Job, JobFailed, Producer
 from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.producer.celery.task import plain_result
+from pagemill.producer.dataset.tables.rows import open_source
 from pagemill.producer.wire.schema.tasks import LABEL_VERSION, VERSIONS
 from tests.chaos.nursery import Nursery
 from tests.worker.harness import QueueClient, eventually, process_settings, running_worker, worker_config
@@ -181,3 +183,28 @@ def test_the_command_line_prints_them(valkey_url: str, queue_name: str) -> None:
     lines = [line.split("\t") for line in printed.splitlines()]
     assert [label for _, label in lines] == ["bad", "good"]
     assert sum(float(number) for number, _ in lines) == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_the_command_line_labels_a_dataset(
+    valkey_url: str, queue_name: str, tmp_path: Path, suffix: str
+) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / f"out{suffix}"
+    rows = [{"text": word, "side": side} for word, side in (("good", "good"), ("bad", "bad"), ("go", "bad"))]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "pagemill", "run", str(source), "--out", str(out), "--no-chat",
+               "--template", "{{ text }}", "--choices", "good,bad", "--label-probs", "mean", "--gold", "side",
+               "--redis-url", valkey_url, "--queue", queue_name, "--model", "echo", "--json", "--quiet"]  # fmt: skip
+    with running_worker(worker_config(valkey_url, queue_name)):
+        for more in ([], ["--label-temperature", "fit"]):
+            done = subprocess.run(
+                [*command, *more], stdout=subprocess.PIPE, text=True, timeout=120, check=False
+            )
+            facts = json.loads(done.stdout)
+            assert (done.returncode, facts["succeeded"]) == (0, 3)
+    assert facts["accuracy"] == pytest.approx(2 / 3)
+    assert facts["macro_f1"] == pytest.approx(2 / 3)
+    assert facts["calibration"]["temperature"] == facts["calibration"]["fitted_temperature"] > 1.0
+    lines = [row.fields or {} for row in open_source(out).rows()]
+    assert [line["label"] for line in lines] == ["good", "bad", "good"]
+    assert all(0.5 < float(line["label_prob"]) < 1.0 for line in lines)

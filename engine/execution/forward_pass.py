@@ -30,7 +30,7 @@ class Forwarded:
     vocabulary: NarrowVocabulary | None = None
     """The tokens of the logits; None: all."""
     scored: list[PromptLogprobs] = field(default_factory=list)
-    reads: list[ReadLogprobs] = field(default_factory=list)
+    reads: ReadLogprobs | None = None
 
 
 class ForwardPass(Protocol):

@@ -43,7 +43,7 @@ class LaunchedStep:
     forward_s: float
     sample_s: float
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    reads: list[ReadLogprobs] = field(default_factory=list)
+    reads: ReadLogprobs | None = None
 
     def wait(self) -> StepResult:
         result = StepResult(
@@ -58,7 +58,8 @@ class LaunchedStep:
         if self.output is not None:
             self.output.fill(result)
         result.prompt_logprobs = {scored.work_index: scored.to_host() for scored in self.prompt_logprobs}
-        result.reads = {read.work_index: read.to_host() for read in self.reads}
+        if self.reads is not None:
+            result.reads = self.reads.to_host()
         result.sample_s += time.perf_counter() - started
         return result
 
@@ -107,7 +108,7 @@ class ModelRunner:
         self._sampler = Sampler(limits.eos_token_ids, draws_on_device=device.draws_on_device)
         caches = self.kv_cache.layers
         self._forward_passes: list[ForwardPass] = [
-            PromptScorer(model.module, caches, self._batch),
+            PromptScorer(model.module, caches, self._batch, direct),
             ModelForward(model.module, caches, direct),
         ]
         # Not with several ranks: their communication is not made of kernels.

@@ -164,7 +164,7 @@ def _dataset(given: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:
         price_per_hour=given.price_per_hour,
         output_column=given.output_column or "",
         schema_columns=given.schema_columns,
-        label_temperature=_label_temperature(given.label_temperature),
+        label_temperature=cast("LabelTemperature", given.label_temperature),
         where=given.where,
         on_null=cast("OnRow", given.on_null),
         on_empty=cast("OnRow", given.on_empty),
@@ -231,15 +231,6 @@ def _job_fields(given: RunOptions) -> dict[str, Any]:
     }
     fields |= {name: value for name, value in options.items() if value is not None}
     return fields | extra_fields(given.field or []) | scored(given.continuation)
-
-
-def _label_temperature(given: str) -> LabelTemperature:
-    if given == "fit":
-        return "fit"
-    try:
-        return float(given)
-    except ValueError:
-        raise typer.BadParameter("--label-temperature is a number, or fit") from None
 
 
 def _schema_text(given: str) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pagemill.cli.terminal.checked import MAX_TEMPERATURE, Encoding, ModelOrPath, Text, between, checked
+from pagemill.producer.dataset.labels.columns import LabelTemperature
 from pagemill.producer.dataset.recipe import OnRow
 from pagemill.producer.dataset.run import OnCut
 from pagemill.producer.dataset.tables.rows import Format
@@ -109,7 +110,7 @@ LabelScale = Annotated[
     str,
     typer.Option(
         "--label-temperature",
-        callback=checked(Text),
+        callback=checked(LabelTemperature),
         help="Scales these probabilities: a number, or fit (to --gold).",
     ),
 ]

@@ -6,7 +6,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Literal, Protocol, TypeAlias
+
+from pydantic import Field
 
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.recipe import Recipe
@@ -15,8 +17,8 @@ LABEL = "label"
 """The output's column, unless the run names another: `label`, `label_prob`, `label_probs`."""
 TEMPERATURE = "label_temperature"
 """The field of a line's `_pagemill` that says by what its probabilities were scaled."""
-LabelTemperature: TypeAlias = float | Literal["fit"]
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
+LabelTemperature: TypeAlias = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)] | Literal["fit"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,10 +125,13 @@ class Scheduler:
             while (first := self._next_waiting()) is not None and self._admit(step, first):
                 pass
         is_short_of_budget = not self._suspects and self._batch.waiting_for == "budget"
-        for sequence in self._labelling.idle(keeps_parents=is_short_of_budget):
+        idle = self._labelling.idle(keeps_parents=is_short_of_budget)
+        for sequence in idle:
             self._end(sequence)
+        if idle:
+            self._labelling.enqueue()
         if step.is_empty:
-            return None
+            return self.schedule() if idle else None  # their rows are free now
         self._next_step_id += 1
         swap_space = self.kv_cache.swap_space
         planned = step.build(self._batch.rows.take_freed(), *swap_space.take_copies(step.step_id))
@@ -370,8 +373,7 @@ class Scheduler:
             return []
         if any(math.isnan(value) for each in values for value in each):
             return self._fail_invalid(sequence.request)
-        positions = (work.start + index for index, _ in work.reads)
-        end = take_reads(sequence, zip(positions, values, strict=True))
+        end = take_reads(sequence, zip((work.start + index for index, _ in work.reads), values, strict=True))
         if end is None:
             return []
         for chain in sequence.request.live_sequences:

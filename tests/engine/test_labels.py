@@ -219,6 +219,71 @@ def test_one_can_be_aborted(saved: tuple[Path, Any], when: int) -> None:
     assert engine.capacity().available_blocks == 63
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"enable_prefix_caching": False}, {"swap_space_gib": 0.001}], ids=str
+)
+def test_one_that_is_preempted_goes_on(saved: tuple[Path, Any], settings: dict[str, Any]) -> None:
+    directory, model = saved
+    engine = engine_of(directory, num_kv_blocks=14, max_num_batched_tokens=2, **settings)
+    add(engine, "busy", "abcd", SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))
+    engine.step()
+    prompt, labels = "a prompt that is taken a token a step", ["yes", "yes, sir", "no", "n"]
+    add(engine, "labels", prompt, asking(labels))
+    found = run(engine)
+    check(model, found["labels"], prompt, labels, "product")
+    assert len(found["busy"].token_ids) == 30
+    scheduler = engine.stats().scheduler
+    assert scheduler.preemptions + scheduler.swap_preemptions > 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_comes_between(saved: tuple[Path, Any], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few blocks and rows, other requests, preemptions, aborts and failing steps change no probability."""
+    directory, model = saved
+    draw = random.Random(seed)
+    engine = engine_of(
+        directory,
+        num_kv_blocks=draw.choice([16, 24, 64]),
+        max_num_seqs=draw.choice([1, 2, 5, 16]),
+        max_num_batched_tokens=draw.choice([3, 8, 64]),
+        enable_prefix_caching=draw.random() < 0.7,
+        async_scheduling=draw.random() < 0.5,
+        swap_space_gib=draw.choice([0, 0.001]),
+    )
+    executor = engine._parts.executor
+    launch, failing = type(executor).launch, {draw.randrange(40) for _ in range(draw.choice([0, 1]))}
+
+    def launched(self: Any, plan: Any) -> Any:
+        if plan.step_id in failing:
+            failing.discard(plan.step_id)
+            raise RuntimeError("for the test")
+        return launch(self, plan)
+
+    monkeypatch.setattr(type(executor), "launch", launched)
+    asked: dict[str, tuple[str, list[str], str]] = {}
+    for number in range(12):
+        words = {"".join(draw.choices("ab ", k=draw.randrange(1, 7))) for _ in range(draw.randrange(2, 12))}
+        asked[str(number)] = PROMPT[: draw.randrange(1, 20)], sorted(words), draw.choice(KINDS)
+        add(engine, str(number), asked[str(number)][0], asking(*asked[str(number)][1:]))
+        busy = SamplingParams(max_tokens=draw.randrange(1, 25), temperature=0.0, ignore_eos=True)
+        add(engine, f"busy {number}", PROMPT[:number], busy) if number else None
+    found: dict[str, CompletionOutput] = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            for delta in output.deltas:
+                found.setdefault(output.request_id, CompletionOutput(0)).extend(delta)
+            assert output.error is None
+        if draw.random() < 0.1:
+            engine.abort(draw.choice(list(asked)))
+        engine.check_integrity()
+    ended = {name for name, output in found.items() if output.finish_reason == "stop" and name in asked}
+    for name in ended:
+        check(model, found[name], *asked[name])
+    assert ended
+    assert engine.capacity().free_rows == engine.limits.max_num_seqs
+    assert engine.capacity().available_blocks == engine.limits.num_kv_blocks - 1
+
+
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_a_step_that_raises_is_run_again(
     saved: tuple[Path, Any], bad: int, monkeypatch: pytest.MonkeyPatch

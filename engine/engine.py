@@ -14,7 +14,7 @@ from pagemill.engine.block_watch import BlockWatch
 from pagemill.engine.config import EngineConfig, SchedulerConfig
 from pagemill.engine.device_failure import tells_of_lost_device
 from pagemill.engine.engine_stats import StepRecorder
-from pagemill.engine.errors import DeviceLost, EngineError, InvalidRequest
+from pagemill.engine.errors import DeviceLost, EngineError, InvalidRequest, UnsupportedFeature
 from pagemill.engine.outputs import (
     Capacity,
     EngineStats,
@@ -29,7 +29,7 @@ from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus
 from pagemill.engine.scheduling.scheduler import Scheduler
 from pagemill.engine.structured_output.grammars import MASK_WAIT_S, Grammars
-from pagemill.engine.tasks import GENERATE, Score, Task
+from pagemill.engine.tasks import GENERATE, Generate, Score, Task
 from pagemill.engine.text.best_of import BestOf
 from pagemill.engine.text.input_processor import InputLimits, InputProcessor
 from pagemill.engine.text.output_processor import OutputProcessor
@@ -166,6 +166,11 @@ class Engine:
                 raise InvalidRequest("a score takes one continuation per sample, none of them empty")
             for continuation in task.continuations:
                 self.input_processor.check_token_ids("continuations", continuation)
+        if params.label_probs is not None and isinstance(task, Generate) and task.outline is not None:
+            raise UnsupportedFeature(
+                "label_probs: the model would think or call functions before the label; switch its thinking off, for "
+                "most models with chat_template_kwargs enable_thinking false"
+            )
         best_of = None
         if params.is_ranked and params.beam_width is None:
             best_of = BestOf(params.n, with_logprobs=params.logprobs is not None)

@@ -29,7 +29,9 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
-    """Sum of the log probabilities of its tokens; set for ranked samples and beams."""
+    """Sum of the log probabilities of its tokens; set for ranked samples, beams and labels."""
+    label_probs: tuple[float, ...] | None = None
+    """The probability of each label of the choice, in its order; None unless requested."""
 
     def extend(self, delta: CompletionDelta) -> None:
         self.text += delta.text
@@ -38,6 +40,7 @@ class CompletionOutput:
             self.logprobs = (self.logprobs or []) + delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self.cumulative_logprob = delta.cumulative_logprob
+        self.label_probs = delta.label_probs
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ def merge_equal(requests: Sequence[Prepared]) -> list[int]:
     seen: dict[tuple[tuple[int, ...], int | None], list[int]] = {}
     first: list[int] = []
     for number, (token_ids, params) in enumerate(requests):
-        if not params.is_greedy and params.seed is None:
+        if not params.is_certain and params.seed is None:
             first.append(number)
             continue
         # Keyed by seed too: a sweep over seeds is the usual way to submit the same prompt a thousand times.

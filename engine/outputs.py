@@ -41,7 +41,11 @@ class CompletionDelta:
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended the sample; None for EOS and for length."""
     cumulative_logprob: float | None = None
-    """Sum of the log probabilities of all its tokens; set if samples or beams are ranked."""
+    """Sum of the log probabilities of all its tokens; set if samples, beams or labels are ranked."""
+    label_probs: tuple[float, ...] | None = None
+    """The probability of each label of the choice, in its order, if requested; with the last tokens."""
+    label: int | None = None
+    """The number of the likeliest, which is the text."""
 
 
 @dataclass(slots=True)

@@ -54,11 +54,18 @@ class RowWork:
     """Report the given tokens that these tokens predict, with this many alternatives each. None = don't."""
     scored_from: int = 0
     """The first position that may be reported: tokens before it are the context of the scored ones."""
+    reads: SequenceType[tuple[int, tuple[int, ...]]] = ()
+    """(index among these tokens, token ids): report the log-probabilities of these ids as that token's successors."""
 
     @property
     def first_scored(self) -> int:
         """The position of the first reported token."""
         return max(self.start + 1, self.scored_from)
+
+    @property
+    def is_scored(self) -> bool:
+        """True if log-probabilities of given tokens are to be reported."""
+        return self.num_prompt_logprobs is not None or bool(self.reads)
 
 
 @dataclass(slots=True)
@@ -138,6 +145,8 @@ class StepResult:
     the row's constraints and penalties applied (not its temperature). Barred tokens are left out."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Index in `StepPlan.work` -> entries for the given tokens from `RowWork.first_scored` on."""
+    reads: dict[int, list[list[float]]] = field(default_factory=dict)
+    """Index in `StepPlan.work` -> for each of `RowWork.reads` its ids' log-probabilities, from raw logits."""
     without_choice: frozenset[int] = frozenset()
     """Sample numbers for which the request's own parameters left no token; their `token_ids` are meaningless."""
     is_replayed: bool = False

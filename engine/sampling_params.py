@@ -62,6 +62,11 @@ class SamplingParams(SamplingFields):
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW or self.beam_width is not None
 
+    @property
+    def is_certain(self) -> bool:
+        """True if the output does not depend on the seed."""
+        return self.is_greedy or self.label_probs is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pagemill.bounds import Exact, InvalidParameter, Length, Range, check_ranges
 from pagemill.structured_outputs import ShortText, StructuredOutputs
@@ -34,6 +34,12 @@ DEFAULT_PROMPT_MAX_TOKENS = 16
 EarlyStopping = Annotated[bool, Exact()] | Literal["never"]
 """The end of a beam search that has as many finished beams as its width. True: at once. False: when no live
 beam would beat the worst of them as it stands. "never": when no live beam can beat it at any length."""
+
+LabelProbs = Literal["product", "mean", "constrained"]
+"""How a label's probability follows from those of its tokens. All are normalised over the labels. "product": the
+product of the model's own probabilities. "mean": its root by the number of tokens, so that long labels are no less
+likely for being long. "constrained": as a choice is drawn at temperature 1, token by token among those that lead to a
+label; tokens that are forced count nothing, and are not computed."""
 
 _Flag = Annotated[bool, Exact()]
 _Samples = Annotated[int, Exact(), Range(1, MAX_N)]
@@ -87,6 +93,8 @@ class SamplingFields:
     structured_outputs: StructuredOutputs | None = None
     thinking_token_budget: Annotated[int, Exact(), Range(0, MAX_TOKEN_ID)] | None = None
     """Most tokens of thinking: after them the closing tag is forced."""
+    label_probs: LabelProbs | None = None
+    """Return the probability of every label of `structured_outputs.choice`, and the likeliest. Nothing is drawn."""
 
     @property
     def num_sequences(self) -> int:
@@ -108,6 +116,8 @@ class SamplingFields:
 
     def check_together(self) -> None:
         """Check that fields do not contradict each other. Raises InvalidParameter."""
+        if self.label_probs is not None:
+            self._check_labels()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter("min_tokens must not exceed max_tokens")
         for name in ("best_of", "beam_width"):
@@ -131,5 +141,21 @@ class SamplingFields:
         if names := [name for name, is_given in refused.items() if is_given]:
             raise InvalidParameter(f"a beam search takes no {', '.join(names)}", "unsupported_feature")
 
+    def _check_labels(self) -> None:
+        """Refuse what would change the probabilities of labels, or ask for more than one of them."""
+        if self.label_probs not in get_args(LabelProbs):
+            raise InvalidParameter(f"label_probs must be one of {', '.join(get_args(LabelProbs))}")
+        shape = self.structured_outputs
+        if shape is None or shape.choice is None:
+            raise InvalidParameter("label_probs needs structured_outputs with a choice")
+        if len(set(shape.choice)) < len(shape.choice):
+            raise InvalidParameter("label_probs: two labels of the choice are equal")
+        if names := [name for name in _REFUSED_BESIDE_LABELS if getattr(self, name) != _DEFAULTS[name]]:
+            raise InvalidParameter(f"label_probs takes no {', '.join(names)}", "unsupported_feature")
+
 
 SAMPLING_FIELDS = tuple(declared.name for declared in fields(SamplingFields))
+_REFUSED_BESIDE_LABELS = ("n", "best_of", "beam_width", "min_tokens", "stop", "stop_token_ids", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "logprobs",
+    "prompt_logprobs", "thinking_token_budget")  # fmt: skip
+_DEFAULTS = {name: getattr(SamplingFields(), name) for name in _REFUSED_BESIDE_LABELS}

@@ -92,7 +92,7 @@ class DecodeGraphs:
     def covers(self, plan: StepPlan) -> bool:
         """Return True if a graph can run this plan."""
         return 0 < len(plan.work) <= max(self._buckets, default=0) and all(
-            work.num_tokens == 1 and work.num_prompt_logprobs is None for work in plan.work
+            work.num_tokens == 1 and not work.is_scored for work in plan.work
         )
 
     def run(self, plan: StepPlan, inputs: StepInputs, work: list[SampleWork]) -> Forwarded:

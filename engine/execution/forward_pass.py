@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from pagemill.engine.execution.input_batch import StepInputs
-from pagemill.engine.execution.sampling.logprobs import PromptLogprobs
+from pagemill.engine.execution.sampling.logprobs import PromptLogprobs, ReadLogprobs
 from pagemill.engine.execution.sampling.narrow_head import NarrowHead, NarrowVocabulary
 from pagemill.engine.execution.sampling.processors import SampleWork
 from pagemill.engine.layers.attention import AttentionContext, attention_context
@@ -30,6 +30,7 @@ class Forwarded:
     vocabulary: NarrowVocabulary | None = None
     """The tokens of the logits; None: all."""
     scored: list[PromptLogprobs] = field(default_factory=list)
+    reads: ReadLogprobs | None = None
 
 
 class ForwardPass(Protocol):

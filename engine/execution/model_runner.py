@@ -16,7 +16,7 @@ from pagemill.engine.execution.kv_cache import KVCache
 from pagemill.engine.execution.model_probe import ModelProbe
 from pagemill.engine.execution.prompt_scorer import PromptScorer
 from pagemill.engine.execution.sampling.device_draws import StagedDraws
-from pagemill.engine.execution.sampling.logprobs import PromptLogprobs
+from pagemill.engine.execution.sampling.logprobs import PromptLogprobs, ReadLogprobs
 from pagemill.engine.execution.sampling.processors import SampleWork
 from pagemill.engine.execution.sampling.sampler import Sampler, SamplerOutput
 from pagemill.engine.execution.staging import DirectTransfer, StagedTransfer
@@ -43,6 +43,7 @@ class LaunchedStep:
     forward_s: float
     sample_s: float
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    reads: ReadLogprobs | None = None
 
     def wait(self) -> StepResult:
         result = StepResult(
@@ -57,6 +58,8 @@ class LaunchedStep:
         if self.output is not None:
             self.output.fill(result)
         result.prompt_logprobs = {scored.work_index: scored.to_host() for scored in self.prompt_logprobs}
+        if self.reads is not None:
+            result.reads = self.reads.to_host()
         result.sample_s += time.perf_counter() - started
         return result
 
@@ -105,7 +108,7 @@ class ModelRunner:
         self._sampler = Sampler(limits.eos_token_ids, draws_on_device=device.draws_on_device)
         caches = self.kv_cache.layers
         self._forward_passes: list[ForwardPass] = [
-            PromptScorer(model.module, caches, self._batch),
+            PromptScorer(model.module, caches, self._batch, direct),
             ModelForward(model.module, caches, direct),
         ]
         # Not with several ranks: their communication is not made of kernels.
@@ -161,6 +164,7 @@ class ModelRunner:
             forwarded - prepared,
             sampled - forwarded,
             computed.scored,
+            computed.reads,
         )
 
     def is_device_alive(self) -> bool:

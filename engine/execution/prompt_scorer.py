@@ -1,4 +1,4 @@
-"""Forward passes that also return log probabilities of the prompt's own tokens (`prompt_logprobs`).
+"""Forward passes that also return log probabilities of given tokens: the prompt's own, or those of labels.
 
 Every prompt position needs logits, and a long chunk times a large vocabulary may exceed the memory of the
 whole KV cache. So the model runs up to its last hidden states, and its head runs over a slice of them at a
@@ -15,9 +15,10 @@ import torch
 
 from pagemill.engine.execution.forward_pass import Forwarded
 from pagemill.engine.execution.input_batch import InputBatch, StepInputs
-from pagemill.engine.execution.sampling.logprobs import PromptLogprobs, TopLogprobs
+from pagemill.engine.execution.sampling.logprobs import PromptLogprobs, ReadLogprobs, TopLogprobs
 from pagemill.engine.execution.sampling.processors import SampleWork
 from pagemill.engine.layers.attention import AttentionContext, attention_context
+from pagemill.engine.layers.direct_forward import DirectForward
 from pagemill.engine.plan import StepPlan
 from pagemill.kernels.types.layer_cache import LayerCache
 
@@ -34,9 +35,16 @@ class PromptScorer:
 
     replays = False
 
-    def __init__(self, module: Any, caches: list[LayerCache], batch: InputBatch) -> None:
-        """`module` is one of transformers' causal language models."""
-        self._module = module
+    def __init__(
+        self,
+        module: Any,
+        caches: list[LayerCache],
+        batch: InputBatch,
+        direct: DirectForward | None = None,
+    ) -> None:
+        """`module` is one of transformers' causal language models; `direct` replaces its forward."""
+        self._module, self._direct = module, direct
+        self._skips_unread = any(getattr(part, "is_last", False) for part in module.modules())
         decoder = module.get_decoder()
         # transformers looks for an attribute called `decoder`, which in some models is the head.
         self._decoder = decoder if decoder is not module.get_output_embeddings() else module.base_model
@@ -45,11 +53,12 @@ class PromptScorer:
         self._output_type: Any = None
 
     def covers(self, plan: StepPlan) -> bool:
-        return any(work.num_prompt_logprobs is not None for work in plan.work)
+        return any(work.is_scored for work in plan.work)
 
     def run(self, plan: StepPlan, inputs: StepInputs, work: list[SampleWork]) -> Forwarded:
-        with attention_context(AttentionContext(inputs.metadata, self._caches)):
-            hidden = self._hidden_states(inputs)
+        read_tokens = self._read_tokens(plan)
+        with attention_context(AttentionContext(inputs.metadata, self._caches, read_tokens)):
+            hidden = self._hidden_states(inputs, read_tokens)
             scored, begin = [], 0
             for index, row in enumerate(plan.work):
                 if row.num_prompt_logprobs is not None:
@@ -61,15 +70,30 @@ class PromptScorer:
                     slices = self._score(predicting, targets, row.num_prompt_logprobs)
                     scored.append(PromptLogprobs(index, slices))
                 begin += row.num_tokens
-            read = inputs.logits_indices
-            return Forwarded(self._head(hidden[read]) if len(read) else hidden[:0], scored=scored)
+            sampled = inputs.logits_indices
+            logits = self._head(hidden[sampled]) if len(sampled) else hidden[:0]
+            return Forwarded(logits, scored=scored, reads=self._read(plan, hidden))
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Return every token's logits, by way of their hidden states; inside an attention context."""
         return self._head(self._hidden_states(inputs))
 
-    def _hidden_states(self, inputs: StepInputs) -> torch.Tensor:
-        """Return the decoder's last hidden states, [num_tokens, hidden_size]."""
+    def _read_tokens(self, plan: StepPlan) -> torch.Tensor | None:
+        """Return the tokens whose last hidden states are read, once each; None: possibly all."""
+        if not self._skips_unread or any(work.num_prompt_logprobs is not None for work in plan.work):
+            return None
+        read, begin = {sample.token_index for sample in plan.samples}, 0
+        for work in plan.work:
+            read.update(begin + place for place, _ in work.reads)
+            begin += work.num_tokens
+        return torch.tensor(sorted(read)) if len(read) < begin else None
+
+    def _hidden_states(self, inputs: StepInputs, read_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the decoder's last hidden states, [num_tokens, hidden_size], before or after its last norm."""
+        if self._direct is not None:
+            return self._direct.hidden_states(
+                inputs.input_ids, inputs.positions, self._caches, inputs.metadata, read_tokens
+            )
         output = self._decoder(
             input_ids=inputs.input_ids[None], position_ids=inputs.positions[None], use_cache=False
         )
@@ -85,8 +109,26 @@ class PromptScorer:
             slices.append(TopLogprobs.of(logits.log_softmax(dim=-1), wanted, [count] * len(wanted)))
         return slices
 
+    def _read(self, plan: StepPlan, hidden: torch.Tensor) -> ReadLogprobs:
+        """Return the log probabilities that the plan's reads ask for, whose rows share the products of the head."""
+        reads, begin = [], 0
+        for index, row in enumerate(plan.work):
+            reads += [(index, begin + place, token_ids) for place, token_ids in row.reads]
+            begin += row.num_tokens
+        slices = []
+        for first in range(0, len(reads), _SLICE):
+            some = reads[first : first + _SLICE]
+            places = torch.tensor([place for _, place, _ in some], device=hidden.device)
+            logprobs = self._head(hidden[places]).float().log_softmax(dim=-1)
+            pairs = [(number, token_id) for number, (_, _, ids) in enumerate(some) for token_id in ids]
+            numbers, token_ids = torch.tensor(pairs, device=hidden.device).T
+            slices.append(logprobs[numbers, token_ids].clamp(min=torch.finfo(torch.float32).min))
+        return ReadLogprobs([(index, len(token_ids)) for index, _, token_ids in reads], slices)
+
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map [num_tokens, hidden_size] to [num_tokens, vocab_size]."""
+        if self._direct is not None:
+            return self._direct.head(hidden)
         placeholder = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         with self._decoder_gives(hidden):
             logits: torch.Tensor = self._module(

@@ -60,12 +60,28 @@ class DirectForward:
         Args:
             read_tokens: see `AttentionContext`.
         """
-        hidden: torch.Tensor = self._embed(input_ids)
-        rotation = self._rotary.rows(positions, metadata.max_seq_len)
-        self._stack.run(hidden, rotation, [caches[i] for i in self._cache_indices], metadata, read_tokens)
+        hidden = self.hidden_states(input_ids, positions, caches, metadata, read_tokens)
         if logits_indices is not None:
             if not len(logits_indices):
                 return hidden[:0]  # there are no samples, so no logits are read
             hidden = hidden.index_select(0, logits_indices)
+        return self.head(hidden)
+
+    def hidden_states(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+        read_tokens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return what the last layer gives, [num_tokens, hidden_size], for the arguments of `logits`."""
+        hidden: torch.Tensor = self._embed(input_ids)
+        rotation = self._rotary.rows(positions, metadata.max_seq_len)
+        self._stack.run(hidden, rotation, [caches[i] for i in self._cache_indices], metadata, read_tokens)
+        return hidden
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map [num_tokens, hidden_size] to logits [num_tokens, vocab_size]."""
         logits: torch.Tensor = self._head(self._norm(hidden))
         return logits

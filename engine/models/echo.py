@@ -92,6 +92,8 @@ class EchoRunner:
         for number, work in enumerate(plan.work):
             if work.num_prompt_logprobs is not None:
                 result.prompt_logprobs[number] = self._scores(work, work.num_prompt_logprobs)
+            if work.reads:
+                result.reads[number] = [self._read(work, place, ids) for place, ids in work.reads]
         result.forward_s = time.perf_counter() - started
         return EchoStep(plan, result)
 
@@ -133,6 +135,13 @@ class EchoRunner:
             work.first_scored : min(work.start + work.num_tokens + 1, row.num_prompt_tokens)
         ]
         return [TokenLogprobs(token, -0.01, self._likeliest(token, count)) for token in given]
+
+    def _read(self, work: RowWork, place: int, token_ids: Sequence[int]) -> list[float]:
+        """Score tokens that may follow one of a row's: what the runner would say is likely, the others by id."""
+        words = self._words[work.row]
+        position = work.start + place + 1 - self._rows[work.row].num_prompt_tokens
+        wanted = words[position] if position < len(words) else self._eos
+        return [-0.01 if token_id == wanted else -5.0 - token_id / 100 for token_id in token_ids]
 
     @staticmethod
     def _likeliest(wanted: int, count: int) -> list[tuple[int, float]]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pagemill.engine.config import SchedulerConfig
-from pagemill.engine.errors import NeverFits
+from pagemill.engine.errors import NeverFits, PromptTooLong
 from pagemill.engine.scheduling.request import Request
 from pagemill.engine.tasks import Score
 
 
 def check_fits(request: Request, config: SchedulerConfig) -> None:
     """Raise NeverFits if the rows, the budget or the pool can't hold a request even alone."""
-    # Scored continuations can run one after another.
-    num_sequences = 1 if isinstance(request.task, Score) else len(request.live_sequences)
+    # Scored continuations and labels can run one after another.
+    runs_apart = isinstance(request.task, Score) or request.labels is not None
+    num_sequences = 1 if runs_apart else len(request.live_sequences)
     if num_sequences > config.max_num_seqs:
         raise NeverFits(f"{num_sequences} sequences need as many rows, there are {config.max_num_seqs}")
     if request.params.beam_width is not None and num_sequences > config.max_num_batched_tokens:
@@ -28,4 +29,14 @@ def check_fits(request: Request, config: SchedulerConfig) -> None:
         raise NeverFits(
             f"{num_sequences} x {request.max_num_tokens} tokens need {needed} KV blocks of "
             f"{config.block_size}, the pool has {usable}"
+        )
+
+
+def check_labels_fit(request: Request, config: SchedulerConfig) -> None:
+    """Raise PromptTooLong if the model can't read the prompt and the longest label."""
+    needed = len(request.prompt_token_ids) + request.max_tokens
+    if needed > config.max_model_len:
+        raise PromptTooLong(
+            f"the prompt and the longest label have {needed} tokens, the model takes {config.max_model_len} "
+            "(max_model_len)"
         )

@@ -12,6 +12,8 @@ from pagemill.engine.outputs import FinishReason
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduling.blocks import HostBlock, KVBlock
+from pagemill.engine.scheduling.label_tree import LabelScores, LabelTree
+from pagemill.engine.scheduling.reads import Reads
 from pagemill.engine.tasks import GENERATE, Score, Task
 
 Candidates = list[tuple[int, float]]
@@ -118,6 +120,11 @@ class Sequence:
     continuation: tuple[int, ...] = ()
     """The tokens that a `Score` task scores. `output_token_ids` has all but the last, which predicts nothing,
     and `logprobs` the results so far."""
+    reads: Reads | None = None
+    """What a chain of a label tree wants; its `continuation` is then the chain's path."""
+    fork_of: Sequence | None = None
+    """The chain whose first `fork_at` tokens this one shares; it enters once they are computed."""
+    fork_at: int = 0
     num_lost_tokens: int = 0
     """Computed tokens that a preemption discarded; 0 after readmission."""
     displaced_at: int | None = None
@@ -142,8 +149,18 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     @property
+    def can_enter(self) -> bool:
+        """True unless it waits for a parent to compute the tokens that they share."""
+        parent = self.fork_of
+        if parent is None or parent.is_finished:
+            return True
+        return parent.status is SequenceStatus.RUNNING and parent.num_computed_tokens >= self.fork_at
+
+    @property
     def num_cacheable_tokens(self) -> int:
         """Leading tokens that the prefix cache may serve: a token that is not computed has no logits."""
+        if self.reads is not None:
+            return self.reads.next_position
         if self.continuation:
             return self.num_prompt_tokens + len(self.logprobs or ()) - 1
         return 0 if self.request.lacks_prompt_logprobs() else self.num_known_tokens - 1
@@ -199,6 +216,10 @@ class Request:
     """The most KV blocks that its samples' tables held together when one of them left the batch."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """`params.bad_words` as token sequences."""
+    labels: LabelTree | None = None
+    """The tree whose chains this request's sequences are; the first of them is the one that is reported."""
+    num_open_chains: int = 0
+    """Chains that still lack log-probabilities."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """If `params.prompt_logprobs` is set: one entry per prompt token, None for the first one (which has no
     prediction) and for those whose step has not retired. Otherwise empty."""
@@ -208,6 +229,11 @@ class Request:
         return [sequence for sequence in self.sequences if not sequence.is_finished]
 
     @property
+    def reported(self) -> list[Sequence]:
+        """The sequences of which the caller hears."""
+        return self.sequences if self.labels is None else self.sequences[:1]
+
+    @property
     def num_input_tokens(self) -> int:
         """Tokens of the prompt and of the continuations to be scored."""
         return len(self.prompt_token_ids) + self.task.num_tokens
@@ -215,9 +241,9 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         """Generated tokens, including those from before a resume."""
-        if isinstance(self.task, Score):
+        if isinstance(self.task, Score) or self.num_open_chains:
             return 0
-        return sum(len(sequence.output_token_ids) for sequence in self.sequences)
+        return sum(len(sequence.output_token_ids) for sequence in self.reported)
 
     @property
     def max_tokens(self) -> int:
@@ -257,6 +283,8 @@ class SequenceUpdate:
     error: str | None = None
     """Set when the sequence failed (finish_reason "error")."""
     error_code: str | None = None
+    label_scores: LabelScores | None = None
+    """The result of a request with a label tree."""
 
 
 @dataclass(frozen=True, slots=True)

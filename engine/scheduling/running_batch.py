@@ -270,8 +270,13 @@ class RunningBatch:
 
     def _admit_fresh(self, step: StepBuilder, sequence: Sequence, num_siblings: int) -> Work:
         """Give a new sequence its prefix hits; returns its first chunk, none if it does not fit."""
-        hits = self._kv.match_prefix(sequence)
-        num_hit_tokens = len(hits) * self._config.block_size
+        parent = _parent(sequence, step)
+        if parent is None:
+            hits = self._kv.match_prefix(sequence)
+            num_hit_tokens = len(hits) * self._config.block_size
+        else:
+            hits, num_hit_tokens = self._kv.shared_blocks(parent, sequence.fork_at), sequence.fork_at
+            num_siblings += num_hit_tokens % self._config.block_size > 0  # a copy of the last block
         num_tokens = self._chunk(sequence.num_known_tokens - num_hit_tokens, step.budget)
         if self.sequences:
             needed = self._kv.num_blocks_taken(hits, sequence.num_known_tokens) + num_siblings
@@ -281,7 +286,10 @@ class RunningBatch:
         if not fits:
             self.waiting_for = "kv"
             return []
-        self._kv.admit(sequence, hits)
+        if parent is None:
+            self._kv.admit(sequence, hits)
+        else:
+            self._kv.fork_at(parent, sequence, num_hit_tokens)
         self.preemption.note_admission(sequence, num_hit_tokens)
         request = sequence.request
         if not request.was_admitted:
@@ -369,3 +377,10 @@ class RunningBatch:
         sequence.is_row_new = False
         sequence.forced_token_ids = []
         sequence.status = SequenceStatus.WAITING
+
+
+def _parent(sequence: Sequence, step: StepBuilder) -> Sequence | None:
+    """Return the chain that a sequence can fork off: blocks are copied before a step writes into any."""
+    parent = sequence.fork_of
+    is_there = parent is not None and parent.status is SequenceStatus.RUNNING and sequence.can_enter
+    return parent if is_there and parent is not None and parent.last_step_id < step.step_id else None

@@ -22,10 +22,11 @@ from pagemill.engine.outputs import (
     LabelValues,
     SchedulerStats,
 )
-from pagemill.engine.plan import StepPlan, StepResult, TokenLogprobs
-from pagemill.engine.scheduling.admissibility import check_fits
+from pagemill.engine.plan import RowWork, StepPlan, StepResult, TokenLogprobs
+from pagemill.engine.scheduling.admissibility import check_fits, check_labels_fit
 from pagemill.engine.scheduling.beam_search import BeamSearch, restart_beams
 from pagemill.engine.scheduling.kv.manager import KVCacheManager
+from pagemill.engine.scheduling.labelling import Labelling, drop_chains, take_reads
 from pagemill.engine.scheduling.request import Candidates, Request, Sequence, SequenceStatus, SequenceUpdate
 from pagemill.engine.scheduling.running_batch import RunningBatch, is_urgent
 from pagemill.engine.scheduling.sequence_queue import scheduling_key
@@ -56,6 +57,7 @@ class Scheduler:
         self._batch = RunningBatch(config, self.kv_cache)
         self.preemption = self._batch.preemption
         self._waiting = WaitingQueue(self._batch.rows)
+        self._labelling = Labelling(self._waiting)
         self._requests: dict[str, Request] = {}
         self._suspects: set[Request] = set()
         """Requests in a step that raised, which have not yet got past that point in a step of their own."""
@@ -82,6 +84,8 @@ class Scheduler:
             len(request.prompt_token_ids) + request.max_tokens, self._config.max_model_len
         )
         live = request.live_sequences
+        if request.labels is not None:
+            check_labels_fit(request, self._config)
         if not live or any(sequence.num_known_tokens >= request.max_num_tokens for sequence in live):
             raise InvalidRequest(f"request {request.request_id!r} has nothing left to generate")
         check_fits(request, self._config)
@@ -113,14 +117,21 @@ class Scheduler:
         unsettled = sum(not step.is_settled for step in self._in_flight)
         assert unsettled <= self._config.depth, f"{unsettled} steps in flight"
         step = StepBuilder(self._next_step_id, self._config.max_num_batched_tokens)
+        self._labelling.enqueue()
         if self._suspects:
             self._schedule_suspects(step)
         else:
             self._schedule_running(step, self._admit_urgent(step))
             while (first := self._next_waiting()) is not None and self._admit(step, first):
                 pass
+        is_short_of_budget = not self._suspects and self._batch.waiting_for == "budget"
+        idle = self._labelling.idle(keeps_parents=is_short_of_budget)
+        for sequence in idle:
+            self._end(sequence)
+        if idle:
+            self._labelling.enqueue()
         if step.is_empty:
-            return None
+            return self.schedule() if idle else None  # their rows are free now
         self._next_step_id += 1
         swap_space = self.kv_cache.swap_space
         planned = step.build(self._batch.rows.take_freed(), *swap_space.take_copies(step.step_id))
@@ -146,7 +157,9 @@ class Scheduler:
         updates: list[SequenceUpdate] = []
         for number, entries in result.prompt_logprobs.items():
             updates += self._take_scores(step.computed[number], plan.work[number].first_scored, entries)
-        updates += [SequenceUpdate(s) for s in step.prefilling if s.status is SequenceStatus.RUNNING]
+        for number, values in result.reads.items():
+            updates += self._take_reads(step.computed[number], plan.work[number], values)
+        updates += step.progress()
         beams: dict[Request, list[tuple[Sequence, Candidates]]] = {}
         for number, sequence in enumerate(step.sampled):
             if sequence.status is SequenceStatus.FINISHED:
@@ -302,7 +315,7 @@ class Scheduler:
             assert any(s in self._waiting or s in self._batch.sequences for s in request.live_sequences)
             waiting = [s for s in request.live_sequences if s.status is SequenceStatus.WAITING]
             claimed = self._batch.rows.claimed(request)
-            together = will_fork(request) or request.beam_search is not None
+            together = will_fork(request) or request.beam_search is not None or request.labels is not None
             for sequence in waiting if not together else ():
                 assert (sequence in self._waiting) != (sequence in claimed)
         assert all(request.request_id in self._requests for request in self._suspects)
@@ -338,6 +351,7 @@ class Scheduler:
         if not self._batch.admit(step, *self._waiting.group(sequence)):
             return False
         self._waiting.discard(sequence)
+        self._labelling.entered(sequence)
         return True
 
     def _schedule_suspects(self, step: StepBuilder) -> None:
@@ -365,6 +379,21 @@ class Scheduler:
         if end is None:
             return []
         self._end(sequence)
+        return [end]
+
+    def _take_reads(
+        self, sequence: Sequence, work: RowWork, values: list[list[float]]
+    ) -> list[SequenceUpdate]:
+        """Record the log-probabilities of labels' tokens; the last ones end the request."""
+        if sequence.is_finished:
+            return []
+        if any(math.isnan(value) for each in values for value in each):
+            return self._fail_invalid(sequence.request)
+        end = take_reads(sequence, zip((work.start + index for index, _ in work.reads), values, strict=True))
+        if end is None:
+            return []
+        for chain in sequence.request.live_sequences:
+            self._end(chain)
         return [end]
 
     def _append(
@@ -429,6 +458,10 @@ class Scheduler:
         if request.beam_search is not None:
             restart_beams(request)  # its candidates were never output
             live = live[: request.params.n]
+        if request.labels is not None:
+            request.num_open_chains = 0
+            live = [drop_chains(request)]
+            live[0].finish_reason = reason
         return [SequenceUpdate(sequence, error=error, error_code=error_code) for sequence in live]
 
     def _end(self, sequence: Sequence) -> None:
@@ -445,7 +478,8 @@ class Scheduler:
         if request.is_finished:
             del self._requests[request.request_id]
             self._suspects.discard(request)
-        elif len(request.sequences) > 1:
+            self._labelling.forget(request)
+        elif len(request.sequences) > 1 and request.labels is None:
             self._waiting.enqueue(request)
 
     def _retire_settled(self) -> None:

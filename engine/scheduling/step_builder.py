@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from pagemill.engine.plan import NewRow, RowWork, Sample, StepPlan
 from pagemill.engine.scheduling.kv.manager import NO_NEW_SLOTS, AllocatedSlots
-from pagemill.engine.scheduling.request import Request, Sequence
+from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
 
 
 @dataclass(slots=True)
@@ -27,6 +27,14 @@ class InFlightStep:
 
     def requests(self) -> list[Request]:
         return list(dict.fromkeys(sequence.request for sequence in self.computed))
+
+    def progress(self) -> list[SequenceUpdate]:
+        """Return updates without tokens, of the sequences with more of their prompt to compute."""
+        return [
+            SequenceUpdate(sequence)
+            for sequence in self.prefilling
+            if sequence.status is SequenceStatus.RUNNING and sequence.fork_of is None
+        ]
 
 
 @dataclass(slots=True)
@@ -56,13 +64,14 @@ class StepBuilder:
         """Place a sequence in its row, with its current blocks."""
         request, row = sequence.request, sequence.row
         assert row is not None
+        num_scored = 0 if sequence.reads is not None else len(sequence.continuation)
         self._new_rows.append(
             NewRow(
                 row=row,
                 request_id=request.request_id,
                 sample_index=sequence.index,
                 token_ids=sequence.token_ids(),
-                num_prompt_tokens=sequence.num_prompt_tokens + len(sequence.continuation),
+                num_prompt_tokens=sequence.num_prompt_tokens + num_scored,
                 block_ids=list(sequence.block_ids),
                 params=request.params,
                 seed=request.seed,
@@ -88,7 +97,9 @@ class StepBuilder:
             work.new_block_ids, work.replaced_blocks = slots.new_block_ids, slots.replaced_blocks
             self._block_copies += slots.block_copies
         request = sequence.request
-        if sequence.continuation:
+        if sequence.reads is not None:
+            work.reads = sequence.reads.within(work.start, work.start + num_tokens)
+        elif sequence.continuation:
             if work.start + num_tokens >= sequence.num_prompt_tokens:
                 work.num_prompt_logprobs = request.params.logprobs
                 work.scored_from = sequence.num_prompt_tokens

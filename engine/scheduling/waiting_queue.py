@@ -24,6 +24,8 @@ class WaitingQueue(SequenceQueue):
             # Beams enter together: the first stands for all.
             swapped = [s for s in waiting if s.swapped_blocks]
             waiting = [] if is_running else (swapped or waiting)[:1]
+        elif request.labels is not None:
+            waiting = [s for s in waiting if s.can_enter]
         elif will_fork(request):
             del waiting[1:]
         for sequence in waiting:

@@ -12,10 +12,13 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pagemill.engine.byte_cache import ByteCache, text_bytes
 from pagemill.engine.errors import InvalidRequest, SchemaTooComplex
+from pagemill.engine.scheduling.label_tree import LabelTree
 from pagemill.engine.text.tokenizer import Tokenizer
+from pagemill.sampling_fields import LabelProbs
 
 MAX_LABEL_TOKENS = 1024
 """Per label. A label is forced as a whole once it is chosen; a longer one is a text, not a label."""
@@ -159,13 +162,16 @@ class CompiledChoice:
 
 
 class ChoiceCompiler:
-    """Tokenises labels and caches their tries. Thread-safe."""
+    """Tokenises labels and caches their tries and trees. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, eos_token_id: int | None) -> None:
         self._tokenizer = tokenizer
         self._eos_token_id = eos_token_id
         self._tries: ByteCache[tuple[tuple[str, ...], int | None], ChoiceTrie] = ByteCache(
             _CACHE_BYTES, lambda key, trie: text_bytes(key[0]) + trie.num_bytes
+        )
+        self._trees: ByteCache[tuple[tuple[str, ...], int | None, LabelProbs], LabelTree] = ByteCache(
+            _CACHE_BYTES, lambda key, tree: text_bytes(key[0]) + tree.num_bytes
         )
 
     def compile(self, labels: tuple[str, ...], prompt_token_ids: Sequence[int]) -> CompiledChoice:
@@ -176,6 +182,32 @@ class ChoiceCompiler:
             trie = ChoiceTrie(self._encode_all(*key), self._eos_token_id)
             self._tries.put(key, trie)
         return CompiledChoice(trie)
+
+    def tree(self, labels: tuple[str, ...], prompt_token_ids: Sequence[int], kind: LabelProbs) -> LabelTree:
+        """Return the tree of the labels' tokens: those that a plain choice outputs, EOS after a label that others
+        continue.
+
+        Raises:
+            InvalidRequest: as `compile`; or two labels have the same tokens.
+        """
+        last = prompt_token_ids[-1] if prompt_token_ids else None
+        tree = self._trees.get((labels, last, kind))
+        if tree is None:
+            tree = LabelTree(self._told_apart([tuple(ids) for ids in self._encode_all(labels, last)]), kind)
+            self._trees.put((labels, last, kind), tree)
+        return tree
+
+    def _told_apart(self, labels: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Return the labels with EOS where another continues."""
+        order = sorted(labels)
+        continued = {one for one, other in pairwise(order) if other[: len(one)] == one}
+        if len(set(labels)) < len(labels):
+            raise InvalidRequest("label_probs: two labels of the choice have the same tokens")
+        if not continued:
+            return labels
+        if self._eos_token_id is None:
+            raise InvalidRequest("a choice label is a prefix of another, and the model has no EOS token")
+        return [(*label, self._eos_token_id) if label in continued else label for label in labels]
 
     def _encode_all(self, labels: tuple[str, ...], last_token_id: int | None) -> Iterator[Sequence[int]]:
         anchor = ""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from pagemill.engine.errors import EngineError, UnsupportedFeature
 from pagemill.engine.outputs import GrammarStats, Histogram, HistogramSnapshot, LabelValues
+from pagemill.engine.scheduling.labelling import start_labels
 from pagemill.engine.scheduling.request import Request
-from pagemill.engine.structured_output.choice import ChoiceCompiler, CompiledChoice
+from pagemill.engine.structured_output.choice import ChoiceCompiler
 from pagemill.engine.structured_output.outlined import OutlinedGrammar, TagVocabulary
 from pagemill.engine.structured_output.replayed import ReplayedGrammar
 from pagemill.engine.structured_output.served_grammar import MaskBudget
@@ -48,15 +50,14 @@ class _Waiting(Protocol):
 @dataclass(frozen=True, slots=True)
 class _WaitingForLabels:
     request: Request
-    compiled: Future[CompiledChoice]
-    attach: Callable[[Request, Callable[[], ReplayedGrammar]], None]
+    compiled: Future[Callable[[], None]]
 
     @property
     def is_over(self) -> bool:
         return self.compiled.done()
 
     def finish(self) -> None:
-        self.attach(self.request, self.compiled.result().start)
+        self.compiled.result()()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +146,10 @@ class Grammars:
             return True
         if shape.choice is not None:
             if sum(map(len, shape.choice)) <= _FEW_CHARACTERS:
-                self._start(request, self._compile_choice(shape.choice, request).start)
+                self._compile_choice(shape.choice, request)()
                 return True
             labels = self._threads.submit(self._compile_choice, shape.choice, request)
-            self._waiting[request.request_id] = _WaitingForLabels(request, labels, self._start)
+            self._waiting[request.request_id] = _WaitingForLabels(request, labels)
             return False
         waiting = _WaitingForSchema(request, self._start_schema(shape, request))
         if waiting.is_over:
@@ -186,10 +187,16 @@ class Grammars:
         waiting = self._waiting.pop(request_id, None)
         return None if waiting is None else waiting.request
 
-    def _compile_choice(self, labels: tuple[str, ...], request: Request) -> CompiledChoice:
+    def _compile_choice(self, labels: tuple[str, ...], request: Request) -> Callable[[], None]:
+        """Return what gives the request its grammars or, if labels' probabilities are wanted, its chains."""
         if self._choices is None:
             raise UnsupportedFeature("structured_outputs need a tokenizer, and this model has none")
-        return self._choices.compile(labels, request.prompt_token_ids)
+        kind = request.params.label_probs
+        if kind is None:
+            return partial(
+                self._start, request, self._choices.compile(labels, request.prompt_token_ids).start
+            )
+        return partial(start_labels, request, self._choices.tree(labels, request.prompt_token_ids, kind))
 
     def _start_schema(self, shape: StructuredOutputs, request: Request) -> SchemaProcess:
         """Give the sequences their grammars, which can't be used yet."""

@@ -126,7 +126,7 @@ class OutputProcessor:
 
         With `best_of`, its samples are reported once all have ended.
         """
-        record = _RequestRecord(request, time.monotonic(), [self._new_sample(s) for s in request.sequences])
+        record = _RequestRecord(request, time.monotonic(), [self._new_sample(s) for s in request.reported])
         record.best_of = best_of
         record.num_resumed_tokens = request.num_output_tokens
         self._records[request.request_id] = record
@@ -160,7 +160,9 @@ class OutputProcessor:
         updates = []
         for sequence in request.live_sequences:
             sequence.finish_reason, sequence.status = reason, SequenceStatus.FINISHED
-            updates.append(SequenceUpdate(sequence, error=error, error_code=error_code))
+            if sequence in request.reported:
+                updates.append(SequenceUpdate(sequence, error=error, error_code=error_code))
+        request.num_open_chains = 0
         return self.process(updates)
 
     def _new_sample(self, sequence: Sequence) -> _SampleText:
@@ -222,6 +224,9 @@ class OutputProcessor:
         else:
             if sequence.request.beam_search is not None:
                 delta.cumulative_logprob = sequence.cumulative_logprob
+            if (scores := update.label_scores) is not None:
+                delta.cumulative_logprob = scores.logprob
+                delta.label_probs, delta.label = scores.probs, scores.chosen
             output.deltas.append(delta)
         sample.num_reported += len(update.new_token_ids)
         sample.is_reported_finished = sequence.is_finished

@@ -53,12 +53,12 @@ from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset import report
 from pagemill.producer.dataset.bar import RunBar
 from pagemill.producer.dataset.errors import DatasetError, DiskFailed
+from pagemill.producer.dataset.labels.columns import LabelTemperature
 from pagemill.producer.dataset.recipe import OnRow, Recipe
 from pagemill.producer.dataset.run import DatasetRun, OnCut
 from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.tables.compressed import compression_of
 from pagemill.producer.dataset.tables.rows import Format, Source, open_source
-from pagemill.producer.dataset.tables.writers import OUTPUT
 from pagemill.producer.dataset.tokens import TokenCounter
 from pagemill.producer.dataset.work import WINDOW, TooManyErrors
 from pagemill.producer.wire.calls.registry import WorkerInfo
@@ -85,6 +85,8 @@ class RunOptions:
     no_chat: options.NoChat = False
     model: options.ServedModel = None
     choices: options.Choices = None
+    label_probs: options.LabelProbabilities = None
+    label_temperature: options.LabelScale = "1"
     json_schema: options.JsonSchema = None
     regex: options.Regex = None
     max_tokens: options.MaxTokens = None
@@ -94,7 +96,7 @@ class RunOptions:
     continuation: options.Continuation = None
     field: options.Field = None
     gold: options.Gold = None
-    output_column: options.OutputColumn = OUTPUT
+    output_column: options.OutputColumn = None
     schema_columns: options.SchemaColumns = False
     where: options.Where = None
     on_null: options.OnNull = "fail"
@@ -160,8 +162,9 @@ def _dataset(given: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:
         window=given.window,
         overwrite=given.overwrite,
         price_per_hour=given.price_per_hour,
-        output_column=given.output_column,
+        output_column=given.output_column or "",
         schema_columns=given.schema_columns,
+        label_temperature=cast("LabelTemperature", given.label_temperature),
         where=given.where,
         on_null=cast("OnRow", given.on_null),
         on_empty=cast("OnRow", given.on_empty),
@@ -220,7 +223,12 @@ def _job_fields(given: RunOptions) -> dict[str, Any]:
     fields: dict[str, Any] = {"temperature": given.temperature}
     if shape:
         fields["structured_outputs"] = shape
-    options = {"max_tokens": given.max_tokens, "seed": given.seed, "stop": given.stop or None}
+    options = {
+        "max_tokens": given.max_tokens,
+        "seed": given.seed,
+        "stop": given.stop or None,
+        "label_probs": given.label_probs,
+    }
     fields |= {name: value for name, value in options.items() if value is not None}
     return fields | extra_fields(given.field or []) | scored(given.continuation)
 

@@ -88,8 +88,9 @@ def job_fields(args: Any, kwargs: Mapping[str, Any], model: str | None) -> dict[
 
 
 def plain_result(result: Result) -> dict[str, Any]:
-    """Return a Result as plain JSON values, with the first text in front."""
-    return {"text": result.text, **result.model_dump(mode="json")}
+    """Return a Result as plain JSON values, with the first text in front, or the label and all probabilities."""
+    labels = {} if result.label is None else {"label": result.label, "label_probs": result.label_probs}
+    return {"text": result.text, **labels, **result.model_dump(mode="json")}
 
 
 def plain_error(error: Exception) -> Exception:

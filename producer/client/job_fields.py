@@ -42,6 +42,7 @@ class RowFields(TypedDict, total=False):
     skip_special_tokens: bool
     structured_outputs: StructuredOutputs | Mapping[str, Any] | type[Any] | None
     thinking_token_budget: int | None
+    label_probs: Literal["product", "mean", "constrained"] | None
     tools: Sequence[Tool | Mapping[str, Any]] | None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | Mapping[str, Any] | None
     parallel_tool_calls: bool | None

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pagemill.producer.dataset.errors import DatasetError
-from pagemill.producer.dataset.schema_fields import field_values
 from pagemill.producer.dataset.tables.rows import MemorySource, Row, Source, checked_row, open_source
 
 if TYPE_CHECKING:
@@ -74,12 +73,11 @@ def source_of(rows: object) -> Source:
     return MemorySource(rows)
 
 
-def labelled(source: FrameSource, run: DatasetRun, outputs: Mapping[int, Any]) -> Any:
+def labelled(source: FrameSource, run: DatasetRun, outputs: Mapping[int, Mapping[str, Any]]) -> Any:
     """Return a frame of the kind that was given, with the rows in `outputs`, by their numbers, and what they got."""
     numbers = sorted(outputs)
-    columns = {run.output_column: [outputs[number] for number in numbers]}
-    values = [field_values(output, run.fields) for output in columns[run.output_column]]
-    columns |= {f"{run.output_column}.{name}": [value[name] for value in values] for name in run.fields}
+    names = [run.output_column, *run.more_columns]
+    columns = {name: [outputs[number].get(name) for number in numbers] for name in names}
     return source.frame.labelled([number - 1 for number in numbers], columns)
 
 

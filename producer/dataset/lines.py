@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pagemill.producer.dataset.labels.columns import TEMPERATURE, LabelColumns
 from pagemill.producer.dataset.pooled import kept_of, output_of
 from pagemill.producer.dataset.recipe import Recipe
 from pagemill.producer.dataset.schema_fields import field_values
@@ -25,6 +26,8 @@ class OutputLines:
     """The name of the output's column."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """The fields of the schema that have columns of their own, and their types."""
+    labels: LabelColumns | None = None
+    """The columns of a run with `label_probs`."""
 
     def make(self, row: Row, name: str, kept: Mapping[str, Any]) -> dict[str, Any]:
         """Return the input's columns, the output and its origin. An earlier run's `_pagemill` is replaced."""
@@ -43,6 +46,9 @@ class OutputLines:
         output = output_of(kept, self.recipe.task) if self.recipe.is_pooled else self._output_value(samples)
         values = field_values(output, self.fields)
         added = {f"{self.column}.{field}": value for field, value in values.items()}
+        if self.labels is not None:
+            added = self.labels.values(samples[0])
+            meta[TEMPERATURE] = self.labels.temperature
         return {**columns, self.column: output, **added, META: meta}
 
     def _output_value(self, samples: list[dict[str, Any]]) -> Any:
@@ -55,6 +61,8 @@ class OutputLines:
             scores = [sample["logprob"] for sample in samples]
             names = self.recipe.fields.get("continuations")
             return scores[0] if names is None else dict(zip(map(_name, names), scores, strict=True))
+        if self.labels is not None:
+            return samples[0]["label"]
         values = [_value(sample) for sample in samples]
         return values[0] if len(values) == 1 else values
 
@@ -65,7 +73,10 @@ class OutputLines:
             meta = _loaded(meta)
         if not isinstance(meta, dict) or not isinstance(meta.get("key"), str):
             return None
-        return meta["key"], self._kept(fields.get(self.column), meta, path)
+        kept = self._kept(fields.get(self.column), meta, path)
+        if self.labels is not None:
+            kept["outputs"][0] |= self.labels.read(fields, meta)
+        return meta["key"], kept
 
     def _kept(self, output: Any, meta: Mapping[str, Any], path: Path) -> dict[str, Any]:
         wants_json, samples = self.recipe.wants_json, int(self.recipe.fields.get("n") or 1)

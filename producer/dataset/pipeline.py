@@ -14,6 +14,7 @@ from pagemill.producer.client.job_fields import RowFields
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.frames import FrameSource, labelled, source_of
+from pagemill.producer.dataset.labels.columns import LabelTemperature
 from pagemill.producer.dataset.recipe import OnRow, Recipe
 from pagemill.producer.dataset.run import DatasetRun, OnCut
 from pagemill.producer.dataset.summary import Summary
@@ -31,6 +32,7 @@ class RunFields(TypedDict, total=False):
     price_per_hour: float | None
     output_column: str
     schema_columns: bool
+    label_temperature: LabelTemperature
     where: str | None
     on_null: OnRow
     on_empty: OnRow
@@ -96,7 +98,7 @@ class Pipeline:
             producer = producer or stack.enter_context(Producer())
             model = self.model or producer.model or producer.run_flow(flows.served_model(producer.queue))
             dataset = DatasetRun(source, Path(out), replace(self.recipe, model=model), **options)
-            outputs: dict[int, Any] = {}
+            outputs: dict[int, Mapping[str, Any]] = {}
             if on_progress is not None:
                 dataset.on_news = on_progress
             if on_row is not None:

@@ -68,6 +68,11 @@ class Recipe:
         return self.fields.get("task") == "score"
 
     @property
+    def has_label_probs(self) -> bool:
+        """True if rows get the probability of every label of the choice."""
+        return self.fields.get("label_probs") is not None
+
+    @property
     def task(self) -> str:
         return str(self.fields.get("task", "generate"))
 
@@ -111,7 +116,7 @@ class Recipe:
     @cached_property
     def _is_repeatable(self) -> bool:
         """True if equal jobs, perhaps of a resumed run, have equal outputs."""
-        is_certain = self.is_scored or self.is_pooled
+        is_certain = self.is_scored or self.is_pooled or self.has_label_probs
         return is_certain or self.fields.get("temperature") == 0 or self.fields.get("seed") is not None
 
     def check(self, first: Row | None) -> None:

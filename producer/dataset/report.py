@@ -50,6 +50,10 @@ def figures(summary: Summary) -> list[tuple[str, str]]:
         lines.append(("valid outputs", _percent(facts["schema_valid_ratio"])))
     if summary.accuracy is not None:
         lines.append((f"equal to {summary.gold}", _percent(summary.accuracy)))
+        if summary.labels.are_labels and summary.macro_f1 is not None:
+            lines.append(("macro F1", f"{summary.macro_f1:.3f}"))
+    if (calibration := facts["calibration"]) is not None:
+        lines.append(("calibration error", _calibration(calibration)))
     if summary.e2e_s.count:
         e2e = facts["e2e_s"]
         lines.append(
@@ -87,6 +91,7 @@ def write_html(summary: Summary, path: Path, about: dict[str, Any]) -> None:
             charts=[(title, bars, max(count for _, count in bars)) for title, bars in charts if bars],
             quantiles=[(name, values) for name, values in quantiles if values["p50"] is not None],
             confusion=_matrix(summary),
+            calibration=facts["calibration"],
             samples=summary.samples,
             written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         ),
@@ -110,6 +115,17 @@ def _matrix(summary: Summary) -> dict[str, Any] | None:
         return None
     rows = [(gold, [summary.confusion.get((gold, output), 0) for output in outputs]) for gold in golds]
     return {"outputs": outputs, "rows": rows}
+
+
+def _calibration(facts: dict[str, Any]) -> str:
+    """Return the expected calibration error as written, and what a fitted temperature would make of it."""
+    text = _percent(facts["expected_calibration_error"])
+    if facts["temperature"] != 1.0:
+        text += f" at temperature {facts['temperature']:g}"
+    if facts["temperature"] != facts["fitted_temperature"]:
+        best = _percent(facts["error_at_fitted_temperature"])
+        text += f"; {best} at {facts['fitted_temperature']:g}, which fits best"
+    return text
 
 
 def _duration(seconds: float) -> str:

@@ -20,11 +20,13 @@ from typing import Any, Literal, Self, TypeAlias, cast, get_args
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.errors import DatasetError, DiskFailed, EmptyFile
 from pagemill.producer.dataset.journal import Failure, Journal
+from pagemill.producer.dataset.labels.calibration import Calibration, GoldSample
+from pagemill.producer.dataset.labels.columns import LABEL, LabelTemperature, label_columns
 from pagemill.producer.dataset.lines import OutputLines
 from pagemill.producer.dataset.recipe import OnRow, Recipe, raw_text
 from pagemill.producer.dataset.record import Mean, Record, Totals, differences
 from pagemill.producer.dataset.schema_fields import schema_fields
-from pagemill.producer.dataset.summary import Summary
+from pagemill.producer.dataset.summary import Summary, as_label, by_label
 from pagemill.producer.dataset.tables.rows import MemorySource, Row, RowError, Source, open_source
 from pagemill.producer.dataset.tables.writers import OUTPUT, Writer, check_output, replacing
 from pagemill.producer.dataset.template import Condition, TemplateFailed
@@ -49,9 +51,12 @@ class DatasetRun:
     window: int = WINDOW
     overwrite: bool = False
     price_per_hour: float | None = None
-    output_column: str = OUTPUT
+    output_column: str = ""
+    """The name of the output's column. Default: `label` with `label_probs`, else `output`."""
     schema_columns: bool = False
     """Also a column for each field of the JSON schema, named `output.FIELD`."""
+    label_temperature: LabelTemperature = 1.0
+    """Scales the probabilities of labels as they are written; `fit`: as fits the gold values best."""
     where: str | None = None
     """The rows that are wanted, as an expression in Jinja2's syntax; `limit` counts these alone."""
     on_null: OnRow = "fail"
@@ -63,8 +68,8 @@ class DatasetRun:
     """Asked for the KV utilisation and waste of this start so far."""
     on_row: Callable[[Mapping[str, Any]], None] = field(default=lambda line: None)
     """Called with every output line, in order, as the output is written."""
-    on_end: Callable[[int, Any], None] = field(default=lambda number, output: None)
-    """Called with every row's number and output, in order; the output is None for a row without one."""
+    on_end: Callable[[int, Mapping[str, Any]], None] = field(default=lambda number, columns: None)
+    """Called with every row's number and output line, in order; the line is empty for a row without an output."""
 
     def __post_init__(self) -> None:
         for name, known in (("on_null", OnRow), ("on_empty", OnRow), ("on_cut", OnCut)):
@@ -73,7 +78,15 @@ class DatasetRun:
         self.recipe = replace(self.recipe, on_null=self.on_null, on_empty=self.on_empty)
         schema = (self.recipe.fields.get("structured_outputs") or {}).get("json")
         self.fields = schema_fields(schema) if self.schema_columns else {}
+        self.output_column = self.output_column or (LABEL if self.recipe.has_label_probs else OUTPUT)
+        self._labels = label_columns(self)
         self._condition = None if self.where is None else Condition(self.where)
+
+    @property
+    def more_columns(self) -> dict[str, str]:
+        """The output's columns beside its own, and their types."""
+        fields = {f"{self.output_column}.{name}": kind for name, kind in self.fields.items()}
+        return fields if self._labels is None else self._labels.types
 
     @property
     def journal_path(self) -> Path:
@@ -85,7 +98,7 @@ class DatasetRun:
 
     @property
     def _lines(self) -> OutputLines:
-        return OutputLines(self.recipe, self.output_column, self.fields)
+        return OutputLines(self.recipe, self.output_column, self.fields, self._labels)
 
     @property
     def errors_path(self) -> Path:
@@ -154,7 +167,7 @@ class DatasetRun:
         if self._condition is not None and first is not None and first.fields:
             self._condition.check_columns(first.fields)
         columns = (first.fields if first else None) or {}
-        for name in (self.output_column, *(f"{self.output_column}.{part}" for part in self.fields)):
+        for name in (self.output_column, *self.more_columns):
             if name in columns:
                 raise DatasetError(
                     f"the input has a column {name!r} already; name the new one with --output-column"
@@ -204,6 +217,8 @@ class DatasetRun:
             totals=totals,
             wants_schema=self.recipe.wants_json,
         )
+        if self._labels is not None:
+            self._calibrate(journal, summary)
         samples = (row.fields for row in self._rows() if row.fields is not None)
         with (
             replacing(self.errors_path) as errors,
@@ -211,7 +226,7 @@ class DatasetRun:
                 self.out,
                 samples,
                 self.output_column,
-                self.fields,
+                self.more_columns,
                 gives_vectors=self.recipe.gives_vectors,
                 has_logprobs=self.recipe.fields.get("logprobs") is not None,
             ) as output,
@@ -224,6 +239,20 @@ class DatasetRun:
             Record(self._settings(), totals, summary.rows).write(self.record_path)
             journal.remove()
         return summary
+
+    def _calibrate(self, journal: Journal, summary: Summary) -> None:
+        """Fit a temperature on the rows with a gold value, and scale by it if that was asked for."""
+        assert self._labels is not None
+        sample = GoldSample()
+        for row, job, name in self._jobs(journal) if self.gold is not None else ():
+            gold = (row.fields or {}).get(self.gold or "")
+            kept = journal.output(_work_key(job, name)) if isinstance(job, Job) and gold is not None else None
+            if kept is not None:
+                sample.add(as_label(gold), by_label(kept["outputs"][0]["label_probs"]))
+        fitted = sample.fit()
+        if self.label_temperature == "fit":
+            self._labels = replace(self._labels, temperature=fitted or 1.0)
+        summary.calibration = Calibration(sample, fitted, self._labels.temperature)
 
     def _write_row(
         self,
@@ -245,18 +274,21 @@ class DatasetRun:
                 line = self._lines.make(row, name, kept)
                 output.write(line)
                 self.on_row(line)
-                self.on_end(row.number, line[self.output_column])
+                self.on_end(row.number, line)
                 gold = None if self.gold is None else (row.fields or {}).get(self.gold)
                 is_merged = job.is_repeatable and not name.endswith("-1")
                 summary.add_sample(row, line[self.output_column])
                 summary.add_success(kept, line[self.output_column], gold, is_merged=is_merged)
+                if self._labels is not None and gold is not None:
+                    prob = line[f"{self.output_column}_prob"]
+                    summary.add_confidence(line[self.output_column], prob, gold)
                 return
             if failure is None:
-                self.on_end(row.number, None)
+                self.on_end(row.number, {})
                 summary.add_unfinished()
                 return
             error = RowError(failure.code, failure.message, raw_text(row.fields or {}))
-        self.on_end(row.number, None)
+        self.on_end(row.number, {})
         if error.is_skipped:
             summary.add_skipped(error.code)
             return

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagemill.producer.dataset.labels.calibration import Calibration, macro_f1
 from pagemill.producer.dataset.record import Totals
 from pagemill.producer.dataset.tables.rows import Row
 from pagemill.producer.dataset.tables.writers import META
@@ -103,6 +105,8 @@ class Summary:
     gold: str | None = None
     compared: int = 0
     agreed: int = 0
+    calibration: Calibration | None = None
+    """Of a run with `label_probs`."""
     ttft_s: Distribution = field(default_factory=Distribution)
     e2e_s: Distribution = field(default_factory=Distribution)
     output_tokens: Distribution = field(default_factory=Distribution)
@@ -137,6 +141,11 @@ class Summary:
         self.labels.add(text if len(text) <= MAX_LABEL_CHARACTERS else OTHER)
         if self.gold is not None and gold is not None:
             self._compare(as_label(gold), text)
+
+    def add_confidence(self, label: str, prob: float, gold: Any) -> None:
+        """Add the probability of a row's label."""
+        if self.calibration is not None:
+            self.calibration.bins.add(prob, is_right=as_label(gold) == as_label(label))
 
     def add_sample(self, row: Row, output: Any) -> None:
         """Perhaps keep a row for the report, to be called before `add_success` (Vitter's algorithm R)."""
@@ -174,6 +183,11 @@ class Summary:
     def accuracy(self) -> float | None:
         """Return the share of rows with a gold value whose output equals it."""
         return self.agreed / self.compared if self.compared else None
+
+    @property
+    def macro_f1(self) -> float | None:
+        """Return the mean of the labels' F1; None without gold values, or with too many different ones."""
+        return None if (OTHER, OTHER) in self.confusion else macro_f1(self.confusion)
 
     @property
     def seconds(self) -> float:
@@ -236,6 +250,8 @@ class Summary:
             "finish_reasons": dict(self.finish_reasons.most_common()),
             "labels": self.labels.as_json() if self.labels.are_labels else None,
             "accuracy": self.accuracy,
+            "macro_f1": self.macro_f1,
+            "calibration": None if self.calibration is None else self.calibration.as_json(),
             "confusion": [
                 {"gold": gold, "output": output, "rows": count}
                 for (gold, output), count in self.confusion.most_common()
@@ -251,6 +267,14 @@ class Summary:
 def _shortened(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_SAMPLE_CHARACTERS else f"{text[:MAX_SAMPLE_CHARACTERS]}..."
+
+
+def by_label(probs: Mapping[str, float]) -> dict[str, float]:
+    """Return probabilities by their labels in the form used for comparison, in which two may be one."""
+    found: dict[str, float] = {}
+    for label, prob in probs.items():
+        found[as_label(label)] = found.get(as_label(label), 0.0) + prob
+    return found
 
 
 def as_label(value: Any) -> str:

@@ -266,8 +266,14 @@ def choice(url: str, sample: Output, index: int | None = None) -> dict[str, Any]
         "index": sample.index if index is None else index,
         **({"message": _answer(sample)} if is_chat(url) else {"text": sample.text}),
         "logprobs": logprobs_body(url, sample.logprobs),
-        "finish_reason": finish_reason(sample) if sample.logprob is None else "length",
+        "finish_reason": "length" if is_scored(sample) else finish_reason(sample),
+        **({} if sample.label is None else {"label": sample.label, "label_probs": sample.label_probs}),
     }
+
+
+def is_scored(sample: Output) -> bool:
+    """Return True for given tokens, as `echo` with `max_tokens` 0 returns them."""
+    return sample.logprob is not None and sample.label is None
 
 
 def finish_reason(sample: Output) -> str:

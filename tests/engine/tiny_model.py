@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +20,26 @@ def save_tiny_llama(
     std: float = 0.6,
     hidden_size: int = 32,
     intermediate_size: int = 64,  # whole panels: layers are compiled where they can be
+    vocab_size: int = VOCAB_SIZE,
+    eos: Sequence[int] = EOS,
 ) -> Any:
     """Two layers, grouped heads. Wide weights, so that candidates are rarely close."""
     return _save(
         directory,
         LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=VOCAB_SIZE,
+                vocab_size=vocab_size,
                 hidden_size=hidden_size,
                 intermediate_size=intermediate_size,
                 num_hidden_layers=2,
                 num_attention_heads=4,
                 num_key_value_heads=2,
                 max_position_embeddings=max_position_embeddings,
-                eos_token_id=list(EOS),
+                eos_token_id=list(eos),
             )
         ),
         std,
+        eos,
     )
 
 
@@ -46,14 +50,14 @@ def save_tiny_gpt2(directory: Path, *, std: float = 0.6) -> Any:
     return _save(directory, GPT2LMHeadModel(config), std)
 
 
-def _save(directory: Path, model: Any, std: float) -> Any:
+def _save(directory: Path, model: Any, std: float, eos: Sequence[int] = EOS) -> Any:
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_norm = "norm" in name or "ln_" in name
             if not is_norm:
                 parameter.normal_(std=std if parameter.ndim > 1 else 0.1)
-    model.generation_config.eos_token_id = list(EOS)
+    model.generation_config.eos_token_id = list(eos)
     model.generation_config.pad_token_id = 0
     model.save_pretrained(directory)
     return model.eval()

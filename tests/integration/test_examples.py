@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -73,6 +75,17 @@ def test_assistant(valkey_url: str, queue_name: str) -> None:
     assert len(returned) == load("assistant").MAX_TURNS
     assert all(one.startswith("20") for one in returned)
     assert text.strip().startswith("20")
+
+
+def test_the_page_on_labels(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "labels.md").read_text()
+    (block,) = re.findall("```python\n(.*?)```", page, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(block.replace('"smollm2"', '"echo"'), found)
+    probs = found["result"].label_probs
+    assert list(probs) == [" positive", " negative", " neutral"]
+    assert sum(probs.values()) == pytest.approx(1.0)
+    assert capsys.readouterr().out == f"{found['result'].label} {probs}\n"
 
 
 def test_label_dataframe() -> None:

@@ -84,8 +84,9 @@ class Intake:
             # from.
             samples = sample_records(None, params.n)
             point = ResumePoint(unusable="broken" if point.checkpoint is not None else point.unusable)
-        if params.prompt_logprobs is not None and all(sample.finish_reason for sample in samples):
-            # All tokens were generated, but the prompt's log-probabilities need another run.
+        is_scored_too = params.prompt_logprobs is not None or params.label_probs is not None
+        if is_scored_too and all(sample.finish_reason for sample in samples):
+            # All tokens were generated, but other log-probabilities need another run.
             samples, point = sample_records(None, params.n), ResumePoint(unusable="broken")
         running = RunningJob(
             pulled=pulled,

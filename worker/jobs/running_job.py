@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pagemill.chat.parser import ChatSyntax
 from pagemill.chat.thinking import THINKING
-from pagemill.engine.outputs import PooledRows, RequestOutput, SampleState
+from pagemill.engine.outputs import CompletionDelta, PooledRows, RequestOutput, SampleState
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import Generate, Score, Task
 from pagemill.json_values import parse_output
@@ -71,6 +71,8 @@ class SampleRecord:
     saved_finish: bool = False
     syntax: str | None = None
     """How to read `text`, as `ChatSyntax` writes it; None: as it is."""
+    labels: dict[str, Any] | None = None
+    """The fields of an output with the labels' probabilities."""
 
     @property
     def is_saved(self) -> bool:
@@ -113,7 +115,9 @@ class SampleRecord:
 
     def output_json(self, job_id: str, *, is_json: bool, is_scored: bool) -> bytes:
         """Return the JSON of an `Output`."""
-        omitted = {"logprobs", *(() if is_scored else ("logprob",))}
+        omitted = {"logprobs", *(() if is_scored or self.labels else ("logprob",))}
+        if self.labels is None:
+            omitted |= {"label", "label_probs"}
         if self.syntax is None:
             omitted |= {"reasoning", "tool_calls"}
         parts = ParsedText.whole(self.syntax, job_id, self.index, self.text).output_fields()
@@ -123,11 +127,14 @@ class SampleRecord:
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish_reason,
             parsed=parse_output(parts["text"]) if is_json and self.finish_reason == "stop" else None,
-            logprob=self.logprobs.sum_of_chosen() if is_scored and self.logprobs is not None else None,
+            **(self.labels or {"logprob": self._sum() if is_scored else None}),
         )
         body = output.model_dump_json(exclude=omitted).encode()
         logprobs = b"null" if self.logprobs is None else self.logprobs.json()
         return b'{"logprobs":%b,%b' % (logprobs, body[1:])
+
+    def _sum(self) -> float | None:
+        return None if self.logprobs is None else self.logprobs.sum_of_chosen()
 
 
 @dataclass(slots=True, eq=False)
@@ -274,8 +281,22 @@ class RunningJob:
                 known = sample.logprobs.num_entries
                 sample.logprobs.extend(delta.logprobs)
                 self.result_bytes += BYTES_PER_LOGPROB * (sample.logprobs.num_entries - known)
+            if delta.label_probs is not None:
+                sample.labels = self._label_fields(delta)
             if delta.finish_reason in ("stop", "length"):
                 sample.finish_reason = delta.finish_reason
+
+    def _label_fields(self, delta: CompletionDelta) -> dict[str, Any]:
+        shape = self.params.structured_outputs
+        assert shape is not None
+        assert shape.choice is not None
+        assert delta.label_probs is not None
+        assert delta.label is not None
+        return {
+            "label": shape.choice[delta.label],
+            "label_probs": dict(zip(shape.choice, delta.label_probs, strict=True)),
+            "logprob": delta.cumulative_logprob,
+        }
 
     def unsaved(self) -> list[Delta]:
         """Return what to checkpoint next: the same deltas each time until `mark_saved` or `start_over`."""

@@ -35,6 +35,7 @@ def encode(plan: StepPlan) -> bytes:
                     work.forced_token_ids,
                     work.num_prompt_logprobs,
                     work.scored_from,
+                    work.reads,
                 )
                 for work in plan.work
             ],

@@ -42,6 +42,23 @@ class TopLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadLogprobs:
+    """Log probabilities of chosen tokens after some of a step's tokens, still on the device."""
+
+    reads: list[tuple[int, int]]
+    """(index in the plan's work, number of chosen tokens), in order."""
+    slices: list[torch.Tensor]  # [num_values] float32 each, one read's after the other's
+
+    def to_host(self) -> dict[int, list[list[float]]]:
+        """Return one list per read, by the index of its work; waits for the device."""
+        values = iter([value for one in self.slices for value in one.tolist()])
+        found: dict[int, list[list[float]]] = {}
+        for index, length in self.reads:
+            found.setdefault(index, []).append([next(values) for _ in range(length)])
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class PromptLogprobs:
     """Log probabilities of one row's chunk of its prompt, still on the device."""
 

@@ -185,6 +185,20 @@ class KVCacheManager:
         child.num_computed_tokens = parent.num_computed_tokens
         child.last_step_id = parent.last_step_id
 
+    def shared_blocks(self, parent: Sequence, num_tokens: int) -> list[KVBlock]:
+        """Return the blocks of a sequence's first tokens, of which the last may hold more than these."""
+        return [self.pool.blocks[block_id] for block_id in parent.block_ids[: self.blocks_for(num_tokens)]]
+
+    def fork_at(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """Let a child share the blocks of its parent's first tokens; the last one is copied before it writes."""
+        assert not child.block_ids
+        blocks = self.shared_blocks(parent, num_tokens)
+        for block in blocks:
+            self.pool.acquire(block)
+        child.block_ids = [block.block_id for block in blocks]
+        child.num_registered_blocks = min(parent.num_registered_blocks, num_tokens // self.block_size)
+        child.num_computed_tokens = num_tokens
+
     def free(self, sequence: Sequence) -> None:
         """Release a sequence's blocks, tail first; those that a step in flight names wait for it."""
         blocks = self.pool.blocks

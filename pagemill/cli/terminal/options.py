@@ -8,11 +8,13 @@ from typing import Annotated
 import typer
 
 from pagemill.cli.terminal.checked import MAX_TEMPERATURE, Encoding, ModelOrPath, Text, between, checked
+from pagemill.producer.dataset.labels.columns import LabelTemperature
 from pagemill.producer.dataset.recipe import OnRow
 from pagemill.producer.dataset.run import OnCut
 from pagemill.producer.dataset.tables.rows import Format
 from pagemill.producer.wire.schema.chat import FunctionName
 from pagemill.producer.wire.schema.keys import ModelName
+from pagemill.sampling_fields import LabelProbs
 
 Texts = list[str] | None
 MAX_ROWS = 10**12
@@ -102,6 +104,22 @@ NoChat = Annotated[bool, typer.Option("--no-chat", help="Send the bare text, no 
 Choices = Annotated[
     str | None, typer.Option("--choices", help="The output is one of these, comma-separated.")
 ]
+LabelProbabilities = Annotated[
+    str | None,
+    typer.Option(
+        "--label-probs",
+        callback=checked(LabelProbs),
+        help="The probability of every label of --choices: product, mean (by length) or constrained.",
+    ),
+]
+LabelScale = Annotated[
+    str,
+    typer.Option(
+        "--label-temperature",
+        callback=checked(LabelTemperature),
+        help="Scales these probabilities: a number, or fit (to --gold).",
+    ),
+]
 JsonSchema = Annotated[
     str | None,
     typer.Option("--json-schema", help="The output is JSON of this schema: a file, or the text."),
@@ -122,7 +140,12 @@ Gold = Annotated[
     ),
 ]
 OutputColumn = Annotated[
-    str, typer.Option("--output-column", callback=checked(Text), help="What the new column is called.")
+    str | None,
+    typer.Option(
+        "--output-column",
+        callback=checked(Text),
+        help="What the new column is called. Default: output; label with --label-probs.",
+    ),
 ]
 Where = Annotated[
     str | None,

@@ -23,7 +23,8 @@ _STATES = (*ACTIVE_STATES, *END_STATES)
 def print_result(result: Result, as_json: bool) -> None:
     """Print the text of every sample, after its log-probability if it was scored, and its calls, one a line.
 
-    Of a job for vectors, a vector a line; of labels, a label a line with its number; of scores, a score a line.
+    Of a choice with `label_probs`, each label's probability, the likeliest first. Of a job for vectors, a vector a
+    line; of labels, a label a line with its number; of scores, a score a line.
     """
     if as_json:
         _print_model(result)
@@ -32,17 +33,24 @@ def print_result(result: Result, as_json: bool) -> None:
         _print_rows_of_numbers(result)
         return
     for output in result.outputs:
+        if output.label_probs is not None:
+            _print_probabilities(output.label_probs)
+            continue
         if output.text or not output.tool_calls:
             typer.echo(output.text if output.logprob is None else f"{output.logprob:.4f}\t{output.text}")
         for call in output.tool_calls:
             typer.echo(f"{call.function.name} {call.function.arguments}")
 
 
+def _print_probabilities(numbers: Mapping[str, float]) -> None:
+    for label in sorted(numbers, key=lambda name: -numbers[name]):
+        typer.echo(f"{numbers[label]:.4f}\t{label}")
+
+
 def _print_rows_of_numbers(result: Result) -> None:
     if result.labels is not None:
         for numbers in result.classes:
-            for label in sorted(numbers, key=lambda name: -numbers[name]):
-                typer.echo(f"{numbers[label]:.4f}\t{label}")
+            _print_probabilities(numbers)
         return
     for row in result.embeddings:
         typer.echo(f"{row[0]:.4f}" if len(row) == 1 else json.dumps(row))

@@ -41,15 +41,15 @@ def replacing(
 ) -> Iterator[Writer]:
     """Open a writer whose file replaces `path` at the end of the block; an error leaves `path` as it was.
 
-    `samples`: for Parquet, every input row, to find the columns' types. `fields`: the schema's fields that have
-    columns of their own, and their types. `gives_vectors`: outputs are lists of numbers, in Parquet a column of
+    `samples`: for Parquet, every input row, to find the columns' types. `fields`: further columns of the
+    output, and their types. `gives_vectors`: outputs are lists of numbers, in Parquet a column of
     lists of float32. `has_logprobs`: `_pagemill` has them, for Parquet. Raises DatasetError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if data_suffix(path) == ".parquet":
             columns = {output_column: _VECTOR if gives_vectors else ""}
-            columns |= {f"{output_column}.{name}": kind for name, kind in (fields or {}).items()}
+            columns |= fields or {}
             parquet = ParquetWriter(temporary, _schema(samples, columns, has_logprobs), columns)
             try:
                 yield parquet
@@ -191,9 +191,12 @@ def _schema(samples: Iterable[Mapping[str, Any]], added: Mapping[str, str], has_
         )
         position = pyarrow.struct([("chosen", token), ("top", pyarrow.list_(token))])
         meta.append(("logprobs", pyarrow.list_(pyarrow.list_(position))))
+    if "probability" in added.values():
+        meta.append(("label_temperature", pyarrow.float64()))
     types = {
         "integer": pyarrow.int64(),
         "number": pyarrow.float64(),
+        "probability": pyarrow.float64(),
         "boolean": pyarrow.bool_(),
         _VECTOR: pyarrow.list_(pyarrow.float32()),
     }

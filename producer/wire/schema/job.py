@@ -52,7 +52,14 @@ from pagemill.producer.wire.schema.outputs import (
     WireModel,
 )
 from pagemill.producer.wire.schema.signing import split_payload
-from pagemill.producer.wire.schema.tasks import POOLED_TASKS, REFUSED_FIELDS, TASKS, VERSIONS, TaskName
+from pagemill.producer.wire.schema.tasks import (
+    LABEL_VERSION,
+    POOLED_TASKS,
+    REFUSED_FIELDS,
+    TASKS,
+    VERSIONS,
+    TaskName,
+)
 from pagemill.producer.wire.schema.webhook_url import WebhookUrl
 from pagemill.sampling_fields import (
     DEFAULT_PROMPT_MAX_TOKENS,
@@ -248,6 +255,8 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
     @property
     def version(self) -> int:
         """The version of the envelope."""
+        if self.label_probs is not None:
+            return LABEL_VERSION
         return CHAT_VERSION if self.is_parsed else TASKS[self.task].version
 
     @property
@@ -260,7 +269,7 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
     @property
     def needs_seed(self) -> bool:
         """True if the result depends on a seed and the job has none."""
-        return self.seed is None and not TASKS[self.task].is_certain
+        return self.seed is None and self.label_probs is None and not TASKS[self.task].is_certain
 
     @property
     def is_repeatable(self) -> bool:
@@ -305,6 +314,8 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
         if self.task != "generate":
             texts = self.continuations or self.inputs or self.documents or ()
             return sum(text_tokens(text.encode()) if isinstance(text, str) else len(text) for text in texts)
+        if self.label_probs is not None and self.structured_outputs is not None:
+            return sum(text_tokens(label.encode()) for label in self.structured_outputs.choice or ())
         default = CHAT_TOKENS_GUESS if self.messages is not None else DEFAULT_PROMPT_MAX_TOKENS
         return (self.max_tokens or default) * self.num_sequences
 
@@ -418,9 +429,9 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
             raise ValueError("give delay or run_at, not both")
         if self.dedupe and not self.is_repeatable:
             raise ValueError("dedupe takes temperature 0 or a seed: other jobs differ each time they run")
-        if self.stream and self.is_ranked:
+        if self.stream and (self.is_ranked or self.label_probs is not None):
             raise InvalidParameter(
-                "best_of and beam_width can't stream: what is returned is known at the end",
+                "best_of, beam_width and label_probs can't stream: what is returned is known at the end",
                 "unsupported_feature",
             )
         return self

@@ -65,7 +65,11 @@ class Output(WireModel):
     finish_reason: FinishReason | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None
     logprob: float | None = None
-    """The sum over the tokens of a scored continuation. Left out of the JSON of other outputs."""
+    """The sum over the tokens of a scored continuation, or of the label. Left out of the JSON of other outputs."""
+    label: str | None = None
+    """The likeliest label of the choice, if the job asked for `label_probs`; else this and the next are left out."""
+    label_probs: dict[str, float] | None = None
+    """The probability of every label, in the order of the choice. They add up to one."""
     parsed: Any = None
     """The parsed value of the text, if the job asked for JSON, and it was not cut off."""
     reasoning: str | None = None
@@ -220,6 +224,14 @@ class Result(WireModel):
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
         return self.outputs[0].tool_calls
+
+    @property
+    def label(self) -> str | None:
+        return self.outputs[0].label
+
+    @property
+    def label_probs(self) -> dict[str, float] | None:
+        return self.outputs[0].label_probs
 
     @property
     def token_ids(self) -> tuple[int, ...]:

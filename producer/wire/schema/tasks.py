@@ -38,4 +38,6 @@ REFUSED_FIELDS: Final = {
     for name, task in TASKS.items()
 }
 """Per task, the fields that only other tasks accept."""
-VERSIONS: Final = tuple(sorted({CHAT_VERSION, *(task.version for task in TASKS.values())}))
+LABEL_VERSION: Final = 6
+"""The envelope version of a choice that returns its labels' probabilities: other workers would return none."""
+VERSIONS: Final = tuple(sorted({CHAT_VERSION, LABEL_VERSION, *(task.version for task in TASKS.values())}))

@@ -203,7 +203,12 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            known = [*cls.model_fields, "response_format", *Message.model_fields, *StructuredOutputs.__slots__]
+            known = [
+                *cls.model_fields,
+                "response_format",
+                *Message.model_fields,
+                *StructuredOutputs.__slots__,
+            ]
             raise invalid_job(error, known) from None
 
     @classmethod

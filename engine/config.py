@@ -98,6 +98,16 @@ class EngineConfig:
     """The tags around the model's thinking; None: those in its chat template."""
     num_threads: Annotated[int, Range(1, 1024)] | None = None
     """CPU threads for the model; None: torch's default."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters that jobs may name, each NAME=FOLDER; a text has them apart by spaces."""
+    max_adapters: Annotated[int, Range(0, 256)] = 64
+    """Names of adapters. Each is a lane that every pull looks at."""
+    adapter_slots: Annotated[int, Range(1, 256)] = 16
+    """Adapters in memory; the one that was used longest ago makes room."""
+    adapter_memory_bytes: _Bytes | None = None
+    """Bytes for the adapters in memory; None: an eighth of the available memory, at most 1 GiB."""
+    max_adapter_rank: Annotated[int, Range(1, 512)] = 64
+    """Adapters of a larger rank are refused."""
 
     def __post_init__(self) -> None:
         """Check every option against its annotation. Raises ConfigError, which names the option."""
@@ -108,6 +118,7 @@ class EngineConfig:
         if not 0 < len(self.model) <= 4096:
             raise ConfigError("model: it should have 1 to 4096 characters", setting="model")
         object.__setattr__(self, "served_model_name", _served_names(self.served_model_name))
+        object.__setattr__(self, "adapters", _split(self.adapters))
         if find_spec("pydantic") is not None:  # a machine that only tests kernels may lack it
             _hold_to_annotations(self)
         template = self.chat_template
@@ -118,11 +129,15 @@ class EngineConfig:
         size = self.tensor_parallel_size
         # int8 scales its activations by a token's largest number, but each rank sees only some; bitwise tiers
         # promise an order of sums that ranks don't keep.
-        for name in ("quantization", "batch_invariant"):
+        for name in ("quantization", "batch_invariant", "adapters"):
             value = getattr(self, name)
             if size > 1 and value:
                 message = f"{name}={value!r} with tensor_parallel_size={size} is not supported"
                 raise ConfigError(message, setting=name)
+
+
+def _split(given: object) -> object:
+    return tuple(given.split()) if isinstance(given, str) else given
 
 
 def _served_names(given: object) -> object:

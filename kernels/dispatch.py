@@ -126,6 +126,7 @@ def _load(face: FaceName) -> _Face:
         reference.rotary_and_cache,
         reference.sample_tokens,
         reference.grouped_matmul,
+        reference.add_low_rank,
     )
     if face == "triton":
         from pagemill.kernels.gpu.attention import paged_attention
@@ -138,16 +139,16 @@ def _load(face: FaceName) -> _Face:
         from pagemill.kernels.gpu.sampling import sample_tokens
         from pagemill.kernels.gpu.silu import silu_and_mul
 
-        fused = (rms_norm, add_rms_norm, silu_and_mul, rotary_and_cache, sample_tokens, grouped_matmul)
-        return _Face(reshape_and_cache, paged_attention, copy_blocks, *fused, add_low_rank)
+        products = (grouped_matmul, add_low_rank)
+        fused = (rms_norm, add_rms_norm, silu_and_mul, rotary_and_cache, sample_tokens, *products)
+        return _Face(reshape_and_cache, paged_attention, copy_blocks, *fused)
     if face == "cpu":
         # Whoever builds for the CPU fuses more than these operators do: see `pagemill.kernels.cpu.fused_rows`.
         from pagemill.kernels.cpu import operators as cpu
 
-        own = (cpu.reshape_and_cache, cpu.paged_attention, cpu.copy_blocks)
-        return _Face(*own, *fused, cpu.add_low_rank)
-    plain = (reference.reshape_and_cache, reference.paged_attention, reference.copy_blocks)
-    return _Face(*plain, *fused, reference.add_low_rank)
+        fused = (*fused[:-1], cpu.add_low_rank)
+        return _Face(cpu.reshape_and_cache, cpu.paged_attention, cpu.copy_blocks, *fused)
+    return _Face(reference.reshape_and_cache, reference.paged_attention, reference.copy_blocks, *fused)
 
 
 @cache

@@ -15,7 +15,7 @@ from pagemill.kernels.gpu.tuning import LAUNCHES
 from pagemill.kernels.types.low_rank import TILE_ROWS, AdapterRows, LowRankTable
 
 _SHRINK, _EXPAND = LAUNCHES["low_rank_shrink"], LAUNCHES["low_rank_expand"]
-_SMALLEST_DOT = 16
+_SMALLEST_DOT, _LARGEST_DOT = 16, 64
 
 
 @triton.jit
@@ -28,7 +28,8 @@ def shrink_kernel(
     in_features,
     stride_x_row,
     stride_entries_slot,
-    RANK: tl.constexpr,
+    max_rank,
+    BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -40,13 +41,14 @@ def shrink_kernel(
     )
     entry = entries_ptr + slot * stride_entries_slot + 3 * part
     rank = tl.load(entry + 2)
-    if rank == 0:
+    ranks = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
+    if tl.program_id(2) * BLOCK_R >= rank:
         return
     matrix = tl.load(entry).to(tl.pointer_type(x_ptr.dtype.element_ty))
-    places, ranks, inner = tl.arange(0, BLOCK_M), tl.arange(0, RANK), tl.arange(0, BLOCK_K)
+    places, inner = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     is_row, is_rank = places < count, ranks < rank
     rows = tl.load(order_ptr + first + places, mask=is_row, other=0).to(tl.int64)
-    total = tl.zeros([BLOCK_M, RANK], tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     for begin in range(0, in_features, BLOCK_K):
         columns = begin + inner
         is_column = columns < in_features
@@ -55,8 +57,8 @@ def shrink_kernel(
         a_ptrs = matrix + ranks[None, :].to(tl.int64) * in_features + columns[:, None]
         a = tl.load(a_ptrs, mask=is_rank[None, :] & is_column[:, None], other=0.0)
         total = tl.dot(x, a, total, input_precision="ieee")
-    out_ptrs = products_ptr + ((first + places) * num_parts + part)[:, None] * RANK + ranks[None, :]
-    tl.store(out_ptrs, total, mask=is_row[:, None])
+    out_ptrs = products_ptr + ((first + places) * num_parts + part)[:, None] * max_rank + ranks[None, :]
+    tl.store(out_ptrs, total, mask=is_row[:, None] & is_rank[None, :])
 
 
 @triton.jit
@@ -69,7 +71,8 @@ def expand_kernel(
     starts_ptr,  # [num_parts + 1]
     stride_out_row,
     stride_entries_slot,
-    RANK: tl.constexpr,
+    max_rank,
+    BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -88,18 +91,27 @@ def expand_kernel(
         return
     dtype = out_ptr.dtype.element_ty
     matrix = tl.load(entry + 1).to(tl.pointer_type(dtype))
-    places, ranks = tl.arange(0, BLOCK_M), tl.arange(0, RANK)
-    is_row, is_rank, is_column = places < count, ranks < rank, columns < width
+    places, inner = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
+    is_row, is_column = places < count, columns < width
     rows = tl.load(order_ptr + first + places, mask=is_row, other=0).to(tl.int64)
-    product_ptrs = products_ptr + ((first + places) * num_parts + part)[:, None] * RANK + ranks[None, :]
-    products = tl.load(product_ptrs, mask=is_row[:, None], other=0.0)
-    b_ptrs = matrix + ranks[:, None].to(tl.int64) * width + columns[None, :]
-    b = tl.load(b_ptrs, mask=is_rank[:, None] & is_column[None, :], other=0.0)
-    change = tl.dot(products, b.to(tl.float32), input_precision="ieee")
+    row_ptrs = products_ptr + ((first + places) * num_parts + part)[:, None] * max_rank
+    change = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for begin in range(0, rank, BLOCK_R):
+        ranks = begin + inner
+        is_rank = ranks < rank
+        products = tl.load(row_ptrs + ranks[None, :], mask=is_row[:, None] & is_rank[None, :], other=0.0)
+        b_ptrs = matrix + ranks[:, None].to(tl.int64) * width + columns[None, :]
+        b = tl.load(b_ptrs, mask=is_rank[:, None] & is_column[None, :], other=0.0)
+        change = tl.dot(products, b.to(tl.float32), change, input_precision="ieee")
     out_ptrs = out_ptr + rows[:, None] * stride_out_row + (start + columns)[None, :]
     mask = is_row[:, None] & is_column[None, :]
     out = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptrs, (out + change).to(dtype), mask=mask)
+
+
+def rank_block(max_rank: int) -> int:
+    """Return the ranks that a product sums over at once: what fits into registers beside the sums."""
+    return min(_LARGEST_DOT, max(_SMALLEST_DOT, triton.next_power_of_2(max_rank)))
 
 
 def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: AdapterRows) -> None:
@@ -107,17 +119,18 @@ def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: 
     num_tiles, num_parts = len(rows.tiles), table.num_parts
     if num_tiles == 0:
         return
-    padded_rank = max(_SMALLEST_DOT, triton.next_power_of_2(table.max_rank))
-    products = torch.empty(len(rows.order), num_parts, padded_rank, dtype=torch.float32, device=x.device)
+    max_rank, block_r = table.max_rank, rank_block(table.max_rank)
+    products = torch.empty(len(rows.order), num_parts, max_rank, dtype=torch.float32, device=x.device)
     groups = (rows.order, rows.tiles, table.entries)
-    shrink_kernel[(num_tiles, num_parts)](
+    shrink_kernel[(num_tiles, num_parts, triton.cdiv(max_rank, block_r))](
         products,
         x,
         *groups,
         x.shape[1],
         x.stride(0),
         table.entries.stride(0),
-        RANK=padded_rank,
+        max_rank,
+        BLOCK_R=block_r,
         BLOCK_M=TILE_ROWS,
         BLOCK_K=_SHRINK.block,
         num_warps=_SHRINK.num_warps,
@@ -129,7 +142,8 @@ def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: 
         table.starts,
         out.stride(0),
         table.entries.stride(0),
-        RANK=padded_rank,
+        max_rank,
+        BLOCK_R=block_r,
         BLOCK_M=TILE_ROWS,
         BLOCK_N=_EXPAND.block,
         num_warps=_EXPAND.num_warps,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagemill.kernels.gpu.low_rank import expand_kernel, shrink_kernel
+from pagemill.kernels.gpu.low_rank import expand_kernel, rank_block, shrink_kernel
 from pagemill.kernels.gpu.tuning import LAUNCHES
 from pagemill.kernels.types.low_rank import TILE_ROWS
 from tests.kernels.aot.compiler import check_resources, compile_kernel
@@ -23,7 +23,8 @@ def shrink_arguments(element: str, rank: int) -> dict[str, Any]:
         "in_features": "i32",
         "stride_x_row": "i32",
         "stride_entries_slot": "i32",
-        "RANK": rank,
+        "max_rank": "i32",
+        "BLOCK_R": rank_block(rank),
         "BLOCK_M": TILE_ROWS,
         "BLOCK_K": LAUNCHES["low_rank_shrink"].block,
     }
@@ -39,7 +40,8 @@ def expand_arguments(element: str, rank: int) -> dict[str, Any]:
         "starts_ptr": "*i64",
         "stride_out_row": "i32",
         "stride_entries_slot": "i32",
-        "RANK": rank,
+        "max_rank": "i32",
+        "BLOCK_R": rank_block(rank),
         "BLOCK_M": TILE_ROWS,
         "BLOCK_N": LAUNCHES["low_rank_expand"].block,
     }

@@ -12,7 +12,7 @@ from tests.kernels.low_rank_case import low_rank_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize(("in_features", "widths"), [(64, [64]), (96, [48, 16, 16]), (40, [70, 9])], ids=str)
 def test_rows_of_several_adapters(dtype: torch.dtype, in_features: int, widths: list[int]) -> None:
-    ranks = [[8] * len(widths), [64] + [0] * (len(widths) - 1), [1 + part for part in range(len(widths))]]
+    ranks = [[8] * len(widths), [100] + [0] * (len(widths) - 1), [1 + part for part in range(len(widths))]]
     slots = [1] * 18 + [-1, 0, 2, 0, -1, 2]
     case = low_rank_case(slots, ranks, in_features=in_features, widths=widths, dtype=dtype)
     expected, untouched = case.expected(), case.out[[18, 22]].clone()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 from pagemill.bounds import MODEL_NAME, MODEL_NAME_RULE, Range
 from pagemill.chat.families import ToolParser
 from pagemill.chat.thinking import ReasoningParser
+from pagemill.engine.adapters.adapter import parse_adapter
 from pagemill.engine.errors import ConfigError, complaint
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ MAX_KV_BLOCKS = 2**24
 """The scheduler keeps an object for each, and kernels index them with 32-bit numbers."""
 MAX_SERVED_NAMES = 32
 """Each is a lane that every pull looks at."""
+_MAX_ADAPTED_LANES = 1024
 _Blocks = Annotated[int, Range(2, MAX_KV_BLOCKS)]  # one is reserved
 _Bytes = Annotated[int, Range(1, 2**46)]
 _Sequences = Annotated[int, Range(1, 2**16)]
@@ -121,11 +123,20 @@ class EngineConfig:
         object.__setattr__(self, "adapters", _split(self.adapters))
         if find_spec("pydantic") is not None:  # a machine that only tests kernels may lack it
             _hold_to_annotations(self)
+        for text in self.adapters:
+            parse_adapter(text)
         template = self.chat_template
         is_name = template is None or _TEMPLATE_NAME.fullmatch(template)
         if not is_name and not Path(template or "").expanduser().is_file():
             message = f"chat_template: there is no file {str(template)[:100]!r}"
             raise ConfigError(message, setting="chat_template")
+        lanes = max(1, len(self.served_model_name)) * self.max_adapters
+        if lanes > _MAX_ADAPTED_LANES:
+            raise ConfigError(
+                f"max_adapters: {self.max_adapters} under {len(self.served_model_name)} names of the model are {lanes} "
+                f"lanes, more than {_MAX_ADAPTED_LANES}",
+                setting="max_adapters",
+            )
         size = self.tensor_parallel_size
         # int8 scales its activations by a token's largest number, but each rank sees only some; bitwise tiers
         # promise an order of sums that ranks don't keep.

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagemill.bounds import ADAPTER_NAME, ADAPTER_NAME_RULE
 from pagemill.engine.errors import ConfigError, InvalidRequest
-
-ADAPTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-ADAPTER_NAME_RULE = "an adapter's name is 1 to 64 of the characters A-Z a-z 0-9 . _ -"
 
 
 class AdapterError(ConfigError):
@@ -42,7 +39,7 @@ def parse_adapter(text: str) -> tuple[str, str]:
     """Split `name=source`. Raises `AdapterError`."""
     name, separator, source = text.partition("=")
     if not separator or not source:
-        raise AdapterError(f"{text[:100]!r} is not NAME=FOLDER", "adapters")
+        raise AdapterError(f"adapters: {text[:100]!r} is not NAME=FOLDER", "adapters")
     if not ADAPTER_NAME.fullmatch(name):
-        raise AdapterError(f"{name[:100]!r} won't do: {ADAPTER_NAME_RULE}", "adapters")
+        raise AdapterError(f"adapters: {name[:100]!r} won't do: {ADAPTER_NAME_RULE}", "adapters")
     return name, source

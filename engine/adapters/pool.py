@@ -16,13 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from pagemill.engine.adapters.adapter import (
-    ADAPTER_NAME,
-    ADAPTER_NAME_RULE,
-    Adapter,
-    AdapterError,
-    UnknownAdapter,
-)
+from pagemill.bounds import ADAPTER_NAME, ADAPTER_NAME_RULE
+from pagemill.engine.adapters.adapter import Adapter, AdapterError, UnknownAdapter
 from pagemill.engine.errors import EngineError
 from pagemill.engine.outputs import AdapterStats
 

@@ -16,6 +16,13 @@ for version in string.gmatch(ARGV[7], '%d+') do
   versions[#versions + 1] = version
 end
 
+-- A job with an adapter waits in a lane of its own, `<model>#<adapter>`, under one version: there is no need to look
+-- at the others for each of perhaps hundreds of adapters.
+local ADAPTED = {'5'}
+local function versions_of(model)
+  return string.find(model, '#', 1, true) and ADAPTED or versions
+end
+
 -- The first 64 jobs of a lane; false in the place of one that was taken in this call.
 local windows = {}
 local function window(lane)
@@ -71,8 +78,10 @@ end
 local function lane_of(class)
   local round = math.floor(turn / #models)
   for i = 0, #models - 1 do
-    for j = 0, #versions - 1 do
-      local lane = next_lane(versions[(round + j) % #versions + 1], class, models[(turn + i) % #models + 1])
+    local model = models[(turn + i) % #models + 1]
+    local own = versions_of(model)
+    for j = 0, #own - 1 do
+      local lane = next_lane(own[(round + j) % #own + 1], class, model)
       if lane then
         return lane
       end
@@ -86,7 +95,7 @@ local function longest_waiting()
   local found, longest = nil, AGEING
   for _, class in ipairs(CLASSES) do
     for _, model in ipairs(models) do
-      for _, version in ipairs(versions) do
+      for _, version in ipairs(versions_of(model)) do
         local lane = next_lane(version, class, model)
         local waited = lane and age(lane)
         if waited and waited > longest then

@@ -13,10 +13,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from pagemill.bounds import Exact, InvalidParameter, Length, Range
+from pagemill.bounds import ADAPTER_NAME, Exact, InvalidParameter, Length, Range
 from pagemill.json_values import check_json
 from pagemill.producer.wire.schema import keys
-from pagemill.producer.wire.schema.affinity import chat_affinity, prompt_affinity, token_affinity
+from pagemill.producer.wire.schema.affinity import (
+    adapter_affinity,
+    chat_affinity,
+    prompt_affinity,
+    token_affinity,
+)
 from pagemill.producer.wire.schema.chat import (
     CHAT_FIELDS,
     CHAT_VERSION,
@@ -52,7 +57,14 @@ from pagemill.producer.wire.schema.outputs import (
     WireModel,
 )
 from pagemill.producer.wire.schema.signing import split_payload
-from pagemill.producer.wire.schema.tasks import POOLED_TASKS, REFUSED_FIELDS, TASKS, VERSIONS, TaskName
+from pagemill.producer.wire.schema.tasks import (
+    ADAPTER_VERSION,
+    POOLED_TASKS,
+    REFUSED_FIELDS,
+    TASKS,
+    VERSIONS,
+    TaskName,
+)
 from pagemill.producer.wire.schema.webhook_url import WebhookUrl
 from pagemill.sampling_fields import (
     DEFAULT_PROMPT_MAX_TOKENS,
@@ -162,6 +174,8 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
     prompt_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)] | None = None
     model: Annotated[str, StringConstraints(strict=True, pattern=f"^{keys.MODEL_PATTERN.pattern}$")]
     """The served name, never a path."""
+    adapter: Annotated[str, StringConstraints(strict=True, pattern=f"^{ADAPTER_NAME.pattern}$")] | None = None
+    """The name of an adapter that workers of the model have; None: the model as it is."""
     priority: Literal["high", "normal", "low"] = "normal"
     tenant: Annotated[str, StringConstraints(strict=True, pattern=f"^{keys.TENANT_PATTERN.pattern}$")] = (
         "default"
@@ -248,6 +262,8 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
     @property
     def version(self) -> int:
         """The version of the envelope."""
+        if self.adapter is not None:
+            return ADAPTER_VERSION
         return CHAT_VERSION if self.is_parsed else TASKS[self.task].version
 
     @property
@@ -310,6 +326,9 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
 
     def affinity(self) -> str | None:
         """Return a name that is equal for jobs whose prompts begin alike; see affinity.py."""
+        return adapter_affinity(self._prompt_affinity(), self.adapter)
+
+    def _prompt_affinity(self) -> str | None:
         if self.prompt is not None:
             return prompt_affinity(self.prompt)
         if self.prompt_token_ids is not None:

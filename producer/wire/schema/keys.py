@@ -58,6 +58,11 @@ def lane(version: int, priority: str, tenant: str, model: str) -> str:
     return f"{version}:{PRIORITY_CLASSES[priority]}:{tenant}:{model}"
 
 
+def lane_model(model: str, adapter: str | None) -> str:
+    """Return a lane's last part, under which workers pull: a model, or `<model>#<adapter>`."""
+    return model if adapter is None else f"{model}#{adapter}"
+
+
 def split_lane(name: str) -> tuple[int, str, str, str]:
     """Return the version, priority, tenant and model of a lane. A suspect's lane counts as high."""
     version, letter, tenant, model = name.split(":", 3)
@@ -98,6 +103,11 @@ def waiting(queue: str, lane_name: str) -> str:
 def doorbell(queue: str, model: str) -> str:
     """List: one element per reason to pull; idle workers block on it with BLPOP."""
     return f"{prefix(queue)}bell:{model}"
+
+
+def commands(queue: str, worker_id: str) -> str:
+    """List: commands that the worker has not taken yet; it blocks on them with BLPOP."""
+    return f"{prefix(queue)}commands:{worker_id}"
 
 
 def ended_channel(queue: str) -> str:

@@ -204,13 +204,7 @@ class Engine:
             if resume is not None:
                 self._resume(sequence, resume[index])
             request.sequences.append(sequence)
-        if request_id in self._grammars or request_id in self._adapted:
-            raise InvalidRequest(f"request {request_id!r} is already running")
-        if adapter is None:
-            self._enqueue(request)
-        else:
-            self._adapted[request_id] = request
-            self._take_slot(request, self._parts.adapters.attach(request_id, adapter))
+        self._begin(request, adapter)
         self._output_processor.add(request, best_of)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
@@ -395,6 +389,17 @@ class Engine:
         if state.finish_reason is not None:
             sequence.finish_reason = state.finish_reason
             sequence.status = SequenceStatus.FINISHED
+
+    def _begin(self, request: Request, adapter: Adapter | None) -> None:
+        """Hand a request on, or hold it while its adapter is read. Raises `EngineError`."""
+        if request.request_id in self._grammars or request.request_id in self._adapted:
+            raise InvalidRequest(f"request {request.request_id!r} is already running")
+        if adapter is None:
+            self._enqueue(request)
+        else:
+            slot = self._parts.adapters.attach(request.request_id, adapter)
+            self._adapted[request.request_id] = request
+            self._take_slot(request, slot)
 
     def _enqueue(self, request: Request) -> None:
         """Hand a request to the scheduler once its grammars are there. Raises `EngineError`."""

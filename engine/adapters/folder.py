@@ -1,7 +1,7 @@
 """Reads a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`.
 
 What PEFT's `LoraConfig` may ask for beyond plain LoRA is refused by name: leaving it out would compute another
-function. PEFT's own meaning of the fields: `peft/tuners/lora/config.py` and `layer.py` of its 0.21.
+function. What the fields mean is said by `LoraConfig` of PEFT 0.21.
 """
 
 from __future__ import annotations

@@ -91,6 +91,7 @@ class RunOptions:
     temperature: options.RunTemperature = 0.0
     seed: options.Seed = None
     stop: options.Stop = None
+    adapter: options.Adapter = None
     continuation: options.Continuation = None
     field: options.Field = None
     gold: options.Gold = None
@@ -220,7 +221,12 @@ def _job_fields(given: RunOptions) -> dict[str, Any]:
     fields: dict[str, Any] = {"temperature": given.temperature}
     if shape:
         fields["structured_outputs"] = shape
-    options = {"max_tokens": given.max_tokens, "seed": given.seed, "stop": given.stop or None}
+    options = {
+        "max_tokens": given.max_tokens,
+        "seed": given.seed,
+        "stop": given.stop or None,
+        "adapter": given.adapter,
+    }
     fields |= {name: value for name, value in options.items() if value is not None}
     return fields | extra_fields(given.field or []) | scored(given.continuation)
 

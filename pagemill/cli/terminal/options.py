@@ -35,6 +35,9 @@ Stop = Annotated[Texts, typer.Option("--stop", help="Stop string; may be repeate
 Field = Annotated[
     Texts, typer.Option("--field", metavar="NAME=JSON", help="Any other field of a job; may be repeated.")
 ]
+Adapter = Annotated[
+    str | None, typer.Option("--adapter", metavar="NAME", help="A LoRA adapter that the workers have.")
+]
 Tools = Annotated[
     Path | None,
     typer.Option(

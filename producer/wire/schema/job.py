@@ -56,6 +56,7 @@ from pagemill.producer.wire.schema.outputs import (
     Usage,
     WireModel,
 )
+from pagemill.producer.wire.schema.response_format import structure_of
 from pagemill.producer.wire.schema.signing import split_payload
 from pagemill.producer.wire.schema.tasks import (
     ADAPTER_VERSION,
@@ -376,7 +377,7 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
         if data.get("structured_outputs") is not None:
             raise ValueError("give response_format or structured_outputs, not both")
         fields = {name: value for name, value in data.items() if name != "response_format"}
-        fields["structured_outputs"] = _structure(data["response_format"])
+        fields["structured_outputs"] = structure_of(data["response_format"])
         return fields
 
     @field_validator("stop", "bad_words", mode="before")
@@ -486,22 +487,6 @@ def text_tokens(text: bytes) -> int:
 def turn_tokens(content: bytes) -> int:
     """Estimate the tokens of a message, including those that the chat template adds."""
     return text_tokens(content) + 4
-
-
-def _structure(response_format: Any) -> dict[str, Any] | None:
-    """Convert OpenAI's response_format, or a pydantic class as its clients take, to structured_outputs."""
-    if is_model(response_format):
-        return {"json": response_format}
-    match response_format:
-        case {"type": "text"}:
-            return None
-        case {"type": "json_object"}:
-            return {"json": '{"type":"object"}'}
-        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
-            return {"json": schema}
-    raise ValueError(
-        "response_format must have type text, json_object or json_schema (with json_schema.schema)"
-    )
 
 
 def _refuse_constant(name: str) -> None:

@@ -222,10 +222,11 @@ class AdapterPool:
                 name = resident.adapter.name
                 failure = EngineError(f"adapter {name} can't be loaded: {error}")
                 logger.error("%s", failure)
+                # The same weights under another name may be read from where that one's are.
                 outcomes += [
-                    (one.request_id, failure) for one in self._waiting if one.adapter.digest == digest
+                    (one.request_id, failure) for one in self._waiting if one.adapter == resident.adapter
                 ]
-                self._waiting = [one for one in self._waiting if one.adapter.digest != digest]
+                self._waiting = [one for one in self._waiting if one.adapter != resident.adapter]
             else:
                 self._layers.install(resident.slot, ready)
                 resident.reading = None

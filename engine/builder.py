@@ -11,10 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagemill.engine.adapters.adapter import parse_adapter
 from pagemill.engine.adapters.pool import AdapterLimits, AdapterPool, NoAdapters
 from pagemill.engine.adapters.source import obtain_adapter
-from pagemill.engine.config import EngineConfig, SchedulerConfig, StepDefaults, resolve_max_model_len
+from pagemill.engine.config import (
+    EngineConfig,
+    SchedulerConfig,
+    StepDefaults,
+    parse_adapter,
+    resolve_max_model_len,
+)
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.fingerprint import with_commit
 from pagemill.engine.models.directory import LocalModel, check_model, obtain_model

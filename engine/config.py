@@ -10,11 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from pagemill.bounds import MODEL_NAME, MODEL_NAME_RULE, Range
+from pagemill.bounds import ADAPTER_NAME, ADAPTER_NAME_RULE, MODEL_NAME, MODEL_NAME_RULE, Range
 from pagemill.chat.families import ToolParser
 from pagemill.chat.thinking import ReasoningParser
-from pagemill.engine.adapters.adapter import parse_adapter
-from pagemill.engine.errors import ConfigError, complaint
+from pagemill.engine.errors import AdapterError, ConfigError, complaint
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -145,6 +144,16 @@ class EngineConfig:
             if size > 1 and value:
                 message = f"{name}={value!r} with tensor_parallel_size={size} is not supported"
                 raise ConfigError(message, setting=name)
+
+
+def parse_adapter(text: str) -> tuple[str, str]:
+    """Split `name=source`. Raises `AdapterError`."""
+    name, separator, source = text.partition("=")
+    if not separator or not source:
+        raise AdapterError(f"adapters: {text[:100]!r} is not NAME=FOLDER", "adapters")
+    if not ADAPTER_NAME.fullmatch(name):
+        raise AdapterError(f"adapters: {name[:100]!r} won't do: {ADAPTER_NAME_RULE}", "adapters")
+    return name, source
 
 
 def _split(given: object) -> object:

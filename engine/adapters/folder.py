@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from pagemill.engine.adapters.adapter import AdapterError
-from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.errors import AdapterError, ModelLoadError
 from pagemill.engine.models.checkpoint import read_json_object, read_tensors
 from pagemill.engine.models.formats.pickled import converted_pickles
 

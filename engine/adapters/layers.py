@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagemill.engine.adapters.adapter import Adapter, AdapterError
+from pagemill.engine.adapters.adapter import Adapter
 from pagemill.engine.adapters.folder import LowRank, read_adapter
+from pagemill.engine.errors import AdapterError
 from pagemill.engine.layers.linear import Linear
 from pagemill.engine.models.families.family import Family, unchanged
 from pagemill.kernels.types.low_rank import LowRankTable, Matrices

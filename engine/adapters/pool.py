@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from pagemill.bounds import ADAPTER_NAME, ADAPTER_NAME_RULE
-from pagemill.engine.adapters.adapter import Adapter, AdapterError, UnknownAdapter
-from pagemill.engine.errors import EngineError
+from pagemill.engine.adapters.adapter import Adapter
+from pagemill.engine.errors import AdapterError, EngineError, UnknownAdapter
 from pagemill.engine.outputs import AdapterStats
 
 if TYPE_CHECKING:

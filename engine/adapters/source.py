@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pagemill.engine.adapters.adapter import AdapterError
+from pagemill.engine.errors import AdapterError
 
 
 def obtain_adapter(source: str) -> Path:

@@ -60,6 +60,7 @@ SETTINGS.remove("engine")
 SPECIAL = {
     "model": ("/no/such/model", "echo:nan", "echo:-1", "echo:x", "/tmp"),
     "served_model_name": ("x" * 300, "a!b", "a b!", ",", " ".join(f"name-{number}" for number in range(33))),
+    "adapters": ("a", "=x", "a!=x"),
     "chat_template": ("/no/such/file", "/tmp", "a b", "x.jinja"),
     "redis_url": BAD_URLS,
     "state_dir": ("/dev/null/state", "/proc/version/x"),

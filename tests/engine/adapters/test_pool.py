@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagemill.engine.adapters.adapter import Adapter, AdapterError, UnknownAdapter
+from pagemill.engine.adapters.adapter import Adapter
 from pagemill.engine.adapters.pool import AGEING_S, AdapterLimits, AdapterPool
-from pagemill.engine.errors import EngineError
+from pagemill.engine.errors import AdapterError, EngineError, UnknownAdapter
 
 
 @dataclass

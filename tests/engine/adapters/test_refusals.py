@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pagemill.engine.adapters.adapter import AdapterError, UnknownAdapter
 from pagemill.engine.config import EngineConfig
-from pagemill.engine.errors import ConfigError
+from pagemill.engine.errors import AdapterError, ConfigError, UnknownAdapter
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
 from tests.engine.adapters.trained import Trained, merged_tokens, save_adapter

@@ -11,13 +11,16 @@ from typing import Annotated
 
 import typer
 
+from pagemill.bounds import ADAPTER_NAME
 from pagemill.cli.app import EXIT_NOT_SUCCEEDED, AsJson, Queue, RedisUrl, app, say
 from pagemill.cli.terminal import views
+from pagemill.cli.terminal.checked import between, checked
 from pagemill.producer.client import flows
 from pagemill.producer.client.base import signing_keys
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.wire.calls import adapters, registry
-from pagemill.producer.wire.calls.adapters import AdapterAnswer, AdapterCommand
+from pagemill.producer.wire.calls.adapters import MAX_SOURCE, AdapterAnswer, AdapterCommand
+from pagemill.producer.wire.schema.keys import AdapterName, ModelName
 
 _POLL_S = 0.1
 adapter_app = typer.Typer(
@@ -25,17 +28,32 @@ adapter_app = typer.Typer(
 )
 app.add_typer(adapter_app, name="adapter")
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="What jobs call the adapter.")]
-OfModel = Annotated[str | None, typer.Option("--model", help="Only workers that serve it. Default: all.")]
-Patience = Annotated[
-    float, typer.Option("--timeout", min=0.1, max=3600.0, help="Seconds to wait for answers.")
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", callback=checked(AdapterName), help="What jobs call the adapter.")
 ]
+OfModel = Annotated[
+    str | None,
+    typer.Option("--model", callback=checked(ModelName), help="Only workers that serve it. Default: all."),
+]
+Patience = Annotated[
+    float, typer.Option("--timeout", callback=between(0.1, 3600.0), help="Seconds to wait for answers.")
+]
+
+
+def _check_pair(pair: str) -> str:
+    name, _, source = pair.partition("=")
+    if not ADAPTER_NAME.fullmatch(name) or not 0 < len(source) <= MAX_SOURCE:
+        raise typer.BadParameter(f"{pair[:100]!r} won't do: it should be like french=/models/french-lora")
+    return pair
 
 
 @adapter_app.command("add")
 def adapter_add(
     pair: Annotated[
-        str, typer.Argument(metavar="NAME=FOLDER", help="The folder, as the workers' machines see it.")
+        str,
+        typer.Argument(
+            metavar="NAME=FOLDER", callback=_check_pair, help="The folder, as the workers' machines see it."
+        ),
     ],
     model: OfModel = None,
     timeout: Patience = 60.0,
@@ -44,9 +62,7 @@ def adapter_add(
     as_json: AsJson = False,
 ) -> None:
     """Add an adapter to every live worker, or replace it. Exit code 1: not all of them have it now."""
-    name, separator, source = pair.partition("=")
-    if not separator or not source:
-        raise typer.BadParameter(f"{pair!r} is not NAME=FOLDER, for instance french=/models/french-lora")
+    name, _, source = pair.partition("=")
     if Path(source).is_dir():
         source = os.path.abspath(source)
     _command(

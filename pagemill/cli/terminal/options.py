@@ -11,7 +11,7 @@ from pagemill.cli.terminal.checked import MAX_TEMPERATURE, Encoding, ModelOrPath
 from pagemill.producer.dataset.recipe import OnRow
 from pagemill.producer.dataset.run import OnCut
 from pagemill.producer.dataset.tables.rows import Format
-from pagemill.producer.wire.schema.keys import ModelName
+from pagemill.producer.wire.schema.keys import AdapterName, ModelName
 
 Texts = list[str] | None
 MAX_ROWS = 10**12
@@ -36,7 +36,13 @@ Field = Annotated[
     Texts, typer.Option("--field", metavar="NAME=JSON", help="Any other field of a job; may be repeated.")
 ]
 Adapter = Annotated[
-    str | None, typer.Option("--adapter", metavar="NAME", help="A LoRA adapter that the workers have.")
+    str | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME",
+        callback=checked(AdapterName),
+        help="A LoRA adapter that the workers have.",
+    ),
 ]
 Tools = Annotated[
     Path | None,

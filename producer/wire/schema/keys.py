@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from pagemill.bounds import MODEL_NAME, MODEL_NAME_RULE
+from pagemill.bounds import ADAPTER_NAME, ADAPTER_NAME_RULE, MODEL_NAME, MODEL_NAME_RULE
 from pagemill.producer.wire.schema.errors import InvalidJob
 
 QUEUE_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -39,6 +39,7 @@ def _named(pattern: re.Pattern[str], rule: str) -> AfterValidator:
 QueueName = Annotated[str, _named(QUEUE_PATTERN, QUEUE_RULE)]
 TenantName = Annotated[str, _named(TENANT_PATTERN, TENANT_RULE)]
 ModelName = Annotated[str, _named(MODEL_PATTERN, MODEL_RULE)]
+AdapterName = Annotated[str, _named(ADAPTER_NAME, ADAPTER_NAME_RULE)]
 Id = Annotated[str, _named(ID_PATTERN, ID_RULE)]
 
 PRIORITY_CLASSES = {"high": "0", "normal": "1", "low": "2"}

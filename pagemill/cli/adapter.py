@@ -84,7 +84,7 @@ def adapter_remove(
     queue: Queue = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Remove an adapter from every live worker; jobs that run with it go on. Exit code 1: not all of them did."""
+    """Remove an adapter from every live worker. Jobs that run with it go on. Exit code 1: not all of them did."""
     _command(redis_url, queue, AdapterCommand(id=_id(), action="remove", name=name), model, timeout, as_json)
 
 

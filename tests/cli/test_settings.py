@@ -232,6 +232,8 @@ def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("option", [option.name for option in fields(EngineConfig)])
 def test_an_engine_refuses_what_makes_no_sense(option: str) -> None:
     for bad in (*bad_values(option), float("nan"), [], object()):
+        if option == "adapters" and bad == []:
+            continue  # none is a number of them too
         with pytest.raises(ConfigError, match=option if option != "model" else None):
             LLM(**{"model": "echo", option: bad})  # type: ignore[arg-type]
 

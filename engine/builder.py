@@ -11,7 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagemill.engine.config import EngineConfig, SchedulerConfig, StepDefaults, resolve_max_model_len
+from pagemill.engine.adapters.pool import AdapterLimits, AdapterPool, NoAdapters
+from pagemill.engine.adapters.source import obtain_adapter
+from pagemill.engine.config import (
+    EngineConfig,
+    SchedulerConfig,
+    StepDefaults,
+    parse_adapter,
+    resolve_max_model_len,
+)
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.fingerprint import with_commit
 from pagemill.engine.models.directory import LocalModel, check_model, obtain_model
@@ -31,6 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from pagemill.engine.execution.parallel.rank_processes import RankProcesses
+    from pagemill.engine.models.loader import LoadedModel
     from pagemill.engine.plan import Executor
 
 logger = logging.getLogger(__name__)
@@ -203,8 +212,27 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
         kv_dtype=str(shape.dtype).removeprefix("torch."),
         weight_bytes=weight_bytes,
         model_parts=runner.parts,
+        adapters=_adapter_pool(config, model),
         ranks=ranks,
     )
+
+
+def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | NoAdapters:
+    """Return the pool, with the configured adapters. Raises `AdapterError`."""
+    from pagemill.engine.adapters.layers import AdaptedLayers
+    from pagemill.engine.devices.adapter_memory import adapter_bytes_for
+
+    if (size := config.tensor_parallel_size) > 1:
+        return NoAdapters(f"adapters with tensor_parallel_size={size} are not supported")
+    layers = AdaptedLayers(
+        model.module, model.family, num_slots=config.adapter_slots, max_rank=config.max_adapter_rank
+    )
+    memory_bytes = adapter_bytes_for(config, model.device)
+    pool = AdapterPool(layers, AdapterLimits(config.max_adapters, config.adapter_slots, memory_bytes))
+    for text in config.adapters:
+        name, source = parse_adapter(text)
+        pool.add(name, obtain_adapter(source))
+    return pool
 
 
 def _with_template(fingerprint: str, tokenizer: Tokenizer | None) -> str:

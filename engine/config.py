@@ -10,10 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from pagemill.bounds import MODEL_NAME, MODEL_NAME_RULE, Range
+from pagemill.bounds import ADAPTER_NAME, ADAPTER_NAME_RULE, MODEL_NAME, MODEL_NAME_RULE, Range
 from pagemill.chat.families import ToolParser
 from pagemill.chat.thinking import ReasoningParser
-from pagemill.engine.errors import ConfigError, complaint
+from pagemill.engine.errors import AdapterError, ConfigError, complaint
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -25,6 +25,7 @@ MAX_KV_BLOCKS = 2**24
 """The scheduler keeps an object for each, and kernels index them with 32-bit numbers."""
 MAX_SERVED_NAMES = 32
 """Each is a lane that every pull looks at."""
+_MAX_ADAPTED_LANES = 1024
 _Blocks = Annotated[int, Range(2, MAX_KV_BLOCKS)]  # one is reserved
 _Bytes = Annotated[int, Range(1, 2**46)]
 _Sequences = Annotated[int, Range(1, 2**16)]
@@ -98,6 +99,16 @@ class EngineConfig:
     """The tags around the model's thinking; None: those in its chat template."""
     num_threads: Annotated[int, Range(1, 1024)] | None = None
     """CPU threads for the model; None: torch's default."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters that jobs may name, each NAME=FOLDER; a text has them apart by spaces."""
+    max_adapters: Annotated[int, Range(0, 256)] = 64
+    """Names of adapters. Each is a lane that every pull looks at."""
+    adapter_slots: Annotated[int, Range(1, 256)] = 16
+    """Adapters in memory; the one that was used longest ago makes room."""
+    adapter_memory_bytes: _Bytes | None = None
+    """Bytes for the adapters in memory; None: an eighth of the available memory, at most 1 GiB."""
+    max_adapter_rank: Annotated[int, Range(1, 512)] = 64
+    """Adapters of a larger rank are refused."""
 
     def __post_init__(self) -> None:
         """Check every option against its annotation. Raises ConfigError, which names the option."""
@@ -108,21 +119,45 @@ class EngineConfig:
         if not 0 < len(self.model) <= 4096:
             raise ConfigError("model: it should have 1 to 4096 characters", setting="model")
         object.__setattr__(self, "served_model_name", _served_names(self.served_model_name))
+        object.__setattr__(self, "adapters", _split(self.adapters))
         if find_spec("pydantic") is not None:  # a machine that only tests kernels may lack it
             _hold_to_annotations(self)
+        for text in self.adapters:
+            parse_adapter(text)
         template = self.chat_template
         is_name = template is None or _TEMPLATE_NAME.fullmatch(template)
         if not is_name and not Path(template or "").expanduser().is_file():
             message = f"chat_template: there is no file {str(template)[:100]!r}"
             raise ConfigError(message, setting="chat_template")
+        lanes = max(1, len(self.served_model_name)) * self.max_adapters
+        if lanes > _MAX_ADAPTED_LANES:
+            raise ConfigError(
+                f"max_adapters: {self.max_adapters} under {len(self.served_model_name)} names of the model are {lanes} "
+                f"lanes, more than {_MAX_ADAPTED_LANES}",
+                setting="max_adapters",
+            )
         size = self.tensor_parallel_size
         # int8 scales its activations by a token's largest number, but each rank sees only some; bitwise tiers
         # promise an order of sums that ranks don't keep.
-        for name in ("quantization", "batch_invariant"):
+        for name in ("quantization", "batch_invariant", "adapters"):
             value = getattr(self, name)
             if size > 1 and value:
                 message = f"{name}={value!r} with tensor_parallel_size={size} is not supported"
                 raise ConfigError(message, setting=name)
+
+
+def parse_adapter(text: str) -> tuple[str, str]:
+    """Split `name=source`. Raises `AdapterError`."""
+    name, separator, source = text.partition("=")
+    if not separator or not source:
+        raise AdapterError(f"adapters: {text[:100]!r} is not NAME=FOLDER", "adapters")
+    if not ADAPTER_NAME.fullmatch(name):
+        raise AdapterError(f"adapters: {name[:100]!r} won't do: {ADAPTER_NAME_RULE}", "adapters")
+    return name, source
+
+
+def _split(given: object) -> object:
+    return tuple(given.split()) if isinstance(given, str) else given
 
 
 def _served_names(given: object) -> object:

@@ -10,6 +10,8 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pagemill.engine.adapters.adapter import Adapter
+from pagemill.engine.adapters.pool import AdapterPool, NoAdapters
 from pagemill.engine.block_watch import BlockWatch
 from pagemill.engine.config import EngineConfig, SchedulerConfig
 from pagemill.engine.device_failure import tells_of_lost_device
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_ADAPTER_WAIT_S = 0.01
 _SCHEMA_WAIT_S = 0.01
 """The longest that a step with no other work waits for a schema."""
 
@@ -61,6 +64,8 @@ class Engine:
         )
         self._in_flight: deque[StepHandle] = deque()
         self._lost: DeviceLost | None = None
+        self._adapted: dict[str, Request] = {}
+        """The requests with an adapter; those without a slot are in none of the scheduler's queues."""
         self._recorder = StepRecorder(limits.max_num_batched_tokens)
         self._kv_of_step: KVCacheStats | None = None
         self._planning_s = 0.0
@@ -117,6 +122,11 @@ class Engine:
         return self._token_texts
 
     @property
+    def adapters(self) -> AdapterPool | NoAdapters:
+        """The adapters that requests may name. Its names are safe on any thread."""
+        return self._parts.adapters
+
+    @property
     def limits(self) -> SchedulerConfig:
         return self._parts.limits
 
@@ -138,6 +148,7 @@ class Engine:
         resume: SequenceType[SampleState] | None = None,
         cache_salt: str = "",
         task: Task = GENERATE,
+        adapter: Adapter | None = None,
     ) -> None:
         """Add a request that `input_processor.process` has prepared.
 
@@ -149,6 +160,7 @@ class Engine:
             cache_salt: only requests with the same salt share prefix cache blocks, so that timing does not reveal
                 what others have sent.
             task: the request's purpose; `params` of a `Score` set the number of alternatives per position.
+            adapter: one that `adapters.find` returned.
 
         Raises:
             InvalidRequest: it can't run here: see the subclasses. Nothing else is affected.
@@ -182,7 +194,7 @@ class Engine:
             seed=self._resolve_seed(params),
             priority=priority,
             arrival=time.time() if arrival is None else arrival,
-            cache_salt=cache_salt,
+            cache_salt=cache_salt if adapter is None else f"{cache_salt}\0{adapter.digest}",
             bad_word_ids=self.input_processor.bad_word_ids(params.bad_words),
             task=task,
         )
@@ -197,16 +209,15 @@ class Engine:
             if resume is not None:
                 self._resume(sequence, resume[index])
             request.sequences.append(sequence)
-        if request_id in self._grammars:
-            raise InvalidRequest(f"request {request_id!r} is already running")
-        if self._grammars.attach(request):
-            self._scheduler.add_request(request)
+        self._begin(request, adapter)
         self._output_processor.add(request, best_of)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request; its blocks return within a step. An unknown id is ignored: it has already ended."""
         self._kv_of_step = None
         waiting = self._grammars.withdraw(request_id)
+        if self._adapted and (request := self._let_go(request_id)) is not None and request.adapter_slot < 0:
+            waiting = request
         if waiting is not None:
             return self._output_processor.end(waiting, "abort")
         return self._output_processor.process(self._scheduler.abort(request_id))
@@ -225,13 +236,18 @@ class Engine:
                 outputs += self._launch(plan)
             if self._in_flight and (plan is None or len(self._in_flight) > self.limits.depth):
                 outputs += self._collect(self._in_flight.popleft())
+        if self._adapted:
+            for output in outputs:
+                if output.finished:
+                    self._let_go(output.request_id)
         return outputs
 
     def _take_prepared(self) -> list[RequestOutput]:
         """Take what was prepared in the background: compiled schemas, and masks for the next tokens."""
         if self._lost is not None:
             raise self._lost
-        outputs = self._take_compiled() if self._grammars else []
+        outputs = self._take_adapted() if self._adapted else []
+        outputs += self._take_compiled() if self._grammars else []
         if self._scheduler.has_unread:
             self._grammars.wait_for_masks()
             outputs += self._output_processor.process(self._scheduler.read_on())
@@ -272,7 +288,8 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """True if `step()` has work left, including steps in flight."""
-        return bool(self._in_flight) or self._scheduler.has_unfinished() or bool(self._grammars)
+        is_held = bool(self._grammars) or any(request.adapter_slot < 0 for request in self._adapted.values())
+        return bool(self._in_flight) or self._scheduler.has_unfinished() or is_held
 
     def capacity(self) -> Capacity:
         return self._scheduler.capacity()
@@ -293,6 +310,7 @@ class Engine:
             steps=replace(self._recorder.stats),
             requests=deepcopy(texts.requests),
             grammars=self._grammars.stats(),
+            adapters=self._parts.adapters.stats(),
             memory_bytes=self._parts.memory_bytes(),
             blocks=self._block_watch.latest,
             histograms=self._recorder.histograms()
@@ -376,6 +394,51 @@ class Engine:
         if state.finish_reason is not None:
             sequence.finish_reason = state.finish_reason
             sequence.status = SequenceStatus.FINISHED
+
+    def _begin(self, request: Request, adapter: Adapter | None) -> None:
+        """Hand a request on, or hold it while its adapter is read. Raises `EngineError`."""
+        if request.request_id in self._grammars or request.request_id in self._adapted:
+            raise InvalidRequest(f"request {request.request_id!r} is already running")
+        if adapter is None:
+            self._enqueue(request)
+        else:
+            slot = self._parts.adapters.attach(request.request_id, adapter)
+            self._adapted[request.request_id] = request
+            self._take_slot(request, slot)
+
+    def _enqueue(self, request: Request) -> None:
+        """Hand a request to the scheduler once its grammars are there. Raises `EngineError`."""
+        if self._grammars.attach(request):
+            self._scheduler.add_request(request)
+
+    def _take_slot(self, request: Request, slot: int | None) -> None:
+        if slot is None:
+            return
+        request.adapter_slot = slot
+        try:
+            self._enqueue(request)
+        except EngineError:
+            self._let_go(request.request_id)
+            raise
+
+    def _let_go(self, request_id: str) -> Request | None:
+        """Let go of the adapter of a request, if it has one."""
+        self._parts.adapters.release(request_id)
+        return self._adapted.pop(request_id, None)
+
+    def _take_adapted(self) -> list[RequestOutput]:
+        """Admit requests whose adapter is in memory; returns the ends of those whose adapter can't be loaded."""
+        is_idle = not self._in_flight and not self._scheduler.has_unfinished()
+        outputs = []
+        for request_id, slot in self._parts.adapters.ready(_ADAPTER_WAIT_S if is_idle else 0.0):
+            request = self._adapted[request_id]
+            try:
+                if isinstance(slot, EngineError):
+                    raise slot
+                self._take_slot(request, slot)
+            except EngineError as failure:
+                outputs += self._output_processor.end(request, "error", str(failure), failure.code)
+        return outputs
 
     def _take_compiled(self) -> list[RequestOutput]:
         """Admit requests whose schema has been compiled; returns the ends of those whose schema failed."""

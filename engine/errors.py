@@ -5,10 +5,12 @@ EngineError
 │   ├── PromptTooLong         prompt_too_long: longer than max_model_len
 │   ├── NeverFits             never_fits: needs more KV blocks than the pool has
 │   ├── UnsupportedFeature    unsupported_feature: refused, never ignored
+│   ├── UnknownAdapter        unknown_adapter: names one that is not there
 │   ├── SchemaInvalid         schema_invalid: a regex, JSON schema or grammar that means nothing
 │   └── SchemaTooComplex      schema_too_complex: one that takes too much time or memory
 ├── ConfigError               the engine was asked for something impossible at start
-│   └── ModelLoadError        no such model, unreadable or unsupported checkpoint
+│   ├── ModelLoadError        no such model, unreadable or unsupported checkpoint
+│   └── AdapterError          no such adapter, or one that does not fit the model
 ├── StepError                 the step raised; its requests are retried, then fail alone
 └── DeviceLost                no step will succeed any more on this device; the engine can't go on
     └── RankLost              a process of a model that is spread over several died
@@ -51,6 +53,12 @@ class UnsupportedFeature(InvalidRequest):
     code = "unsupported_feature"
 
 
+class UnknownAdapter(InvalidRequest):
+    """The request names an adapter that is not there."""
+
+    code = "unknown_adapter"
+
+
 class SchemaInvalid(InvalidRequest):
     code = "schema_invalid"
 
@@ -73,6 +81,12 @@ class ModelLoadError(ConfigError):
     """No such model, or a checkpoint that is unreadable or unsupported."""
 
     code = "model_load_error"
+
+
+class AdapterError(ConfigError):
+    """No such adapter folder, or one that this model can't be run with. The message says which and why."""
+
+    code = "adapter_error"
 
 
 class DeviceLost(EngineError):

@@ -8,12 +8,20 @@ other way round.
 
 from __future__ import annotations
 
+import hashlib
+
 COMMIT_DIGITS = 12
 
 
 def with_commit(digest: str, commit: str | None) -> str:
     """Return the fingerprint of files that may be a hub's commit."""
     return f"{digest}@{commit[:COMMIT_DIGITS]}" if commit else digest
+
+
+def with_adapter(fingerprint: str, adapter_digest: str) -> str:
+    """Return the fingerprint of a model with an adapter: without it, or with other weights, it is another function."""
+    digest, separator, commit = fingerprint.partition("@")
+    return hashlib.sha256(f"{digest} adapter {adapter_digest}".encode()).hexdigest()[:16] + separator + commit
 
 
 def digest_of(fingerprint: str) -> str:

@@ -8,6 +8,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pagemill.engine.adapters.adapter import Adapter
+from pagemill.engine.adapters.source import obtain_adapter
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.errors import ConfigError
@@ -18,6 +20,7 @@ from pagemill.engine.sampling_params import BeamSearchParams, SamplingParams
 from pagemill.engine.text.tokenizer import Message
 
 Prompt = str | Sequence[int]
+AdapterNames = str | Sequence[str | None] | None
 
 
 @dataclass(slots=True)
@@ -84,6 +87,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: AdapterNames = None,
         use_tqdm: bool | None = None,
     ) -> list[GenerationOutput]:
         """Complete every prompt; results are in the order given.
@@ -94,6 +98,8 @@ class LLM:
         Args:
             prompts: strings (special tokens are added) or lists of token ids; a single one counts as a list of one.
             sampling_params: one for all, or one each.
+            adapter: the name of an adapter, of `adapters=` or `add_adapter`: one for all, or one each. None: the model
+                as it is.
             use_tqdm: a progress bar on stderr; None: if stderr is a terminal.
 
         Raises:
@@ -102,7 +108,8 @@ class LLM:
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         listed: list[Any] = [prompts] if is_one else list(prompts)
         inputs = [{"prompt": p} if isinstance(p, str) else {"prompt_token_ids": p} for p in listed]
-        return self._run(inputs, self._params_for(len(inputs), sampling_params, SamplingParams()), use_tqdm)
+        params = self._params_for(len(inputs), sampling_params, SamplingParams())
+        return self._run(inputs, params, self._adapters_for(len(inputs), adapter), use_tqdm)
 
     def beam_search(
         self,
@@ -123,14 +130,23 @@ class LLM:
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: AdapterNames = None,
         use_tqdm: bool | None = None,
     ) -> list[GenerationOutput]:
         """As `generate`, through the model's chat template; `max_tokens` defaults to the rest of the context."""
         is_one = len(conversations) > 0 and isinstance(conversations[0], Mapping)
         listed: list[Any] = [conversations] if is_one else list(conversations)
         inputs = [{"messages": messages} for messages in listed]
-        default = SamplingParams(max_tokens=None)
-        return self._run(inputs, self._params_for(len(inputs), sampling_params, default), use_tqdm)
+        params = self._params_for(len(inputs), sampling_params, SamplingParams(max_tokens=None))
+        return self._run(inputs, params, self._adapters_for(len(inputs), adapter), use_tqdm)
+
+    def add_adapter(self, name: str, source: str) -> None:
+        """Let prompts name an adapter, a PEFT folder; of the same name, it replaces the earlier one.
+
+        Raises:
+            ConfigError: it can't be used with this model; the message says why.
+        """
+        self.engine.adapters.add(name, obtain_adapter(source))
 
     def close(self) -> None:
         """End the other processes of a model spread over several; they also end with this object."""
@@ -146,14 +162,24 @@ class LLM:
             raise ValueError(f"{len(given)} sampling_params for {count} prompts; give one, or one each")
         return list(given)
 
+    def _adapters_for(self, count: int, given: AdapterNames) -> list[Adapter | None]:
+        names: list[str | None] = [given] * count if given is None or isinstance(given, str) else list(given)
+        if len(names) != count:
+            raise ValueError(f"{len(names)} adapters for {count} prompts; give one, or one each")
+        return [None if name is None else self.engine.adapters.find(name) for name in names]
+
     def _run(
-        self, inputs: list[dict[str, Any]], params: list[SamplingParams], use_tqdm: bool | None
+        self,
+        inputs: list[dict[str, Any]],
+        params: list[SamplingParams],
+        adapters: list[Adapter | None],
+        use_tqdm: bool | None,
     ) -> list[GenerationOutput]:
         prepared = [
             self.engine.input_processor.process(**given, params=one)
             for given, one in zip(inputs, params, strict=True)
         ]
-        first = merge_equal(prepared)
+        first = merge_equal(prepared, [None if adapter is None else adapter.digest for adapter in adapters])
         # The running order, not the clock: a million prompts may share one reading of it.
         ranks = rank_by_prefix([token_ids for token_ids, _ in prepared])
         base = self._num_requests
@@ -164,7 +190,9 @@ class LLM:
                 if first[number] != number:
                     continue
                 request_id = f"llm-{base + number}"
-                self.engine.add_request(request_id, token_ids, one, arrival=float(base + ranks[number]))
+                arrival = float(base + ranks[number])
+                adapter = adapters[number]
+                self.engine.add_request(request_id, token_ids, one, arrival=arrival, adapter=adapter)
                 outputs = [CompletionOutput(index) for index in range(one.n)]
                 results[request_id] = GenerationOutput(request_id, given.get("prompt"), token_ids, outputs)
             self._drive(results, sys.stderr.isatty() if use_tqdm is None else use_tqdm)

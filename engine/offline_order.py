@@ -9,20 +9,24 @@ from pagemill.engine.sampling_params import SamplingParams
 Prepared = tuple[Sequence[int], SamplingParams]
 
 
-def merge_equal(requests: Sequence[Prepared]) -> list[int]:
+def merge_equal(requests: Sequence[Prepared], adapters: Sequence[str | None] | None = None) -> list[int]:
     """Return, per request, the number of the first one with the same output, which may be its own.
 
     Equal prompts with equal parameters have equal outputs if nothing is drawn, or if they have equal given
     seeds.
+
+    Args:
+        adapters: what tells the requests' adapters apart; None: no request has one.
     """
-    seen: dict[tuple[tuple[int, ...], int | None], list[int]] = {}
+    seen: dict[tuple[tuple[int, ...], int | None, str | None], list[int]] = {}
     first: list[int] = []
     for number, (token_ids, params) in enumerate(requests):
         if not params.is_certain and params.seed is None:
             first.append(number)
             continue
         # Keyed by seed too: a sweep over seeds is the usual way to submit the same prompt a thousand times.
-        alike = seen.setdefault((tuple(token_ids), params.seed), [])
+        adapter = None if adapters is None else adapters[number]
+        alike = seen.setdefault((tuple(token_ids), params.seed, adapter), [])
         same = next((other for other in alike if requests[other][1] == params), number)
         if same == number:
             alike.append(number)

@@ -265,6 +265,24 @@ class GrammarStats:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """The adapters that requests may name, and those in memory."""
+
+    named: int = 0
+    resident: int = 0
+    slots: int = 0
+    """The most that may be resident."""
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    waiting: int = 0
+    """Requests whose adapter is not in memory."""
+    loads: int = 0
+    evictions: int = 0
+    requests: dict[str, int] = field(default_factory=dict)
+    """name -> requests accepted, of the adapters there are."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """One immutable snapshot, taken by the engine's own thread between two steps."""
 
@@ -274,6 +292,7 @@ class EngineStats:
     steps: StepStats = field(default_factory=StepStats)
     requests: RequestStats = field(default_factory=RequestStats)
     grammars: GrammarStats = GrammarStats()
+    adapters: AdapterStats = field(default_factory=AdapterStats)
     memory_bytes: dict[MemoryUse, int] = field(default_factory=dict)
     """The device's memory by use, as far as known."""
     blocks: BlockMap | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from pagemill.engine.adapters.pool import NO_ADAPTERS, AdapterPool, NoAdapters
 from pagemill.engine.config import SchedulerConfig
 from pagemill.engine.outputs import MemoryUse
 from pagemill.engine.plan import Executor
@@ -38,6 +39,7 @@ class EngineParts:
     tool_call_parser: str | None = None
     """The settings of these names."""
     reasoning_parser: str | None = None
+    adapters: AdapterPool | NoAdapters = NO_ADAPTERS
     ranks: RankProcesses | None = None
     """The other processes of a model spread over several."""
 

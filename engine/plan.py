@@ -33,6 +33,8 @@ class NewRow:
     """The resolved seed, in [0, 2**63)."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that may not be generated: `params.bad_words`, tokenised."""
+    adapter_slot: int = -1
+    """Where its adapter is; -1: it has none."""
 
 
 @dataclass(slots=True)
@@ -105,6 +107,8 @@ class StepPlan:
     work: list[RowWork] = field(default_factory=list)
     """Rows with one token first: execution splits the batch there."""
     samples: list[Sample] = field(default_factory=list)
+    has_adapters: bool = False
+    """A row of `work` has an adapter."""
 
     @property
     def num_tokens(self) -> int:

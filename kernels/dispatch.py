@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from pagemill.kernels.types.layer_cache import LayerCache, as_bytes
+from pagemill.kernels.types.low_rank import AdapterRows, LowRankTable
 from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.rotation import Rotation
 from pagemill.kernels.types.sampling_rows import SamplingRows
@@ -79,6 +80,12 @@ class _GroupedMatmul(Protocol):
     def __call__(self, x: torch.Tensor, weight: TiledWeight) -> torch.Tensor: ...
 
 
+class _AddLowRank(Protocol):
+    def __call__(
+        self, out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: AdapterRows
+    ) -> None: ...
+
+
 class _Face(NamedTuple):
     reshape_and_cache: _ReshapeAndCache
     paged_attention: _PagedAttention
@@ -89,6 +96,7 @@ class _Face(NamedTuple):
     rotary_and_cache: _RotaryAndCache
     sample_tokens: _SampleTokens
     grouped_matmul: _GroupedMatmul
+    add_low_rank: _AddLowRank
 
 
 _override: ContextVar[FaceName | None] = ContextVar("kernel_face", default=None)
@@ -118,23 +126,27 @@ def _load(face: FaceName) -> _Face:
         reference.rotary_and_cache,
         reference.sample_tokens,
         reference.grouped_matmul,
+        reference.add_low_rank,
     )
     if face == "triton":
         from pagemill.kernels.gpu.attention import paged_attention
         from pagemill.kernels.gpu.cache import reshape_and_cache
         from pagemill.kernels.gpu.copy_blocks import copy_blocks
         from pagemill.kernels.gpu.grouped_matmul import grouped_matmul
+        from pagemill.kernels.gpu.low_rank import add_low_rank
         from pagemill.kernels.gpu.norm import add_rms_norm, rms_norm
         from pagemill.kernels.gpu.rotary_cache import rotary_and_cache
         from pagemill.kernels.gpu.sampling import sample_tokens
         from pagemill.kernels.gpu.silu import silu_and_mul
 
-        fused = (rms_norm, add_rms_norm, silu_and_mul, rotary_and_cache, sample_tokens, grouped_matmul)
+        products = (grouped_matmul, add_low_rank)
+        fused = (rms_norm, add_rms_norm, silu_and_mul, rotary_and_cache, sample_tokens, *products)
         return _Face(reshape_and_cache, paged_attention, copy_blocks, *fused)
     if face == "cpu":
         # Whoever builds for the CPU fuses more than these operators do: see `pagemill.kernels.cpu.fused_rows`.
         from pagemill.kernels.cpu import operators as cpu
 
+        fused = (*fused[:-1], cpu.add_low_rank)
         return _Face(cpu.reshape_and_cache, cpu.paged_attention, cpu.copy_blocks, *fused)
     return _Face(reference.reshape_and_cache, reference.paged_attention, reference.copy_blocks, *fused)
 
@@ -271,3 +283,18 @@ def grouped_matmul(x: torch.Tensor, weight: TiledWeight) -> torch.Tensor:
     """
     assert x.stride(-1) == 1
     return _face(x).grouped_matmul(x, weight)
+
+
+def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: AdapterRows) -> None:
+    """Add what each row's adapter changes: out[r] += x[r] A^T B, with A and B those of `rows.slots[r]`, per part.
+
+    Rows without an adapter are not touched. Computed in fp32 and rounded once.
+
+    Args:
+        out: [num_rows, out_features]; x: [num_rows, in_features], of one dtype, the last dimensions contiguous.
+        table: has matrices of the same dtype in every slot that a row names.
+    """
+    assert out.stride(-1) == x.stride(-1) == 1
+    assert out.dtype is x.dtype
+    assert len(out) == len(x) == len(rows.slots)
+    _face(x).add_low_rank(out, x, table, rows)

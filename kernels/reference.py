@@ -11,6 +11,7 @@ import torch
 
 from pagemill.kernels.noise import gumbel_noise, noise_keys
 from pagemill.kernels.types.layer_cache import SMALLEST_PEAK, LayerCache, as_bytes, largest_number
+from pagemill.kernels.types.low_rank import NO_ADAPTER, AdapterRows, LowRankTable
 from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.rotation import Rotation
 from pagemill.kernels.types.sampling_rows import SamplingRows
@@ -206,6 +207,19 @@ def _filtered(row: torch.Tensor, rows: SamplingRows, number: int) -> torch.Tenso
         num_before = int((reached < top_p).sum())
         row = row.masked_fill(row < ordered[min(num_before, len(row) - 1)], -torch.inf)
     return row.masked_fill(row < rows.log_min_p[number], -torch.inf)
+
+
+def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: AdapterRows) -> None:
+    """See `pagemill.kernels.dispatch.add_low_rank`."""
+    starts = table.starts.tolist()
+    for slot in set(rows.slots.tolist()) - {NO_ADAPTER}:
+        places = torch.nonzero(rows.slots == slot)[:, 0]
+        given = x[places].to(_compute_dtype(x))
+        for matrices, begin, end in zip(table.matrices[slot], starts, starts[1:], strict=False):
+            if matrices is not None:
+                a, b = (matrix.to(given.dtype) for matrix in matrices)
+                total = out[places, begin:end].to(given.dtype) + given @ a.t() @ b
+                out[places, begin:end] = total.to(out.dtype)
 
 
 def _compute_dtype(tensor: torch.Tensor) -> torch.dtype:

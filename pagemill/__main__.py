@@ -7,6 +7,7 @@ works where only the producer is installed.
 from __future__ import annotations
 
 from pagemill.cli import (  # noqa: F401 - they register their commands
+    adapter,
     batch,
     celery,
     dead,

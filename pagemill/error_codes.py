@@ -9,6 +9,7 @@ FinalCode = Literal[
     "prompt_too_long",
     "never_fits",
     "unknown_model",
+    "unknown_adapter",
     "schema_invalid",
     "schema_too_complex",
     "payload_too_large",

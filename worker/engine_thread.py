@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
+from pagemill.engine.adapters.adapter import Adapter
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import EngineError, InvalidRequest, ModelLoadError
 from pagemill.engine.outputs import Capacity, EngineStats, RequestOutput, SampleState
@@ -41,6 +42,7 @@ class AddRequest:
     resume: list[SampleState] | None = None
     cache_salt: str = ""
     task: Task = GENERATE
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +236,7 @@ class EngineThread:
                         resume=command.resume,
                         cache_salt=command.cache_salt,
                         task=command.task,
+                        adapter=command.adapter,
                     )
                 except InvalidRequest as error:
                     self._deliver([_refusal(command, error)])

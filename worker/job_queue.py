@@ -160,6 +160,12 @@ class JobQueue:
         bells = registry.doorbells(self.queue, models)
         self._guard(lambda: self._client.blpop(bells, timeout=max(0.01, timeout_s)))
 
+    def next_command(self, timeout_s: float) -> bytes | None:
+        """Wait for a command to this worker; None: there was none for `timeout_s`."""
+        key = keys.commands(self.queue, self.worker_id)
+        taken = self._guard(lambda: self._client.blpop([key], timeout=timeout_s))
+        return None if taken is None else bytes(taken[1])
+
     def server_time(self) -> float:
         """Return the server's clock in Unix seconds."""
         seconds, microseconds = self._guard(self._client.time)

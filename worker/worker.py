@@ -27,6 +27,7 @@ from pagemill.monitoring.queue_figures import QueueFigures
 from pagemill.monitoring.tracing import Tracing
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
+from pagemill.worker.adapter_commands import AdapterCommands
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.engine_thread import EngineState, EngineThread
 from pagemill.worker.job_queue import Connectivity, JobQueue, ServerClock, warn_about_server
@@ -94,6 +95,7 @@ class Worker:
         self.admission = Admission(
             context, self._new_queue(), self.engine, intake, self.reporter, self.leases
         )
+        self._commands = AdapterCommands(context, self._new_queue(), self.engine, self.leases.announce)
         self.webhooks = self._webhook_sender(webhook_policy)
         self._metrics = WorkerMetrics(
             self.counters,
@@ -142,7 +144,8 @@ class Worker:
         self.reporter.start(self.engine)
         if self.webhooks is not None:
             self.webhooks.start()
-        self.admission.start(list(self.engine.engine.served_models))
+        self.admission.start(lambda: self._describe().lanes())
+        self._commands.start()
         self.leases.announce()  # clients that submit without naming a model ask the registry
         tier = self.engine.engine.tier
         logger.info(
@@ -211,6 +214,7 @@ class Worker:
         self.admission.stop()
         if self.webhooks is not None:
             self.webhooks.stop(timeout=1.0)
+        self._commands.stop(timeout=1.0)
         self.leases.stop(timeout=2.0)
         is_engine_gone = self.engine.stop(timeout=2.0)
         self._live.close()
@@ -319,6 +323,9 @@ class Worker:
         return WorkerInfo(
             id=self.worker_id,
             models=self.engine.engine.served_models if self._is_serving else (),
+            adapters=tuple(one.name for one in self.engine.engine.adapters.named())
+            if self._is_serving
+            else (),
             state=self._state(),
             url=self.http_url,
             host=socket.gethostname(),

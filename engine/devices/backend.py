@@ -20,7 +20,7 @@ from pagemill.engine.config import EngineConfig, StepDefaults
 from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.layers.fusion import Fusion
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
-from pagemill.engine.layers.linear import LinearOptions, MakeProduct, replace_linears
+from pagemill.engine.layers.linear import LinearOptions, MakeProduct, note_paths, replace_linears
 from pagemill.engine.layers.quantized_weight import Weight
 
 NO_BATCH_INVARIANCE = (
@@ -113,6 +113,7 @@ class DeviceBackend(ABC):
         self, module: Any, traits: DecoderTraits | None, dtype: torch.dtype, linear: LinearOptions
     ) -> None:
         """Rewrite the known modules of a causal language model, and its linear layers."""
+        note_paths(module)
         make_product = partial(self.product, options=linear)
         if traits is not None and (fusion := self.fusion(traits, dtype, make_product)) is not None:
             fusion.run(module.model)

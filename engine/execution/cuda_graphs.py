@@ -91,6 +91,8 @@ class DecodeGraphs:
 
     def covers(self, plan: StepPlan) -> bool:
         """Return True if a graph can run this plan."""
+        if plan.has_adapters:  # their kernels' grids depend on which rows have which
+            return False
         return 0 < len(plan.work) <= max(self._buckets, default=0) and all(
             work.num_tokens == 1 and not work.is_scored for work in plan.work
         )

@@ -71,7 +71,7 @@ class ModelForward:
 
     def _logits(self, plan: StepPlan, inputs: StepInputs, read_tokens: torch.Tensor | None) -> torch.Tensor:
         """Return logits [num_samples, tokens], of the narrow vocabulary if there is one."""
-        if self._direct is None:
+        if self._direct is None or plan.has_adapters:
             # An empty index would mean every token to some families; one row is the minimum.
             read = inputs.logits_indices if plan.samples else inputs.positions.new_zeros(1)
             return transformers_logits(self._module, inputs, logits_to_keep=read)

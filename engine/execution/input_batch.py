@@ -10,6 +10,7 @@ import torch
 
 from pagemill.engine.execution.staging import Transfer
 from pagemill.engine.plan import NewRow, StepPlan
+from pagemill.kernels.types.low_rank import NO_ADAPTER, AdapterRows, tiled
 from pagemill.kernels.types.metadata import AttentionMetadata
 
 NULL_BLOCK = 0
@@ -23,6 +24,7 @@ class StepInputs:
     sample_rows: torch.Tensor  # [num_samples] int64
     sample_positions: torch.Tensor  # [num_samples] int64, the tokens' places in their rows
     metadata: AttentionMetadata
+    adapters: AdapterRows | None = None  # None: no token has one
 
 
 @dataclass(slots=True)
@@ -42,6 +44,7 @@ class _StagedStep:
     seq_lens_host: list[int]
     num_padded_tokens: int
     num_decode_rows: int
+    adapters: AdapterRows | None
 
 
 def bucket_size(count: int) -> int:
@@ -82,6 +85,7 @@ class InputBatch:
             (max_num_seqs, max_blocks), NULL_BLOCK, dtype=torch.int32, device=device
         )
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self._adapter_slots = np.full(max_num_seqs, NO_ADAPTER, dtype=np.int32)
         self.rows: list[NewRow | None] = [None] * max_num_seqs
 
     def row(self, number: int) -> NewRow:
@@ -132,7 +136,17 @@ class InputBatch:
             seq_lens_host=seq_lens.tolist(),
             num_padded_tokens=padded_tokens,
             num_decode_rows=num_decode_rows,
+            adapters=self._stage_adapters(rows, query_lens, padded_tokens) if plan.has_adapters else None,
         )
+
+    def _stage_adapters(
+        self, rows: npt.NDArray[np.int64], query_lens: npt.NDArray[np.int64], padded_tokens: int
+    ) -> AdapterRows:
+        slots = np.full(padded_tokens, NO_ADAPTER, dtype=np.int32)
+        of_tokens = np.repeat(self._adapter_slots[rows], query_lens)
+        slots[: len(of_tokens)] = of_tokens
+        put = self._transfer.put
+        return AdapterRows(put(slots), *(put(array) for array in tiled(slots)))
 
     def lay_out(self, staged: _StagedStep) -> StepInputs:
         """Update the tables and build the step's tensors, on the device alone."""
@@ -178,11 +192,13 @@ class InputBatch:
             sample_rows=staged.samples[1],
             sample_positions=staged.samples[2],
             metadata=metadata,
+            adapters=staged.adapters,
         )
 
     def _enter(self, new: NewRow) -> tuple[int, torch.Tensor, torch.Tensor]:
         self.rows[new.row] = new
         self._num_blocks[new.row] = len(new.block_ids)
+        self._adapter_slots[new.row] = new.adapter_slot
         tokens = self._transfer.put(np.array(new.token_ids, dtype=np.int64))
         return new.row, tokens, self._transfer.put(np.array(new.block_ids, dtype=np.int32))
 

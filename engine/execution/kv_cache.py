@@ -6,6 +6,7 @@ import psutil
 import torch
 
 from pagemill.engine.config import MAX_KV_BLOCKS, EngineConfig
+from pagemill.engine.devices.adapter_memory import reserved_bytes
 from pagemill.engine.devices.backend import DeviceBackend
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.execution.host_cache import HostCache
@@ -68,7 +69,8 @@ def num_blocks_for(config: EngineConfig, shape: KVCacheShape, device: DeviceBack
     """
     num_blocks = config.num_kv_blocks
     if num_blocks is None:
-        budget = config.kv_cache_memory_bytes or device.free_bytes(config)
+        free = config.kv_cache_memory_bytes or device.free_bytes(config) - reserved_bytes(config, device)
+        budget = max(0, free)
         num_blocks = min(MAX_KV_BLOCKS, budget // shape.block_bytes)
         if num_blocks < 2:
             raise ConfigError(

@@ -23,7 +23,7 @@ from pagemill.engine.execution.staging import DirectTransfer, StagedTransfer
 from pagemill.engine.layers.attention import AttentionContext, attention_context
 from pagemill.engine.layers.direct_forward import DirectForward
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
-from pagemill.engine.layers.linear import LinearOptions
+from pagemill.engine.layers.linear import LinearOptions, adapter_rows
 from pagemill.engine.layers.part_report import how_parts_run
 from pagemill.engine.layers.rank_group import RankGroup
 from pagemill.engine.models.loader import LoadedModel
@@ -152,7 +152,8 @@ class ModelRunner:
         inputs = self._batch.lay_out(staged)
         self.kv_cache.move_blocks(plan)
         prepared = time.perf_counter()
-        computed = forward.run(plan, inputs, work)
+        with adapter_rows(inputs.adapters):
+            computed = forward.run(plan, inputs, work)
         forwarded = time.perf_counter()
         output = self._choose_tokens(inputs, computed, work, draws) if work else None
         sampled = time.perf_counter()

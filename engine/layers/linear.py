@@ -6,7 +6,9 @@ call, which for the few rows of a decode step costs more than the product; so th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ from torch import nn
 
 from pagemill.engine.layers.quantized_weight import QuantizedWeight, Weight, dense
 from pagemill.engine.layers.sharded_linear import PartialLinear
+from pagemill.kernels import dispatch
+from pagemill.kernels.types.low_rank import AdapterRows, LowRankTable
 
 if TYPE_CHECKING:
     from pagemill.kernels.cpu.matmul.weight_packing import PackedWeight
@@ -24,6 +28,23 @@ MakeProduct = Callable[[Sequence[Weight], torch.Tensor | None], nn.Module | None
 multiplies rows [num_rows, in_features]. None: no product is better than the layers themselves.
 
 A product of quantised weights names the form it keeps them in by `kept_as`, if it did not widen them."""
+
+
+_adapter_rows: ContextVar[AdapterRows | None] = ContextVar("adapter_rows", default=None)
+
+
+@contextmanager
+def adapter_rows(rows: AdapterRows | None) -> Iterator[None]:
+    """Give a step's tokens their adapters inside the block; None: none has one."""
+    token = _adapter_rows.set(rows)
+    try:
+        yield
+    finally:
+        _adapter_rows.reset(token)
+
+
+def current_adapter_rows() -> AdapterRows | None:
+    return _adapter_rows.get()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +67,10 @@ class Linear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.kept_as: str | None = None
         """How the weights of a quantised checkpoint are kept."""
+        self.sources: tuple[tuple[str, int], ...] = ()
+        """The paths of the layers it was made of, and their outputs, in order."""
+        self.adapters: LowRankTable | None = None
+        """A part for each of `sources`."""
 
     @classmethod
     def of(cls, layers: Sequence[nn.Linear], make_product: MakeProduct) -> Linear:
@@ -62,14 +87,18 @@ class Linear(nn.Module):
             part.register_parameter("weight", None)
             part.stored = None
         linear = cls(product, layers[0].in_features, sum(layer.out_features for layer in layers), part)
+        linear.sources = tuple((str(getattr(layer, "path", "")), layer.out_features) for layer in layers)
         if is_quantized:
             widened = f"widened to {str(weights[0].dtype).removeprefix('torch.')}"
             linear.kept_as = getattr(product, "kept_as", None) or widened
         return linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = self.product(x.reshape(-1, self.in_features))
-        out = rows.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        rows = x.reshape(-1, self.in_features)
+        product: torch.Tensor = self.product(rows).to(x.dtype)
+        if self.adapters is not None and (adapted := current_adapter_rows()) is not None:
+            dispatch.add_low_rank(product, rows, self.adapters, adapted)
+        out = product.view(*x.shape[:-1], self.out_features)
         return out if self.part is None else self.part.complete(out)
 
     def of_channels(self, channels: torch.Tensor) -> Linear | None:
@@ -142,6 +171,13 @@ class OneDNNProduct(nn.Module):
             rows = rows.expand(self._fewest_rows, -1).contiguous()
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
         return out[:num_rows]
+
+
+def note_paths(module: nn.Module) -> None:
+    """Write into every linear layer the path that it has now, for `Linear.sources`."""
+    for path, layer in module.named_modules():
+        if isinstance(layer, nn.Linear):
+            layer.path = path
 
 
 def _weight_of(layer: nn.Linear) -> Weight:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pagemill.engine.adapters.adapter import Adapter
+from pagemill.engine.adapters.pool import NO_ADAPTERS, NoAdapters
 from pagemill.engine.config import SchedulerConfig
 from pagemill.engine.device_failure import tells_of_lost_device
 from pagemill.engine.engine_stats import StepRecorder
@@ -152,6 +154,11 @@ class PoolingEngine:
         return self._token_texts
 
     @property
+    def adapters(self) -> NoAdapters:
+        """None: adapters are for models that generate."""
+        return NO_ADAPTERS
+
+    @property
     def limits(self) -> SchedulerConfig:
         return self._parts.limits
 
@@ -166,6 +173,7 @@ class PoolingEngine:
         resume: Sequence[SampleState] | None = None,
         cache_salt: str = "",
         task: Task = GENERATE,
+        adapter: Adapter | None = None,
     ) -> None:
         """Add a request that `input_processor.process_pool` has prepared.
 

@@ -203,6 +203,8 @@ class Request:
     """Prompt + max_tokens, within the model's context: `length` ends it there. Set by the scheduler."""
     cache_salt: str = ""
     """Only requests with the same salt share prefix cache blocks."""
+    adapter_slot: int = -1
+    """Where execution finds its adapter; -1: it has none. Set before it is scheduled."""
     is_plain: bool = False
     """One sample, with no search, grammar or log probabilities of the prompt: its next work depends on its
     numbers of tokens alone. Set by `classify`."""

@@ -76,6 +76,7 @@ class StepBuilder:
                 params=request.params,
                 seed=request.seed,
                 bad_word_ids=request.bad_word_ids,
+                adapter_slot=request.adapter_slot,
             )
         )
 
@@ -128,6 +129,7 @@ class StepBuilder:
         entries = self._decodes + self._prefills
         plan = StepPlan(self.step_id, freed_rows, self._new_rows, swap_out, swap_in, self._block_copies)
         plan.work = [work for work, _, _ in entries]
+        plan.has_adapters = any(sequence.request.adapter_slot >= 0 for _, sequence, _ in entries)
         step = InFlightStep(plan, [sequence for _, sequence, _ in entries])
         token_index = -1
         for work, sequence, is_caught_up in entries:

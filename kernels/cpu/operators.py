@@ -16,15 +16,17 @@ from pagemill.kernels.cpu.attention.prefill import prefill
 from pagemill.kernels.cpu.jit.compiler import NUMBERS_PER_THREAD, run_rows, use_torch_threads
 from pagemill.kernels.cpu.jit.element import ELEMENTS
 from pagemill.kernels.cpu.jit.memory import advise_huge_pages
-from pagemill.kernels.cpu.matmul import fp32, fp32_tile, weight_packing
+from pagemill.kernels.cpu.matmul import fp32, fp32_tile, low_rank, weight_packing
 from pagemill.kernels.cpu.sampling import noise as cpu_noise
 from pagemill.kernels.cpu.sampling import selection as cpu_selection
 from pagemill.kernels.reference import copy_blocks
 from pagemill.kernels.types.layer_cache import LayerCache, allocate_layer, largest_number
+from pagemill.kernels.types.low_rank import AdapterRows, LowRankTable
 from pagemill.kernels.types.metadata import AttentionMetadata, warm_up_metadata
 from pagemill.kernels.types.scoring import Scoring
 
 __all__ = [
+    "add_low_rank",
     "advise_huge_pages",
     "copy_blocks",
     "paged_attention",
@@ -118,11 +120,20 @@ def paged_attention(
     return out
 
 
+def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: AdapterRows) -> None:
+    """See `pagemill.kernels.dispatch.add_low_rank`."""
+    if x.dtype == torch.float32:
+        low_rank.add_low_rank(out, x, table, rows)
+    else:
+        reference.add_low_rank(out, x, table, rows)
+
+
 def warm_up() -> None:
     """Compile what every model runs, or load it from the disk, so that no step pays for it: seconds at first."""
     rows = torch.zeros(2 * NUMBERS_PER_THREAD // 64, 64)
     for n in (1, len(rows)):  # one row takes a kernel's serial form, so many its parallel one
         fused_rows.rms_norm(rows[:n], rows[0], 1e-5)
+    low_rank.warm_up()
     cpu_noise.warm_up()
     cpu_selection.warm_up()
     if fp32.is_supported():

@@ -123,6 +123,8 @@ LAUNCHES = {
     "copy_blocks": Launch(4096, 4),  # numbers of a block
     "sampling_cuts": Launch(512, 8),  # logits
     "gumbel_argmax": Launch(1024, 4),  # logits
+    "low_rank_shrink": Launch(64, 4),  # inputs
+    "low_rank_expand": Launch(64, 4),  # outputs
 }
 
 

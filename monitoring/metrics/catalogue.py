@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pagemill.monitoring.metrics.adapters import ADAPTERS
 from pagemill.monitoring.metrics.engine import REQUESTS, STEPS, TOKENS
 from pagemill.monitoring.metrics.gateway import GATEWAY_METRICS
 from pagemill.monitoring.metrics.kv_cache import BLOCKS, MOVEMENTS, PREFIXES_AND_RESIDENCY
@@ -55,6 +56,7 @@ SECTIONS = (
         "engine", "Requests in the engine", "Buckets are vLLM's, so that panels can be compared.", REQUESTS
     ),
     Section("engine", "Tokens and grammars", "", TOKENS),
+    Section("engine", "Adapters", "LoRA adapters, by the names that jobs use.", ADAPTERS),
     Section("worker", "Worker", "", PROCESS),
     Section("scrape", "The scrape", "", SCRAPE_METRICS),
     Section(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import get_args
 
 from pagemill.engine.outputs import EngineStats, FinishReason, StructuredResult, WaitReason
+from pagemill.monitoring.metrics.adapters import ADAPTERS
 from pagemill.monitoring.metrics.metric import Metric, Number, counter, engine_histogram, gauge
 
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
@@ -173,4 +174,4 @@ TOKENS: tuple[Metric[EngineStats], ...] = (
             _grammar_cache, "result"),
 )  # fmt: skip
 
-ENGINE_METRICS = STEPS + REQUESTS + TOKENS
+ENGINE_METRICS = STEPS + REQUESTS + TOKENS + ADAPTERS

@@ -240,6 +240,7 @@ class SubmitOptions:
     ] = None
     seed: options.Seed = None
     stop: options.Stop = None
+    adapter: options.Adapter = None
     choice: Annotated[
         list[str] | None, typer.Option("--choice", help="The output is one of these; may be repeated.")
     ] = None
@@ -287,6 +288,7 @@ def _submitted_fields(given: SubmitOptions) -> dict[str, Any]:
         "seed": given.seed,
         "stop": given.stop or None,
         "priority": given.priority,
+        "adapter": given.adapter,
     }
     fields |= {name: value for name, value in chosen.items() if value is not None}
     fields |= _tool_fields(given.tools, given.tool_choice)

@@ -93,6 +93,7 @@ class RunOptions:
     temperature: options.RunTemperature = 0.0
     seed: options.Seed = None
     stop: options.Stop = None
+    adapter: options.Adapter = None
     continuation: options.Continuation = None
     field: options.Field = None
     gold: options.Gold = None
@@ -228,6 +229,7 @@ def _job_fields(given: RunOptions) -> dict[str, Any]:
         "seed": given.seed,
         "stop": given.stop or None,
         "label_probs": given.label_probs,
+        "adapter": given.adapter,
     }
     fields |= {name: value for name, value in options.items() if value is not None}
     return fields | extra_fields(given.field or []) | scored(given.continuation)

@@ -93,6 +93,14 @@ class WorkerFlags:
         str | None,
         typer.Option(metavar="FILE", help="A Jinja chat template. Default: the model's own."),
     ] = None
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="NAME=FOLDER",
+            help="A LoRA adapter of PEFT that jobs may name; may be repeated. More at run time: pagemill adapter add.",
+        ),
+    ] = None
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None
     dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None
     max_model_len: Annotated[Given, _number("Longest prompt + output, in tokens.")] = None
@@ -148,7 +156,7 @@ def worker(given: WorkerFlags) -> None:
     flags = {
         name: option.opts[0] for option in given.context.command.params if (name := option.name) in named
     }
-    chosen = {name: value for name in named if (value := getattr(given, name)) is not None}
+    chosen = {name: value for name in named if (value := getattr(given, name)) not in (None, [])}
     raise typer.Exit(_run(load(_pairs(given.option or []) | chosen, flags)))
 
 

@@ -58,7 +58,7 @@ class ProducerBase:
         fields = {**(defaults or {}), **({} if model is None else {"model": model})}
         if fields:
             Job.parse({"prompt": "x", "model": "m", **fields})
-        self.preparer = Preparer(queue, tenant, _signing_keys(hmac_key), fields)
+        self.preparer = Preparer(queue, tenant, signing_keys(hmac_key), fields)
         self._init_connection()
 
     def _init_connection(self) -> None:
@@ -93,7 +93,7 @@ class AsyncDriver(ProducerBase):
         raise NotImplementedError
 
 
-def _signing_keys(given: str | bytes | None) -> Keys:
+def signing_keys(given: str | bytes | None = None) -> Keys:
     """Return the signing key: the one given, else the first of PAGEMILL_HMAC_KEYS. Raises InvalidJob."""
     if given is not None:
         return Keys([given])

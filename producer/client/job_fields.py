@@ -57,6 +57,7 @@ class RowFields(TypedDict, total=False):
     prompt_name: str | None
     rows_dtype: Literal["float32", "float16"]
     truncate: bool
+    adapter: str | None
     priority: Literal["high", "normal", "low"]
     tenant: str
     deadline: float | None

@@ -45,7 +45,7 @@ def _workers(queue: str, workers: list[WorkerInfo]) -> Finding:
 
 
 def _unserved(queue: str, stats: QueueStats, workers: list[WorkerInfo]) -> Finding:
-    served = {model for worker in workers for model in worker.models}
+    served = {lane for worker in workers for lane in worker.lanes()}
     waiting: Counter[str] = Counter()
     for (_, _, model), jobs in stats.waiting.items():
         if model not in served:

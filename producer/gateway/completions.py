@@ -25,7 +25,7 @@ async def answer(gateway: Gateway, request: Request, url: str) -> Response:
     started = time.monotonic()
     caller = await gateway.admit(request)
     ask = await read_ask(request, url, caller, gateway.config)
-    await gateway.models.check(ask.model, caller)
+    ask = ask.of(await gateway.models.resolve(ask.model, caller))
     await gateway.admit_prompts(caller, len(ask.jobs))
     waiter = Waiter(gateway)
     try:

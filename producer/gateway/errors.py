@@ -32,6 +32,7 @@ _TYPES = {
 _JOB_STATUS = {
     "deadline_exceeded": 504,
     "unknown_model": 404,
+    "unknown_adapter": 404,
     "payload_too_large": 413,
     "out_of_memory": 503,
     "cancelled": 410,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -36,7 +36,12 @@ class Ask:
 
     @property
     def model(self) -> str:
-        return self.jobs[0].model
+        """What the request calls the model: its name, or its adapter's."""
+        return self.jobs[0].adapter or self.jobs[0].model
+
+    def of(self, fields: Mapping[str, str]) -> Ask:
+        """Return the same with other `model` and `adapter`."""
+        return replace(self, jobs=tuple(job.model_copy(update=dict(fields)) for job in self.jobs))
 
     @property
     def n(self) -> int:

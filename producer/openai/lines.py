@@ -23,7 +23,7 @@ from pagemill.producer.wire.schema.outputs import Output, Result, Usage
 
 _KEPT = ("outputs", "usage", "model", "rows", "labels")
 _FINAL_STATUS = 400
-_STATUS = {"deadline_exceeded": 504, "unknown_model": 404, "payload_too_large": 413}
+_STATUS = {"deadline_exceeded": 504, "unknown_model": 404, "unknown_adapter": 404, "payload_too_large": 413}
 
 
 @dataclass

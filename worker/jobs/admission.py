@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ class Admission:
         self._leases = leases
         self._clock = context.clock
         self._counters = context.counters
-        self._models: list[str] = []
+        self._lanes: Callable[[], list[str]] = list
         self._room = threading.Event()
         self._stop = threading.Event()
         self._backoff = Backoff()
@@ -145,8 +146,9 @@ class Admission:
         self.refusal: str | None = None
         """Why the last pull failed, unless the server was away: a worker that can't pull is not ready."""
 
-    def start(self, models: list[str]) -> None:
-        self._models = models
+    def start(self, lanes: Callable[[], list[str]]) -> None:
+        """`lanes`: the last parts of the lanes to pull from at the moment."""
+        self._lanes = lanes
         self._thread.start()
 
     def stop(self) -> None:
@@ -194,8 +196,9 @@ class Admission:
             return
         self._counters.credit_sequences = room.jobs
         self._counters.credit_blocks = room.tokens // room.block_size
+        lanes = self._lanes()
         reply = self._queue.pull(
-            self._models,
+            lanes,
             room.jobs,
             room.tokens,
             holding=len(self._table),
@@ -221,7 +224,7 @@ class Admission:
         else:
             self.blocked = None
             due_s = DOORBELL_S if reply.next_due_ms is None else reply.next_due_ms / 1000
-            self._queue.wait_for_doorbell(self._models, min(DOORBELL_S, due_s))
+            self._queue.wait_for_doorbell(lanes, min(DOORBELL_S, due_s))
 
     def _blocked_for(self, reason: BlockReason, timeout_s: float) -> None:
         if self.blocked != reason:
@@ -322,6 +325,7 @@ class Admission:
                 priority=PRIORITIES[job.job.priority],
                 arrival=job.pulled.submitted_at,
                 resume=resume,
+                adapter=job.adapter,
                 cache_salt=job.job.tenant,  # a tenant must not learn another's prompts by timing
             )
         )

@@ -83,13 +83,12 @@ class FinalWrite:
             counters.discarded_tokens.inc("cancelled", self.new_tokens)
 
 
-def checkpoint_call(
-    queue: str, job: RunningJob, fingerprint: str, now: float, hmac_keys: Keys
-) -> Call[CheckpointReply]:
+def checkpoint_call(queue: str, job: RunningJob, now: float, hmac_keys: Keys) -> Call[CheckpointReply]:
     """Build the call that writes progress and the part of the checkpoint not yet stored."""
 
     def sign(entry: bytes) -> bytes:
-        return hmac_keys.sign_entry(entry, queue=queue, job_id=job.job_id, fingerprint=digest_of(fingerprint))
+        digest = digest_of(job.fingerprint)
+        return hmac_keys.sign_entry(entry, queue=queue, job_id=job.job_id, fingerprint=digest)
 
     return transitions.checkpoint(
         queue,
@@ -97,7 +96,7 @@ def checkpoint_call(
         job.token,
         job.progress(now),
         job.unsaved(),
-        fingerprint=fingerprint,
+        fingerprint=job.fingerprint,
         restart=job.restart_checkpoint,
         sign=sign,
     )

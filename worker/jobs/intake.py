@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagemill.chat.parser import ChatSyntax
-from pagemill.engine.fingerprint import digest_of, may_continue
+from pagemill.engine.fingerprint import digest_of, may_continue, with_adapter
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.pooling.input_processor import PoolInput
 from pagemill.engine.sampling_params import SamplingParams
@@ -69,10 +69,15 @@ class Intake:
             InvalidJob, pagemill.engine.errors.InvalidRequest: the job's own error. No message quotes its input.
         """
         job = self._checked(pulled)
+        engine = self._engine.engine
+        adapter = None if job.adapter is None else engine.adapters.find(job.adapter)
+        fingerprint = (
+            engine.fingerprint if adapter is None else with_adapter(engine.fingerprint, adapter.digest)
+        )
         prompt_token_ids, params, task, syntax = self._processed(job, pulled.job_id)
         check_result_size(job, params, len(prompt_token_ids), task)
-        point = ResumePoint() if isinstance(task, Pool) else self._resume_point(pulled)
-        texts = self._engine.engine.token_texts
+        point = ResumePoint() if isinstance(task, Pool) else self._resume_point(pulled, fingerprint)
+        texts = engine.token_texts
         if isinstance(task, Generate) and task.outline is not None and task.outline.trigger:
             # Where its calls ended is known to the process that followed them, and to no one else.
             point = ResumePoint(unusable="broken" if point.checkpoint is not None else point.unusable)
@@ -97,6 +102,8 @@ class Intake:
             started_at=started_at,
             expires_at=_expires_at(pulled, job, started_at),
             samples=samples,
+            fingerprint=fingerprint,
+            adapter=adapter,
             token_text=texts,
             restart_checkpoint=point.unusable is not None,
             saved_at=time.monotonic(),
@@ -179,11 +186,11 @@ class Intake:
                 raise InvalidJob(str(refusal), "unsupported_feature") from None
         return job
 
-    def _resume_point(self, pulled: PulledJob) -> ResumePoint:
+    def _resume_point(self, pulled: PulledJob, fingerprint: str) -> ResumePoint:
         point = resume_point(
             pulled,
             queue=self._queue,
-            fingerprint=self._engine.engine.fingerprint,
+            fingerprint=fingerprint,
             vocab_size=self._engine.input_processor.vocab_size,
             hmac_keys=self._keys,
         )

@@ -286,9 +286,7 @@ class ProgressReporter:
         """Build the final write of a complete job: its result, or an error if too large. Any thread."""
         assert self._engine is not None, "outputs come from an engine"
         engine = self._engine.engine
-        body = job.result_json(
-            output, tier=engine.tier, fingerprint=engine.fingerprint, now=self._clock.now()
-        )
+        body = job.result_json(output, tier=engine.tier, now=self._clock.now())
         if len(body) > MAX_RESULT_BYTES:
             return self._refused(job, "result_too_large", TOO_LARGE)
         return succeeded(self._queue.queue, job, body)
@@ -359,8 +357,8 @@ class ProgressReporter:
 
     def _write_checkpoints(self, jobs: Sequence[RunningJob]) -> None:
         assert self._engine is not None, "jobs run only once there is an engine"
-        fingerprint, now = self._engine.engine.fingerprint, self._clock.now()
-        calls = [checkpoint_call(self._queue.queue, job, fingerprint, now, self._hmac_keys) for job in jobs]
+        now = self._clock.now()
+        calls = [checkpoint_call(self._queue.queue, job, now, self._hmac_keys) for job in jobs]
         for job, reply in zip(jobs, self._queue.run_many(calls), strict=True):
             self._counters.progress_writes.inc("written" if reply in ("ok", "cancelled") else "refused")
             if reply == "stale":

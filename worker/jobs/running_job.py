@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pagemill.chat.parser import ChatSyntax
 from pagemill.chat.thinking import THINKING
+from pagemill.engine.adapters.adapter import Adapter
 from pagemill.engine.outputs import CompletionDelta, PooledRows, RequestOutput, SampleState
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import Generate, Score, Task
@@ -152,6 +153,9 @@ class RunningJob:
     expires_at: float | None
     """`time.monotonic()` when its deadline or its timeout ends it."""
     samples: list[SampleRecord]
+    fingerprint: str = ""
+    """Of the model and its adapter."""
+    adapter: Adapter | None = None
     resumed_tokens: int = 0
     phase: Phase = "waiting"
     prompt_tokens_done: int = 0
@@ -330,7 +334,7 @@ class RunningJob:
             updated_at=server_time,
         )
 
-    def result_json(self, output: RequestOutput | None, *, tier: str, fingerprint: str, now: float) -> bytes:
+    def result_json(self, output: RequestOutput | None, *, tier: str, now: float) -> bytes:
         """Return the job's `Result` as JSON. Its large parts never exist as objects all at once.
 
         Args:
@@ -359,7 +363,7 @@ class RunningJob:
             model=self.job.model,
             seed=self.params.seed,
             tier=tier,
-            fingerprint=fingerprint,
+            fingerprint=self.fingerprint,
             attempt=self.pulled.attempt,
             resumed_tokens=self.resumed_tokens,
             timing=Timing(

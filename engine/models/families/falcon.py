@@ -62,11 +62,15 @@ def _forward(
 
 
 def _adapt(module: nn.Module) -> None:
-    from transformers.models.falcon.modeling_falcon import FalconAttention, FalconLinear, apply_rotary_pos_emb
+    from transformers.models.falcon.modeling_falcon import (
+        FalconAttention,
+        FalconLinear,
+        apply_rotary_pos_emb,
+    )
 
-    for linear in module.modules():
-        if type(linear) is FalconLinear:  # a product like others, whose bias is added apart
-            linear.__class__ = nn.Linear
+    for child in module.modules():
+        if type(child) is FalconLinear:  # the same product, under a forward of its own: packed as any other
+            child.__class__ = nn.Linear
     rotate = staticmethod(apply_rotary_pos_emb)
     for attention in replace_attention(module, FalconAttention, forward=_forward, rotate=rotate):
         slopes = None

@@ -13,7 +13,7 @@ from pagemill.producer.dataset.recipe import OnRow
 from pagemill.producer.dataset.run import OnCut
 from pagemill.producer.dataset.tables.rows import Format
 from pagemill.producer.wire.schema.chat import FunctionName
-from pagemill.producer.wire.schema.keys import ModelName
+from pagemill.producer.wire.schema.keys import AdapterName, ModelName
 from pagemill.sampling_fields import LabelProbs
 
 Texts = list[str] | None
@@ -37,6 +37,15 @@ Seed = Annotated[
 Stop = Annotated[Texts, typer.Option("--stop", help="Stop string; may be repeated.")]
 Field = Annotated[
     Texts, typer.Option("--field", metavar="NAME=JSON", help="Any other field of a job; may be repeated.")
+]
+Adapter = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME",
+        callback=checked(AdapterName),
+        help="A LoRA adapter that the workers have.",
+    ),
 ]
 Tools = Annotated[
     Path | None,

@@ -193,6 +193,7 @@ class BatchRun:
 
         Jobs added to a batch after its cancel would run, so the status is checked before each chunk.
         """
+        await self._gateway.models.look()
         chunks = _chunks(self._allowed(requests))
         while chunk := await asyncio.to_thread(next, chunks, None):
             if await self._save() == "cancelling":
@@ -215,7 +216,7 @@ class BatchRun:
             "key": _key(request), "tenant": self._tenant, "priority": self._about["priority"],
             "dedupe": job.is_repeatable,
         }  # fmt: skip
-        return job.model_copy(update=own)
+        return job.model_copy(update=own | self._gateway.models.adapted(job.model))
 
     async def _wait(self) -> None:
         """Wait until every submitted job has ended, and publish progress for clients."""

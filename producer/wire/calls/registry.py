@@ -35,8 +35,16 @@ class WorkerInfo(WireModel):
     started_at: float = 0.0
     running: int = 0
     """Jobs that the worker holds."""
+    adapters: tuple[str, ...] = ()
+    """The adapters that jobs of its models may name."""
     max_model_len: int | None = None
     """The most tokens of a prompt and its output, once the model is loaded."""
+
+    def lanes(self) -> list[str]:
+        """Return the last parts of the lanes it pulls from (`keys.lane_model`)."""
+        return [
+            keys.lane_model(model, adapter) for adapter in (None, *self.adapters) for model in self.models
+        ]
 
 
 def page_address(worker: WorkerInfo) -> str | None:
@@ -97,7 +105,7 @@ class RunningPage:
 def heartbeat(queue: str, info: WorkerInfo, ttl_ms: int = WORKER_TTL_MS) -> Call[None]:
     """Register the worker, or keep it registered. After `ttl_ms` without a heartbeat it counts as gone."""
     first = info.model_dump_json(include=_FIRST_RELEASE)
-    args: tuple[str | int, ...] = (info.id, ttl_ms, info.model_dump_json(), first, *info.models)
+    args: tuple[str | int, ...] = (info.id, ttl_ms, info.model_dump_json(), first, *info.lanes())
     return Call("heartbeat", (keys.prefix(queue),), args, _nothing)
 
 

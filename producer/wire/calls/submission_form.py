@@ -16,7 +16,7 @@ from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, Final
 
 from pagemill.producer.wire.calls.transitions import Submission, header_options, lane_of
-from pagemill.producer.wire.schema.affinity import chat_affinity, prompt_affinity
+from pagemill.producer.wire.schema.affinity import adapter_affinity, chat_affinity, prompt_affinity
 from pagemill.producer.wire.schema.job import (
     MAX_KEY,
     MAX_MESSAGES,
@@ -50,6 +50,7 @@ class JobForm:
     """The shared part of rows of one shape; made from one validated row."""
 
     __slots__ = (
+        "_adapter",
         "_envelope",
         "_lane",
         "_options",
@@ -66,6 +67,7 @@ class JobForm:
         options = header_options(job.model_copy(update={"metadata": None}))
         self.tenant = job.tenant
         self.needs_seed = job.needs_seed
+        self._adapter = job.adapter
         self._version = job.version
         self._settings = job.settings_work()
         self._lane = lane_of(job)
@@ -83,8 +85,8 @@ class JobForm:
         quoted = encode_basestring_ascii(key)
         envelope = f'{{"v":{self._version},"key":{quoted},'
         header = f'{{"id":"{job_id}","lane":"{self._lane}","cost":{text.tokens + self._output_tokens}'
-        if text.affinity is not None:
-            header += f',"affinity":"{text.affinity}"'
+        if (affinity := adapter_affinity(text.affinity, self._adapter)) is not None:
+            header += f',"affinity":"{affinity}"'
         if self._twin is not None:
             digest = self.digest(text)
             header += f',"digest":"{digest}","twin":"{self._twin}{digest}"'

@@ -178,7 +178,7 @@ def prepare(
 
 
 def lane_of(job: Job) -> str:
-    return keys.lane(job.version, job.priority, job.tenant, job.model)
+    return keys.lane(job.version, job.priority, job.tenant, keys.lane_model(job.model, job.adapter))
 
 
 def header_options(job: Job) -> dict[str, str | int]:

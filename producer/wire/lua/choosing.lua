@@ -8,7 +8,7 @@ local SHARE = 8
 local WINDOW = 64
 local WARM_TTL = 600000
 local worker = ARGV[1]
-local meta = redis.call('HMGET', P .. 'meta', 'turn', 'paused', 'rate', 'burst', 'level', 'level_at')
+local meta = redis.call('HMGET', P .. 'meta', 'turn', 'paused', 'rate', 'burst', 'level', 'level_at', 'cursor')
 local turn = tonumber(meta[1] or 0)
 
 local versions, classes, models = {}, {}, {unpack(ARGV, 9)}
@@ -18,6 +18,13 @@ end
 local is_urgent = #classes == 1
 for version in string.gmatch(ARGV[7], '%d+') do
   versions[#versions + 1] = version
+end
+
+-- A job with an adapter waits in a lane of its own, `<model>#<adapter>`, under one version: there is no need to look
+-- at the others for each of perhaps hundreds of adapters.
+local ADAPTED = {'5'}
+local function versions_of(model)
+  return string.find(model, '#', 1, true) and ADAPTED or versions
 end
 
 -- The first 64 jobs of a lane; false in the place of one that was taken in this call.
@@ -71,21 +78,20 @@ local function next_lane(version, class, model)
   end
 end
 
--- The next lane of a class: the models for which jobs wait take turns, and for each model its versions.
+-- The next lane of a class: the models for which jobs wait take turns, and for each model its versions. The cursor
+-- moves past the models that were passed over, so that the next in line does not get their turns.
+local cursor, passed = tonumber(meta[7] or 0), 0
 local function lane_of(class)
-  local waiting = {}
-  for _, model in ipairs(models) do
-    local lanes = {}
-    for _, version in ipairs(versions) do
+  for i = 0, #models - 1 do
+    local at = cursor + i
+    local model, lanes = models[at % #models + 1], {}
+    for _, version in ipairs(versions_of(model)) do
       lanes[#lanes + 1] = next_lane(version, class, model)
     end
     if #lanes > 0 then
-      waiting[#waiting + 1] = lanes
+      passed = i
+      return lanes[math.floor(at / #models) % #lanes + 1]
     end
-  end
-  if #waiting > 0 then
-    local lanes = waiting[turn % #waiting + 1]
-    return lanes[math.floor(turn / #waiting) % #lanes + 1]
   end
 end
 
@@ -95,7 +101,7 @@ local function longest_waiting()
   local found, longest = nil, AGEING
   for _, class in ipairs(classes) do
     for _, model in ipairs(models) do
-      for _, version in ipairs(versions) do
+      for _, version in ipairs(versions_of(model)) do
         local lane = next_lane(version, class, model)
         local waited = lane and age(lane)
         if waited and waited > longest then
@@ -111,6 +117,7 @@ end
 local function choose()
   local lane = not is_urgent and turn % SHARE == SHARE - 1 and longest_waiting()
   if lane then
+    passed = -1
     return lane, true
   end
   for _, class in ipairs(classes) do
@@ -191,12 +198,13 @@ local function note_turn(lane)
   end
   redis.call('ZINCRBY', stride.turns, stride.by, stride.tenant)
   turn = turn + 1
+  cursor = cursor + passed + 1
 end
 
 -- Once per call, after the last job was taken.
 local function save_choices()
   if turn ~= tonumber(meta[1] or 0) then
-    redis.call('HSET', P .. 'meta', 'turn', turn)
+    redis.call('HSET', P .. 'meta', 'turn', turn, 'cursor', cursor)
   end
   for lane, has_changed in pairs(touched) do
     if has_changed and overtaken[lane] == 0 then

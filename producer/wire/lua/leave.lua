@@ -3,11 +3,15 @@
 -- ARGV[1] worker id
 -- Returns 1
 -- @include common
-local info = redis.call('GET', P .. 'worker:' .. ARGV[1])
+local info = redis.call('GET', P .. 'about:' .. ARGV[1]) or redis.call('GET', P .. 'worker:' .. ARGV[1])
 redis.call('ZREM', P .. 'workers', ARGV[1])
 redis.call('HDEL', P .. 'warm', ARGV[1])
 redis.call('UNLINK', P .. 'worker:' .. ARGV[1], P .. 'about:' .. ARGV[1])
-for _, model in ipairs(info and cjson.decode(info).models or {}) do
+local known = info and cjson.decode(info) or {}
+for _, model in ipairs(known.models or {}) do
   redis.call('ZREM', P .. 'serves:' .. model, ARGV[1])
+  for _, adapter in ipairs(known.adapters or {}) do
+    redis.call('ZREM', P .. 'serves:' .. model .. '#' .. adapter, ARGV[1])
+  end
 end
 return 1

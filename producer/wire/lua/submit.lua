@@ -17,7 +17,7 @@
 
 -- Strings by their longest, numbers by their largest; no number is below 0, and NaN fails every comparison.
 local LONGEST = {
-  id = 64, lane = 256, affinity = 32, twin = 128, key = 1024, idem = 1100, digest = 64, replay_of = 64,
+  id = 64, lane = 320, affinity = 32, twin = 128, key = 1024, idem = 1100, digest = 64, replay_of = 64,
   webhook = 2048, relay = 32, metadata = 16384, invalid = 16384, waiters = 32
 }
 local LARGEST = {

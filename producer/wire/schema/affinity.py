@@ -34,6 +34,11 @@ def chat_affinity(turns: Iterable[tuple[str, str]]) -> str | None:
     return _digest("\0".join(system))
 
 
+def adapter_affinity(affinity: str | None, adapter: str | None) -> str | None:
+    """Return the name for the same beginning under an adapter, which shares nothing with that of another."""
+    return affinity if affinity is None or adapter is None else _digest(f"{adapter}\0{affinity}")
+
+
 @lru_cache(maxsize=1024)
 def _digest(prefix: str) -> str:
     # Short, because it is stored with the id of every waiting job. Among the 64 jobs that a pull examines,

@@ -13,10 +13,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from pagemill.bounds import Exact, InvalidParameter, Length, Range
+from pagemill.bounds import ADAPTER_NAME, Exact, InvalidParameter, Length, Range
 from pagemill.json_values import check_json
 from pagemill.producer.wire.schema import keys
-from pagemill.producer.wire.schema.affinity import chat_affinity, prompt_affinity, token_affinity
+from pagemill.producer.wire.schema.affinity import (
+    adapter_affinity,
+    chat_affinity,
+    prompt_affinity,
+    token_affinity,
+)
 from pagemill.producer.wire.schema.chat import (
     CHAT_FIELDS,
     CHAT_VERSION,
@@ -51,8 +56,10 @@ from pagemill.producer.wire.schema.outputs import (
     Usage,
     WireModel,
 )
+from pagemill.producer.wire.schema.response_format import structure_of
 from pagemill.producer.wire.schema.signing import split_payload
 from pagemill.producer.wire.schema.tasks import (
+    ADAPTER_VERSION,
     LABEL_VERSION,
     POOLED_TASKS,
     REFUSED_FIELDS,
@@ -169,6 +176,8 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
     prompt_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)] | None = None
     model: Annotated[str, StringConstraints(strict=True, pattern=f"^{keys.MODEL_PATTERN.pattern}$")]
     """The served name, never a path."""
+    adapter: Annotated[str, StringConstraints(strict=True, pattern=f"^{ADAPTER_NAME.pattern}$")] | None = None
+    """The name of an adapter that workers of the model have; None: the model as it is."""
     priority: Literal["high", "normal", "low"] = "normal"
     tenant: Annotated[str, StringConstraints(strict=True, pattern=f"^{keys.TENANT_PATTERN.pattern}$")] = (
         "default"
@@ -255,6 +264,8 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
     @property
     def version(self) -> int:
         """The version of the envelope."""
+        if self.adapter is not None:
+            return ADAPTER_VERSION
         if self.label_probs is not None:
             return LABEL_VERSION
         return CHAT_VERSION if self.is_parsed else TASKS[self.task].version
@@ -321,6 +332,9 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
 
     def affinity(self) -> str | None:
         """Return a name that is equal for jobs whose prompts begin alike; see affinity.py."""
+        return adapter_affinity(self._prompt_affinity(), self.adapter)
+
+    def _prompt_affinity(self) -> str | None:
         if self.prompt is not None:
             return prompt_affinity(self.prompt)
         if self.prompt_token_ids is not None:
@@ -368,7 +382,7 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
         if data.get("structured_outputs") is not None:
             raise ValueError("give response_format or structured_outputs, not both")
         fields = {name: value for name, value in data.items() if name != "response_format"}
-        fields["structured_outputs"] = _structure(data["response_format"])
+        fields["structured_outputs"] = structure_of(data["response_format"])
         return fields
 
     @field_validator("stop", "bad_words", mode="before")
@@ -478,22 +492,6 @@ def text_tokens(text: bytes) -> int:
 def turn_tokens(content: bytes) -> int:
     """Estimate the tokens of a message, including those that the chat template adds."""
     return text_tokens(content) + 4
-
-
-def _structure(response_format: Any) -> dict[str, Any] | None:
-    """Convert OpenAI's response_format, or a pydantic class as its clients take, to structured_outputs."""
-    if is_model(response_format):
-        return {"json": response_format}
-    match response_format:
-        case {"type": "text"}:
-            return None
-        case {"type": "json_object"}:
-            return {"json": '{"type":"object"}'}
-        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
-            return {"json": schema}
-    raise ValueError(
-        "response_format must have type text, json_object or json_schema (with json_schema.schema)"
-    )
 
 
 def _refuse_constant(name: str) -> None:

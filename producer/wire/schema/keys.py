@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from pagemill.bounds import MODEL_NAME, MODEL_NAME_RULE
+from pagemill.bounds import ADAPTER_NAME, ADAPTER_NAME_RULE, MODEL_NAME, MODEL_NAME_RULE
 from pagemill.producer.wire.schema.errors import InvalidJob
 
 QUEUE_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -39,6 +39,7 @@ def _named(pattern: re.Pattern[str], rule: str) -> AfterValidator:
 QueueName = Annotated[str, _named(QUEUE_PATTERN, QUEUE_RULE)]
 TenantName = Annotated[str, _named(TENANT_PATTERN, TENANT_RULE)]
 ModelName = Annotated[str, _named(MODEL_PATTERN, MODEL_RULE)]
+AdapterName = Annotated[str, _named(ADAPTER_NAME, ADAPTER_NAME_RULE)]
 Id = Annotated[str, _named(ID_PATTERN, ID_RULE)]
 
 PRIORITY_CLASSES = {"high": "0", "normal": "1", "low": "2"}
@@ -56,6 +57,11 @@ def prefix(queue: str) -> str:
 def lane(version: int, priority: str, tenant: str, model: str) -> str:
     """Return a lane, `<version>:<class>:<tenant>:<model>`. The model may contain colons, so it is last."""
     return f"{version}:{PRIORITY_CLASSES[priority]}:{tenant}:{model}"
+
+
+def lane_model(model: str, adapter: str | None) -> str:
+    """Return a lane's last part, under which workers pull: a model, or `<model>#<adapter>`."""
+    return model if adapter is None else f"{model}#{adapter}"
 
 
 def split_lane(name: str) -> tuple[int, str, str, str]:
@@ -98,6 +104,11 @@ def waiting(queue: str, lane_name: str) -> str:
 def doorbell(queue: str, model: str) -> str:
     """List: one element per reason to pull; idle workers block on it with BLPOP."""
     return f"{prefix(queue)}bell:{model}"
+
+
+def commands(queue: str, worker_id: str) -> str:
+    """List: commands that the worker has not taken yet; it blocks on them with BLPOP."""
+    return f"{prefix(queue)}commands:{worker_id}"
 
 
 def ended_channel(queue: str) -> str:

@@ -7,6 +7,8 @@ and the whole is still JSON:
                 over queue, job id, tenant, signed_at and the envelope
     checkpoint  {"mac":"<hex>",                        + the delta without its first brace
                 over queue, job id, fingerprint and the delta
+    command     {"mac":"<hex>",                        + the command without its first brace
+                over queue, worker id and the command
 
 Keys are rotated without a gap: `Keys` checks with two and signs with the first. Without a key nothing is
 signed or checked.
@@ -119,6 +121,23 @@ class Keys:
         return self._is_valid(
             match[1].decode(), b"checkpoint", queue, job_id, fingerprint, body=b"{" + entry[match.end() :]
         )
+
+    def sign_command(self, command: bytes, *, queue: str, worker_id: str) -> bytes:
+        """Return a command to one worker in its stored form; unchanged without a key."""
+        if not self._keys:
+            return command
+        mac = _mac(self._keys[0], b"command", queue, worker_id, body=command)
+        return b'{"mac":"%b",%b' % (mac.encode(), command[1:])
+
+    def check_command(self, stored: bytes, *, queue: str, worker_id: str) -> bytes:
+        """Return a command without its signature. Raises InvalidJob (`unsigned`): no key of ours signed it."""
+        match = _ENTRY.match(stored)
+        command = unsigned_entry(stored)
+        if self._keys and (
+            match is None or not self._is_valid(match[1].decode(), b"command", queue, worker_id, body=command)
+        ):
+            raise InvalidJob("the command is not signed with a key that this worker knows", "unsigned")
+        return command
 
     def _is_valid(self, mac: str, purpose: bytes, *names: str, body: bytes) -> bool:
         return any(hmac.compare_digest(mac, _mac(key, purpose, *names, body=body)) for key in self._keys)

@@ -22,8 +22,10 @@ class Task:
 
 
 TASKS: Final[dict[TaskName, Task]] = {
-    "generate": Task(1, frozenset(SAMPLING_FIELDS) | CHAT_FIELDS, is_certain=False),
-    "score": Task(2, frozenset({"continuations", "logprobs", "truncate_prompt_tokens"}), is_certain=True),
+    "generate": Task(1, frozenset(SAMPLING_FIELDS) | CHAT_FIELDS | {"adapter"}, is_certain=False),
+    "score": Task(
+        2, frozenset({"continuations", "logprobs", "truncate_prompt_tokens", "adapter"}), is_certain=True
+    ),
     "embed": Task(
         3, frozenset({"inputs", "dimensions", "prompt_name", "rows_dtype", "truncate"}), is_certain=True
     ),
@@ -38,6 +40,10 @@ REFUSED_FIELDS: Final = {
     for name, task in TASKS.items()
 }
 """Per task, the fields that only other tasks accept."""
+ADAPTER_VERSION: Final = 5
+"""The envelope version of every job with an adapter, whatever its task."""
 LABEL_VERSION: Final = 6
 """The envelope version of a choice that returns its labels' probabilities: other workers would return none."""
-VERSIONS: Final = tuple(sorted({CHAT_VERSION, LABEL_VERSION, *(task.version for task in TASKS.values())}))
+VERSIONS: Final = tuple(
+    sorted({CHAT_VERSION, ADAPTER_VERSION, LABEL_VERSION, *(task.version for task in TASKS.values())})
+)

@@ -33,7 +33,7 @@ def running_job(n: int = 1, checkpoint: Checkpoint | None = None, **fields: Any)
 
 
 def outputs(job: RunningJob) -> tuple[Output, ...]:
-    body = job.result_json(None, tier="token", fingerprint="f", now=102.0)
+    body = job.result_json(None, tier="token", now=102.0)
     return Result.model_validate_json(body).outputs
 
 
@@ -195,7 +195,7 @@ def test_prompt_logprobs_are_told_with_the_end() -> None:
     last = news(CompletionDelta(0, [5], "a", 0, finish_reason="stop"), finished=True)
     last.prompt_logprobs = [None, TokenLogprobs(2, -0.5, [(3, -0.25)])]
     job.apply(last)
-    body = job.result_json(last, tier="token", fingerprint="f", now=102.0)
+    body = job.result_json(last, tier="token", now=102.0)
     result = Result.model_validate_json(body)
     assert result.prompt_logprobs is not None
     first, second = result.prompt_logprobs

@@ -72,6 +72,13 @@ def test_models_take_turns_on_a_worker_that_serves_several(queue: Queue) -> None
     assert {job.job_id[0] for job in queue.pull(10, models=("n",))} == {"n"}
 
 
+def test_the_turns_of_a_model_without_jobs_go_to_all_others(queue: Queue) -> None:
+    for model in ("m", "n"):
+        queue.submit(*(f"{model}{i}" for i in range(10)), model=model)
+    pulled = [job.job_id[0] for job in queue.pull(10, models=("m", "idle", "n", "empty"))]
+    assert Counter(pulled) == {"m": 5, "n": 5}
+
+
 def test_tasks_take_turns_and_change_nothing_of_the_models_turns(queue: Queue) -> None:
     for model in ("m", "n"):
         queue.submit(*(f"{model}-generate-{i}" for i in range(10)), model=model)

@@ -1,0 +1,181 @@
+"""Reads a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`.
+
+What PEFT's `LoraConfig` may ask for beyond plain LoRA is refused by name: leaving it out would compute another
+function. What the fields mean is said by `LoraConfig` of PEFT 0.21.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagemill.engine.errors import AdapterError, ModelLoadError
+from pagemill.engine.models.checkpoint import read_json_object, read_tensors
+from pagemill.engine.models.formats.pickled import converted_pickles
+
+CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+_KNOWN = frozenset({
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
+    "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version",
+    "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+})  # fmt: skip
+"""Fields that are read here, or that change nothing once an adapter is trained."""
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initialisations that put other weights into the model: the adapter belongs to those."""
+_REFUSED = {
+    "use_dora": "DoRA",
+    "lora_bias": "a bias of its own",
+    "modules_to_save": "whole modules (modules_to_save)",
+    "trainable_token_indices": "trained tokens (trainable_token_indices)",
+}
+_PLAIN_PATTERN = re.compile(r"\^?[\w.]+")
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.(?:default\.)?weight")
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """An adapter's change of one linear layer: x A^T B^T * scale."""
+
+    a: torch.Tensor
+    """[rank, in_features]"""
+    b: torch.Tensor
+    """[out_features, rank]"""
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """What a folder holds."""
+
+    layers: dict[str, LowRank]
+    """By the path of the layer in the model that it was trained on."""
+    digest: str
+
+
+def read_adapter(directory: Path) -> AdapterFolder:
+    """Read a folder, without anything of the model that it belongs to.
+
+    Raises:
+        AdapterError: it is no such folder, is damaged, or asks for more than LoRA.
+    """
+    try:
+        config = read_json_object(directory / CONFIG) if (directory / CONFIG).is_file() else None
+        if config is None:
+            raise AdapterError(
+                f"{directory} has no {CONFIG}: give the folder that PEFT's save_pretrained wrote"
+            )
+        _check_config(config)
+        file = _weight_file(directory)
+        tensors = read_tensors([file])
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+        with file.open("rb") as weights:
+            hashlib.file_digest(weights, lambda: digest)
+    except ModelLoadError as error:
+        raise AdapterError(str(error)) from error
+    except OSError as error:
+        raise AdapterError(f"can't read {directory}: {error}") from error
+    return AdapterFolder(_paired(tensors, config), digest.hexdigest()[:32])
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise AdapterError(f"peft_type {config.get('peft_type')!r} is not supported: LORA is")
+    if config.get("task_type") not in (None, "CAUSAL_LM"):
+        raise AdapterError(f"task_type {config.get('task_type')!r} is not supported: CAUSAL_LM is")
+    for name, what in _REFUSED.items():
+        if config.get(name):
+            raise AdapterError(f"an adapter with {what} is not supported: merge it into the model instead")
+    if config.get("bias", "none") != "none":
+        raise AdapterError(
+            f"an adapter with biases (bias={config['bias']!r}) is not supported: train with 'none'"
+        )
+    initial = str(config.get("init_lora_weights")).lower()
+    if initial.startswith(_CHANGE_THE_BASE):
+        raise AdapterError(
+            f"init_lora_weights={initial!r} changes the model's own weights: convert the adapter to plain LoRA with "
+            "PEFT's path_initial_model_for_weight_conversion"
+        )
+    unknown = sorted(
+        name for name, value in config.items() if value and name not in _KNOWN and name not in _REFUSED
+    )
+    if unknown:
+        raise AdapterError(f"{unknown[0]} is not supported: only what plain LoRA has is")
+
+
+def _weight_file(directory: Path) -> Path:
+    if (directory / WEIGHTS).is_file():
+        return directory / WEIGHTS
+    if (directory / PICKLED).is_file():
+        (converted,) = converted_pickles([directory / PICKLED])
+        return converted
+    raise AdapterError(f"{directory} has no {WEIGHTS}")
+
+
+def _paired(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, LowRank]:
+    halves: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            raise AdapterError(f"it has {name[:200]!r}, {_what_it_is(name)}")
+        if tensor.ndim != 2 or not tensor.is_floating_point():
+            raise AdapterError(
+                f"{name} is {tensor.dtype} of shape {list(tensor.shape)}, not a matrix of floats"
+            )
+        halves.setdefault(match[1], {})[match[2]] = tensor
+    if not halves:
+        raise AdapterError("it has no weights")
+    layers = {}
+    for path, pair in sorted(halves.items()):
+        if len(pair) != 2:
+            raise AdapterError(f"{path} has only one of lora_A and lora_B")
+        a, b = pair["A"], pair["B"]
+        if len(a) != b.shape[1] or not len(a):
+            raise AdapterError(f"{path}: lora_A has rank {len(a)} and lora_B {b.shape[1]}")
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise AdapterError(f"{path} has numbers that are not finite")
+        layers[path] = LowRank(a, b, _scale(path, len(a), config))
+    return layers
+
+
+def _what_it_is(name: str) -> str:
+    if "lora_embedding" in name:
+        return "an adapter of embeddings, which is not supported: train linear layers only"
+    if "lora_magnitude" in name:
+        return "which is DoRA's, and not supported: merge it into the model instead"
+    if ".bias" in name:
+        return "a bias, which is not supported: train with bias='none'"
+    return "which is no matrix of LoRA"
+
+
+def _scale(path: str, rank: int, config: Mapping[str, Any]) -> float:
+    """Return alpha / rank, or alpha / sqrt(rank), with the alpha that `alpha_pattern` has for this layer."""
+    alpha = _matched(config.get("alpha_pattern"), path, config.get("lora_alpha", 8))
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise AdapterError(f"lora_alpha is {alpha!r}, not a number")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _matched(patterns: Any, path: str, default: Any) -> Any:
+    """Return the value of the first pattern for this path, as PEFT matches them."""
+    if not isinstance(patterns, dict):
+        return default
+    for pattern, value in patterns.items():
+        if not _PLAIN_PATTERN.fullmatch(pattern):  # a stranger's regular expression may run for ever
+            raise AdapterError(f"alpha_pattern has {pattern[:100]!r}: only names of layers are supported")
+        name = pattern.removeprefix("^")
+        if path == name or (name == pattern and path.endswith(f".{name}")):
+            return value
+    return default

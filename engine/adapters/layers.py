@@ -1,0 +1,157 @@
+"""The linear layers of a loaded model as adapters see them: where each change goes, and the slots they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagemill.engine.adapters.adapter import Adapter
+from pagemill.engine.adapters.folder import LowRank, read_adapter
+from pagemill.engine.errors import AdapterError
+from pagemill.engine.layers.linear import Linear
+from pagemill.engine.models.families.family import Family, unchanged
+from pagemill.kernels.types.low_rank import LowRankTable, Matrices
+
+_NUMBERS = 3
+"""Of an entry: two addresses and the rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyAdapter:
+    """An adapter's matrices on the device, in the order of the model's parts."""
+
+    adapter: Adapter
+    matrices: list[Matrices | None]
+    entries: torch.Tensor
+    """int64 [num_parts, 3], on the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    linear: Linear
+    in_features: int
+    width: int
+    index: int
+    """Among all parts of the model."""
+
+
+class AdaptedLayers:
+    """The linear layers of one model, with tables for `num_slots` adapters."""
+
+    def __init__(self, module: Any, family: Family, *, num_slots: int, max_rank: int) -> None:
+        """`module`: a causal language model that its device has rewritten."""
+        self._family, self._config = family, module.config
+        self._max_rank = max_rank
+        self._parts: dict[str, _Part] = {}
+        self._linears: list[tuple[Linear, slice]] = []
+        head = module.get_output_embeddings()
+        self._head = {path for path, child in module.named_modules() if child is head}
+        self._embeddings = {path for path, child in module.named_modules() if isinstance(child, nn.Embedding)}
+        for linear in module.modules():
+            if isinstance(linear, Linear) and linear is not head and all(path for path, _ in linear.sources):
+                self._add(linear)
+        self._device = next(module.parameters()).device
+        self._dtype: torch.dtype = module.dtype
+        self._entries = torch.zeros(
+            num_slots, len(self._parts), _NUMBERS, dtype=torch.int64, device=self._device
+        )
+        for linear, parts in self._linears:
+            widths = [width for _, width in linear.sources]
+            starts = torch.tensor([0, *torch.tensor(widths).cumsum(0).tolist()], device=self._device)
+            linear.adapters = LowRankTable(self._entries[:, parts], starts, max_rank)
+
+    def _add(self, linear: Linear) -> None:
+        first = len(self._parts)
+        for index, (path, width) in enumerate(linear.sources):
+            self._parts[path] = _Part(linear, linear.in_features, width, first + index)
+        self._linears.append((linear, slice(first, len(self._parts))))
+
+    def read(self, adapter: Adapter) -> ReadyAdapter:
+        """Read an adapter's folder, check it against this model, and put its matrices on the device. Any thread.
+
+        `adapter.digest`, `rank` and `num_bytes` are not looked at: the result's adapter has them.
+
+        Raises:
+            AdapterError: the folder can't be read, or its matrices don't fit this model.
+        """
+        folder = read_adapter(adapter.directory)
+        matrices: list[Matrices | None] = [None] * len(self._parts)
+        entries = torch.zeros(len(self._parts), _NUMBERS, dtype=torch.int64)
+        num_bytes, rank = 0, max(change.rank for change in folder.layers.values())
+        if rank > self._max_rank:
+            raise AdapterError(f"its rank of {rank} is more than max_adapter_rank ({self._max_rank})")
+        for trained_path, trained in folder.layers.items():
+            for path, change in self._converted(trained_path, trained):
+                part = self._part(path, change)
+                a, b = pair = self._placed(change)
+                if not (a.isfinite().all() and b.isfinite().all()):
+                    raise AdapterError(f"{path} has numbers that {self._dtype} does not hold")
+                matrices[part.index] = pair
+                entries[part.index] = torch.tensor([a.data_ptr(), b.data_ptr(), change.rank])
+                num_bytes += a.nbytes + b.nbytes
+        found = Adapter(adapter.name, adapter.directory, folder.digest, rank, num_bytes)
+        return ReadyAdapter(found, matrices, entries)
+
+    def install(self, slot: int, ready: ReadyAdapter) -> None:
+        """Put an adapter into a slot that no row of a step names. The engine's thread, between two steps."""
+        for linear, parts in self._linears:
+            assert linear.adapters is not None
+            linear.adapters.matrices[slot] = ready.matrices[parts]
+        self._entries[slot].copy_(ready.entries)
+
+    def clear(self, slot: int) -> None:
+        """Forget the adapter of a slot."""
+        self._entries[slot] = 0
+        for linear, _ in self._linears:
+            assert linear.adapters is not None
+            linear.adapters.matrices.pop(slot, None)
+
+    def _placed(self, change: LowRank) -> Matrices:
+        b = (change.b.float() * change.scale).t()
+        return tuple(  # type: ignore[return-value]
+            matrix.to(self._dtype).contiguous().clone().to(self._device) for matrix in (change.a, b)
+        )
+
+    def _part(self, path: str, change: LowRank) -> _Part:
+        if path in self._head or path in self._embeddings:
+            raise AdapterError(
+                f"it changes {path}, which is not supported: train the linear layers inside the decoder only"
+            )
+        part = self._parts.get(path)
+        if part is None:
+            known = sorted({known.rpartition(".")[2] for known in self._parts})
+            raise AdapterError(
+                f"it changes {path}, which this model has not as a linear layer of its own; it has {', '.join(known)}"
+            )
+        if ".experts." in path:
+            raise AdapterError(f"it changes {path}: adapters of experts are not supported")
+        shape = (change.b.shape[0], change.a.shape[1])
+        if shape != (part.width, part.in_features):
+            raise AdapterError(
+                f"{path}: it was trained on {shape[1]} inputs and {shape[0]} outputs, this model has "
+                f"{part.in_features} and {part.width} there; it belongs to another model"
+            )
+        return part
+
+    def _converted(self, path: str, change: LowRank) -> Sequence[tuple[str, LowRank]]:
+        """Return the change as changes of the layers that the model is run with.
+
+        A family that renames or splits a checkpoint's weights moves rows about, and B's rows are the weight's.
+        """
+        if path in self._parts or self._family.convert_tensors is unchanged:
+            return [(path, change)]
+        try:
+            tensors = self._family.convert_tensors({f"{path}.weight": change.b}, self._config)
+        except Exception as error:  # it may need what is not here
+            raise AdapterError(f"{path} can't be converted to this model's layers: {error}") from error
+        converted = [
+            (name.removesuffix(".weight"), LowRank(change.a, b, change.scale)) for name, b in tensors.items()
+        ]
+        rows = sum(len(part.b) for _, part in converted)
+        if rows != len(change.b) or any(part.b.shape[1] != change.rank for _, part in converted):
+            raise AdapterError(f"{path} can't be converted to this model's layers")
+        return converted

@@ -1,0 +1,33 @@
+"""How much of a device's memory adapters may take."""
+
+from __future__ import annotations
+
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.devices.backend import DeviceBackend
+from pagemill.engine.errors import ConfigError
+
+_SHARE = 8
+_MOST_BYTES = 2**30
+
+
+def adapter_bytes_for(config: EngineConfig, device: DeviceBackend) -> int:
+    """Return the bytes for adapters in memory. Raises `ConfigError`: the setting is more than there is."""
+    total = device.total_bytes()
+    if config.adapter_memory_bytes is None:
+        return min(_MOST_BYTES, total // _SHARE)
+    if config.adapter_memory_bytes > total:
+        raise ConfigError(
+            f"adapter_memory_bytes: {config.adapter_memory_bytes:,} is more than the {total:,} bytes of memory there "
+            "are",
+            setting="adapter_memory_bytes",
+        )
+    return config.adapter_memory_bytes
+
+
+def reserved_bytes(config: EngineConfig, device: DeviceBackend) -> int:
+    """Return what a KV pool sized by the free memory leaves for adapters, on a device with its own memory.
+
+    Without adapters at the start, and without the setting, those that come later share what the pool leaves anyway.
+    """
+    is_expected = bool(config.adapters) or config.adapter_memory_bytes is not None
+    return adapter_bytes_for(config, device) if device.is_apart and is_expected else 0

@@ -1,0 +1,150 @@
+"""Products with the low-rank matrices of adapters, grouped: a tile of rows has one adapter, any tile another.
+
+Two kernels, since every block of outputs needs the whole of the small product: `shrink` x A^T, `expand` its product
+with B, added to the outputs in place. The matrices are found by address (`LowRankTable`), so their ranks may differ;
+a rank is padded in registers alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pagemill.kernels.gpu.tuning import LAUNCHES
+from pagemill.kernels.types.low_rank import TILE_ROWS, AdapterRows, LowRankTable
+
+_SHRINK, _EXPAND = LAUNCHES["low_rank_shrink"], LAUNCHES["low_rank_expand"]
+_SMALLEST_DOT, _LARGEST_DOT = 16, 64
+
+
+@triton.jit
+def shrink_kernel(
+    products_ptr,  # [num_adapted, num_parts, max_rank] fp32
+    x_ptr,  # [num_rows, in_features]
+    order_ptr,  # [num_adapted]
+    tiles_ptr,  # [num_tiles, 3]
+    entries_ptr,  # [num_slots, num_parts, 3]
+    in_features,
+    stride_x_row,
+    stride_entries_slot,
+    max_rank,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    tile, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    slot, first, count = (
+        tl.load(tiles_ptr + 3 * tile).to(tl.int64),
+        tl.load(tiles_ptr + 3 * tile + 1),
+        tl.load(tiles_ptr + 3 * tile + 2),
+    )
+    entry = entries_ptr + slot * stride_entries_slot + 3 * part
+    rank = tl.load(entry + 2)
+    ranks = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
+    if tl.program_id(2) * BLOCK_R >= rank:
+        return
+    matrix = tl.load(entry).to(tl.pointer_type(x_ptr.dtype.element_ty))
+    places, inner = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    is_row, is_rank = places < count, ranks < rank
+    rows = tl.load(order_ptr + first + places, mask=is_row, other=0).to(tl.int64)
+    total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    for begin in range(0, in_features, BLOCK_K):
+        columns = begin + inner
+        is_column = columns < in_features
+        x_ptrs = x_ptr + rows[:, None] * stride_x_row + columns[None, :]
+        x = tl.load(x_ptrs, mask=is_row[:, None] & is_column[None, :], other=0.0)
+        a_ptrs = matrix + ranks[None, :].to(tl.int64) * in_features + columns[:, None]
+        a = tl.load(a_ptrs, mask=is_rank[None, :] & is_column[:, None], other=0.0)
+        total = tl.dot(x, a, total, input_precision="ieee")
+    out_ptrs = products_ptr + ((first + places) * num_parts + part)[:, None] * max_rank + ranks[None, :]
+    tl.store(out_ptrs, total, mask=is_row[:, None] & is_rank[None, :])
+
+
+@triton.jit
+def expand_kernel(
+    out_ptr,  # [num_rows, out_features]
+    products_ptr,  # [num_adapted, num_parts, max_rank] fp32
+    order_ptr,
+    tiles_ptr,
+    entries_ptr,
+    starts_ptr,  # [num_parts + 1]
+    stride_out_row,
+    stride_entries_slot,
+    max_rank,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    tile, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    slot, first, count = (
+        tl.load(tiles_ptr + 3 * tile).to(tl.int64),
+        tl.load(tiles_ptr + 3 * tile + 1),
+        tl.load(tiles_ptr + 3 * tile + 2),
+    )
+    entry = entries_ptr + slot * stride_entries_slot + 3 * part
+    rank = tl.load(entry + 2)
+    start = tl.load(starts_ptr + part)
+    width = tl.load(starts_ptr + part + 1) - start
+    columns = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if (rank == 0) | (tl.program_id(2) * BLOCK_N >= width):
+        return
+    dtype = out_ptr.dtype.element_ty
+    matrix = tl.load(entry + 1).to(tl.pointer_type(dtype))
+    places, inner = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
+    is_row, is_column = places < count, columns < width
+    rows = tl.load(order_ptr + first + places, mask=is_row, other=0).to(tl.int64)
+    row_ptrs = products_ptr + ((first + places) * num_parts + part)[:, None] * max_rank
+    change = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for begin in range(0, rank, BLOCK_R):
+        ranks = begin + inner
+        is_rank = ranks < rank
+        products = tl.load(row_ptrs + ranks[None, :], mask=is_row[:, None] & is_rank[None, :], other=0.0)
+        b_ptrs = matrix + ranks[:, None].to(tl.int64) * width + columns[None, :]
+        b = tl.load(b_ptrs, mask=is_rank[:, None] & is_column[None, :], other=0.0)
+        change = tl.dot(products, b.to(tl.float32), change, input_precision="ieee")
+    out_ptrs = out_ptr + rows[:, None] * stride_out_row + (start + columns)[None, :]
+    mask = is_row[:, None] & is_column[None, :]
+    out = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, (out + change).to(dtype), mask=mask)
+
+
+def rank_block(max_rank: int) -> int:
+    """Return the ranks that a product sums over at once: what fits into registers beside the sums."""
+    return min(_LARGEST_DOT, max(_SMALLEST_DOT, triton.next_power_of_2(max_rank)))
+
+
+def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: AdapterRows) -> None:
+    """See `pagemill.kernels.dispatch.add_low_rank`."""
+    num_tiles, num_parts = len(rows.tiles), table.num_parts
+    if num_tiles == 0:
+        return
+    max_rank, block_r = table.max_rank, rank_block(table.max_rank)
+    products = torch.empty(len(rows.order), num_parts, max_rank, dtype=torch.float32, device=x.device)
+    groups = (rows.order, rows.tiles, table.entries)
+    shrink_kernel[(num_tiles, num_parts, triton.cdiv(max_rank, block_r))](
+        products,
+        x,
+        *groups,
+        x.shape[1],
+        x.stride(0),
+        table.entries.stride(0),
+        max_rank,
+        BLOCK_R=block_r,
+        BLOCK_M=TILE_ROWS,
+        BLOCK_K=_SHRINK.block,
+        num_warps=_SHRINK.num_warps,
+    )
+    expand_kernel[(num_tiles, num_parts, triton.cdiv(out.shape[1], _EXPAND.block))](
+        out,
+        products,
+        *groups,
+        table.starts,
+        out.stride(0),
+        table.entries.stride(0),
+        max_rank,
+        BLOCK_R=block_r,
+        BLOCK_M=TILE_ROWS,
+        BLOCK_N=_EXPAND.block,
+        num_warps=_EXPAND.num_warps,
+    )

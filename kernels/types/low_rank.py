@@ -1,0 +1,66 @@
+"""The low-rank matrices of one linear layer's adapters, and the adapter of each row of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+NO_ADAPTER = -1
+TILE_ROWS = 16
+"""Most rows of a tile: the fewest that a GPU's matrix product takes."""
+
+Matrices = tuple[torch.Tensor, torch.Tensor]
+"""A [rank, in_features] and B [rank, width], both contiguous: a row's part of the output gains x A^T B."""
+
+
+@dataclass(slots=True)
+class LowRankTable:
+    """The adapters of a layer whose outputs are one part or several side by side.
+
+    Kernels find the matrices by address, so that an adapter is exchanged by writing three numbers per part, and
+    adapters of different ranks need no padding.
+    """
+
+    entries: torch.Tensor
+    """int64 [num_slots, num_parts, 3] on the layer's device: the addresses of A and B, and their rank; rank 0: none.
+    The last two dimensions are contiguous."""
+    starts: torch.Tensor
+    """int64 [num_parts + 1] on the layer's device: where each part begins in the outputs, and their end."""
+    max_rank: int
+    """No rank is larger."""
+    matrices: dict[int, list[Matrices | None]] = field(default_factory=dict)
+    """Slot -> the matrices of each part: what keeps the addresses valid."""
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.starts) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """The adapters of a step's rows: their slots, and the same sorted into tiles of one adapter each."""
+
+    slots: torch.Tensor
+    """int32 [num_rows]; `NO_ADAPTER`: none."""
+    order: torch.Tensor
+    """int32 [num_adapted]: the rows with an adapter, those of a slot together."""
+    tiles: torch.Tensor
+    """int32 [num_tiles, 3]: slot, first place in `order`, number of rows, at most `TILE_ROWS`."""
+
+
+IntArray = npt.NDArray[np.int32]
+
+
+def tiled(slots: IntArray) -> tuple[IntArray, IntArray]:
+    """Return `AdapterRows.order` and `AdapterRows.tiles` for the slots [num_rows] of a step."""
+    order = np.argsort(slots, kind="stable")[np.count_nonzero(slots == NO_ADAPTER) :].astype(np.int32)
+    tiles: list[tuple[int, int, int]] = []
+    used, firsts, counts = np.unique(slots[order], return_index=True, return_counts=True)
+    for slot, first, count in zip(used.tolist(), firsts.tolist(), counts.tolist(), strict=True):
+        tiles += [
+            (slot, first + begin, min(TILE_ROWS, count - begin)) for begin in range(0, count, TILE_ROWS)
+        ]
+    return order, np.array(tiles, dtype=np.int32).reshape(-1, 3)

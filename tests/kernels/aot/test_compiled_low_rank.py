@@ -1,0 +1,76 @@
+"""What the compiler makes of the low-rank products of adapters, for GPUs that are not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pagemill.kernels.gpu.low_rank import expand_kernel, rank_block, shrink_kernel
+from pagemill.kernels.gpu.tuning import LAUNCHES
+from pagemill.kernels.types.low_rank import TILE_ROWS
+from tests.kernels.aot.compiler import check_resources, compile_kernel
+from tests.kernels.aot.specialisations import row_tile
+
+
+def shrink_arguments(element: str, rank: int) -> dict[str, Any]:
+    return {
+        "products_ptr": "*fp32",
+        "x_ptr": f"*{element}",
+        "order_ptr": "*i32",
+        "tiles_ptr": "*i32",
+        "entries_ptr": "*i64",
+        "in_features": "i32",
+        "stride_x_row": "i32",
+        "stride_entries_slot": "i32",
+        "max_rank": "i32",
+        "BLOCK_R": rank_block(rank),
+        "BLOCK_M": TILE_ROWS,
+        "BLOCK_K": LAUNCHES["low_rank_shrink"].block,
+    }
+
+
+def expand_arguments(element: str, rank: int) -> dict[str, Any]:
+    return {
+        "out_ptr": f"*{element}",
+        "products_ptr": "*fp32",
+        "order_ptr": "*i32",
+        "tiles_ptr": "*i32",
+        "entries_ptr": "*i64",
+        "starts_ptr": "*i64",
+        "stride_out_row": "i32",
+        "stride_entries_slot": "i32",
+        "max_rank": "i32",
+        "BLOCK_R": rank_block(rank),
+        "BLOCK_M": TILE_ROWS,
+        "BLOCK_N": LAUNCHES["low_rank_expand"].block,
+    }
+
+
+def _cases() -> list[Any]:
+    cases = []
+    for capability in (80, 89, 90, 100, 120):
+        for element in ("bf16", "fp16", "fp32"):
+            for rank in (16, 64, 256):
+                runs_always = capability in (80, 90) and (element, rank) == ("bf16", 64)
+                marks = () if runs_always else pytest.mark.slow
+                cases.append(
+                    pytest.param(
+                        element, rank, capability, id=f"sm_{capability}-{element}-{rank}", marks=marks
+                    )
+                )
+    return cases
+
+
+@pytest.mark.parametrize(("element", "rank", "capability"), _cases())
+def test_both_halves(element: str, rank: int, capability: int) -> None:
+    shrunk = compile_kernel(
+        shrink_kernel, shrink_arguments(element, rank), capability, row_tile("low_rank_shrink")
+    )
+    expanded = compile_kernel(
+        expand_kernel, expand_arguments(element, rank), capability, row_tile("low_rank_expand")
+    )
+    for compiled in (shrunk, expanded):
+        check_resources(compiled, capability)
+    if element != "fp32":
+        assert shrunk.mma > 0, "the tensor cores are not used"

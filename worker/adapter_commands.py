@@ -1,0 +1,111 @@
+"""Carries out commands about adapters, on a thread and a connection of its own: reading a folder may take seconds."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from pagemill.engine.adapters.source import obtain_adapter
+from pagemill.engine.errors import EngineError
+from pagemill.producer.wire.calls import adapters
+from pagemill.producer.wire.calls.adapters import AdapterAnswer, AdapterCommand, AdapterInfo
+from pagemill.producer.wire.process.repeated_errors import IN_LOOP, RepeatedErrors
+from pagemill.producer.wire.schema.errors import InvalidJob, RedisUnavailable
+from pagemill.worker.engine_thread import EngineThread
+from pagemill.worker.job_queue import Backoff, JobQueue
+from pagemill.worker.jobs.context import WorkerContext
+
+logger = logging.getLogger(__name__)
+logger.addFilter(RepeatedErrors())
+
+POLL_S = 0.5
+"""The longest wait for a command, and so for a stop."""
+_MAX_SKEW_S = 600.0
+"""Most seconds between a signed command's time and its arrival, so that a recorded one can't be sent again."""
+
+
+class AdapterCommands:
+    """The thread. `changed` is called after the adapters have changed."""
+
+    def __init__(
+        self, context: WorkerContext, queue: JobQueue, engine: EngineThread, changed: Callable[[], None]
+    ) -> None:
+        self._queue = queue
+        self._engine = engine
+        self._clock = context.clock
+        self._keys = context.hmac_keys
+        self._changed = changed
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pagemill-adapter-commands", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        backoff = Backoff()
+        while not self._stop.is_set():
+            try:
+                stored = self._queue.next_command(POLL_S)
+                if stored is not None:
+                    self._obey(stored)
+                backoff.reset()
+            except RedisUnavailable:
+                self._stop.wait(backoff.next())
+            except Exception:
+                logger.exception("a command about adapters failed", extra=IN_LOOP)
+                self._stop.wait(backoff.next())
+
+    def _obey(self, stored: bytes) -> None:
+        worker_id = self._queue.worker_id
+        try:
+            body = self._keys.check_command(stored, queue=self._queue.queue, worker_id=worker_id)
+            command = AdapterCommand.model_validate_json(body)
+        except ValueError as error:  # InvalidJob and pydantic's: nobody can be answered
+            reason = str(error) if isinstance(error, InvalidJob) else "it can't be read"
+            logger.warning("a command about adapters is ignored: %s", reason)
+            return
+        answer = self._carry_out(command)
+        self._queue.run(adapters.answer(self._queue.queue, command.id, worker_id, answer))
+
+    def _carry_out(self, command: AdapterCommand) -> AdapterAnswer:
+        error: str | None = None
+        pool = self._engine.engine.adapters
+        if self._keys and abs(self._clock.now() - command.sent_at) > _MAX_SKEW_S:
+            return AdapterAnswer(error="the command was signed at another time")
+        started = time.monotonic()
+        try:
+            if command.action == "add":
+                pool.add(command.name, obtain_adapter(command.source))
+            elif command.action == "remove":
+                pool.remove(command.name)
+        except EngineError as refusal:
+            error = str(refusal)
+        except Exception as failure:  # a folder can make a library raise anything
+            logger.exception("adapter %s can't be added", command.name)
+            error = f"adapter {command.name} can't be read: {type(failure).__name__}"
+        if command.action != "list":
+            self._changed()
+            logger.info(
+                "adapter %s: %s after %.2f s",
+                command.name,
+                error or command.action,
+                time.monotonic() - started,
+            )
+        named = [
+            AdapterInfo(
+                name=one.name,
+                digest=one.digest,
+                rank=one.rank,
+                num_bytes=one.num_bytes,
+                source=str(one.directory),
+            )
+            for one in pool.named()
+        ]
+        return AdapterAnswer(error=error, adapters=tuple(named))

@@ -1,6 +1,6 @@
-"""`python -m tests.worker.screenshots`: takes docs/live-page-*.png of a busy worker.
+"""`python -m tests.worker.screenshots`: takes docs/live-page-*.png of a busy worker, and docs/jobs-page-light.png.
 
-It starts a server, a worker with the echo model, and enough jobs for two minutes.
+It starts a server, a gateway, a worker with the echo model, and enough jobs for two minutes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from tests.conftest import ROOT, RedisServer, server_binary
+from tests.producer.gateway.serving import gateway
 from tests.worker.browser import PHONE, open_browser
 from tests.worker.harness import QueueClient, running_worker, worker_config
 
@@ -41,7 +42,11 @@ def main() -> None:
         server.start()
         client = QueueClient(server.url, "reviews")
         config = worker_config(server.url, "reviews", model="echo:25", num_kv_blocks=640, max_num_seqs=24)
-        with running_worker(config) as worker, open_browser() as browser:
+        with (
+            gateway(server.url, "reviews", public_url="http://127.0.0.1:8000") as served,
+            running_worker(config) as worker,
+            open_browser() as browser,
+        ):
             submit_jobs(client)
             browser.view((1360, 1000))
             browser.open(str(worker.http_url))
@@ -51,6 +56,10 @@ def main() -> None:
                 browser.view(size, dark=dark, scale=2.0 if size == PHONE else 1.0)
                 time.sleep(2.5)
                 browser.screenshot(DOCS / f"live-page-{name}.png")
+            browser.open(f"{served.url}/jobs")
+            browser.view((1360, 1000))
+            time.sleep(2.5)
+            browser.screenshot(DOCS / "jobs-page-light.png")
         client.redis.close()
         server.stop()
 

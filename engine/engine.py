@@ -173,16 +173,7 @@ class Engine:
             self.input_processor.check_token_ids("resume", state.token_ids)
         if resume is not None and params.is_ranked:
             raise InvalidRequest("best_of and a beam search start from the prompt: they take no resume")
-        if isinstance(task, Score):
-            if len(task.continuations) != params.n or not all(task.continuations):
-                raise InvalidRequest("a score takes one continuation per sample, none of them empty")
-            for continuation in task.continuations:
-                self.input_processor.check_token_ids("continuations", continuation)
-        if params.label_probs is not None and isinstance(task, Generate) and task.outline is not None:
-            raise UnsupportedFeature(
-                "label_probs: the model would think or call functions before the label; switch its thinking off, for "
-                "most models with chat_template_kwargs enable_thinking false"
-            )
+        self._check_task(task, params)
         best_of = None
         if params.is_ranked and params.beam_width is None:
             best_of = BestOf(params.n, with_logprobs=params.logprobs is not None)
@@ -386,6 +377,19 @@ class Engine:
             return params.seed
         # Spread by an odd multiplier, so that neighbouring engine seeds and counters don't collide.
         return (self._seed * 0x9E3779B97F4A7C15 + self._num_added) & MAX_SEED
+
+    def _check_task(self, task: Task, params: SamplingParams) -> None:
+        """Raise InvalidRequest for a task that does not go with the parameters."""
+        if isinstance(task, Score):
+            if len(task.continuations) != params.n or not all(task.continuations):
+                raise InvalidRequest("a score takes one continuation per sample, none of them empty")
+            for continuation in task.continuations:
+                self.input_processor.check_token_ids("continuations", continuation)
+        if params.label_probs is not None and isinstance(task, Generate) and task.outline is not None:
+            raise UnsupportedFeature(
+                "label_probs: the model would think or call functions before the label; switch its thinking off, for "
+                "most models with chat_template_kwargs enable_thinking false"
+            )
 
     @staticmethod
     def _resume(sequence: Sequence, state: SampleState) -> None:

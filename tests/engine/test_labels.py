@@ -123,6 +123,7 @@ def check(model: Any, output: CompletionOutput, prompt: str, labels: list[str], 
         {"num_kv_blocks": 14, "max_num_batched_tokens": 64},
         {"num_kv_blocks": 14, "swap_space_gib": 0.001, "async_scheduling": True},
         {"pad_to_bucket": True, "stage_inputs": True},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -144,6 +145,7 @@ def test_probabilities_are_transformers(saved: tuple[Path, Any], settings: dict[
     assert len(found["beside"].token_ids) == 12
     assert engine.capacity().free_rows == engine.limits.max_num_seqs
     assert engine.capacity().available_blocks == engine.limits.num_kv_blocks - 1
+    engine.close()
 
 
 def test_every_prefix_is_computed_once(saved: tuple[Path, Any]) -> None:

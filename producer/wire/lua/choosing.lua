@@ -11,16 +11,15 @@ local worker = ARGV[1]
 local meta = redis.call('HMGET', P .. 'meta', 'turn', 'paused', 'rate', 'burst', 'level', 'level_at')
 local turn = tonumber(meta[1] or 0)
 
-local versions, models = {}, {unpack(ARGV, 8)}
+-- A job with an adapter waits in a lane of its own, `<model>#<adapter>`, of version 5, and nothing else does: there is
+-- no need to look at the other versions for each of perhaps hundreds of adapters.
+local versions, adapted, models = {}, {}, {unpack(ARGV, 8)}
 for version in string.gmatch(ARGV[7], '%d+') do
-  versions[#versions + 1] = version
+  local own = version == '5' and adapted or versions
+  own[#own + 1] = version
 end
-
--- A job with an adapter waits in a lane of its own, `<model>#<adapter>`, under one version: there is no need to look
--- at the others for each of perhaps hundreds of adapters.
-local ADAPTED = {'5'}
 local function versions_of(model)
-  return string.find(model, '#', 1, true) and ADAPTED or versions
+  return string.find(model, '#', 1, true) and adapted or versions
 end
 
 -- The first 64 jobs of a lane; false in the place of one that was taken in this call.

@@ -11,20 +11,19 @@ local worker = ARGV[1]
 local meta = redis.call('HMGET', P .. 'meta', 'turn', 'paused', 'rate', 'burst', 'level', 'level_at', 'cursor')
 local turn = tonumber(meta[1] or 0)
 
-local versions, classes, models = {}, {}, {unpack(ARGV, 9)}
+-- A job with an adapter waits in a lane of its own, `<model>#<adapter>`, of version 5, and nothing else does: there is
+-- no need to look at the other versions for each of perhaps hundreds of adapters.
+local versions, adapted, classes, models = {}, {}, {}, {unpack(ARGV, 9)}
 for class in string.gmatch(ARGV[8], '%d') do
   classes[#classes + 1] = class
 end
 local is_urgent = #classes == 1
 for version in string.gmatch(ARGV[7], '%d+') do
-  versions[#versions + 1] = version
+  local own = version == '5' and adapted or versions
+  own[#own + 1] = version
 end
-
--- A job with an adapter waits in a lane of its own, `<model>#<adapter>`, under one version: there is no need to look
--- at the others for each of perhaps hundreds of adapters.
-local ADAPTED = {'5'}
 local function versions_of(model)
-  return string.find(model, '#', 1, true) and ADAPTED or versions
+  return string.find(model, '#', 1, true) and adapted or versions
 end
 
 -- The first 64 jobs of a lane; false in the place of one that was taken in this call.

@@ -39,6 +39,8 @@ SHAPES = st.sampled_from(
         {"max_tokens": 1.0},
         {"colour": "red"},
         {"idempotency_key": "k"},
+        {"adapter": "red", "temperature": 0.0, "dedupe": True},
+        {"adapter": "no good"},
     ]
 )
 ROWS = st.one_of(

@@ -73,7 +73,7 @@ def measure(
     while scheduler.has_unfinished():
         plan = scheduler.schedule()
         assert plan is not None, "synchronous steps always find work"
-        stats = scheduler.kv_stats()
+        stats = scheduler.kv_cache.stats()
         allocated = stats.active_blocks * block_size
         running = [int(request_id) for request_id in scheduler.request_ids(plan)]
         taken, filled, steps = taken + allocated, filled + stats.filled_slots, steps + 1

@@ -84,7 +84,7 @@ def measure(engine: Engine, num_sequences: int, num_tokens: int, *, scrape_s: fl
     recorder, scheduler = engine._recorder, engine._scheduler
     recorder.planned = recorded.timed(recorder.planned)  # type: ignore[method-assign]
     recorder.collected = recorded.timed(recorder.collected)  # type: ignore[method-assign]
-    scheduler.kv_stats = states.timed(scheduler.kv_stats)  # type: ignore[method-assign]
+    scheduler.kv_cache.stats = states.timed(scheduler.kv_cache.stats)  # type: ignore[method-assign]
     snapshot = snapshots.timed(engine.stats)
     metrics = WorkerMetrics(WorkerCounters(), lambda: stats, lambda: None)
     render = scrapes.timed(metrics.render)

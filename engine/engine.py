@@ -77,7 +77,7 @@ class Engine:
             limits.max_model_len,
             limits.max_num_seqs,
         )
-        self._block_watch = BlockWatch(self._scheduler.block_states)
+        self._block_watch = BlockWatch(self._scheduler.kv_cache.pool.states)
         self._grammars = Grammars(parts.tokenizer, self._token_texts, parts.vocab_size, limits.eos_token_ids)
         pool_tokens = (limits.num_kv_blocks - 1) * limits.block_size
         self.input_processor = InputProcessor(
@@ -254,7 +254,7 @@ class Engine:
         return plan
 
     def _launch(self, plan: StepPlan) -> list[RequestOutput]:
-        self._kv_of_step = kv = self._scheduler.kv_stats()
+        self._kv_of_step = kv = self._scheduler.kv_cache.stats()
         self._block_watch.observe()
         try:
             self._in_flight.append(self._parts.executor.launch(plan))
@@ -306,7 +306,7 @@ class Engine:
             blocks=self._block_watch.latest,
             histograms=self._recorder.histograms()
             | texts.histograms()
-            | self._scheduler.histograms()
+            | self._scheduler.kv_cache.pool.residency.histograms()
             | self._grammars.histograms(),
         )
 
@@ -335,7 +335,7 @@ class Engine:
         kv = self._kv_of_step if self._kv_of_step is not None and self.has_unfinished() else None
         parts = self._parts
         return replace(
-            kv or self._scheduler.kv_stats(), block_bytes=parts.kv_block_bytes, dtype=parts.kv_dtype
+            kv or self._scheduler.kv_cache.stats(), block_bytes=parts.kv_block_bytes, dtype=parts.kv_dtype
         )
 
     def _recover(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:

@@ -33,6 +33,7 @@ def _may_be_displaced(sequence: Sequence) -> bool:
     return (
         request.priority > 0
         and request.beam_search is None
+        and request.labels is None
         and request.max_num_tokens - known > NEARLY_DONE
         and (sequence.displaced_at is None or known - sequence.displaced_at >= MIN_PROGRESS)
     )

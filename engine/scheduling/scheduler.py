@@ -14,14 +14,7 @@ from itertools import count
 
 from pagemill.engine.config import SchedulerConfig
 from pagemill.engine.errors import InvalidRequest
-from pagemill.engine.outputs import (
-    Capacity,
-    FinishReason,
-    HistogramSnapshot,
-    KVCacheStats,
-    LabelValues,
-    SchedulerStats,
-)
+from pagemill.engine.outputs import Capacity, FinishReason, SchedulerStats
 from pagemill.engine.plan import RowWork, StepPlan, StepResult, TokenLogprobs
 from pagemill.engine.scheduling.admissibility import check_fits, check_labels_fit
 from pagemill.engine.scheduling.beam_search import BeamSearch, restart_beams
@@ -279,17 +272,6 @@ class Scheduler:
             invalid_logits=self._num_invalid_logits,
             discarded_tokens=self._discarded_tokens,
         )
-
-    def kv_stats(self) -> KVCacheStats:
-        return self.kv_cache.stats()
-
-    def block_states(self) -> bytes:
-        """Return a letter per KV block, as in `BlockMap.states`."""
-        return self.kv_cache.pool.states()
-
-    def histograms(self) -> dict[str, dict[LabelValues, HistogramSnapshot]]:
-        """Return the histograms of KV blocks' lifetime, idle time and reuse."""
-        return self.kv_cache.pool.residency.histograms()
 
     def capacity(self) -> Capacity:
         return Capacity(

@@ -223,7 +223,7 @@ class Harness:
         `plan` is about to be launched.
         """
         self.scheduler.check_integrity()
-        stats = self.scheduler.kv_stats()
+        stats = self.scheduler.kv_cache.stats()
         states = stats.free_blocks, stats.cached_blocks, stats.active_blocks, stats.reserved_blocks
         assert sum(states) == stats.capacity_blocks == self.config.num_kv_blocks
         pool = self.scheduler.kv_cache.pool
@@ -233,7 +233,7 @@ class Harness:
         self.model.poison(sorted(free - leaving))
 
     def check_idle(self) -> None:
-        stats = self.scheduler.kv_stats()
+        stats = self.scheduler.kv_cache.stats()
         assert stats.active_blocks == stats.shared_blocks == stats.block_references == stats.filled_slots == 0
         assert stats.reserved_blocks == 1
         assert stats.host_used_blocks == self.scheduler.stats().swapped == 0

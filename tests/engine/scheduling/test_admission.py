@@ -152,6 +152,6 @@ class TestAdmission:
         assert len(harness.plans) == 1
         assert harness.model.num_tokens_computed == 41 + 7
         assert [request.num_cached_tokens for request in requests] == [0] + [40] * 7
-        assert harness.scheduler.kv_stats().prefix_hit_tokens == 280
+        assert harness.scheduler.kv_cache.stats().prefix_hit_tokens == 280
         for request in requests:
             assert request.sequences[0].output_token_ids == expected(harness, request)[0]

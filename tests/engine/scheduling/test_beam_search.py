@@ -249,7 +249,7 @@ class TestScheduling:
         assert third.freed_rows == [0]
         assert [(new.row, new.token_ids) for new in third.new_rows] == [(0, [*PROMPT, 2, 8])]
         assert [beam.output_token_ids for beam in request.sequences] == [[2, 8], [2, 7]]
-        assert harness.scheduler.kv_stats().cow_copies == 2
+        assert harness.scheduler.kv_cache.stats().cow_copies == 2
 
     def test_a_group_that_the_budget_does_not_hold_waits_whole(self) -> None:
         harness = Harness(make_config(max_num_batched_tokens=4))

@@ -35,7 +35,7 @@ class TestDepthOne:
         first, second = schedule(harness), schedule(harness)
         harness.scheduler.update(first, result(first, 2))
         assert not harness.scheduler.has_unfinished()
-        assert harness.scheduler.kv_stats().reserved_blocks == 1 + 2
+        assert harness.scheduler.kv_cache.stats().reserved_blocks == 1 + 2
         assert harness.scheduler.update(second, result(second, 3)) == []
         assert request.sequences[0].output_token_ids == [2]
         assert harness.scheduler.stats().discarded_tokens == 1

@@ -77,7 +77,7 @@ def test_the_paged_attention_article_s_story_block_by_block() -> None:
     assert a.block_ids == b.block_ids == [1, 2]
     assert [blocks[block_id].ref_count for block_id in (1, 2)] == [2, 2]
     assert [blocks[block_id].num_filled for block_id in (1, 2)] == [4, 2]
-    stats = harness.scheduler.kv_stats()
+    stats = harness.scheduler.kv_cache.stats()
     assert (stats.active_blocks, stats.shared_blocks, stats.filled_slots) == (2, 2, 6)
     harness.scheduler.update(plan, result(plan, 50, 60))
 
@@ -89,7 +89,7 @@ def test_the_paged_attention_article_s_story_block_by_block() -> None:
     assert (a.block_ids, b.block_ids) == ([1, 3], [1, 2])
     assert [blocks[block_id].ref_count for block_id in (1, 2, 3)] == [2, 1, 1]
     assert [blocks[block_id].num_filled for block_id in (1, 2, 3)] == [4, 3, 3]
-    stats = harness.scheduler.kv_stats()
+    stats = harness.scheduler.kv_cache.stats()
     assert (stats.active_blocks, stats.shared_blocks, stats.filled_slots, stats.cow_copies) == (3, 1, 10, 1)
     harness.scheduler.update(plan, result(plan, 51, 61))
 

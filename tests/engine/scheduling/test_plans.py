@@ -48,7 +48,7 @@ def history(harness: Harness) -> tuple[object, ...]:
         {name: [s.output_token_ids for s in r.sequences] for name, r in harness.requests.items()},
         harness.errors,
         scheduler.stats(),
-        scheduler.kv_stats(),
+        scheduler.kv_cache.stats(),
     )
 
 

@@ -62,7 +62,7 @@ class TestPreemption:
         harness.scheduler.update(first, result(first, 1, 1))
         # Two blocks are left, "old" wants three: it waits for the victim's, which the step in flight names.
         assert harness.schedule() is None
-        assert harness.scheduler.kv_stats().free_blocks == 2
+        assert harness.scheduler.kv_cache.stats().free_blocks == 2
         harness.scheduler.update(second, result(second, 1, 1))
         assert youngest.sequences[0].finish_reason == "length"
         assert tokens_by_row(schedule(harness)) == {0: 3, 1: 1}

@@ -34,7 +34,7 @@ class TestRecovery:
         request = harness.add(make_request("a", range(20)))
         harness.model.bad_steps = {0}
         harness.step()
-        stats = harness.scheduler.kv_stats()
+        stats = harness.scheduler.kv_cache.stats()
         assert (stats.cached_blocks, stats.active_blocks) == (0, 0)
         harness.run()
         assert harness.plans[1].num_tokens == 20

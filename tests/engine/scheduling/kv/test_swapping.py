@@ -61,7 +61,7 @@ class TestScheduling:
         assert given & {device for device, _ in plan.swap_out}
         stats = harness.scheduler.stats()
         assert (stats.swapped, stats.swap_preemptions, stats.preemptions) == (1, 1, 0)
-        assert harness.scheduler.kv_stats().host_used_blocks == len(plan.swap_out)
+        assert harness.scheduler.kv_cache.stats().host_used_blocks == len(plan.swap_out)
 
         run_until(harness, lambda: not young.swapped_blocks)
         plan = harness.plans[-1]
@@ -76,7 +76,7 @@ class TestScheduling:
             assert request.sequences[0].output_token_ids == expected(harness, request)[0]
         stats = harness.scheduler.stats()
         assert (stats.recomputed_tokens, stats.preempted_tokens) == (0, 0)
-        kv = harness.scheduler.kv_stats()
+        kv = harness.scheduler.kv_cache.stats()
         assert kv.swapped_out_blocks == kv.swapped_in_blocks > 0
 
     def test_a_swapped_request_keeps_its_place(self) -> None:
@@ -108,7 +108,7 @@ class TestScheduling:
         harness.add(make_request("old", PROMPT, max_tokens=10))
         young = harness.add(make_request("young", [*PROMPT[:-1], 50], arrival=1.0, max_tokens=10))
         harness.run()
-        kv = harness.scheduler.kv_stats()
+        kv = harness.scheduler.kv_cache.stats()
         assert harness.scheduler.stats().swap_preemptions > 0
         assert kv.swapped_in_blocks < kv.swapped_out_blocks
         assert young.sequences[0].output_token_ids == expected(harness, young)[0]
@@ -130,7 +130,7 @@ class TestScheduling:
         young = harness.add(make_request("young", PROMPT, arrival=1.0, max_tokens=10)).sequences[0]
         run_until(harness, lambda: young.swapped_blocks)
         harness.abort("young")
-        assert harness.scheduler.kv_stats().host_used_blocks == 0
+        assert harness.scheduler.kv_cache.stats().host_used_blocks == 0
         harness.run()
 
     def test_what_a_failed_step_was_to_copy_out_is_computed_again(self) -> None:

@@ -84,8 +84,8 @@ class Labelling:
         """Return the complete chains; with `keeps_parents` without those that others are yet to fork off."""
         found = []
         for request in self._requests:
-            waiting = [s.fork_of for s in request.sequences if s.status is SequenceStatus.WAITING]
-            parents = waiting if keeps_parents else []
+            waiting = {s.fork_of for s in request.sequences if s.status is SequenceStatus.WAITING}
+            parents = waiting if keeps_parents else set()
             found += [
                 sequence
                 for sequence in request.live_sequences

@@ -77,6 +77,8 @@ class Usage(BaseModel):
 class _Choice(BaseModel):
     index: int
     finish_reason: Literal["stop", "length", "tool_calls"]
+    label: str | None = None
+    label_probs: dict[str, float] | None = None
 
 
 class ChatChoice(_Choice):

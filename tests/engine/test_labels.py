@@ -12,11 +12,18 @@ import pytest
 import torch
 
 from pagemill.engine.engine import Engine
-from pagemill.engine.errors import InvalidRequest, NeverFits, PromptTooLong, SchemaTooComplex
+from pagemill.engine.errors import (
+    InvalidRequest,
+    NeverFits,
+    PromptTooLong,
+    SchemaTooComplex,
+    UnsupportedFeature,
+)
 from pagemill.engine.llm import LLM, CompletionOutput
 from pagemill.engine.models.packaged import packaged_model_directory
 from pagemill.engine.outputs import RequestOutput
 from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.tasks import Generate, Outline
 from pagemill.engine.text.tokenizer import ByteTokenizer
 from pagemill.structured_outputs import StructuredOutputs
 from tests.engine.tiny_model import save_tiny_llama
@@ -394,3 +401,10 @@ def test_the_real_model_agrees_with_transformers(smollm2: tuple[LLM, Any], name:
     wanted = by_transformers(model, result.prompt_token_ids, tokens, kind)
     assert output.label_probs == pytest.approx(wanted, abs=1e-5)
     assert output.text == labels[max(range(len(labels)), key=wanted.__getitem__)]
+
+
+def test_a_label_after_thinking_is_refused(saved: tuple[Path, Any]) -> None:
+    engine = engine_of(saved[0])
+    token_ids, params = engine.input_processor.process(prompt=PROMPT, params=asking(["a", "b"]))
+    with pytest.raises(UnsupportedFeature, match="enable_thinking"):
+        engine.add_request("bad", token_ids, params, task=Generate(Outline(trigger="<call>")))

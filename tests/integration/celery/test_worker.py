@@ -113,6 +113,14 @@ def test_a_task_and_its_result(generate: Callable[..., Any]) -> None:
     assert result["outputs"][0]["finish_reason"] == "stop"
 
 
+def test_labels_have_probabilities(generate: Callable[..., Any]) -> None:
+    shape = {"choice": ["good", "bad"]}
+    value = generate("bad or good?", structured_outputs=shape, label_probs="product").get(timeout=PATIENCE_S)
+    assert value["label"] == value["text"] == "bad"
+    assert list(value["label_probs"]) == ["good", "bad"]
+    assert sum(value["label_probs"].values()) == pytest.approx(1.0)
+
+
 def test_neither_prompt_nor_text_is_in_the_log_whatever_its_level(
     generate: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -172,6 +172,15 @@ def test_a_killed_worker_s_jobs_are_taken_over(valkey_url: str, queue_name: str,
     client.redis.close()
 
 
+def test_a_chat_with_its_thinking_switched_off(valkey_url: str, queue_name: str) -> None:
+    job = asked(model="echo", chat_template_kwargs={"enable_thinking": False})
+    del job["prompt"]
+    with running_worker(worker_config(valkey_url, queue_name)), Producer(valkey_url, queue=queue_name) as one:
+        result = one.submit(job | {"messages": [{"role": "user", "content": "x"}]}).result(timeout=60)
+    assert result.label in LABELS
+    assert list(result.label_probs or ()) == LABELS
+
+
 def test_the_command_line_prints_them(valkey_url: str, queue_name: str) -> None:
     with running_worker(worker_config(valkey_url, queue_name)):
         printed = subprocess.run(

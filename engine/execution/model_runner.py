@@ -109,6 +109,7 @@ class ModelRunner:
         caches = self.kv_cache.layers
         self._forward_passes: list[ForwardPass] = [
             PromptScorer(model.module, caches, self._batch, direct),
+            PromptScorer(model.module, caches, self._batch),
             ModelForward(model.module, caches, direct),
         ]
         # Not with several ranks: their communication is not made of kernels.

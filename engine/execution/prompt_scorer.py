@@ -53,7 +53,8 @@ class PromptScorer:
         self._output_type: Any = None
 
     def covers(self, plan: StepPlan) -> bool:
-        return any(work.is_scored for work in plan.work)
+        knows_adapters = self._direct is None
+        return any(work.is_scored for work in plan.work) and (knows_adapters or not plan.has_adapters)
 
     def run(self, plan: StepPlan, inputs: StepInputs, work: list[SampleWork]) -> Forwarded:
         read_tokens = self._read_tokens(plan)

@@ -21,6 +21,7 @@ from pagemill.engine.models.source import ModelSource, is_commit
 _ASK_S = 10.0
 _STALE_S = 86_400.0
 """Without a byte for this long, no download is at work on a file."""
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _TRIES = 3
 """Of a download whose connection is reset. The library itself goes on where a stream merely ends."""
 
@@ -56,6 +57,26 @@ def fetch(source: ModelSource, say: Say, check: Callable[[Path], None]) -> Snaps
         say(f"{away}; going on with the cached copy of {source}")
         return cached
     return Snapshot(directory, directory.name)
+
+
+def fetch_adapter(source: ModelSource) -> Path:
+    """Return the folder of an adapter of PEFT. If the Hub does not answer, a cached copy has to do.
+
+    Raises:
+        ModelLoadError: there is no such repository, or it may not be read.
+        EngineError: the Hub does not answer and nothing is cached, or the disk is full.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    facts = hub_facts()
+    try:
+        with _explained(source, facts):
+            return _download(source.name, source.revision, list(_ADAPTER_FILES), tries=_TRIES)
+    except HubAway as away:
+        cached = try_to_load_from_cache(source.name, _ADAPTER_FILES[-1], revision=source.revision)
+        if not isinstance(cached, str):
+            raise away.error from away.__cause__
+        return Path(cached).parent
 
 
 def find_cached(source: ModelSource) -> Snapshot | None:

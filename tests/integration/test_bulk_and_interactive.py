@@ -77,13 +77,14 @@ def test_a_chat_at_the_gateway_overtakes_a_run(client: QueueClient, tmp_path: Pa
     with (
         gateway(client.url, client.queue) as served,
         OpenAI(base_url=served.base_url, api_key="none", max_retries=0, timeout=PATIENCE_S) as openai,
-        long_run(client, tmp_path),
     ):
-        chat = openai.chat.completions.create(
-            model="echo", messages=[{"role": "user", "content": "hello"}], max_tokens=4
-        )
-        assert chat.choices[0].message.content
-        assert waiting(client) > len(ROWS) // 4, "the run had ended before the chat was answered"
+        served.wait_for("echo")
+        with long_run(client, tmp_path):
+            chat = openai.chat.completions.create(
+                model="echo", messages=[{"role": "user", "content": "hello"}], max_tokens=4
+            )
+            assert chat.choices[0].message.content
+            assert waiting(client) > len(ROWS) // 4, "the run had ended before the chat was answered"
 
 
 def test_two_runs_of_different_tenants_take_turns(client: QueueClient, tmp_path: Path) -> None:
@@ -138,6 +139,7 @@ def test_a_chat_behind_five_thousand_low_rows_is_answered(client: QueueClient) -
         gateway(client.url, client.queue) as served,
         OpenAI(base_url=served.base_url, api_key="none", max_retries=0, timeout=PATIENCE_S) as openai,
     ):
+        served.wait_for("echo")
         before = waiting(client)
         chat = openai.chat.completions.create(
             model="echo", messages=[{"role": "user", "content": "hello"}], max_tokens=4

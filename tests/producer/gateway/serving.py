@@ -46,6 +46,15 @@ class Served:
     def metrics(self) -> str:
         return httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S).text
 
+    def wait_for(self, *models: str) -> None:
+        """Wait until workers of these models have been announced to the gateway."""
+
+        def listed() -> set[str]:
+            answer = httpx.get(f"{self.base_url}/models", timeout=PATIENCE_S).json()
+            return {model["id"] for model in answer["data"]}
+
+        eventually(lambda: set(models) <= listed(), f"the models {', '.join(models)}")
+
     def is_alive(self) -> bool:
         return httpx.get(f"{self.url}/readyz", timeout=PATIENCE_S).status_code == 200
 

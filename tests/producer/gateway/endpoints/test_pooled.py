@@ -46,6 +46,7 @@ def served(valkey_url: str, queue: str, models: Path) -> Iterator[Served]:
         running_worker(worker_config(valkey_url, queue, model="echo")),
         gateway(valkey_url, queue) as served,
     ):
+        served.wait_for("embedder", "judge", "sorter", "echo")
         yield served
 
 

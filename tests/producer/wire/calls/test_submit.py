@@ -68,7 +68,7 @@ def test_a_limit_of_the_queue_wins_over_the_producers(queue: Queue) -> None:
         b'{"id":"a","lane":"1:1:t:m","cost":1,"key":true}',
         b'{"id":"a","lane":"1:1:t:m","cost":1,"affinity":"a b"}',
         b'{"id":"%b","lane":"1:1:t:m","cost":1}' % (b"a" * 65),
-        b'{"id":"a","lane":"1:1:t:%b","cost":1}' % (b"m" * 300),
+        b'{"id":"a","lane":"1:1:t:%b","cost":1}' % (b"m" * 330),
         b'{"id":"a","lane":"1:1:t:m","cost":1,"metadata":"%b"}' % (b"m" * 20_000),
         b'{"id":"a","lane":"1:1:t:m","cost":1,"idem":"other:k"}',
         b'{"id":"a","lane":"1:1:t:m","cost":1,"twin":"t2:k"}',

@@ -55,6 +55,11 @@ def take_reads(sequence: Sequence, found: Iterable[tuple[int, list[float]]]) -> 
     return SequenceUpdate(first, list(first.output_token_ids), label_scores=scores)
 
 
+def is_complete(sequence: Sequence) -> bool:
+    """Return True if it is a chain that has found all that it reads."""
+    return sequence.reads is not None and sequence.reads.is_complete
+
+
 class Labelling:
     """Lets chains enter once their parents have computed what they share, and finds those that can end.
 
@@ -89,7 +94,7 @@ class Labelling:
             found += [
                 sequence
                 for sequence in request.live_sequences
-                if sequence.reads is not None and sequence.reads.is_complete and sequence not in parents
+                if is_complete(sequence) and sequence not in parents
             ]
         return found
 

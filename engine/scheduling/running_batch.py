@@ -121,9 +121,11 @@ class RunningBatch:
         left = self.rows.num_rows // 2 - num_waiting
         candidates = [s for s in reversed(list(self.sequences)) if _may_be_displaced(s)][: max(0, left)]
         short = len(members) + len(siblings) - self.rows.num_unclaimed
-        if short > len(candidates):
+        needed = sum(self._num_blocks_taken(s) for s in members) + len(siblings)
+        within_reach = self.num_admissible_blocks + self._kv.pool.num_deferred
+        within_reach += sum(len(s.block_ids) for s in candidates)
+        if short > len(candidates) or needed > within_reach:
             return []
-        needed = sum(self._kv.blocks_for(s.num_known_tokens) for s in members) + len(siblings)
         preempted: list[Sequence] = []
         for victim in candidates:
             is_short_of_blocks = needed > self.num_admissible_blocks + self._kv.pool.num_deferred
@@ -319,6 +321,11 @@ class RunningBatch:
             return []
         self.preemption.restore(members)
         return work
+
+    def _num_blocks_taken(self, sequence: Sequence) -> int:
+        """Return the blocks that a waiting sequence would take with all of its known tokens."""
+        hits = [] if sequence.swapped_blocks else self._kv.match_prefix(sequence)
+        return self._kv.num_blocks_taken(hits, sequence.num_known_tokens)
 
     def _num_offered(self, step: StepBuilder) -> int:
         """Return the number of blocks that a newcomer may take while others run."""

@@ -19,7 +19,7 @@ from pagemill.engine.plan import RowWork, StepPlan, StepResult, TokenLogprobs
 from pagemill.engine.scheduling.admissibility import check_fits, check_labels_fit
 from pagemill.engine.scheduling.beam_search import BeamSearch, restart_beams
 from pagemill.engine.scheduling.kv.manager import KVCacheManager
-from pagemill.engine.scheduling.labelling import Labelling, drop_chains, take_reads
+from pagemill.engine.scheduling.labelling import Labelling, drop_chains, is_complete, take_reads
 from pagemill.engine.scheduling.request import Candidates, Request, Sequence, SequenceStatus, SequenceUpdate
 from pagemill.engine.scheduling.running_batch import RunningBatch, is_urgent
 from pagemill.engine.scheduling.sequence_queue import scheduling_key
@@ -62,7 +62,6 @@ class Scheduler:
         self._next_step_id = 0
         self._steps_failed = 0
         self._num_invalid_logits = 0
-        """Rows with non-finite logits."""
         self._discarded_tokens = 0
 
     def add_request(self, request: Request) -> None:
@@ -373,6 +372,9 @@ class Scheduler:
             return self._fail_invalid(sequence.request)
         end = take_reads(sequence, zip((work.start + index for index, _ in work.reads), values, strict=True))
         if end is None:
+            if sequence.status is SequenceStatus.WAITING and is_complete(sequence):
+                self._end(sequence)  # preempted while its last step was in flight
+                self._waiting.enqueue(sequence.request)
             return []
         for chain in sequence.request.live_sequences:
             self._end(chain)

@@ -403,6 +403,26 @@ def test_the_real_model_agrees_with_transformers(smollm2: tuple[LLM, Any], name:
     assert output.text == labels[max(range(len(labels)), key=wanted.__getitem__)]
 
 
+@pytest.mark.parametrize("num_blocks", [22, 23, 24])
+@pytest.mark.parametrize("num_running", [1, 2])
+def test_one_that_is_preempted_while_its_last_step_runs_ends(
+    saved: tuple[Path, Any], num_blocks: int, num_running: int
+) -> None:
+    engine = engine_of(
+        saved[0], async_scheduling=True, block_size=1, num_kv_blocks=num_blocks, max_num_seqs=4,
+        max_num_batched_tokens=64,
+    )  # fmt: skip
+    plain = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    for number in range(num_running):
+        engine.add_request(f"old{number}", [30 + number] * 2, plain, arrival=number)
+    engine.step()
+    ids, params = engine.input_processor.process(
+        prompt_token_ids=list(range(40, 51)), params=asking(["ab", "bc", "cabb"])
+    )
+    engine.add_request("labels", ids, params, arrival=9)
+    assert run(engine)["labels"].label_probs is not None
+
+
 def test_a_label_after_thinking_is_refused(saved: tuple[Path, Any]) -> None:
     engine = engine_of(saved[0])
     token_ids, params = engine.input_processor.process(prompt=PROMPT, params=asking(["a", "b"]))

@@ -69,6 +69,18 @@ def test_it_takes_a_row_and_whoever_had_it_ends_as_if_nothing_had_been(
         assert outcome.result.attempt == 1
 
 
+def test_free_blocks_are_its_own_whatever_the_low_jobs_have_computed(
+    client: QueueClient, worker: Worker
+) -> None:
+    job = {"model": "echo", "prompt": "low", "max_tokens": 400, "priority": "low"}
+    low = client.submit(*(job | {"min_tokens": 400} for _ in range(ROWS)))
+    eventually(lambda: all(client.status(one).state == "running" for one in low), "the rows to be taken")
+    (urgent,) = client.submit({"model": "echo", "prompt": SHORT, "max_tokens": 3000, "priority": "high"})
+    client.wait([urgent])
+    assert not any(client.status(job_id).done for job_id in low)
+    client.wait(low)
+
+
 @pytest.mark.parametrize("held", ["normal", "low"])
 def test_only_high_takes_and_only_low_gives(client: QueueClient, worker: Worker, held: str) -> None:
     ids = fill(client, held)

@@ -90,27 +90,30 @@ def credit(engine: EngineThread, running: list[RunningJob], forecast: OutputFore
     if engine.stalled_for() > LONG_STEP_S:
         return Credit(0, 0, blocked="engine")
     live = [job for job in running if not job.has_left_engine]
+    waits = stats.adapters.waiting > 0
     rows = stats.loaded.max_num_seqs - sum(
-        job.params.num_sequences for job in live if not job.is_about_to_end
+        job.params.num_sequences
+        for job in live
+        if not (job.is_about_to_end or (waits and job.waits_for_adapter))
     )
-    if rows <= 0:
-        return _urgent_credit(live, stats.loaded.max_num_seqs, capacity.block_size)
     growth = sum(len(job.prompt_token_ids) - job.prompt_tokens_done + forecast.remaining(job) for job in live)
     tokens = capacity.available_blocks * capacity.block_size - growth
+    if rows <= 0:
+        return _urgent_credit(live, stats.loaded.max_num_seqs, max(0, tokens), capacity.block_size)
     if tokens <= 0 and live:
         return Credit(0, 0, blocked="kv")
     return Credit(min(rows, MAX_JOBS_PER_PULL), max(0, tokens), capacity.block_size)
 
 
-def _urgent_credit(live: list[RunningJob], max_num_seqs: int, block_size: int) -> Credit:
-    """Compute the room for urgent jobs in an engine without rows: those that it may take from low jobs."""
+def _urgent_credit(live: list[RunningJob], max_num_seqs: int, free_tokens: int, block_size: int) -> Credit:
+    """Compute the room for urgent jobs in an engine without rows: what is free, and what low jobs may give."""
     low = [job for job in live if job.job.priority == "low" and not job.is_about_to_end]
     held = sum(job.params.num_sequences for job in live if not job.is_about_to_end)
     may_be_taken = min(sum(job.params.num_sequences for job in low), max_num_seqs // 2)
     rows = may_be_taken - (held - max_num_seqs)
     if rows <= 0:
         return Credit(0, 0, blocked="rows")
-    tokens = sum(job.prompt_tokens_done + job.generated_tokens for job in low)
+    tokens = free_tokens + sum(job.prompt_tokens_done + job.generated_tokens for job in low)
     return Credit(min(rows, MAX_JOBS_PER_PULL), tokens, block_size, urgent_only=True)
 
 
@@ -196,7 +199,7 @@ class Admission:
             return
         self._counters.credit_sequences = room.jobs
         self._counters.credit_blocks = room.tokens // room.block_size
-        lanes = self._lanes()
+        lanes = self._servable_lanes()
         reply = self._queue.pull(
             lanes,
             room.jobs,
@@ -225,6 +228,13 @@ class Admission:
             self.blocked = None
             due_s = DOORBELL_S if reply.next_due_ms is None else reply.next_due_ms / 1000
             self._queue.wait_for_doorbell(lanes, min(DOORBELL_S, due_s))
+
+    def _servable_lanes(self) -> list[str]:
+        """Return the lanes to pull from: none of adapters while jobs here wait for one to be in memory."""
+        lanes, stats = self._lanes(), self._engine.stats
+        if stats is None or not stats.adapters.waiting:
+            return lanes
+        return [lane for lane in lanes if "#" not in lane]
 
     def _blocked_for(self, reason: BlockReason, timeout_s: float) -> None:
         if self.blocked != reason:

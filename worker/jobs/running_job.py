@@ -258,6 +258,11 @@ class RunningJob:
         return self.result_bytes > MAX_RESULT_BYTES
 
     @property
+    def waits_for_adapter(self) -> bool:
+        """True if it may wait for its adapter to be in memory: until then it takes no rows."""
+        return self.adapter is not None and self.phase == "waiting"
+
+    @property
     def is_about_to_end(self) -> bool:
         """True if its rows are free after the next step: each sample lacks at most one token of max_tokens."""
         if self.params.is_ranked or self.prompt_tokens_done < len(self.prompt_token_ids):

@@ -116,6 +116,20 @@ def test_who_was_displaced_gets_on_before_it_is_displaced_again() -> None:
     harness.run()
 
 
+@pytest.mark.parametrize(("caching", "length"), [(False, 60), (True, 80)], ids=["too large", "in the cache"])
+def test_none_is_displaced_in_vain(caching: bool, length: int) -> None:
+    """The blocks are a normal request's, or are shared with it."""
+    harness = Harness(make_config(max_num_seqs=8, num_kv_blocks=33, enable_prefix_caching=caching))
+    harness.add(make_request("normal", range(80), priority=NORMAL, max_tokens=40))
+    for number in range(4):
+        harness.add(make_request(f"r{number}", [number, 5, 6], priority=LOW, arrival=1, max_tokens=40))
+    for _ in range(4):
+        harness.step()
+    harness.add(make_request("high", range(length), priority=HIGH, arrival=9.0, max_tokens=4))
+    harness.run()
+    assert harness.scheduler.stats().displaced == 0
+
+
 def test_blocks_are_taken_as_well_as_rows() -> None:
     harness, low = full(num_kv_blocks=17, enable_prefix_caching=False)  # 4 rows of 3 blocks leave 4
     high = harness.add(make_request("high", range(30), priority=HIGH, arrival=9.0, max_tokens=4))

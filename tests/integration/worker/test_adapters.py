@@ -116,6 +116,26 @@ def test_jobs_name_adapters_that_come_and_go(
         assert producer.submit(**JOB, adapter="blue").result(timeout=120).outputs[0].text == ""
 
 
+def test_jobs_that_wait_for_a_slot_keep_no_rows_from_others(
+    client: QueueClient, model: Path, adapters: dict[str, Path]
+) -> None:
+    named = tuple(f"{name}={path}" for name, path in adapters.items())
+    few = settings(model, adapters=named, adapter_slots=1, max_num_seqs=4)
+    with running_worker(
+        worker_config(client.url, client.queue, **few), load_patience_s=COMPILING_S
+    ) as worker:
+        (long,) = client.submit(JOB | {"adapter": "red", "max_tokens": 1000})
+        eventually(lambda: client.generated(long) > 0, "the slot to be taken")
+        waiting = client.submit(*(JOB | {"adapter": "blue"} for _ in range(6)))
+        eventually(
+            lambda: worker.engine.stats and worker.engine.stats.adapters.waiting, "jobs to wait for it"
+        )
+        client.wait(client.submit(*(JOB for _ in range(3)), JOB | {"priority": "high"}))
+        assert not client.status(long).done
+        for outcome in client.wait([long, *waiting]):
+            assert outcome.value() is not None
+
+
 def test_a_job_whose_adapter_has_just_gone_fails_alone(
     valkey_url: str, client: QueueClient, model: Path, adapters: dict[str, Path]
 ) -> None:

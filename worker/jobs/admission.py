@@ -99,22 +99,25 @@ def credit(engine: EngineThread, running: list[RunningJob], forecast: OutputFore
     growth = sum(len(job.prompt_token_ids) - job.prompt_tokens_done + forecast.remaining(job) for job in live)
     tokens = capacity.available_blocks * capacity.block_size - growth
     if rows <= 0:
-        return _urgent_credit(live, stats.loaded.max_num_seqs, max(0, tokens), capacity.block_size)
+        return _urgent_credit(
+            live, rows, stats.loaded.max_num_seqs, Credit(0, max(0, tokens), capacity.block_size)
+        )
     if tokens <= 0 and live:
         return Credit(0, 0, blocked="kv")
     return Credit(min(rows, MAX_JOBS_PER_PULL), max(0, tokens), capacity.block_size)
 
 
-def _urgent_credit(live: list[RunningJob], max_num_seqs: int, free_tokens: int, block_size: int) -> Credit:
-    """Compute the room for urgent jobs in an engine without rows: what is free, and what low jobs may give."""
+def _urgent_credit(live: list[RunningJob], rows: int, max_num_seqs: int, free: Credit) -> Credit:
+    """Compute the room for urgent jobs in an engine without rows: what is free, and what low jobs may give.
+
+    `rows` is at most 0: below it, by what more than the engine's rows is asked for.
+    """
     low = [job for job in live if job.job.priority == "low" and not job.is_about_to_end]
-    held = sum(job.params.num_sequences for job in live if not job.is_about_to_end)
-    may_be_taken = min(sum(job.params.num_sequences for job in low), max_num_seqs // 2)
-    rows = may_be_taken - (held - max_num_seqs)
+    rows += min(sum(job.params.num_sequences for job in low), max_num_seqs // 2)
     if rows <= 0:
         return Credit(0, 0, blocked="rows")
-    tokens = free_tokens + sum(job.prompt_tokens_done + job.generated_tokens for job in low)
-    return Credit(min(rows, MAX_JOBS_PER_PULL), tokens, block_size, urgent_only=True)
+    tokens = free.tokens + sum(job.prompt_tokens_done + job.generated_tokens for job in low)
+    return Credit(min(rows, MAX_JOBS_PER_PULL), tokens, free.block_size, urgent_only=True)
 
 
 class Admission:

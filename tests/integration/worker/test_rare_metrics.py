@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from pagemill.engine.scheduling.preemption_cost import PreemptionCost
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.producer.wire.server.scripts import Call
 from pagemill.worker.job_queue import JobQueue
+from pagemill.worker.jobs.admission import OutputForecast
 from pagemill.worker.worker import Worker
 from tests.conftest import RedisServer
 from tests.engine.tiny_model import save_tiny_llama
@@ -68,6 +70,28 @@ def test_memory_for_a_fraction_of_the_jobs(client: QueueClient) -> None:
             "preemptions_total{mode=swap}",
             "requests_swapped{}",
             "requests_waiting{reason=kv}",
+        )
+        assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
+
+
+def test_keys_and_values_that_are_moved(
+    client: QueueClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs are longer than forecast, and a model so small would rather compute its tokens again."""
+    monkeypatch.setattr(OutputForecast, "remaining", lambda *_: 1)
+    monkeypatch.setattr(PreemptionCost, "prefers_swap", lambda *_: True)
+    save_tiny_llama(tmp_path)
+    settings = {"num_kv_blocks": 24, "max_num_batched_tokens": 32, "max_num_seqs": 8, "swap_space_gib": 0.01}
+    config = worker_config(
+        client.url, client.queue, model=str(tmp_path), skip_tokenizer_init=True, **settings
+    )
+    with running_worker(config) as worker:
+        job = {"model": worker.model, "max_tokens": 150, "ignore_eos": True}
+        ids = client.submit(*({**job, "prompt_token_ids": [i + 1] * 40} for i in range(24)))
+        has_counted(
+            worker,
+            "kv_cache_swapped_bytes_total{direction=in}",
+            "kv_cache_swapped_bytes_total{direction=out}",
         )
         assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
 

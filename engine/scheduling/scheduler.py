@@ -22,9 +22,9 @@ from pagemill.engine.scheduling.kv.manager import KVCacheManager
 from pagemill.engine.scheduling.labelling import Labelling, drop_chains, is_complete, take_reads
 from pagemill.engine.scheduling.request import Candidates, Request, Sequence, SequenceStatus, SequenceUpdate
 from pagemill.engine.scheduling.running_batch import RunningBatch, is_urgent
-from pagemill.engine.scheduling.sequence_queue import scheduling_key
 from pagemill.engine.scheduling.step_builder import InFlightStep, StepBuilder
 from pagemill.engine.scheduling.stopping import append_sampled, take_scores
+from pagemill.engine.scheduling.suspects import Suspects
 from pagemill.engine.scheduling.waiting_queue import WaitingQueue, will_fork
 
 
@@ -52,8 +52,7 @@ class Scheduler:
         self._waiting = WaitingQueue(self._batch.rows)
         self._labelling = Labelling(self._waiting)
         self._requests: dict[str, Request] = {}
-        self._suspects: set[Request] = set()
-        """Requests in a step that raised, which have not yet got past that point in a step of their own."""
+        self._suspects = Suspects()
         self._in_flight: deque[InFlightStep] = deque()
         self._unread: dict[Sequence, tuple[list[int], list[TokenLogprobs] | None]] = {}
         """Sampled tokens of sequences whose grammar is still computing the state after them: the scheduler
@@ -175,7 +174,7 @@ class Scheduler:
                 self._append(sequence, *sampled, updates)
         for request, candidates in beams.items():
             updates += self._advance_beams(request, candidates)
-        self._clear_suspects(step)
+        self._suspects.clear(step)
         return updates
 
     def read_on(self) -> list[SequenceUpdate]:
@@ -216,10 +215,7 @@ class Scheduler:
             self._retire_settled()
             return
         self._steps_failed += 1
-        for request in failed.requests():
-            if not request.is_finished:
-                request.num_step_failures += 1
-                self._suspects.add(request)
+        self._suspects.add(failed.requests())
         self.kv_cache.drop_unproven(plan.step_id)
         for sequence in list(self.preemption.swapped):
             if sequence.swapped_blocks and sequence.last_step_id >= plan.step_id:
@@ -337,7 +333,7 @@ class Scheduler:
 
     def _schedule_suspects(self, step: StepBuilder) -> None:
         """Give the first suspect that can run a step of its own; if none can, run the others, admit none."""
-        for request in sorted(self._suspects, key=lambda r: scheduling_key(r.sequences[0])):
+        for request in self._suspects:
             self._schedule_running(step, [s for s in self._batch.sequences if s.request is request])
             for sequence in [s for s in request.sequences if s in self._waiting]:
                 if not self._admit(step, sequence):
@@ -486,15 +482,3 @@ class Scheduler:
         for request in step.requests():
             restart_beams(request)
             self._waiting.enqueue(request)
-
-    def _clear_suspects(self, step: InFlightStep) -> None:
-        """Clear a suspect that sampled in a step of its own and is caught up: it has got past its failure."""
-        if not self._suspects or not step.sampled:
-            return
-        requests = step.requests()
-        for request in self._suspects.intersection(requests):
-            concerned = request.live_sequences
-            if request.beam_search is not None:  # a beam without a row has yet to fork off one that has a row
-                concerned = [sequence for sequence in concerned if sequence.row is not None]
-            if len(requests) == 1 and all(s.num_computed_tokens >= s.num_known_tokens - 1 for s in concerned):
-                self._suspects.discard(request)

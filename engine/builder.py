@@ -142,7 +142,13 @@ def _build_echo(config: EngineConfig) -> EngineParts:
     tokenizer = ByteTokenizer()
     assert tokenizer.eos_token_id is not None
     max_model_len = resolve_max_model_len(config, ECHO_MAX_MODEL_LEN, ECHO_MAX_MODEL_LEN)
-    limits = _limits(config, max_model_len, _ECHO_KV_BLOCKS, (tokenizer.eos_token_id,), StepDefaults())
+    limits = _limits(
+        config,
+        max_model_len,
+        _ECHO_KV_BLOCKS,
+        (tokenizer.eos_token_id,),
+        StepDefaults(num_speculative_tokens=0),
+    )
     return EngineParts(
         executor=EchoRunner(echo_step_seconds(config.model)),
         tokenizer=None if config.skip_tokenizer_init else tokenizer,
@@ -255,6 +261,12 @@ def _limits(
     config: EngineConfig, max_model_len: int, num_kv_blocks: int, eos: tuple[int, ...], defaults: StepDefaults
 ) -> SchedulerConfig:
     overlapped = defaults.overlapped if config.async_scheduling is None else config.async_scheduling
+    num_drafts = config.num_speculative_tokens
+    if num_drafts and overlapped:
+        message = "num_speculative_tokens: drafts follow tokens that are known; set async_scheduling to false"
+        raise ConfigError(message, setting="num_speculative_tokens")
+    if num_drafts is None:
+        num_drafts = 0 if overlapped else defaults.num_speculative_tokens
     return SchedulerConfig(
         block_size=config.block_size,
         num_kv_blocks=config.num_kv_blocks or num_kv_blocks,
@@ -263,6 +275,7 @@ def _limits(
         max_num_batched_tokens=config.max_num_batched_tokens or defaults.max_num_batched_tokens,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         enable_prefix_caching=config.enable_prefix_caching,
+        num_speculative_tokens=num_drafts,
         depth=1 if overlapped else 0,
         eos_token_ids=eos,
     )

@@ -68,6 +68,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
     """Plan step N+1 while step N runs (depth 1). None: off on CPU, on on CUDA."""
+    num_speculative_tokens: Annotated[int, Range(0, 64)] | None = None
+    """The most tokens that are drafted for a row in a step, where drafts pay; they change no output. 0: none. None: 8
+    on CPU, 0 with async_scheduling, which leaves no time to draft."""
     pad_to_bucket: bool | None = None
     """Pad a step's rows and tokens to a bucket size, as CUDA graphs need. None: off on CPU."""
     stage_inputs: bool | None = None
@@ -203,6 +206,7 @@ class StepDefaults:
     max_num_batched_tokens: int = 512
     overlapped: bool = False
     """Plan a step while the one before it runs."""
+    num_speculative_tokens: int = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +223,8 @@ class SchedulerConfig:
     """May be smaller than max_num_seqs: rows that do not fit wait for the next step."""
     long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = True
+    num_speculative_tokens: int = 0
+    """The most drafts for a row; only with depth 0."""
     depth: int = 0
     """Steps in flight while the next is planned: 0 synchronous, 1 overlapped."""
     watermark_ratio: float = 0.01

@@ -45,7 +45,7 @@ class StepRecorder:
         self._seconds["schedule", kind].observe(seconds)
         self._tokens[kind,].observe(num_tokens)
         self._budget_use.observe(num_tokens / self._budget)
-        self._batch_size.observe(len(plan.work))
+        self._batch_size.observe(len(plan.work) - plan.num_drafts)
         self._utilization.observe(kv.utilization)
         self.stats.peak_utilization = max(self.stats.peak_utilization, kv.utilization)
 

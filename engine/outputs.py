@@ -202,6 +202,10 @@ class SchedulerStats:
     """Rows with non-finite logits."""
     discarded_tokens: int = 0
     """Sampled tokens discarded because their sequence had already ended (a stop detected one step late)."""
+    drafted_tokens: int = 0
+    """Tokens computed before it was known whether they would be sampled."""
+    accepted_tokens: int = 0
+    """Those of them that were sampled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,8 @@ class StepPlan:
     samples: list[Sample] = field(default_factory=list)
     has_adapters: bool = False
     """A row of `work` has an adapter."""
+    num_drafts: int = 0
+    """Entries of `work` that compute a draft: they follow the one with their row's newest token."""
 
     @property
     def num_tokens(self) -> int:

@@ -29,6 +29,8 @@ class Preemption:
     def take_blocks(self, victims: SequenceType[Sequence]) -> None:
         """Take all blocks of a running sequence, or of a search's beams, in the cheaper available way."""
         space = self._kv.swap_space
+        for victim in victims:
+            self._kv.trim(victim)
         if space.capacity:
             quote = space.quote(victims)
             if quote.num_blocks <= space.num_free and self.cost.prefers_swap(quote, victims):

@@ -14,6 +14,7 @@ from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduling.blocks import HostBlock, KVBlock
 from pagemill.engine.scheduling.label_tree import LabelScores, LabelTree
 from pagemill.engine.scheduling.reads import Reads
+from pagemill.engine.scheduling.speculation.prompt_lookup import PromptLookup
 from pagemill.engine.tasks import GENERATE, Score, Task
 
 Candidates = list[tuple[int, float]]
@@ -127,6 +128,8 @@ class Sequence:
     fork_at: int = 0
     num_lost_tokens: int = 0
     """Computed tokens that a preemption discarded; 0 after readmission."""
+    lookup: PromptLookup | None = None
+    """What predicts its next tokens, once it has drafted."""
     displaced_at: int | None = None
     """Its known tokens when it last gave its row to an urgent request."""
 

@@ -13,6 +13,7 @@ from pagemill.engine.scheduling.preemption import Preemption
 from pagemill.engine.scheduling.request import Continuation, Request, Sequence, SequenceStatus
 from pagemill.engine.scheduling.rows import RowTable
 from pagemill.engine.scheduling.sequence_queue import SequenceQueue
+from pagemill.engine.scheduling.speculation.drafter import Drafter
 from pagemill.engine.scheduling.step_builder import StepBuilder
 
 Work = list[tuple[Sequence, int]]
@@ -51,6 +52,7 @@ class RunningBatch:
         self.sequences = SequenceQueue()
         self.rows = RowTable(config.max_num_seqs)
         self.preemption = Preemption(config, kv)
+        self.drafter = Drafter(config.num_speculative_tokens) if config.num_speculative_tokens else None
         self.waiting_for: WaitReason = "budget"
         """The resource that the most recently refused sequence lacked."""
         self.num_displaced = 0
@@ -68,6 +70,8 @@ class RunningBatch:
         """Add these running sequences in order, within the budget; returns those preempted."""
         preempted: list[Sequence] = []
         search: Request | None = None
+        if self.drafter is not None:
+            self.drafter.begin_step(len(self.sequences))
         for sequence in list(candidates):
             if not step.budget:
                 break
@@ -136,6 +140,12 @@ class RunningBatch:
         self.num_displaced += len(preempted)
         return preempted
 
+    def settle_drafts(self, sequence: Sequence, num_accepted: int) -> None:
+        """Keep a running sequence's first drafts, which it sampled too, and forget the others."""
+        assert self.drafter is not None
+        self.drafter.num_accepted += num_accepted
+        self._kv.roll_back(sequence, sequence.num_known_tokens + num_accepted)
+
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence's row and blocks; its tokens stay."""
         self._leave(sequence)
@@ -194,9 +204,31 @@ class RunningBatch:
         is_one_behind = known + pending - sequence.num_computed_tokens == 1
         if not is_one_behind or (pending and known + pending >= request.max_num_tokens):
             return False
+        if self.drafter is not None and not pending and self._add_drafts(step, sequence, self.drafter):
+            return True
         if not self._kv.append_slot(sequence):
             return False
         step.add_newest(sequence)
+        self._kv.register_full_blocks(sequence)
+        return True
+
+    def _add_drafts(self, step: StepBuilder, sequence: Sequence, drafter: Drafter) -> bool:
+        """Compute a plain sequence's newest token and drafts of those to come; no other row goes short for them."""
+        room = min(
+            sequence.request.max_num_tokens - sequence.num_known_tokens - 1,
+            step.budget - len(self.sequences),
+            self._config.max_num_seqs - len(self.sequences) - step.num_drafts,
+        )
+        drafts = drafter.draft(sequence, room) if room > 0 and not step.is_short else []
+        if not drafts:
+            return False
+        needed = self._kv.num_blocks_needed(sequence, len(drafts) + 1)
+        if needed and needed + len(self.sequences) > self.num_admissible_blocks:
+            return False
+        slots = self._kv.allocate_slots(sequence, len(drafts) + 1, step.step_id)
+        assert slots is not None, "the blocks were counted wrongly"
+        step.add_drafts(sequence, drafts, slots)
+        drafter.num_drafted += len(drafts)
         self._kv.register_full_blocks(sequence)
         return True
 

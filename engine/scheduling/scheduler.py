@@ -22,6 +22,7 @@ from pagemill.engine.scheduling.kv.manager import KVCacheManager
 from pagemill.engine.scheduling.labelling import Labelling, drop_chains, is_complete, take_reads
 from pagemill.engine.scheduling.request import Candidates, Request, Sequence, SequenceStatus, SequenceUpdate
 from pagemill.engine.scheduling.running_batch import RunningBatch, is_urgent
+from pagemill.engine.scheduling.speculation.drafter import accepted
 from pagemill.engine.scheduling.step_builder import InFlightStep, StepBuilder
 from pagemill.engine.scheduling.stopping import append_sampled, take_scores
 from pagemill.engine.scheduling.suspects import Suspects
@@ -145,6 +146,8 @@ class Scheduler:
         self._retire_settled()
         if step.has_failed:
             return []
+        if self._batch.drafter is not None:
+            self._batch.drafter.retire(plan, result)
         updates: list[SequenceUpdate] = []
         for number, entries in result.prompt_logprobs.items():
             updates += self._take_scores(step.computed[number], plan.work[number].first_scored, entries)
@@ -152,18 +155,22 @@ class Scheduler:
             updates += self._take_reads(step.computed[number], plan.work[number], values)
         updates += step.progress()
         beams: dict[Request, list[tuple[Sequence, Candidates]]] = {}
-        for number, sequence in enumerate(step.sampled):
+        for number, sequence, drafts in step.outcomes():
             if sequence.status is SequenceStatus.FINISHED:
                 self._discarded_tokens += len(result.token_ids[number])
                 continue
             sampled = result.token_ids[number], result.logprobs.get(number)
+            if drafts:
+                sampled = accepted(result, number, drafts)
             is_sound = number not in result.invalid and number not in result.without_choice
             if sequence.grammar is not None and is_sound:
                 sequence.grammar.prepare(sampled[0][0])
                 if not sequence.grammar.is_ready:
                     self._unread[sequence] = sampled
                     continue
-            sequence.num_pending_tokens -= 1
+            sequence.num_pending_tokens -= 1 + len(drafts)
+            if drafts:
+                self._batch.settle_drafts(sequence, len(sampled[0]) - 1)
             if number in result.invalid:
                 updates += self._fail_invalid(sequence.request)
             elif sequence.request.beam_search is not None:
@@ -252,7 +259,7 @@ class Scheduler:
         return self._waiting.num_requests
 
     def stats(self) -> SchedulerStats:
-        preemption = self.preemption
+        preemption, drafter = self.preemption, self._batch.drafter
         return SchedulerStats(
             running=self.num_running,
             waiting=self.num_waiting,
@@ -266,6 +273,8 @@ class Scheduler:
             steps_failed=self._steps_failed,
             invalid_logits=self._num_invalid_logits,
             discarded_tokens=self._discarded_tokens,
+            drafted_tokens=drafter.num_drafted if drafter is not None else 0,
+            accepted_tokens=drafter.num_accepted if drafter is not None else 0,
         )
 
     def capacity(self) -> Capacity:

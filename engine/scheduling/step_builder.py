@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pagemill.engine.plan import NewRow, RowWork, Sample, StepPlan
 from pagemill.engine.scheduling.kv.manager import NO_NEW_SLOTS, AllocatedSlots
 from pagemill.engine.scheduling.request import Request, Sequence, SequenceStatus, SequenceUpdate
+
+_NO_DRAFTS: list[int] = []
 
 
 @dataclass(slots=True)
@@ -20,6 +23,8 @@ class InFlightStep:
     """Parallel to `plan.samples`."""
     prefilling: list[Sequence] = field(default_factory=list)
     """The sequences of `computed` with more of their prompt to compute."""
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    """Number in `sampled` of a row's first sample -> its drafts. As many samples of the row follow."""
     has_failed: bool = False
     """True if it or an earlier step raised: its result is ignored."""
     is_settled: bool = False
@@ -27,6 +32,17 @@ class InFlightStep:
 
     def requests(self) -> list[Request]:
         return list(dict.fromkeys(sequence.request for sequence in self.computed))
+
+    def outcomes(self) -> Iterator[tuple[int, Sequence, list[int]]]:
+        """Yield a sample number, its sequence, and the drafts whose samples follow, which belong to it."""
+        num_drafts = 0
+        for number, sequence in enumerate(self.sampled):
+            if num_drafts:
+                num_drafts -= 1
+                continue
+            drafts = self.drafts.get(number, _NO_DRAFTS)
+            num_drafts = len(drafts)
+            yield number, sequence, drafts
 
     def progress(self) -> list[SequenceUpdate]:
         """Return updates without tokens, of the sequences with more of their prompt to compute."""
@@ -48,11 +64,15 @@ class StepBuilder:
     """A sequence did not get the blocks it needed: none after it may take any."""
     promised_blocks: int = 0
     """Blocks that rows whose prefill the budget cuts short will need before they can sample."""
+    num_drafts: int = 0
+    """Tokens drafted for all rows."""
     _new_rows: list[NewRow] = field(default_factory=list)
     _block_copies: list[tuple[int, int]] = field(default_factory=list)
     _decodes: list[tuple[RowWork, Sequence, bool]] = field(default_factory=list)
     """Work, its sequence, and whether it reaches the last token that is known or in flight."""
     _prefills: list[tuple[RowWork, Sequence, bool]] = field(default_factory=list)
+    _drafts: dict[int, list[int]] = field(default_factory=dict)
+    """Row -> the tokens drafted for it."""
     _siblings: dict[int, list[Sequence]] = field(default_factory=dict)
     """Row -> the sequences that fork off it in this step, and also sample from its last token."""
 
@@ -88,6 +108,21 @@ class StepBuilder:
         sequence.num_computed_tokens = start + 1
         sequence.last_step_id = self.step_id
         self._decodes.append((RowWork(row, start, 1), sequence, True))
+
+    def add_drafts(self, sequence: Sequence, drafts: list[int], slots: AllocatedSlots) -> None:
+        """Compute the one token that a plain sequence lacks, and drafts of the next, as a row each."""
+        row, start = sequence.row, sequence.num_computed_tokens
+        assert row is not None
+        newest = RowWork(row, start, 1, slots.new_block_ids, slots.replaced_blocks)
+        newest.forced_token_ids = list(enumerate(drafts, start + 1))
+        self._block_copies += slots.block_copies
+        works = [newest, *(RowWork(row, start + ahead, 1) for ahead in range(1, len(drafts) + 1))]
+        self._decodes += [(work, sequence, True) for work in works]
+        self._drafts[row] = drafts
+        self.num_drafts += len(drafts)
+        self.budget -= len(works)
+        sequence.num_computed_tokens = start + len(works)
+        sequence.last_step_id = self.step_id
 
     def add_work(self, sequence: Sequence, num_tokens: int, slots: AllocatedSlots) -> bool:
         """Compute a sequence's next tokens. Advances the sequence; True if that brings it up to date."""
@@ -129,6 +164,7 @@ class StepBuilder:
         entries = self._decodes + self._prefills
         plan = StepPlan(self.step_id, freed_rows, self._new_rows, swap_out, swap_in, self._block_copies)
         plan.work = [work for work, _, _ in entries]
+        plan.num_drafts = self.num_drafts
         plan.has_adapters = any(sequence.request.adapter_slot >= 0 for _, sequence, _ in entries)
         step = InFlightStep(plan, [sequence for _, sequence, _ in entries])
         token_index = -1
@@ -139,7 +175,9 @@ class StepBuilder:
             elif sequence.continuation:
                 continue  # its scores end it
             elif sequence.request.is_plain:  # `_add_sample` without the cases it never has
-                plan.samples.append(Sample(work.row, token_index, sequence.num_computed_tokens))
+                if self._drafts and (drafts := self._drafts.pop(work.row, None)) is not None:
+                    step.drafts[len(plan.samples)] = drafts
+                plan.samples.append(Sample(work.row, token_index, work.start + work.num_tokens))
                 step.sampled.append(sequence)
                 sequence.num_pending_tokens += 1
             else:

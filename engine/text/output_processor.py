@@ -207,9 +207,9 @@ class OutputProcessor:
             record.error, record.error_code = update.error, update.error_code
         if not update.new_token_ids and not sequence.is_finished:
             return
+        text = self._extend_text(sequence, sample, update)
         if not sequence.continuation:
             self._record_latency(record, sample, len(update.new_token_ids), now)
-        text = self._extend_text(sequence, sample, update.new_token_ids)
         delta = CompletionDelta(
             index=sequence.index,
             token_ids=update.new_token_ids,
@@ -233,17 +233,25 @@ class OutputProcessor:
         if sequence.is_finished and sequence.request.params.structured_outputs is not None:
             self._count_structured(sequence)
 
-    def _extend_text(self, sequence: Sequence, sample: _SampleText, token_ids: list[int]) -> str:
+    def _extend_text(self, sequence: Sequence, sample: _SampleText, update: SequenceUpdate) -> str:
+        """Return the text of an update. Tokens after one that completes a stop string are taken back."""
         if sample.detokenizer is None:
             return ""
-        visible = self._visible(sequence, token_ids)
+        visible = self._visible(sequence, update.new_token_ids)
         # As with stop tokens: before min_tokens nothing stops a sample, however many tokens come at once.
-        num_unwatched = max(0, sequence.request.params.min_tokens - 1 - sample.num_reported)
-        unwatched = sample.detokenizer.append(visible[:num_unwatched])
-        watched = sample.detokenizer.append(visible[num_unwatched:])
-        if sequence.is_finished:
-            watched += sample.detokenizer.flush()
-        released, stop = sample.stop.append(watched)
+        num_taken = max(0, sequence.request.params.min_tokens - 1 - sample.num_reported)
+        text, stop = sample.detokenizer.append(visible[:num_taken]), None
+        at_once = 1 if sequence.request.params.stop else len(visible)
+        while num_taken < len(visible) and stop is None:
+            made_final = sample.detokenizer.append(visible[num_taken : num_taken + at_once])
+            released, stop = sample.stop.append(made_final)
+            text += released
+            num_taken += at_once
+        if stop is not None:
+            _take_back(sequence, update, num_taken)
+        elif sequence.is_finished:
+            released, stop = sample.stop.append(sample.detokenizer.flush())
+            text += released
         if stop is not None:
             if sequence.finish_reason in (
                 "length",
@@ -253,8 +261,8 @@ class OutputProcessor:
             else:
                 self._finish_sequence(sequence, "stop", stop)
         elif sequence.is_finished:
-            released += sample.stop.flush()
-        return unwatched + released
+            text += sample.stop.flush()
+        return text
 
     def _count_structured(self, sequence: Sequence) -> None:
         """Count an ended sample with structured_outputs by its validity."""
@@ -345,3 +353,12 @@ class OutputProcessor:
         if request.was_admitted:
             self.stats.peak_blocks.observe(request.peak_blocks)
         self._record_phases(record, generated - record.num_resumed_tokens)
+
+
+def _take_back(sequence: Sequence, update: SequenceUpdate, num_kept: int) -> None:
+    """Take back all but an update's first tokens."""
+    num_after = len(update.new_token_ids) - num_kept
+    if num_after > 0:
+        del update.new_token_ids[num_kept:], sequence.output_token_ids[-num_after:]
+        if update.new_logprobs is not None:
+            del update.new_logprobs[num_kept:]

@@ -55,7 +55,9 @@ def _requests() -> list[Panel]:
             total_rate("generated_tokens_total", "generated"),
             total_rate("engine_computed_tokens_total", "through the model"),
             total_rate("engine_discarded_tokens_total", "sampled too late"),
-            about="Through the model: prompts, generated and redone ones.",
+            total_rate("draft_tokens_total", "drafted"),
+            total_rate("draft_tokens_accepted_total", "drafts accepted"),
+            about="Through the model: prompts, drafts, generated and redone ones. An accepted draft saves a step.",
         ),
         lines(
             "Ended by reason",

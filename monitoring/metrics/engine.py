@@ -70,6 +70,16 @@ STEPS: tuple[Metric[EngineStats], ...] = (
         "Sampled tokens thrown away because their sequence had ended a step before.",
         lambda s: s.scheduler.discarded_tokens,
     ),
+    counter(
+        "draft_tokens_total",
+        "Tokens computed before it was known whether they would be sampled.",
+        lambda s: s.scheduler.drafted_tokens,
+    ),
+    counter(
+        "draft_tokens_accepted_total",
+        "Drafted tokens that were sampled: each saved its sequence a step.",
+        lambda s: s.scheduler.accepted_tokens,
+    ),
     engine_histogram(
         "engine_step_seconds",
         "Time of a step by phase (schedule, prepare, forward, sample, output) and kind (prefill: no row decodes,"

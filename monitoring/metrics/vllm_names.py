@@ -91,6 +91,8 @@ ALIASES: tuple[Metric[EngineStats], ...] = (
              "finished_reason"),
     _counter("corrupted_requests_total", "Requests whose logits were not finite.",
              _one(lambda s: s.scheduler.invalid_logits)),
+    _counter("spec_decode_num_draft_tokens_total", "Tokens drafted.", _one(lambda s: s.scheduler.drafted_tokens)),
+    _counter("spec_decode_num_accepted_tokens_total", "Drafts sampled.", _one(lambda s: s.scheduler.accepted_tokens)),
     _histogram("iteration_tokens_total", "Tokens in a step.", "step_tokens"),
     _histogram("time_to_first_token_seconds", "Time to the first token.", "time_to_first_token_seconds"),
     _histogram("inter_token_latency_seconds", "Between two tokens.", "inter_token_latency_seconds"),

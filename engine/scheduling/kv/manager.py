@@ -102,7 +102,7 @@ class KVCacheManager:
     def num_blocks_needed(self, sequence: Sequence, num_new_tokens: int) -> int:
         """Return the number of blocks that `allocate_slots` would take from the pool."""
         start, table = sequence.num_computed_tokens, sequence.block_ids
-        needed = -(-(start + num_new_tokens) // self.block_size) - len(table)
+        needed = max(0, -(-(start + num_new_tokens) // self.block_size) - len(table))
         index = start // self.block_size
         if index < len(table) and self.pool.blocks[table[index]].ref_count > 1:
             needed += 1
@@ -129,12 +129,12 @@ class KVCacheManager:
         return needed + sum(min(count, block.ref_count - 1) for block, count in writers.items())
 
     def append_slot(self, sequence: Sequence) -> bool:
-        """Make room for one token in the last block, as for most decodes. False: use `allocate_slots`."""
-        offset = sequence.num_computed_tokens % self.block_size
+        """Make room for one token in a block that has begun, as for most decodes. False: use `allocate_slots`."""
+        index, offset = divmod(sequence.num_computed_tokens, self.block_size)
         if not offset:
             return False
         pool = self.pool
-        block = pool.blocks[sequence.block_ids[-1]]
+        block = pool.blocks[sequence.block_ids[index]]
         if block.ref_count > 1:
             return False
         # `pool.fill`, inlined: at a thousand rows the call is a tenth of planning a step.
@@ -156,6 +156,24 @@ class KVCacheManager:
         slots = self._take_blocks(sequence, needed, step_id) if needed else NO_NEW_SLOTS
         self._fill(sequence, start, start + num_new_tokens)
         return slots
+
+    def roll_back(self, sequence: Sequence, num_tokens: int) -> None:
+        """Keep only a sequence's first computed tokens; those after them were drafts that were not sampled.
+
+        Its table keeps its length, as execution's does, until the sequence leaves its row (`trim`).
+        """
+        size = self.block_size
+        for index in range(num_tokens // size, self.blocks_for(sequence.num_computed_tokens)):
+            block = self.pool.blocks[sequence.block_ids[index]]
+            self.pool.fill(block, max(0, num_tokens - index * size))
+        sequence.num_computed_tokens = num_tokens
+
+    def trim(self, sequence: Sequence) -> None:
+        """Release the blocks after a sequence's computed tokens."""
+        needed = self.blocks_for(sequence.num_computed_tokens)
+        spare = [self.pool.blocks[block_id] for block_id in reversed(sequence.block_ids[needed:])]
+        del sequence.block_ids[needed:]
+        self.pool.release(spare, sequence.last_step_id)
 
     def register_full_blocks(self, sequence: Sequence) -> None:
         """Make findable the full blocks of known tokens that are computed or planned (up to `last_step_id`)."""

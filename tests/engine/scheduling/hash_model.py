@@ -219,8 +219,10 @@ class HashModel:
         written: set[tuple[int, int]] = set()
         num_tokens = [work.num_tokens for work in plan.work]
         assert num_tokens == sorted(num_tokens, key=lambda n: n != 1), "rows with one token come first"
-        assert len({work.row for work in plan.work}) == len(plan.work), "a row appears once"
+        ends: dict[int, int] = {}
         for work in plan.work:
+            assert ends.get(work.row, work.start) == work.start, "a row appears once, but for its drafts"
+            ends[work.row] = work.start + work.num_tokens
             row = self._rows[work.row]
             row.token_ids.update(work.forced_token_ids)
             for position in range(work.start, work.start + work.num_tokens):

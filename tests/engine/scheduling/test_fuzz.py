@@ -73,6 +73,7 @@ def make_workload(rng: random.Random, *, with_failures: bool) -> Workload:
         expected[request.request_id] = samples
     needed = max(blocks_alone(request, block_size) for _, request in requests)
     has_beams = any(request.params.beam_width is not None for _, request in requests)
+    depth = rng.randint(0, 1)
     config = make_config(
         block_size=block_size,
         num_kv_blocks=1 + needed + rng.choice([0, 0, 1, 4, 60]),
@@ -81,7 +82,8 @@ def make_workload(rng: random.Random, *, with_failures: bool) -> Workload:
         max_num_batched_tokens=rng.choice([3, 4, 7, 64] if has_beams else [1, 2, 3, 7, 16, 64]),
         long_prefill_token_threshold=rng.choice([0, 0, 1, 5]),
         enable_prefix_caching=rng.random() < 0.6,
-        depth=rng.randint(0, 1),
+        depth=depth,
+        num_speculative_tokens=0 if depth else rng.choice([0, 1, 3, 8]),
         watermark_ratio=rng.choice([0.0, 0.01, 0.25]),
         eos_token_ids=oracle.eos_token_ids,
         num_host_blocks=rng.choice([0, 2, 5, 100]),

@@ -96,6 +96,14 @@ def test_keys_and_values_that_are_moved(
         assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
 
 
+def test_an_output_that_repeats_its_prompt(client: QueueClient) -> None:
+    config = worker_config(client.url, client.queue, model=SLOW, num_speculative_tokens=4)
+    with running_worker(config) as worker:
+        (job_id,) = client.submit({"prompt": "all of this again, please", "max_tokens": 200})
+        has_counted(worker, "draft_tokens_total{}", "draft_tokens_accepted_total{}")
+        assert client.wait([job_id])[0].result.outputs[0].text == "all of this again, please"
+
+
 def test_samples_that_need_every_row(client: QueueClient) -> None:
     with running_worker(worker_config(client.url, client.queue, model=SLOW, max_num_seqs=4)) as worker:
         (first,) = client.submit({"prompt": "x" * 200, "max_tokens": 200})

@@ -60,6 +60,9 @@ local function take(lane, in_order, alone)
   local id, affinity = split_member(name)
   local job = load(id)
   local payload = job and redis.call('GET', P .. 'in:' .. id)
+  if job and job.near then
+    affinity = job.affinity -- the lane had another name there
+  end
   if not job or job.state ~= 'queued' then
     redis.call('ZREM', P .. 'wait:' .. lane, name)
   elseif tonumber(job.deadline or math.huge) <= NOW then

@@ -30,7 +30,8 @@ function given_by(id, job, state, outcome)
     local output = type(found.outputs) == 'table' and found.outputs[1] or {}
     given.text, given.label = plain(output.text, 'string') or '', plain(output.label, 'string')
     if given.label and type(output.label_probs) == 'table' then
-      given.prob = plain(output.label_probs[given.label], 'number')
+      -- As text: cjson writes 14 digits.
+      given.prob = string.format('%.17g', plain(output.label_probs[given.label], 'number') or 0)
     end
   end
   return given
@@ -51,7 +52,7 @@ end
 
 -- A condition: label and text (lists; the text itself stands for the label of a job without), prob_at_least, prob_below.
 local function is_met(condition, given)
-  local prob = given.prob
+  local prob = tonumber(given.prob)
   return given.state == 'succeeded' and not given.unreadable
     and (not condition.label or is_one_of(condition.label, given.label or given.text))
     and (not condition.text or is_one_of(condition.text, given.text))

@@ -42,9 +42,9 @@ class Condition(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, allow_inf_nan=False)
 
     label: _Values | None = None
-    """Its label is one of these; of a job without `label_probs`, its text is."""
+    """Its label is one of these; of a job without `label_probs`, its text is. Space around them does not count."""
     text: _Values | None = None
-    """Its text, without the space around it, is one of these."""
+    """Its text is one of these, but for the space around it."""
     prob_at_least: _Probability | None = None
     """The probability of its label is no less."""
     prob_below: _Probability | None = None
@@ -53,6 +53,11 @@ class Condition(BaseModel):
     @classmethod
     def _one_string_is_a_list_of_one(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
+
+    @field_validator("label", "text")
+    @classmethod
+    def _stripped(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return value and tuple(text.strip() for text in value)
 
     @model_validator(mode="after")
     def _asks_something(self) -> Condition:

@@ -218,7 +218,8 @@ CONDITIONS = [
     ({"label": "positive"}, True),
     ({"label": ["neutral", "positive"]}, True),
     ({"label": ["negative"]}, False),
-    ({"text": " positive"}, False),
+    ({"text": " positive"}, True),
+    ({"text": "Positive"}, False),
     ({"text": "positive"}, True),
     ({"prob_at_least": 0.75}, True),
     ({"prob_at_least": 0.76}, False),
@@ -243,6 +244,14 @@ def test_a_condition_is_asked_when_the_parent_ends(
     queue.commit(jobs["q"])
     assert [job.job_id for job in queue.pull()] == (["c"] if is_met else [])
     assert left_of_links(queue) == set()
+
+
+def test_a_probability_is_given_to_the_last_bit(queue: Queue) -> None:
+    queue.submit("p")
+    queue.submit("c", prompt="{parent.label_prob}", after=["p"])
+    commit_label(queue, queue.pull_one(), {"yes": 0.7000000000000012, "no": 0.2999999999999988})
+    (line,) = split_payload(queue.pull_one().payload).outputs
+    assert ParentOutput.model_validate_json(line).prob == 0.7000000000000012
 
 
 def test_a_plain_text_stands_for_its_label(queue: Queue) -> None:

@@ -7,7 +7,7 @@
 --   job start or -1}, each job being
 --   {id, token, payload, attempt, crashes, alone (0 or 1), created_at, deadline or '', fingerprint, checkpoint list,
 --   the worker whose lease of it lapsed, or ''}
--- @include choosing
+-- @include homing
 local RESERVED_FOR = 10000
 -- Jobs that turn out to be past their deadline, or broken, in one call: a server must not stop for all of them.
 local MAX_ENDED = 64
@@ -133,7 +133,7 @@ local function take_all()
       end
       return
     end
-    waits = not take(lane, in_order, false)
+    waits = not take(in_order and lane or or_another(lane), in_order, false)
   end
   return not waits
 end

@@ -543,6 +543,33 @@ def test_what_begins_otherwise_goes_to_anybody(queue: Queue) -> None:
     assert [job.job_id for job in queue.pull(1, worker="b")] == ["of-a"]
 
 
+def with_a_released_job(queue: Queue, **fields: Any) -> None:
+    """A job whose parent ran at worker "home", and others that waited for none."""
+    queue.submit("p", **fields)
+    queue.submit("of-p", after=["p"], **fields)
+    queue.commit(queue.pull_one(worker="home"))
+    queue.submit(*(f"j{number}" for number in range(80)))
+
+
+def test_another_worker_leaves_a_released_job_to_its_own(queue: Queue) -> None:
+    with_a_released_job(queue)
+    taken = [queue.pull_one(worker="other").job_id for _ in range(10)]
+    assert taken == [f"j{number}" for number in range(10)]
+    assert "of-p" in [queue.pull_one(worker="home").job_id for _ in range(2)]
+
+
+def test_it_does_64_times_at_most(queue: Queue) -> None:
+    with_a_released_job(queue)
+    taken = [queue.pull_one(worker="other").job_id for _ in range(81)]
+    # The lanes of the two versions take turns, and at its own the released job is passed over.
+    assert 64 <= taken.index("of-p") <= 80
+
+
+def test_nothing_less_urgent_is_taken_instead(queue: Queue) -> None:
+    with_a_released_job(queue, priority="high")
+    assert queue.pull_one(worker="other").job_id == "of-p"
+
+
 def test_the_oldest_is_overtaken_64_times_at_most(queue: Queue) -> None:
     names = ["first", *(f"j{number}" for number in range(70))]
     for name in names:

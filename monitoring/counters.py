@@ -21,7 +21,8 @@ WebhookResult = Literal["delivered", "failed", "given_up", "refused"]
 RedisErrorKind = Literal["connection", "timeout", "response", "other"]
 WorkerState = Literal["starting", "ready", "paused", "draining", "degraded"]
 
-FAILURE_CODES = tuple(sorted(FINAL_CODES - {"unknown_model"})) + get_args(RetryReason)
+_NOT_OF_WORKERS = {"unknown_model", "unknown_parent", "dependency_cycle", "too_many_children"}
+FAILURE_CODES = tuple(sorted(FINAL_CODES - _NOT_OF_WORKERS)) + get_args(RetryReason)
 """Codes that an execution can end in on a worker. A job of an unserved model is never pulled; one ended by
 the queue or its clock has no execution."""
 

@@ -16,11 +16,21 @@ FinalCode = Literal[
     "result_too_large",
     "unsigned",
     "unsupported_feature",
+    "unknown_parent",
+    "dependency_cycle",
+    "too_many_children",
 ]
 """The job itself is invalid: running it again gives the same error."""
 RetryableCode = Literal["engine_error", "out_of_memory", "worker_lost", "output_invalid"]
 """Another execution may succeed."""
-EndCode = Literal["cancelled", "deadline_exceeded", "attempts_exhausted", "crash_suspect"]
+EndCode = Literal[
+    "cancelled",
+    "deadline_exceeded",
+    "attempts_exhausted",
+    "crash_suspect",
+    "parent_failed",
+    "condition_false",
+]
 """The job was ended from outside; not an error of an execution."""
 ErrorCode = Literal[FinalCode, RetryableCode, EndCode]
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pagemill.producer.client.handles import BatchHandle, DeadLetters, JobHandle
     from pagemill.producer.client.sync import Producer
     from pagemill.producer.wire.calls.dead_letters import DeadLetter, OpenedLetter
+    from pagemill.producer.wire.schema.dependencies import Condition
     from pagemill.producer.wire.schema.errors import (
         AccessDenied,
         IdempotencyConflict,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         StructuredOutputs,
         Usage,
     )
+    from pagemill.producer.wire.schema.templates import escape_places
 
 __all__ = [
     "Producer",
@@ -61,6 +63,8 @@ __all__ = [
     "DeadLetter",
     "OpenedLetter",
     "Replay",
+    "Condition",
+    "escape_places",
     "Job",
     "Message",
     "StructuredOutputs",
@@ -99,6 +103,8 @@ _HOMES = {
     "pagemill.producer.client.aio_handles": ("AsyncJobHandle", "AsyncBatchHandle", "AsyncDeadLetters"),
     "pagemill.producer.client.dead_letter_flow": ("Replay",),
     "pagemill.producer.wire.calls.dead_letters": ("DeadLetter", "OpenedLetter"),
+    "pagemill.producer.wire.schema.dependencies": ("Condition",),
+    "pagemill.producer.wire.schema.templates": ("escape_places",),
     "pagemill.producer.wire.schema.job": tuple(
         __all__[__all__.index("Job") : __all__.index("PagemillError")]
     ),

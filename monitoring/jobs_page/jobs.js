@@ -154,6 +154,8 @@ async function showJob() {
     ["to be", job.stop_asked],
     ["shares the end of", job.leader, jobLink(job.leader || "")],
     ["replay of", job.replay_of, jobLink(job.replay_of || "")],
+    ["after", job.after.join(" ")],
+    ["waits for the end of", job.waits_for.join(" ")],
     ["replayed as", job.replayed_as, jobLink(job.replayed_as || "")],
     ["failed attempts", job.attempts_failed || ""],
     ["crashes", job.crashes || ""],

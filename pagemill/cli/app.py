@@ -241,6 +241,7 @@ class SubmitOptions:
     seed: options.Seed = None
     stop: options.Stop = None
     adapter: options.Adapter = None
+    after: options.After = None
     choice: Annotated[
         list[str] | None, typer.Option("--choice", help="The output is one of these; may be repeated.")
     ] = None
@@ -296,8 +297,20 @@ def _submitted_fields(given: SubmitOptions) -> dict[str, Any]:
         fields["structured_outputs"] = {"choice": given.choice}
     if given.stream:
         fields["stream"] = True
+    if given.after:
+        fields["after"] = _parents(given.after)
     fields.setdefault("model", given.model or default_model(given.redis_url, given.queue))
     return fields
+
+
+def _parents(pairs: list[str]) -> dict[str, str] | list[str]:
+    """Return the jobs to wait for, by their names if they have any."""
+    named = [pair.rpartition("=") for pair in pairs]
+    if all(separator for _, separator, _ in named):
+        return {name: job_id for name, _, job_id in named}
+    if any(separator for _, separator, _ in named):
+        raise typer.BadParameter("--after: give every job a name, or none")
+    return pairs
 
 
 def _tool_fields(tools: Path | None, choice: str | None) -> dict[str, Any]:

@@ -60,6 +60,8 @@ def print_history(job: JobHistory) -> None:
         "batch": " ".join(filter(None, (job.batch, job.key))),
         "shares the end of": job.leader or "",
         "replay of": job.replay_of or "",
+        "after": " ".join(job.after),
+        "waits for the end of": " ".join(job.waits_for),
         "replayed as": job.replayed_as or "",
         "failed attempts": str(job.attempts_failed or ""),
         "crashes": str(job.crashes or ""),

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from pagemill.producer.wire.schema.chat import Message, NamedToolChoice, Tool
+from pagemill.producer.wire.schema.dependencies import Condition, HasId
 from pagemill.structured_outputs import StructuredOutputs
 
 
@@ -84,3 +85,6 @@ class JobFields(RowFields, total=False):
     prompt_token_ids: Sequence[int] | None
     model: str
     temperature: float
+    after: str | HasId | Sequence[str | HasId] | Mapping[str, str | HasId] | None
+    when: Mapping[str, Condition | Mapping[str, Any]] | None
+    on_parent_failure: Literal["cancel", "run"]

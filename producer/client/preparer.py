@@ -15,10 +15,11 @@ from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.submission_form import JobForm, JobForms, read_key, read_metadata, read_text
 from pagemill.producer.wire.calls.transitions import Submission
 from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.dependencies import ITEM_PREFIX
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_KEY, MAX_METADATA_BYTES, Job
 from pagemill.producer.wire.schema.outputs import ErrorInfo
-from pagemill.producer.wire.schema.signing import Keys
+from pagemill.producer.wire.schema.signing import OUTPUT_SEPARATOR, Keys, split_payload
 from pagemill.producer.wire.schema.tasks import TASKS
 
 JobLike: TypeAlias = Job | Mapping[str, Any]
@@ -110,7 +111,10 @@ class Preparer:
         again = job.model_copy(update={"delay": None, "run_at": None, "deadline": None, "key": None})
         job_id = new_job_id()
         item = transitions.prepare(again, job_id, seed=seed_of(job_id), replay_of=dead_id)
-        return self._signed(item, again.tenant)
+        signed = self._signed(item, again.tenant)
+        # It was told of the ends that it waited for.
+        outputs = split_payload(payload).outputs
+        return replace(signed, payload=OUTPUT_SEPARATOR.join((signed.payload, *outputs)))
 
     def items(
         self,
@@ -155,6 +159,8 @@ class Preparer:
         if job.idempotency_key is not None:
             message = "idempotency_key is for single jobs; in a batch, `key` does its work"
             raise InvalidJob(message, "unsupported_feature")
+        if job.after is not None:
+            job = job.model_copy(update={"after": _resolved(job.after, batch_id)})
         key = names.of(job.key, job.digest)
         job_id = item_id(batch_id, key)
         item = transitions.prepare(job, job_id, key=key, seed=seed_of(job_id))
@@ -183,6 +189,16 @@ class Preparer:
             item.payload, queue=self._queue, job_id=item.job_id, tenant=tenant
         )
         return replace(item, payload=payload)
+
+
+def _resolved(parents: Mapping[str, str], batch_id: str) -> dict[str, str]:
+    """Return the parents by their ids, those too that are named by their keys in the batch."""
+    return {
+        name: item_id(batch_id, parent.removeprefix(ITEM_PREFIX))
+        if parent.startswith(ITEM_PREFIX)
+        else parent
+        for name, parent in parents.items()
+    }
 
 
 class _Names:

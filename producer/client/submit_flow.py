@@ -65,8 +65,8 @@ def submit(queue: str, item: Submission, on_full: OnFull) -> Flow[str]:
                 raise (yield from _full(queue, item))
         yield Sleep(pause)
         pause = min(LAST_PAUSE_S, 2 * pause)
-    if reply.status == "too_large":
-        raise _too_large(queue, item)
+    if refused := _refusal(queue, item, reply):
+        raise refused
     if reply.status == "conflict":
         raise IdempotencyConflict(
             f"the idempotency key belongs to job {reply.job_id}, with another payload", reply.job_id
@@ -144,8 +144,9 @@ class _Batch:
             if answer.status == "full":
                 left.append(item)
                 is_full = True
-            elif answer.status == "too_large":
-                error = _too_large(self._queue, item)
+            elif answer.status == "again":
+                left.append(item)
+            elif error := _refusal(self._queue, item, answer):
                 if self._on_invalid == "raise":
                     raise error
                 left.append(record_invalid(item, error))
@@ -167,10 +168,26 @@ def _full(queue: str, item: Submission) -> Flow[QueueFull]:
     return QueueFull(message, queue=queue, limit=limit, depth=depth, lane=lane)
 
 
-def _too_large(queue: str, item: Submission) -> InvalidJob:
-    return InvalidJob(
-        f"the job has {len(item.payload)} bytes, more than queue {queue} takes", "payload_too_large"
-    )
+def _refusal(queue: str, item: Submission, reply: SubmitReply) -> InvalidJob | None:
+    """Return the error of a job that the queue does not take, now or later."""
+    other = reply.job_id
+    match reply.status:
+        case "too_large":
+            message = f"the job has {len(item.payload)} bytes, more than queue {queue} takes"
+            return InvalidJob(message, "payload_too_large")
+        case "unknown":
+            message = (
+                f"it is to wait for job {other}, and the tenant has no such job in queue {queue}: never submitted, "
+                "only later, or its record has been removed"
+            )
+            return InvalidJob(message, "unknown_parent", "after")
+        case "cycle":
+            message = f"it is to wait for job {other}, which waits for it"
+            return InvalidJob(message, "dependency_cycle", "after")
+        case "crowded":
+            message = f"it is to wait for job {other}, for which too many jobs wait"
+            return InvalidJob(message, "too_many_children", "after")
+    return None
 
 
 def _repeated_if_lost(

@@ -36,6 +36,8 @@ _JOB_STATUS = {
     "payload_too_large": 413,
     "out_of_memory": 503,
     "cancelled": 410,
+    "parent_failed": 410,
+    "condition_false": 410,
     "unsigned": 500,
 }
 """Status by the job's error code. 410 for a cancelled job, because clients retry milder statuses."""

@@ -49,6 +49,10 @@ class Release:
         told = self._run("-m", "pagemill", "workers", "--json", "--redis-url", url, "--queue", queue)
         return [info["id"] for info in json.loads(told) if info["state"] == "ready"]
 
+    def command(self, url: str, queue: str, *words: str) -> str:
+        """What `pagemill` prints."""
+        return self._run("-m", "pagemill", *words, "--redis-url", url, "--queue", queue)
+
     def worker(self, settings: dict[str, Any]) -> subprocess.Popen[bytes]:
         with (self._logs / "worker.log").open("ab") as log:
             return subprocess.Popen(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.reads import Outcome
+from pagemill.producer.wire.schema import keys
 from tests.conftest import ROOT
 from tests.golden.cases import JOBS
 from tests.golden.released import Release
@@ -153,3 +156,38 @@ def test_a_job_with_tools_is_never_taken_by_a_worker_that_would_leave_them_out(
         (outcome,) = client.wait([asked])
     assert outcome.result is not None
     assert [one.function.name for one in outcome.result.tool_calls] == ["f"]
+
+
+def test_jobs_that_wait_for_others_live_beside_the_released_version(
+    releases: dict[str, Release], client: QueueClient
+) -> None:
+    """It runs what they wait for, reads and cancels them, and never takes them."""
+    released = releases["released"]
+    parent, other = client.submit({"prompt": "0123", "max_tokens": 4}, {"prompt": "abcd", "max_tokens": 4})
+    waits = {"prompt": "<{parent.text}>", "max_tokens": 20, "priority": "high"}
+    child, unwanted, late = client.submit(
+        waits | {"after": [parent]}, waits | {"after": [other]}, waits | {"after": [other]}
+    )
+    told = json.loads(released.command(client.url, client.queue, "status", child, "--json"))
+    assert told["state"] == "delayed"
+    released.command(client.url, client.queue, "cancel", unwanted)
+    with worker_of(released, client, model="echo"):
+        client.wait([parent, other])
+        for job_id in (parent, other):  # a sweep of this version looks twice a minute
+            client.redis.zadd(f"{keys.prefix(client.queue)}awaited", {job_id: 1}, xx=True)
+        client.run(transitions.sweep(client.queue))
+        assert [client.status(job_id).state for job_id in (child, unwanted, late)] == [
+            "queued",
+            "cancelled",
+            "queued",
+        ]
+        client.wait(client.submit({"prompt": "a"}))
+        assert client.status(child).state == "queued"
+        released.command(client.url, client.queue, "cancel", late)
+    with worker_of(releases["this"], client, model="echo"):
+        (outcome,) = client.wait([child])
+    assert outcome.result is not None
+    assert outcome.result.text == "<0123>"
+    told = json.loads(released.command(client.url, client.queue, "result", child, "--json"))
+    assert told["outputs"][0]["text"] == "<0123>"
+    assert not client.redis.keys(f"{keys.prefix(client.queue)}children:*")

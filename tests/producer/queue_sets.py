@@ -25,7 +25,9 @@ def check_sets(queue: Queue, states: Mapping[str, str], affinities: Mapping[str,
     following = [job_id for name in followed for job_id in members(name)]
     entries = [entry.partition(" ") for name in waiting for entry in members(name)]
     for job_id, _, affinity in entries:
-        assert affinity == (affinities.get(job_id) or ""), "it is lost on the way back to the lane"
+        near = client.hget(f"{prefix}job:{job_id}", "near")
+        expected = near.decode() if near else affinities.get(job_id) or ""
+        assert affinity == expected, "it is lost on the way back to the lane"
     assert sorted([job_id for job_id, _, _ in entries] + following) == having("queued")
     assert int(client.hget(f"{prefix}meta", "followers") or 0) == len(following)
     assert {member.decode() for member in client.smembers(f"{prefix}lanes")} == {name[5:] for name in waiting}

@@ -25,6 +25,7 @@ from pagemill.worker.engine_thread import EngineThread
 from pagemill.worker.jobs.context import WorkerContext
 from pagemill.worker.jobs.logprob_columns import LogprobColumns
 from pagemill.worker.jobs.pooled_rows import encoded_bytes
+from pagemill.worker.jobs.rendering import rendered
 from pagemill.worker.jobs.running_job import (
     MAX_LOGPROBS,
     MAX_RESULT_BYTES,
@@ -184,7 +185,7 @@ class Intake:
                 self._webhooks.check(job.webhook)
             except Refused as refusal:
                 raise InvalidJob(str(refusal), "unsupported_feature") from None
-        return job
+        return job if job.after is None else rendered(job, payload.outputs)
 
     def _resume_point(self, pulled: PulledJob, fingerprint: str) -> ResumePoint:
         point = resume_point(

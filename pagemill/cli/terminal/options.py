@@ -47,6 +47,14 @@ Adapter = Annotated[
         help="A LoRA adapter that the workers have.",
     ),
 ]
+After = Annotated[
+    Texts,
+    typer.Option(
+        "--after",
+        metavar="[NAME=]ID",
+        help="Wait for this job's end; {NAME.text} in the prompt is its text. May be repeated.",
+    ),
+]
 Tools = Annotated[
     Path | None,
     typer.Option(

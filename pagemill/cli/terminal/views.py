@@ -104,6 +104,7 @@ def print_status(status: JobStatus, as_json: bool) -> None:
         ),
         ("follows the equal job", status.leader),
         ("replays", status.replay_of),
+        ("waits for the end of", " ".join(status.waits_for) or None),
         ("error", status.error),
     ]
     print_rows((), [(name, value) for name, value in rows if value is not None])

@@ -50,6 +50,10 @@ class JobHistory(WireModel):
     """The dead job that this one replays."""
     replayed_as: str | None
     """The job of a dead one's last replay."""
+    after: tuple[str, ...]
+    """The jobs that it was submitted to wait for."""
+    waits_for: tuple[str, ...]
+    """Those of them that have not ended yet."""
     created_at: float
     finished_at: float | None
     deadline: float | None
@@ -92,6 +96,8 @@ def _history(queue: str, job_id: str, reply: list[Any]) -> JobHistory | None:
         leader=record.get("leader"),
         replay_of=record.get("replay_of"),
         replayed_as=record.get("replayed_as"),
+        after=tuple(record.get("after", "").split()),
+        waits_for=tuple(record.get("waits", "").split()),
         created_at=int(record["at"]) / 1000,
         finished_at=_seconds(record.get("finished_at")),
         deadline=_seconds(record.get("deadline")),

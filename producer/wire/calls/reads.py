@@ -147,11 +147,16 @@ def _statuses(queue: str, job_ids: tuple[str, ...], reply: list[list[Any]]) -> l
 
 def _status(queue: str, job_id: str, row: list[Any]) -> JobStatus:
     (state, lane, attempt, crashes, created_at, started_at, finished_at, deadline,
-     worker, progress, progress_at, leader, replay_of, position, live_workers, error, metadata) = row  # fmt: skip
+     worker, progress, progress_at, leader, replay_of, position, live_workers, error, metadata,
+     waits) = row  # fmt: skip
     _, priority, tenant, model = keys.split_lane(lane.decode())
     reason = ErrorInfo.model_validate_json(error).message if error else None
     if state == b"queued" and not leader and not live_workers:
         reason = f"no live worker serves it (model {model})"
+    waits_for = tuple(waits.decode().split()) if waits else ()
+    if waits_for:
+        others = f" and {len(waits_for) - 1} more" if len(waits_for) > 1 else ""
+        reason = f"it waits for the end of job {waits_for[0]}{others}"
     return JobStatus(
         id=job_id,
         state=state.decode(),
@@ -171,6 +176,7 @@ def _status(queue: str, job_id: str, row: list[Any]) -> JobStatus:
         error=reason,
         leader=leader.decode() if leader else None,
         replay_of=replay_of.decode() if replay_of else None,
+        waits_for=waits_for,
         metadata=_object(metadata),
     )
 

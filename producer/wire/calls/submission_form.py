@@ -23,11 +23,10 @@ from pagemill.producer.wire.schema.job import (
     MAX_PAYLOAD_BYTES,
     Job,
     metadata_json,
-    text_tokens,
     too_large,
-    turn_tokens,
     work_digest,
 )
+from pagemill.producer.wire.schema.token_estimates import text_tokens, turn_tokens
 
 MAX_FORMS = 64
 _VARYING: Final = {"prompt", "messages", "key", "metadata"}
@@ -109,6 +108,8 @@ class JobForms:
 
     def find(self, row: Mapping[str, Any]) -> tuple[bytes, JobForm | None]:
         """Return the row's shape, and its form if known. An empty shape: the row has none."""
+        if "after" in row:
+            return b"", None
         shape = {name: value for name, value in row.items() if name not in _VARYING}
         try:
             # Unlike equality, marshal distinguishes 1 from 1.0 and True, and it accepts plain types only.

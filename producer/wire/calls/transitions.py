@@ -30,7 +30,19 @@ RETRY_CAP_S = 60.0
 _TIMES = frozenset({"delay", "ttl", "run_at", "deadline"})
 _HEADER_FIELDS = _TIMES | {"max_attempts", "n"}
 
-SubmitStatus = Literal["created", "exists", "same", "conflict", "full", "too_large", "gone"]
+SubmitStatus = Literal[
+    "created",
+    "exists",
+    "same",
+    "conflict",
+    "full",
+    "too_large",
+    "gone",
+    "unknown",
+    "cycle",
+    "crowded",
+    "again",
+]
 CheckpointReply = Literal["ok", "stale", "bad_offset", "cancelled"]
 CommitReply = Literal["committed", "fenced", "already_done", "cancelled", "expired"]
 RetryReply = Literal["retrying", "dead", "fenced", "already_done", "cancelled", "expired"]
@@ -45,6 +57,8 @@ class Submission:
     job_id: str
     header: bytes
     payload: bytes
+    is_linked: bool = False
+    """It waits for other jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +68,9 @@ class SubmitReply:
     created; exists: this id was submitted before; same or conflict: the idempotency key belongs to
     `job_id`, with an equal or a different payload. Not stored: full, the queue's limit is reached;
     too_large, beyond its limit of bytes per payload; gone, the job to replay is not a dead letter.
-    `same` also stands for a dead job that was replayed before, as `job_id`.
+    `same` also stands for a dead job that was replayed before, as `job_id`. Nor are stored, of jobs that wait for
+    `job_id`: unknown, there is no such job of the tenant; cycle, it waits for this one; crowded, too many wait for it;
+    again, it is in the same call and was not stored either.
     """
 
     status: SubmitStatus
@@ -68,7 +84,7 @@ class PulledJob:
     job_id: str
     token: int
     payload: bytes
-    """The envelope: `Job.from_payload(payload)` validates it."""
+    """The envelope, which `Job.from_payload(payload)` validates, and outputs of the jobs it waited for."""
     fingerprint: str
     """The fingerprint of the model that computed the checkpoint; empty if there is none."""
     entries: tuple[bytes, ...]
@@ -172,9 +188,12 @@ def prepare(
         options["relay"] = relay
     if waiter is not None:
         options["waiters"] = waiter
+    is_linked = job.after is not None and replay_of is None
+    if is_linked:
+        options |= job.dependency_options(text for _, text in job.templates())
     if options:
         header += "," + json.dumps(options)[1:-1]
-    return Submission(job_id, f"{{{header}}}".encode(), job.to_payload(key=key, seed=seed))
+    return Submission(job_id, f"{{{header}}}".encode(), job.to_payload(key=key, seed=seed), is_linked)
 
 
 def lane_of(job: Job) -> str:
@@ -217,7 +236,8 @@ def submit(
     jobs = [part for item in submissions for part in (item.header, item.payload)]
     ids = tuple(item.job_id for item in submissions)
     parse = partial(_submit_replies, ids)
-    return Call("submit", (keys.prefix(queue),), (batch_id or "", limit, *jobs), parse)
+    script = "submit_after" if any(item.is_linked for item in submissions) else "submit"
+    return Call(script, (keys.prefix(queue),), (batch_id or "", limit, *jobs), parse)
 
 
 def pull(

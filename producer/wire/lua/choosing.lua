@@ -11,16 +11,20 @@ local worker = ARGV[1]
 local meta = redis.call('HMGET', P .. 'meta', 'turn', 'paused', 'rate', 'burst', 'level', 'level_at', 'cursor')
 local turn = tonumber(meta[1] or 0)
 
--- A job with an adapter waits in a lane of its own, `<model>#<adapter>`, of version 5, and nothing else does: there is
--- no need to look at the other versions for each of perhaps hundreds of adapters.
+-- A job with an adapter waits in a lane of its own, `<model>#<adapter>`, of version 5, or 7 if it waited for others, and
+-- nothing else does: there is no need to look at the other versions for each of perhaps hundreds of adapters.
 local versions, adapted, classes, models = {}, {}, {}, {unpack(ARGV, 9)}
 for class in string.gmatch(ARGV[8], '%d') do
   classes[#classes + 1] = class
 end
 local is_urgent = #classes == 1
 for version in string.gmatch(ARGV[7], '%d+') do
-  local own = version == '5' and adapted or versions
-  own[#own + 1] = version
+  if version ~= '5' then
+    versions[#versions + 1] = version
+  end
+  if version == '5' or version == '7' then
+    adapted[#adapted + 1] = version
+  end
 end
 local function versions_of(model)
   return string.find(model, '#', 1, true) and adapted or versions
@@ -151,27 +155,35 @@ local function places(seen)
   return seen.places
 end
 
--- The place of the job to take from a lane: its oldest, or the first in the window with the warm prefix. The
--- oldest is overtaken 64 times at most.
-local function candidate(lane, in_order)
-  local at = oldest(lane)
-  if not warm or in_order then
-    return at
-  end
+-- The place of a job with that affinity in a lane's window: the oldest at `at`, or the first; nil without one.
+local function first_with(lane, at, affinity)
   local seen = window(lane)
-  local _, affinity = split_member(seen.members[at])
-  if affinity == warm then
+  local _, own = split_member(seen.members[at])
+  if own == affinity then
     return at
   end
-  local same = (seen.places or places(seen))[warm]
+  local same = (seen.places or places(seen))[affinity]
   while same and same[same.next] do
     local place = same[same.next]
     if seen.members[place] then
-      return overtakes(lane) < WINDOW and place or at
+      return place
     end
     same.next = same.next + 1
   end
-  return at
+end
+
+-- Jobs that waited for one that this worker ran are in lanes of version 7 under this name.
+local near = near_name(worker)
+
+-- The place of the job to take from a lane: its oldest, or the first in the window whose parent ran here, or with the
+-- warm prefix. The oldest is overtaken 64 times at most.
+local function candidate(lane, in_order)
+  local at = oldest(lane)
+  if in_order then
+    return at
+  end
+  local place = string.sub(lane, 1, 2) == '7:' and first_with(lane, at, near) or warm and first_with(lane, at, warm) or at
+  return (place == at or overtakes(lane) < WINDOW) and place or at
 end
 
 -- The job at that place has left the lane.

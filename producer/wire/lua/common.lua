@@ -4,6 +4,11 @@ local P = KEYS[1]
 local clock = redis.call('TIME')
 local NOW = clock[1] * 1000 + math.floor(clock[2] / 1000)
 
+-- The due time of a job that waits for others, which no clock reaches.
+local HELD = 9e15
+-- What submit does with such jobs; links.lua has it, for submit_after alone.
+local links
+
 -- A whole number as text: tostring() would write 1.7e+12.
 local function int(number)
   return string.format('%.0f', number)
@@ -26,6 +31,11 @@ end
 local function split_member(name)
   local id, affinity = string.match(name, '^(%S*) ?(%S*)$')
   return id, affinity ~= '' and affinity or nil
+end
+
+-- Stands in a waiting set in the place of the affinity, for a job whose beginning that worker computed for its parent.
+local function near_name(worker)
+  return 'w' .. string.sub(redis.sha1hex(worker), 1, 5)
 end
 
 local function split_lane(lane)

@@ -7,7 +7,7 @@
 --   job start or -1}, each job being
 --   {id, token, payload, attempt, crashes, alone (0 or 1), created_at, deadline or '', fingerprint, checkpoint list,
 --   the worker whose lease of it lapsed, or ''}
--- @include choosing
+-- @include homing
 local RESERVED_FOR = 10000
 -- Jobs that turn out to be past their deadline, or broken, in one call: a server must not stop for all of them.
 local MAX_ENDED = 64
@@ -60,6 +60,9 @@ local function take(lane, in_order, alone)
   local id, affinity = split_member(name)
   local job = load(id)
   local payload = job and redis.call('GET', P .. 'in:' .. id)
+  if job and job.near then
+    affinity = job.affinity -- the lane had another name there
+  end
   if not job or job.state ~= 'queued' then
     redis.call('ZREM', P .. 'wait:' .. lane, name)
   elseif tonumber(job.deadline or math.huge) <= NOW then
@@ -130,7 +133,7 @@ local function take_all()
       end
       return
     end
-    waits = not take(lane, in_order, false)
+    waits = not take(in_order and lane or or_another(lane), in_order, false)
   end
   return not waits
 end

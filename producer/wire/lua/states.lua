@@ -14,6 +14,9 @@ local CRASHED = '{"code":"crash_suspect","message":"5 workers died while they ra
 local LOST_PAYLOAD = '{"code":"invalid_job","message":"the payload is gone from the server","retryable":false}'
 local ENDED = {cancelled = CANCELLED, expired = EXPIRED}
 local ACTIVE = {queued = true, delayed = true, running = true}
+local RECHECK = 30000 -- ms between two looks at a job that others wait for
+-- Of dependents.lua.
+local tell_children, leave_parents, given_by
 
 -- The job's hash as a table, or nil.
 local function load(id)
@@ -69,6 +72,9 @@ local function detach(id, job)
   elseif job.state == 'delayed' then
     redis.call('ZREM', P .. 'delayed', id)
     redis.call('ZREM', P .. 'retrying', id)
+    if job.waits then
+      leave_parents(id, job)
+    end
   elseif job.worker and redis.call('HGET', P .. 'suspects', job.worker) == id then
     redis.call('HDEL', P .. 'suspects', job.worker)
   end
@@ -77,7 +83,7 @@ end
 local function enqueue(id, job)
   detach(id, job)
   local lane = waiting_lane(job.lane, job.crashes)
-  redis.call('ZADD', P .. 'wait:' .. lane, job.seq, member(id, job.affinity))
+  redis.call('ZADD', P .. 'wait:' .. lane, job.seq, member(id, job.near or job.affinity))
   open_lane(lane)
   redis.call('HSET', P .. 'job:' .. id, 'state', 'queued')
   count(job.batch, job.state, 'queued')
@@ -223,6 +229,9 @@ local function record_end(id, job, state, out)
   if job.stream then
     redis.call('PUBLISH', P .. 'feed', id)
   end
+  if job.awaited then
+    tell_children(given_by(id, job, state, out or redis.call('GET', P .. 'end:' .. job.shared)))
+  end
 end
 
 -- The first follower runs instead of a leader that has gone, at its own rank; the others follow it.
@@ -324,3 +333,4 @@ local function ask_to_end(id, state)
   redis.call('HSET', P .. 'job:' .. id, 'ending', state)
   redis.call('PUBLISH', P .. 'cancel', id)
 end
+-- @include dependents

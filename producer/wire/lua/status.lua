@@ -3,7 +3,7 @@
 -- ARGV job ids
 -- Returns per id an empty list (no such job) or {state, lane, attempt, crashes, created_at, started_at, finished_at,
 --   deadline, worker, progress, progress_at, the equal job it follows or copied, the dead job it replays, position,
---   live workers for its model, last error, metadata}
+--   live workers for its model, last error, metadata, ids of jobs it still waits for}
 -- @include states
 -- @include records
 local replies = {}
@@ -11,10 +11,11 @@ for i, id in ipairs(ARGV) do
   expire_if_late(id)
   local job = redis.call('HMGET', P .. 'job:' .. id, 'state', 'lane', 'attempt', 'crashes', 'at',
     'started_at', 'finished_at', 'deadline', 'worker', 'progress', 'progress_at', 'leader', 'replay_of', 'seq',
-    'shared')
+    'shared', 'waits')
   if not job[1] then
     replies[i] = {}
   else
+    local waits_for = job[16]
     local _, _, _, model = split_lane(job[2])
     local waits = job[1] == 'queued' and not job[12]
     local failed = job[1] ~= 'succeeded' and outcome_of(id, job[15])
@@ -22,6 +23,7 @@ for i, id in ipairs(ARGV) do
     job[15] = redis.call('ZCOUNT', P .. 'serves:' .. model, int(NOW), '+inf')
     job[16] = failed ~= '' and failed
     job[17] = redis.call('GET', P .. 'md:' .. id)
+    job[18] = waits_for
     replies[i] = job
   end
 end

@@ -141,6 +141,8 @@ local function sweep(limit, patience)
   sweep_leases(limit, patience, done)
   bring_near(P .. 'leases', MAX_LEASE, SOON, limit)
   sweep_deadlines(limit, done)
+  bring_near(P .. 'awaited', RECHECK, SOON, limit)
+  sweep_awaited(limit)
   bring_retries_near(limit)
   sweep_delayed(limit, done)
   sweep_batches(limit)
@@ -149,6 +151,6 @@ local function sweep(limit, patience)
     redis.call('ZREM', P .. 'dead', id)
   end
   local due = redis.call('ZRANGE', P .. 'delayed', 0, 0, 'WITHSCORES')[2]
-  local wait = due and math.max(0, due - NOW) or -1
+  local wait = due and tonumber(due) < HELD and math.max(0, due - NOW) or -1
   return {done.reclaimed, done.dead, done.cancelled, done.expired, done.promoted, wait, done.buried, done.lapsed}
 end

@@ -7,6 +7,8 @@ import string
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
+from pagemill.producer.wire.schema.templates import first_place
+
 PREFIX_CHARS = 256
 """Leading characters of a prompt without a system message that stand for its template."""
 PREFIX_TOKENS = 64
@@ -32,6 +34,17 @@ def chat_affinity(turns: Iterable[tuple[str, str]]) -> str | None:
             return _digest("\0".join(system)) if system else prompt_affinity(content)
         system.append(content)
     return _digest("\0".join(system))
+
+
+def has_open_beginning(turns: Iterable[tuple[str, str]]) -> bool:
+    """Return whether what an affinity is made of has a place for another job's output, and is not known yet."""
+    for number, (role, content) in enumerate(turns):
+        if role == "system":
+            if first_place(content) < len(content):
+                return True
+        else:
+            return number == 0 and first_place(content) < min(PREFIX_CHARS, len(content))
+    return False
 
 
 def adapter_affinity(affinity: str | None, adapter: str | None) -> str | None:

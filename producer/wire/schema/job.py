@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
@@ -19,6 +19,7 @@ from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.affinity import (
     adapter_affinity,
     chat_affinity,
+    has_open_beginning,
     prompt_affinity,
     token_affinity,
 )
@@ -29,6 +30,7 @@ from pagemill.producer.wire.schema.chat import (
     Message,
     history_tokens_text,
 )
+from pagemill.producer.wire.schema.dependencies import DependencyFields
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job_complaints import invalid_job
 from pagemill.producer.wire.schema.outputs import (
@@ -60,6 +62,7 @@ from pagemill.producer.wire.schema.response_format import structure_of
 from pagemill.producer.wire.schema.signing import split_payload
 from pagemill.producer.wire.schema.tasks import (
     ADAPTER_VERSION,
+    AFTER_VERSION,
     LABEL_VERSION,
     POOLED_TASKS,
     REFUSED_FIELDS,
@@ -67,6 +70,7 @@ from pagemill.producer.wire.schema.tasks import (
     VERSIONS,
     TaskName,
 )
+from pagemill.producer.wire.schema.token_estimates import text_tokens, turn_tokens
 from pagemill.producer.wire.schema.webhook_url import WebhookUrl
 from pagemill.sampling_fields import (
     DEFAULT_PROMPT_MAX_TOKENS,
@@ -122,8 +126,6 @@ MAX_INPUTS = 2048
 """Texts of one job for vectors, labels or scores."""
 MAX_SECONDS = 366 * 86400.0
 """Longest delay, ttl or timeout."""
-BYTES_PER_TOKEN = 3
-"""A low estimate for text, so that a job's cost is rather over- than underestimated."""
 CHAT_TOKENS_GUESS = 256
 """Expected output tokens of a chat without max_tokens."""
 
@@ -133,19 +135,14 @@ _Bool = Annotated[bool, Exact()]
 _Key = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=MAX_KEY)]
 
 
-Continuation = (
-    Annotated[str, StringConstraints(strict=True, min_length=1)]
-    | Annotated[tuple[TokenId, ...], Field(min_length=1)]
-)
-
-Input = (
+_TextOrTokens = (
     Annotated[str, StringConstraints(strict=True, min_length=1)]
     | Annotated[tuple[TokenId, ...], Field(min_length=1)]
 )
 _Document = Annotated[str, StringConstraints(strict=True, min_length=1)]
 
 
-class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # frozen by its config, which mypy does not see
+class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ignore[misc]  # frozen by its config, which mypy does not see
     """One job: exactly one of `prompt`, `messages`, `prompt_token_ids` and `inputs`, a model, and options.
 
     The task `generate` samples after the prompt. The task `score` gives the log-probabilities of `continuations`, or
@@ -157,9 +154,9 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
     """
 
     task: TaskName = "generate"
-    continuations: Annotated[tuple[Continuation, ...], Length(1, MAX_N)] | None = None
+    continuations: Annotated[tuple[_TextOrTokens, ...], Length(1, MAX_N)] | None = None
     """Texts or token ids that may follow the prompt, each to be scored by itself."""
-    inputs: Annotated[tuple[Input, ...], Length(1, MAX_INPUTS)] | None = None
+    inputs: Annotated[tuple[_TextOrTokens, ...], Length(1, MAX_INPUTS)] | None = None
     """Texts or token ids, each of which gets a row of the result."""
     documents: Annotated[tuple[_Document, ...], Length(1, MAX_INPUTS)] | None = None
     """Texts that the model reads after the prompt, each as a pair with it."""
@@ -264,6 +261,8 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
     @property
     def version(self) -> int:
         """The version of the envelope."""
+        if self.after is not None:
+            return AFTER_VERSION
         if self.adapter is not None:
             return ADAPTER_VERSION
         if self.label_probs is not None:
@@ -335,13 +334,21 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
         return adapter_affinity(self._prompt_affinity(), self.adapter)
 
     def _prompt_affinity(self) -> str | None:
+        if self.after is not None and has_open_beginning(self.templates()):
+            return None
         if self.prompt is not None:
             return prompt_affinity(self.prompt)
         if self.prompt_token_ids is not None:
             return token_affinity(self.prompt_token_ids)
         if self.messages is None:
             return None
-        return chat_affinity((message.role, message.text) for message in self.messages)
+        return chat_affinity(self.templates())
+
+    def templates(self) -> Iterator[tuple[str, str]]:
+        """Yield the texts that may have places for outputs of other jobs, each with its role."""
+        if self.prompt is not None:
+            yield "user", self.prompt
+        yield from ((message.role, message.text) for message in self.messages or ())
 
     def digest(self) -> str:
         """Return a hash of the job's work: prompt, model and sampling, not schedule, tenant or priority."""
@@ -415,6 +422,7 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
     def _fields_agree(self) -> Self:
         self.check_together()
         self.check_tools()
+        self.check_dependencies(text for _, text in self.templates())
         for name in self.model_fields_set & REFUSED_FIELDS[self.task]:
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
                 raise InvalidParameter(f"a {self.task} job takes no {name}", "unsupported_feature")
@@ -463,7 +471,9 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
             raise ValueError("documents go with a prompt, the first text of each pair")
 
 
-_WORK_FIELDS = {*SAMPLING_FIELDS, "model"}.union(["task"], *(task.fields for task in TASKS.values()))
+_WORK_FIELDS = {*SAMPLING_FIELDS, "model", *DependencyFields.model_fields}.union(
+    ["task"], *(task.fields for task in TASKS.values())
+)
 
 
 def metadata_json(value: dict[str, Any]) -> str:
@@ -482,16 +492,6 @@ def work_digest(settings: bytes, prompt: bytes) -> str:
 
 def too_large(size: int) -> InvalidJob:
     return InvalidJob(f"the job has {size} bytes, the limit is {MAX_PAYLOAD_BYTES}", "payload_too_large")
-
-
-def text_tokens(text: bytes) -> int:
-    """Estimate the tokens in UTF-8 text."""
-    return len(text) // BYTES_PER_TOKEN + 1
-
-
-def turn_tokens(content: bytes) -> int:
-    """Estimate the tokens of a message, including those that the chat template adds."""
-    return text_tokens(content) + 4
 
 
 def _refuse_constant(name: str) -> None:

@@ -248,7 +248,7 @@ class ErrorInfo(WireModel):
     code: str
     message: str
     cause: str = ""
-    """The error code of the last attempt, if `code` is attempts_exhausted."""
+    """The error code of the last attempt, if `code` is attempts_exhausted; of the other job, if it is parent_failed."""
     retryable: bool = False
     partial: tuple[Output, ...] = ()
 
@@ -290,6 +290,8 @@ class JobStatus(WireModel):
     """The equal job whose end this one shares; it does not run itself."""
     replay_of: str | None = None
     """The dead job that this one replays."""
+    waits_for: tuple[str, ...] = ()
+    """The jobs whose end it still waits for; it is delayed until then."""
     metadata: dict[str, Any] | None = None
 
     @property

@@ -30,6 +30,8 @@ MAX_KEYS = 2
 MAX_SKEW_S = 3600.0
 """Most seconds between a signature's time and the submit's by the server's clock, so that a recorded payload
 cannot be replayed once its job has been forgotten."""
+OUTPUT_SEPARATOR = b"\x1e"
+"""Stands before each output that the queue adds to the payload of a job that waited for others; JSON never has it."""
 
 _JOB = re.compile(rb'\{"mac":"([0-9a-f]{64})","signed_at":([0-9]{1,15}),')
 _ENTRY = re.compile(rb'\{"mac":"([0-9a-f]{64})",')
@@ -37,19 +39,24 @@ _ENTRY = re.compile(rb'\{"mac":"([0-9a-f]{64})",')
 
 @dataclass(frozen=True, slots=True)
 class SignedPayload:
-    """A parsed payload; without a signature `mac` is None and `envelope` the whole payload."""
+    """A parsed payload; without a signature `mac` is None."""
 
     envelope: bytes
     mac: str | None = None
     signed_at_ms: int = 0
+    outputs: tuple[bytes, ...] = ()
+    """What the jobs that this one waited for gave it, as JSON; never signed (dependencies.py)."""
 
 
 def split_payload(payload: bytes) -> SignedPayload:
-    """Split a payload into signature and envelope, without checking either."""
+    """Split a payload into signature, envelope and outputs, without checking any."""
+    payload, *outputs = payload.split(OUTPUT_SEPARATOR)
     match = _JOB.match(payload)
     if match is None:
-        return SignedPayload(payload)
-    return SignedPayload(b"{" + payload[match.end() :], match[1].decode(), int(match[2]))
+        return SignedPayload(payload, outputs=tuple(outputs))
+    return SignedPayload(
+        b"{" + payload[match.end() :], match[1].decode(), int(match[2]), outputs=tuple(outputs)
+    )
 
 
 def unsigned_entry(entry: bytes) -> bytes:

@@ -44,6 +44,11 @@ ADAPTER_VERSION: Final = 5
 """The envelope version of every job with an adapter, whatever its task."""
 LABEL_VERSION: Final = 6
 """The envelope version of a choice that returns its labels' probabilities: other workers would return none."""
+AFTER_VERSION: Final = 7
+"""The envelope version of every job that waits for others: its prompt may have places for their outputs."""
 VERSIONS: Final = tuple(
-    sorted({CHAT_VERSION, ADAPTER_VERSION, LABEL_VERSION, *(task.version for task in TASKS.values())})
+    sorted(
+        {CHAT_VERSION, ADAPTER_VERSION, LABEL_VERSION, AFTER_VERSION}
+        | {task.version for task in TASKS.values()}
+    )
 )

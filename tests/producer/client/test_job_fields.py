@@ -14,15 +14,19 @@ import pytest
 from pagemill import InvalidJob, Job, Message, StructuredOutputs
 from pagemill.producer.client import job_fields
 from pagemill.producer.wire.schema.chat import NamedToolChoice, Tool
+from pagemill.producer.wire.schema.dependencies import Condition
 from tests.conftest import ROOT
 
-OF_A_ROW = ("prompt", "messages", "prompt_token_ids", "model", "temperature")
+OF_A_ROW = (
+    "prompt", "messages", "prompt_token_ids", "model", "temperature", "after", "when", "on_parent_failure",
+)  # fmt: skip
 """The arguments that `Pipeline` sets itself, or takes from a row."""
 WIDER = {
     "stop": "str | Sequence[str]",
     "bad_words": "str | Sequence[str]",
     "structured_outputs": "StructuredOutputs | Mapping[str, Any] | type[Any] | None",
     "response_format": "Mapping[str, Any] | type[Any] | None",
+    "after": "str | HasId | Sequence[str | HasId] | Mapping[str, str | HasId] | None",
 }
 HEAD = '''"""The fields of a job as keyword arguments: written from `Job`, so that a type checker knows them.
 
@@ -35,6 +39,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from pagemill.producer.wire.schema.chat import Message, NamedToolChoice, Tool
+from pagemill.producer.wire.schema.dependencies import Condition, HasId
 from pagemill.structured_outputs import StructuredOutputs
 
 
@@ -61,7 +66,7 @@ def spelled(hint: Any) -> str:
         return f"Sequence[{spelled(arguments[0])}]"
     if origin in (dict, Mapping):
         return f"Mapping[{', '.join(map(spelled, arguments))}]"
-    if hint in (Message, NamedToolChoice, StructuredOutputs, Tool):
+    if hint in (Condition, Message, NamedToolChoice, StructuredOutputs, Tool):
         return f"{hint.__name__} | Mapping[str, Any]"
     return {type(None): "None", Any: "Any"}.get(hint) or str(hint.__name__)
 
@@ -88,6 +93,8 @@ def right(queue: Producer) -> None:
     queue.submit(messages=[{"role": "user", "content": "a"}], model="m", on_full="block")
     queue.submit({"prompt": "a", "model": "m"}, tenant="t")
     queue.submit_many([{"prompt": "a", "model": "m"}])
+    first = queue.submit(prompt="a", model="m")
+    queue.submit(prompt="{parent.text}", model="m", after=[first], when={"parent": {"label": "yes"}})
     Pipeline("{{ text }}", model="m", max_tokens=4, structured_outputs=StructuredOutputs(regex="a"))
 
 async def wrong(queue: Producer, other: AsyncProducer) -> None:
@@ -96,6 +103,7 @@ async def wrong(queue: Producer, other: AsyncProducer) -> None:
     await other.submit(prompt="a", model="m", max_token=3)
     Pipeline("{{ text }}", model="m", max_token=4)
     queue.submit(prompt="a", model="m", priority="urgent")
+    queue.submit(prompt="a", model="m", after=[3])
 """
 
 
@@ -113,7 +121,7 @@ def test_a_type_checker_finds_a_wrong_field(tmp_path: Path) -> None:
         line for line in done.stdout.splitlines() if line.startswith(str(program)) and "error" in line
     ]
     first = PROGRAM[: PROGRAM.index("    queue.submit(promt=")].count("\n") + 1
-    assert [int(line.split(":")[1]) for line in complaints] == list(range(first, first + 5)), done.stdout
+    assert [int(line.split(":")[1]) for line in complaints] == list(range(first, first + 6)), done.stdout
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections import Counter
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,12 +17,48 @@ from pagemill.producer.wire.calls import batches, dead_letters, limits, reads, r
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.affinity import prompt_affinity
 from pagemill.producer.wire.schema.job import Job
-from pagemill.producer.wire.schema.outputs import ACTIVE_STATES, END_STATES
+from pagemill.producer.wire.schema.outputs import ACTIVE_STATES, END_STATES, JobStatus
+from pagemill.producer.wire.schema.signing import split_payload
 from tests.producer.driving import Queue, delta, open_queue
 from tests.producer.queue_sets import check_sets
 
 WORKERS = ("w1", "w2")
 TERMINAL = set(END_STATES)
+EVEN = [str(number) for number in range(0, 400, 2)]
+
+
+@dataclass(frozen=True)
+class Link:
+    """How a job waits: for which others, and if the last index is odd, for an even text of the first; if the sum is
+    odd, it runs also where one of them failed."""
+
+    indexes: list[int]
+
+    def parents(self, jobs: list[str]) -> list[str]:
+        return list(dict.fromkeys(jobs[index % len(jobs)] for index in self.indexes)) if jobs else []
+
+    @property
+    def is_picky(self) -> bool:
+        return self.indexes[-1] % 2 == 1
+
+    @property
+    def is_lenient(self) -> bool:
+        return sum(self.indexes) % 2 == 1
+
+    def fields(self, parents: list[str]) -> dict[str, Any]:
+        names = [f"p{place}" for place in range(len(parents))]
+        fields: dict[str, Any] = {"after": dict(zip(names, parents, strict=True))}
+        fields["prompt"] = "a" * 300 + "{p0.text}"
+        if self.is_picky:
+            fields["when"] = {"p0": {"text": EVEN}}
+        if self.is_lenient:
+            fields["on_parent_failure"] = "run"
+        return fields
+
+    def wants(self, place: int, state: str, text: str) -> bool:
+        if self.is_picky and place == 0:
+            return state == "succeeded" and text in EVEN
+        return state == "succeeded" or self.is_lenient
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -40,6 +78,11 @@ class QueueMachine(RuleBasedStateMachine):
         self.purged: set[str] = set()
         """Dead, and forgotten."""
         self.affinities: dict[str, str | None] = {}
+        self.tenants: dict[str, str] = {}
+        self.links: dict[str, Link] = {}
+        self.parents: dict[str, list[str]] = {}
+        self.ends: dict[str, tuple[str, str]] = {}
+        """State and text of each job that has ended, whatever became of its record."""
         self.forgotten: set[str] = set()
         """Dead, and no letters any more, but still their batch's."""
 
@@ -53,6 +96,7 @@ class QueueMachine(RuleBasedStateMachine):
         waiter=st.sampled_from([None, "w1", "w2"]),
         dedupe=st.booleans(),
         prefix=st.sampled_from(["", "a" * 300, "b" * 300]),
+        link=st.none() | st.builds(Link, st.lists(st.integers(0, 50), min_size=1, max_size=3)),
     )
     def submit(
         self,
@@ -65,20 +109,29 @@ class QueueMachine(RuleBasedStateMachine):
         waiter: str | None,
         dedupe: bool,
         prefix: str,
+        link: Link | None,
     ) -> None:
         job_id = f"j{len(self.jobs) + len(self.purged)}"
         fields = {"priority": priority, "tenant": tenant, "delay": delay, "max_attempts": attempts}
         fields |= {"temperature": 0.0, "dedupe": dedupe, "prompt": f"{prefix}hello"}
+        parents = link.parents(self.jobs) if link is not None else []
+        if link is not None and parents:
+            fields |= link.fields(parents)
         if key is not None and not batch:
             fields["idempotency_key"] = key
         (status,) = self.queue.submit(job_id, batch_id="b" if batch else None, waiter=waiter, **fields)
         if status == "created":
             self.jobs.append(job_id)
             self.affinities[job_id] = prompt_affinity(fields["prompt"])
+            self.tenants[job_id] = tenant
+            if link is not None and parents:
+                self.links[job_id] = link
+                self.parents[job_id] = parents
             if batch:
                 self.in_batch.add(job_id)
         else:
-            assert status in ("same", "conflict", "full")
+            is_foreign = any(self.tenants.get(parent) != tenant for parent in parents)
+            assert status in ("same", "conflict", "full", *(["unknown"] if is_foreign else []))
 
     @rule(index=st.integers(0, 50))
     def replay(self, index: int) -> None:
@@ -93,6 +146,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert (reply.status == "gone") == (not was_dead)
             if reply.status == "created":
                 self.jobs.append(job_id)
+                self.tenants[job_id] = "default"
 
     @rule(index=st.integers(0, 50))
     def purge(self, index: int) -> None:
@@ -123,7 +177,9 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 50))
     def submit_again(self, index: int) -> None:
         if self.jobs:
-            assert self.queue.submit(self.jobs[index % len(self.jobs)]) == ["exists"]
+            again = self.jobs[index % len(self.jobs)]
+            assert self.queue.submit(again) == ["exists"]
+            assert self.queue.submit(again, after=["nobody"]) == ["exists"]
 
     @rule(
         target=held,
@@ -137,6 +193,8 @@ class QueueMachine(RuleBasedStateMachine):
         assert len(jobs) <= count
         assert len({job.job_id for job in jobs}) == len(jobs)
         assert not any(job.alone for job in jobs) or len(jobs) == 1
+        for job in jobs:
+            self._check_outputs(job)
         return _multiple(jobs)
 
     @rule(job=held)
@@ -180,6 +238,8 @@ class QueueMachine(RuleBasedStateMachine):
         """Let one lease lapse, one delay or one deadline pass."""
         if self.jobs:
             job_id = self.jobs[index % len(self.jobs)]
+            if kind == "delayed" and self.queue.status(job_id).waits_for:
+                return  # no clock reaches its time
             is_deadline = kind == "deadlines" and self.queue.state(job_id) in ACTIVE_STATES
             if is_deadline:
                 self.queue.client.hset(f"{self.queue.prefix}job:{job_id}", "deadline", 1)
@@ -196,11 +256,48 @@ class QueueMachine(RuleBasedStateMachine):
         self.ended = {job_id: state for job_id, state in states.items() if state in TERMINAL}
         self._check_counts(states)
         self._check_sets(states)
+        self._check_links({status.id: status for status in statuses if status is not None})
         for job_id in (job_id for job_id, state in states.items() if state == "succeeded"):
             result = self.queue.run(reads.outcome(self.queue.name, job_id)).result
             assert result is not None
             ran = result.copied_from or job_id
             assert (result.id, result.text, self.committed[ran]) == (job_id, self.results[ran], 1)
+
+    def _check_outputs(self, job: PulledJob) -> None:
+        """It is given what its parents had, once."""
+        link = self.links.get(job.job_id)
+        outputs = [json.loads(line) for line in split_payload(job.payload).outputs]
+        expected = [self.ends[parent] for parent in self.parents[job.job_id]] if link is not None else []
+        found = [(output["state"], output.get("text", "")) for output in outputs]
+        assert sorted(found) == sorted(expected)
+        for parent, (state, text) in zip(self.parents.get(job.job_id, ()), expected, strict=True):
+            assert link is not None
+            assert link.wants(self.parents[job.job_id].index(parent), state, text)
+
+    def _check_links(self, found: dict[str, JobStatus]) -> None:
+        for job_id in found.keys() & self.ended.keys() - self.ends.keys():
+            self.ends[job_id] = found[job_id].state, ""
+            if found[job_id].state == "succeeded":
+                result = self.queue.run(reads.outcome(self.queue.name, job_id)).result
+                assert result is not None
+                self.ends[job_id] = "succeeded", result.text
+        waiting: dict[str, set[str]] = {}
+        for job_id in found.keys() & self.links.keys():
+            status, parents, link = found[job_id], self.parents[job_id], self.links[job_id]
+            ends = {place: self.ends[one] for place, one in enumerate(parents) if one in self.ends}
+            is_wanted = all(link.wants(place, *end) for place, end in ends.items())
+            assert is_wanted or status.state in TERMINAL
+            if status.state not in TERMINAL:
+                assert status.waits_for == tuple(one for one in parents if one not in self.ends)
+            for parent in status.waits_for if status.state not in TERMINAL else ():
+                waiting.setdefault(parent, set()).add(job_id)
+        prefix, client = self.queue.prefix, self.queue.client
+        names = [name for name in self.queue.names() if name.startswith("children:")]
+        children = {
+            name[9:]: {one.decode() for one in client.zrange(f"{prefix}{name}", 0, -1)} for name in names
+        }
+        assert children == waiting
+        assert {one.decode() for one in client.zrange(f"{prefix}awaited", 0, -1)} == waiting.keys()
 
     def _check_counts(self, states: dict[str, str]) -> None:
         counts = registry.stats(self.queue.run, self.queue.name).counts

@@ -1,0 +1,221 @@
+-- Jobs that wait for others. A record's `after` has the ids of all that its job waits for, `waits` those of whose end
+-- it was not told yet; `children:<id>` has the jobs that are to be told of an end, and `awaited` the jobs that have some.
+-- The end of a job tells as many as one script may; sweep goes on with the others, and tells of ends that a script of
+-- an earlier release recorded, which knows nothing of this.
+local MAX_TOLD = 64
+local MAX_TOLD_BYTES = 1048576
+local MAX_RESULT = 1048576 -- bytes of a result that is decoded here
+local MAX_OUTPUTS = 262144 -- bytes of outputs that one job is given
+local SEPARATOR = '\30' -- before each output that is added to a payload; JSON has none
+local TOKEN_BYTES = 3
+local told, told_bytes = 0, 0
+
+local function plain(value, kind)
+  return type(value) == kind and value or nil
+end
+
+-- What a job that has ended gives those that wait for it: its state, the code of its error, and of its first output text,
+-- label and the label's probability.
+function given_by(id, job, state, outcome)
+  local given = {id = id, state = state, worker = job.worker, affinity = job.affinity}
+  local read, found = false, nil
+  if outcome and #outcome <= MAX_RESULT then
+    read, found = pcall(cjson.decode, outcome)
+  end
+  if not read or type(found) ~= 'table' then
+    given.unreadable = state == 'succeeded'
+  elseif state ~= 'succeeded' then
+    given.code = plain(found.code, 'string')
+  else
+    local output = type(found.outputs) == 'table' and found.outputs[1] or {}
+    given.text, given.label = plain(output.text, 'string') or '', plain(output.label, 'string')
+    if given.label and type(output.label_probs) == 'table' then
+      -- As text: cjson writes 14 digits.
+      given.prob = string.format('%.17g', plain(output.label_probs[given.label], 'number') or 0)
+    end
+  end
+  return given
+end
+
+local function is_one_of(values, text)
+  if type(values) ~= 'table' or #text > 4096 then
+    return false
+  end
+  text = string.match(text, '^%s*(.-)%s*$')
+  for _, value in ipairs(values) do
+    if value == text then
+      return true
+    end
+  end
+  return false
+end
+
+-- A condition: label and text (lists; the text itself stands for the label of a job without), prob_at_least, prob_below.
+local function is_met(condition, given)
+  local prob = tonumber(given.prob)
+  return given.state == 'succeeded' and not given.unreadable
+    and (not condition.label or is_one_of(condition.label, given.label or given.text))
+    and (not condition.text or is_one_of(condition.text, given.text))
+    and (not condition.prob_at_least or (prob ~= nil and prob >= condition.prob_at_least))
+    and (not condition.prob_below or (prob ~= nil and prob < condition.prob_below))
+end
+
+local function error_of(code, message, cause)
+  return cjson.encode({code = code, message = message, cause = cause, retryable = false})
+end
+
+-- The end and the error of a job that is not to run, by how a job that it waits for ended.
+local function verdict(job, given)
+  local read, when = pcall(cjson.decode, job.when or '{}')
+  local condition = read and when[given.id]
+  if given.state ~= 'succeeded' and job.otherwise ~= 'run' then
+    local how = given.state == 'gone' and 'is gone' or 'is ' .. given.state
+    return 'cancelled', error_of('parent_failed', 'it waited for job ' .. given.id .. ', which ' .. how, given.code)
+  elseif given.unreadable and (condition or job.reads) then
+    return 'failed', error_of('payload_too_large', 'it needs the output of job ' .. given.id
+      .. ', whose result is gone or has more than ' .. MAX_RESULT .. ' bytes')
+  elseif condition and not is_met(condition, given) then
+    return 'cancelled', error_of('condition_false', 'the output of job ' .. given.id .. ' is not what it was to run for')
+  end
+end
+
+-- Put an output behind the envelope, where the worker looks for it. False: there is no room for it.
+local function add_output(id, given)
+  local key = P .. 'in:' .. id
+  local payload = redis.call('GET', key)
+  if not payload then
+    return true -- pull will find that it is gone
+  end
+  local begin = string.find(payload, SEPARATOR, 1, true) or #payload + 1
+  local line = cjson.encode({
+    id = given.id, state = given.state, text = given.text, label = given.label, prob = given.prob
+  })
+  if #payload - begin + #line > MAX_OUTPUTS then
+    return false
+  end
+  redis.call('SET', key, payload .. SEPARATOR .. line)
+  redis.call('HINCRBY', P .. 'job:' .. id, 'cost', math.floor(#(given.text or '') / TOKEN_BYTES))
+  told_bytes = told_bytes + #payload
+  return true
+end
+
+-- All that it waited for has ended: it waits for a worker, or for its time.
+local function let_run(id, job)
+  local due = tonumber(job.due_at or 0)
+  if tonumber(job.deadline or math.huge) <= NOW then
+    finish(id, job, 'expired', EXPIRED)
+  elseif due > NOW then
+    redis.call('HDEL', P .. 'job:' .. id, 'waits')
+    redis.call('ZADD', P .. 'delayed', int(due), id)
+  else
+    enqueue(id, job)
+    redis.call('HDEL', P .. 'job:' .. id, 'waits', 'due_at')
+  end
+end
+
+-- Tell a job of the end of one that it waits for; twice does no harm.
+local function tell(id, given)
+  local job = load(id)
+  local left, is_awaited = {}, false
+  for parent in string.gmatch(job and job.state == 'delayed' and job.waits or '', '%S+') do
+    if parent == given.id then
+      is_awaited = true
+    else
+      left[#left + 1] = parent
+    end
+  end
+  if not is_awaited then
+    return
+  end
+  local state, error = verdict(job, given)
+  if not state and job.reads and not add_output(id, given) then
+    state, error = 'failed', error_of('payload_too_large', 'the outputs that it needs have more than '
+      .. MAX_OUTPUTS .. ' bytes')
+  end
+  if state then
+    finish(id, job, state, error)
+    return
+  end
+  if given.worker and given.affinity == job.affinity then
+    -- They begin alike as far as their names tell, so its blocks may be in that worker's cache.
+    job.near = near_name(given.worker)
+    redis.call('HSET', P .. 'job:' .. id, 'near', job.near)
+  end
+  if #left > 0 then
+    redis.call('HSET', P .. 'job:' .. id, 'waits', table.concat(left, ' '))
+  else
+    let_run(id, job)
+  end
+end
+
+local function forget_children(parent)
+  redis.call('ZREM', P .. 'awaited', parent)
+  redis.call('UNLINK', P .. 'output:' .. parent)
+end
+
+-- Tell those that wait for a job that it has ended. What it gives is kept while some are left: its record may go.
+function tell_children(given)
+  local key = P .. 'children:' .. given.id
+  while told < MAX_TOLD and told_bytes < MAX_TOLD_BYTES do
+    local child = redis.call('ZRANGE', key, 0, 0)[1]
+    if not child then
+      forget_children(given.id)
+      return
+    end
+    told = told + 1
+    redis.call('ZREM', key, child)
+    tell(child, given)
+  end
+  local next = redis.call('ZRANGE', key, 0, 0)[1]
+  if not next then
+    forget_children(given.id)
+    return
+  end
+  redis.call('SET', P .. 'output:' .. given.id, cjson.encode(given), 'PX', int(BATCH_TTL))
+  redis.call('ZADD', P .. 'awaited', 0, given.id)
+  local lane = redis.call('HGET', P .. 'job:' .. next, 'lane')
+  if lane then
+    local _, _, _, model = split_lane(lane)
+    ring(model)
+  end
+end
+
+-- A job that has ended while it waited is told of nothing any more.
+function leave_parents(id, job)
+  for parent in string.gmatch(job.waits, '%S+') do
+    local key = P .. 'children:' .. parent
+    redis.call('ZREM', key, id)
+    if redis.call('EXISTS', key) == 0 then
+      forget_children(parent)
+    end
+  end
+end
+
+-- Tell of a job's end, if it has come.
+local function tell_of(id)
+  local kept = redis.call('GET', P .. 'output:' .. id)
+  if kept then
+    tell_children(cjson.decode(kept))
+    return
+  end
+  local found = redis.call('HMGET', P .. 'job:' .. id, 'state', 'worker', 'affinity', 'shared')
+  if not found[1] then
+    tell_children({id = id, state = 'gone'})
+  elseif not ACTIVE[found[1]] then
+    local job = {worker = found[2] or nil, affinity = found[3] or nil}
+    local outcome = redis.call('GET', P .. (found[4] and 'end:' .. found[4] or 'out:' .. id))
+    tell_children(given_by(id, job, found[1], outcome))
+  else
+    redis.call('ZADD', P .. 'awaited', int(NOW + RECHECK), id)
+  end
+end
+
+-- Jobs that others wait for and whose end nobody told of.
+local function sweep_awaited(limit)
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'awaited', '-inf', int(NOW), 'LIMIT', 0, limit)) do
+    if told >= MAX_TOLD or told_bytes >= MAX_TOLD_BYTES then
+      return
+    end
+    tell_of(id)
+  end
+end

@@ -1,0 +1,308 @@
+-- @include common
+-- Strings by their longest, numbers by their largest; no number is below 0, and NaN fails every comparison.
+local LONGEST = {
+  id = 64, lane = 320, affinity = 32, twin = 128, key = 1024, idem = 1100, digest = 64, replay_of = 64,
+  webhook = 2048, relay = 32, metadata = 16384, invalid = 16384, waiters = 32, after = 1039, when = 16384, otherwise = 3
+}
+local LARGEST = {
+  cost = 1e15, delay = 1e12, ttl = 1e12, run_at = 1e15, deadline = 1e15, max_attempts = 100, n = 128, width = 128,
+  stream = 1, reads = 1
+}
+local MAX_PAYLOAD = 1049600
+local MAX_FOLLOWERS = 256
+local MAX_WAITERS = 1024 -- bytes of their names, of one job
+local lanes, tenants = {}, {}
+
+-- A key of a tenant's own: nobody reaches another's jobs by it.
+local function is_own(name, tenant)
+  return not name or string.sub(name, 1, #tenant + 1) == tenant .. ':'
+end
+
+-- Check everything before the first write: Lua has no rollback.
+local function is_sound(job)
+  for name, value in pairs(job) do
+    local kind = type(value)
+    if kind == 'string' then
+      if #value > (LONGEST[name] or -1) then
+        return false
+      end
+    elseif kind ~= 'number' or not (value >= 0 and value <= (LARGEST[name] or -1)) then
+      return false
+    end
+  end
+  if not (job.id and job.lane and job.cost and string.match(job.id, '^[%w._-]+$')) then
+    return false
+  end
+  if not lanes[job.lane] then
+    local tenant = string.match(job.lane, '^%d+:[012]:([%w._@-]+):.+$')
+    if not tenant then
+      return false
+    end
+    lanes[job.lane], tenants[job.lane] = {}, tenant
+  end
+  local tenant = tenants[job.lane]
+  return is_own(job.idem, tenant) and is_own(job.twin, tenant) and (ARGV[1] ~= '' or not job.invalid)
+    and (not job.affinity or string.match(job.affinity, '^%w+$'))
+    and (not job.relay or string.match(job.relay, '^%l+$'))
+    and (not job.waiters or string.match(job.waiters, '^%w+$')) and (not job.after or (links and links.is_sound(job)))
+end
+
+local jobs, names, words = {}, {}, {}
+for i = 3, #ARGV, 2 do
+  local read, job = pcall(cjson.decode, ARGV[i])
+  if not read or type(job) ~= 'table' or not is_sound(job) or not ARGV[i + 1] then
+    return redis.error_reply('PAGEMILL bad header at ARGV ' .. i)
+  end
+  job.payload = ARGV[i + 1]
+  jobs[#jobs + 1] = job
+  names[#names + 1] = P .. 'job:' .. job.id
+end
+
+-- Most often every id is new: then one look at all of them tells.
+local some_exist = false
+for i = 1, #names, 500 do
+  some_exist = some_exist or redis.call('EXISTS', unpack(names, i, math.min(i + 499, #names))) > 0
+end
+
+local batch = ARGV[1] ~= '' and ARGV[1] or nil
+local meta = redis.call('HMGET', P .. 'meta', 'limit', 'max_payload')
+local depth = redis.call('HMGET', P .. 'counts', 'queued', 'delayed')
+local room = tonumber(meta[1] or ARGV[2]) - (depth[1] or 0) - (depth[2] or 0)
+local max_payload = tonumber(meta[2] or MAX_PAYLOAD)
+local has_acked = batch and redis.call('EXISTS', P .. 'backed:' .. batch) == 1
+local ACTIVE = {queued = true, delayed = true, running = true}
+local seq
+local is_new, members, strings, queued, delayed, failed = {}, {}, {}, 0, 0, 0
+
+-- Collect arguments per key and send them a few hundred at a time: one call is much dearer than one argument.
+local function flush(args, command, key)
+  if #args > 0 and key then
+    redis.call(command, key, unpack(args))
+  elseif #args > 0 then
+    redis.call(command, unpack(args))
+  end
+  return {}
+end
+
+local function set(name, value)
+  strings[#strings + 1] = P .. name
+  strings[#strings + 1] = value
+  if #strings >= 1000 then
+    strings = flush(strings, 'MSET')
+  end
+end
+
+-- A job that may still succeed, by `state`, `ending` and `deadline`: nobody asked for its end, and its time is not up,
+-- whether or not its worker has heard of it.
+local function goes_on(found)
+  return ACTIVE[found[1]] and not found[2] and tonumber(found[3] or math.huge) > NOW
+end
+
+-- One more waits for a job whose waiters are counted. Where one does who cannot be, or too many do, nobody's leaving
+-- ends it any more. The removal comes first: a server at maxmemory lets the rest through.
+local function join_waiters(id, waiter)
+  local key = P .. 'job:' .. id
+  local there = redis.call('HGET', key, 'waiters')
+  if there and not string.find(' ' .. there .. ' ', ' ' .. (waiter or '-') .. ' ', 1, true) then
+    redis.call('HDEL', key, 'waiters')
+    if waiter and #there + #waiter < MAX_WAITERS then
+      redis.call('HSET', key, 'waiters', there .. ' ' .. waiter)
+    end
+  end
+end
+
+-- Who has the idempotency key already.
+local function holder(job)
+  local other = redis.call('GET', P .. 'idem:' .. job.idem)
+  local found = other and redis.call('HMGET', P .. 'job:' .. other, 'state', 'ending', 'deadline', 'digest')
+  if not found or not (goes_on(found) or found[1] == 'succeeded') then
+    return nil
+  elseif found[4] ~= job.digest then
+    return 'conflict:' .. other
+  end
+  join_waiters(other, job.waiters)
+  return 'same:' .. other
+end
+
+-- A dead job is replayed once; again only if the replay was cancelled, expired or failed.
+local function earlier_replay(job)
+  local found = redis.call('HMGET', P .. 'job:' .. job.replay_of, 'state', 'replayed_as')
+  if found[1] ~= 'dead' then
+    return 'gone'
+  end
+  local replay = found[2] and redis.call('HMGET', P .. 'job:' .. found[2], 'state', 'ending', 'deadline')
+  if replay and (goes_on(replay) or replay[1] == 'succeeded' or replay[1] == 'dead') then
+    return 'same:' .. found[2]
+  end
+end
+
+-- The word for a job that is not to be stored; nil for a new one.
+local function known(job, name)
+  if is_new[job.id] or (some_exist and redis.call('EXISTS', name) == 1) then
+    return 'exists'
+  elseif has_acked and redis.call('SISMEMBER', P .. 'backed:' .. batch, job.id) == 1 then
+    return 'exists'
+  end
+  local word = (job.replay_of and earlier_replay(job)) or (job.idem and holder(job))
+  if word then
+    return word
+  elseif #job.payload > max_payload then
+    return 'too_large'
+  elseif room <= 0 then
+    return 'full'
+  elseif job.after then
+    return links.refusal(job, jobs, words)
+  end
+end
+
+local function join_batch(id)
+  members[#members + 1] = id
+  if #members >= 500 then
+    members = flush(members, 'RPUSH', P .. 'bjobs:' .. batch)
+  end
+end
+
+local function class(lane)
+  return string.match(lane, '^%d+:(%w)')
+end
+
+-- The equal job that this one may wait for: one that is not less urgent, or runs already. Without one it leads.
+local function leader_of(job)
+  local twin = P .. 'twin:' .. job.twin
+  local leader = redis.call('GET', twin)
+  local found = leader and redis.call('HMGET', P .. 'job:' .. leader, 'state', 'ending', 'deadline', 'lane')
+  if found and goes_on(found) and (found[1] == 'running' or class(found[4]) <= class(job.lane))
+    and redis.call('ZCARD', P .. 'followers:' .. leader) < MAX_FOLLOWERS then
+    return leader
+  end
+  redis.call('SET', twin, job.id)
+end
+
+local function wait(job, rank)
+  local lane = lanes[job.lane]
+  lane[#lane + 1] = rank
+  lane[#lane + 1] = member(job.id, job.affinity)
+  if #lane >= 500 then
+    lanes[job.lane] = flush(lane, 'ZADD', P .. 'wait:' .. job.lane)
+    open_lane(job.lane)
+  end
+end
+
+local OPTIONAL = {
+  'max_attempts', 'n', 'width', 'stream', 'webhook', 'relay', 'affinity', 'twin', 'leader', 'key', 'idem', 'digest',
+  'replay_of', 'waiters', 'after', 'waits', 'when', 'reads', 'otherwise'
+}
+
+local function store(job, name)
+  seq = (seq or redis.call('HINCRBY', P .. 'meta', 'seq', #jobs) - #jobs) + 1
+  room = room - 1
+  local due = math.max(job.run_at or 0, job.delay and NOW + job.delay or 0)
+  local state = 'queued'
+  local fields = {'lane', job.lane, 'seq', seq, 'cost', job.cost, 'at', NOW}
+  local deadline = math.min(job.deadline or math.huge, job.ttl and NOW + job.ttl or math.huge)
+  if deadline < math.huge then
+    fields[9], fields[10] = 'deadline', int(deadline)
+    redis.call('ZADD', P .. 'deadlines', int(deadline), job.id)
+  end
+  if due > NOW then
+    fields[#fields + 1] = 'due_at'
+    fields[#fields + 1] = int(due)
+  end
+  if due > NOW or job.after then
+    -- What is to wait anyway neither leads nor follows.
+    job.twin = nil
+    state = 'delayed'
+    redis.call('ZADD', P .. 'delayed', int(job.after and HELD or due), job.id)
+    delayed = delayed + 1
+    if job.after then
+      links.hold(job, seq)
+    end
+  else
+    job.leader = job.twin and leader_of(job)
+    queued = queued + 1
+    if job.leader then
+      redis.call('ZADD', P .. 'followers:' .. job.leader, seq, job.id)
+      redis.call('HINCRBY', P .. 'meta', 'followers', 1)
+    else
+      wait(job, seq)
+      -- Kept in its lane. The record of a waiting job is small, for there may be a million of them.
+      job.affinity = nil
+    end
+  end
+  for _, option in ipairs(OPTIONAL) do
+    if job[option] then
+      fields[#fields + 1] = option
+      fields[#fields + 1] = job[option]
+    end
+  end
+  if batch then
+    fields[#fields + 1] = 'batch'
+    fields[#fields + 1] = batch
+    join_batch(job.id)
+  end
+  redis.call('HSET', name, 'state', state, unpack(fields))
+  set('in:' .. job.id, job.payload)
+  if job.metadata then
+    set('md:' .. job.id, job.metadata)
+  end
+  if job.idem then
+    redis.call('SET', P .. 'idem:' .. job.idem, job.id)
+  end
+  if job.replay_of then
+    redis.call('HSET', P .. 'job:' .. job.replay_of, 'replayed_as', job.id)
+  end
+end
+
+-- A row that is no job: it is in its batch as a failed one, so that the counts add up to the rows.
+local function record_invalid(job, name)
+  redis.call('HSET', name, 'state', 'failed', 'lane', job.lane, 'at', NOW, 'finished_at', NOW, 'batch', batch,
+    'key', job.key or '')
+  set('out:' .. job.id, job.invalid)
+  if job.metadata then
+    set('md:' .. job.id, job.metadata)
+  end
+  join_batch(job.id)
+  redis.call('RPUSH', P .. 'bfeed:' .. batch, job.id)
+  failed = failed + 1
+end
+
+for i, job in ipairs(jobs) do
+  local word = known(job, names[i])
+  if not word then
+    word = 'created'
+    is_new[job.id] = true
+    if job.invalid then
+      record_invalid(job, names[i])
+    else
+      store(job, names[i])
+    end
+  end
+  words[i] = word
+end
+
+local function add(key)
+  for state, number in pairs({queued = queued, delayed = delayed, failed = failed}) do
+    if number > 0 then
+      redis.call('HINCRBY', key, state, number)
+    end
+  end
+end
+flush(strings, 'MSET')
+if batch then
+  redis.call('HSETNX', P .. 'batch:' .. batch, 'created_at', NOW)
+  redis.call('HINCRBY', P .. 'batch:' .. batch, 'total', queued + delayed + failed)
+  redis.call('ZADD', P .. 'bexpiry', int(NOW + 604800000), batch)
+  add(P .. 'batch:' .. batch)
+  flush(members, 'RPUSH', P .. 'bjobs:' .. batch)
+end
+add(P .. 'counts')
+for name, lane in pairs(lanes) do
+  if #lane > 0 then
+    flush(lane, 'ZADD', P .. 'wait:' .. name)
+    open_lane(name)
+  end
+end
+if links then
+  links.tell()
+end
+return table.concat(words, ' ')

@@ -1,0 +1,16 @@
+"""Guesses of a text's tokens by its bytes, for what a job costs."""
+
+from __future__ import annotations
+
+BYTES_PER_TOKEN = 3
+"""A low estimate for text, so that a job's cost is rather over- than underestimated."""
+
+
+def text_tokens(text: bytes) -> int:
+    """Estimate the tokens in UTF-8 text."""
+    return len(text) // BYTES_PER_TOKEN + 1
+
+
+def turn_tokens(content: bytes) -> int:
+    """Estimate the tokens of a message, including those that the chat template adds."""
+    return text_tokens(content) + 4

@@ -7,9 +7,15 @@ local AGEING = 30000
 local SHARE = 8
 local WINDOW = 64
 local WARM_TTL = 600000
+local PULLER_TTL = 600000
 local worker = ARGV[1]
 local meta = redis.call('HMGET', P .. 'meta', 'turn', 'paused', 'rate', 'burst', 'level', 'level_at', 'cursor')
-local turn = tonumber(meta[1] or 0)
+-- Each worker has turns of its own: of two that pull by turns, one would get every second turn of a common count. A new
+-- one begins where the last new one was after its first pull, so that many who pull once each take turns as well.
+local own = redis.call('HMGET', P .. 'puller:' .. worker, 'turn', 'cursor')
+local is_new = not own[1]
+local first_turn = tonumber(own[1] or meta[1] or 0)
+local turn = first_turn
 
 -- A job with an adapter waits in a lane of its own, `<model>#<adapter>`, of version 5, and nothing else does: there is
 -- no need to look at the other versions for each of perhaps hundreds of adapters.
@@ -79,7 +85,7 @@ end
 
 -- The next lane of a class: the models for which jobs wait take turns, and for each model its versions. The cursor
 -- moves past the models that were passed over, so that the next in line does not get their turns.
-local cursor, passed = tonumber(meta[7] or 0), 0
+local cursor, passed = tonumber(own[2] or meta[7] or 0), 0
 local function lane_of(class)
   for i = 0, #models - 1 do
     local at = cursor + i
@@ -202,8 +208,12 @@ end
 
 -- Once per call, after the last job was taken.
 local function save_choices()
-  if turn ~= tonumber(meta[1] or 0) then
-    redis.call('HSET', P .. 'meta', 'turn', turn, 'cursor', cursor)
+  if turn ~= first_turn then
+    redis.call('HSET', P .. 'puller:' .. worker, 'turn', turn, 'cursor', cursor)
+    redis.call('PEXPIRE', P .. 'puller:' .. worker, PULLER_TTL)
+    if is_new then
+      redis.call('HSET', P .. 'meta', 'turn', turn, 'cursor', cursor)
+    end
   end
   for lane, has_changed in pairs(touched) do
     if has_changed and overtaken[lane] == 0 then

@@ -234,7 +234,7 @@ class QueueMachine(RuleBasedStateMachine):
         kinds = {name.split(":")[0] for name in self.queue.names()}
         assert kinds <= {
             "job", "in", "out", "ckpt", "idem", "meta", "counts", "dead", "bell",
-            "batch", "bjobs", "bfeed", "bexpiry", "history", "weights", "warm", "end", "sharers",
+            "batch", "bjobs", "bfeed", "bexpiry", "history", "weights", "warm", "puller", "end", "sharers",
         }  # fmt: skip
         for name in self.queue.names():
             if name.startswith("end:"):

@@ -87,6 +87,36 @@ def test_tasks_take_turns_and_change_nothing_of_the_models_turns(queue: Queue) -
     assert pulled == {"m-generate": 8, "n-generate": 4, "n-score": 4}
 
 
+def test_a_worker_that_serves_fewer_models_takes_no_turns_from_another(queue: Queue) -> None:
+    for model in ("m", "n"):
+        queue.submit(*(f"{model}{i}" for i in range(40)), model=model)
+    pulled = Counter[str]()
+    for _ in range(16):
+        (job,) = queue.pull(1, worker="both", models=("m", "n"))
+        pulled[job.job_id[0]] += 1
+        assert queue.pull_one(worker="one").job_id[0] == "m"
+    assert pulled == {"m": 8, "n": 8}
+
+
+def test_every_worker_gives_an_eighth_to_who_waits_longest(queue: Queue) -> None:
+    queue.submit(*(f"l{i}" for i in range(4)), priority="low")
+    for i in range(4):
+        queue.client.hset(f"{queue.prefix}job:l{i}", "at", 1)
+    queue.submit(*(f"h{i}" for i in range(40)), priority="high")
+    came = {worker: Counter[str]() for worker in ("w1", "w2")}
+    for _ in range(16):
+        for worker, counter in came.items():
+            counter[queue.pull_one(worker=worker).job_id[0]] += 1
+    assert came == {"w1": {"h": 14, "l": 2}, "w2": {"h": 14, "l": 2}}
+
+
+def test_workers_that_pull_once_and_leave_take_turns_as_one(queue: Queue) -> None:
+    for model in ("m", "n"):
+        queue.submit(*(f"{model}{i}" for i in range(10)), model=model)
+    pulled = [queue.pull_one(worker=f"w{i}", models=("m", "n")).job_id[0] for i in range(10)]
+    assert Counter(pulled) == {"m": 5, "n": 5}
+
+
 def test_nothing_starves_under_a_flood_of_urgent_jobs(queue: Queue) -> None:
     for tenant in "xyz":
         queue.submit(f"low-{tenant}", priority="low", tenant=tenant)

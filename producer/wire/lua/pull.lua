@@ -55,13 +55,13 @@ end
 -- Take a job from a lane. Returns false when it costs more than is left: nothing overtakes it then, or a
 -- dear job would wait for ever.
 local function take(lane, in_order, alone)
-  local at = candidate(lane, in_order)
-  local name = window(lane).members[at]
+  local name, rank = candidate(lane, in_order)
   local id, affinity = split_member(name)
   local job = load(id)
   local payload = job and redis.call('GET', P .. 'in:' .. id)
   if not job or job.state ~= 'queued' then
     redis.call('ZREM', P .. 'wait:' .. lane, name)
+    remove_alike(lane, affinity, rank)
   elseif tonumber(job.deadline or math.huge) <= NOW then
     finish(id, job, 'expired', EXPIRED)
   elseif not payload then
@@ -74,10 +74,11 @@ local function take(lane, in_order, alone)
     end
     credit = credit - cost
     redis.call('ZREM', P .. 'wait:' .. lane, name)
+    remove_alike(lane, affinity, rank)
     give(id, job, affinity, payload, alone)
     note_turn(lane)
   end
-  note_taken(lane, at, affinity)
+  note_taken(lane, name, affinity, in_order)
   return true
 end
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pagemill.producer.wire.calls.dead_letters import DeadLetter, OpenedLetter
     from pagemill.producer.wire.schema.errors import (
         AccessDenied,
+        DeadlineUnreachable,
         IdempotencyConflict,
         InvalidAddress,
         InvalidJob,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         StructuredOutputs,
         Usage,
     )
+    from pagemill.producer.wire.schema.promise import Promise
 
 __all__ = [
     "Producer",
@@ -61,6 +63,7 @@ __all__ = [
     "DeadLetter",
     "OpenedLetter",
     "Replay",
+    "Promise",
     "Job",
     "Message",
     "StructuredOutputs",
@@ -78,6 +81,7 @@ __all__ = [
     "InvalidJob",
     "InvalidOutput",
     "QueueFull",
+    "DeadlineUnreachable",
     "IdempotencyConflict",
     "RedisRefused",
     "RedisUnavailable",
@@ -98,6 +102,7 @@ _HOMES = {
     "pagemill.producer.client.handles": ("JobHandle", "BatchHandle", "DeadLetters"),
     "pagemill.producer.client.aio_handles": ("AsyncJobHandle", "AsyncBatchHandle", "AsyncDeadLetters"),
     "pagemill.producer.client.dead_letter_flow": ("Replay",),
+    "pagemill.producer.wire.schema.promise": ("Promise",),
     "pagemill.producer.wire.calls.dead_letters": ("DeadLetter", "OpenedLetter"),
     "pagemill.producer.wire.schema.job": tuple(
         __all__[__all__.index("Job") : __all__.index("PagemillError")]

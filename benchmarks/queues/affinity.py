@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from benchmarks.queues.server import start_server
+from benchmarks.queues.server import start_server, used_memory
 from benchmarks.report import RESULTS
 from pagemill.producer.client.preparer import Preparer
 from pagemill.producer.wire.calls import transitions
@@ -201,6 +201,7 @@ def time_pulls(transport: SyncTransport, order: Order, waiting: int, pulls: int,
     queue = BenchmarkQueue("affinity", transport, order)
     rows = Backlog(prefixes, waiting + 16 * pulls, 300, 16).rows()
     queue.submit(row for _, row in zip(range(waiting), rows, strict=False))
+    used_memory(transport.client)  # waits until the server has rewritten its file
     microseconds = []
     for number in range(pulls):
         started = time.perf_counter()

@@ -6,7 +6,7 @@
 -- Returns {jobs, sweep's reply, paused (0 or 1), jobs that wait in lanes, ms until the rate limit lets the next
 --   job start or -1}, each job being
 --   {id, token, payload, attempt, crashes, alone (0 or 1), created_at, deadline or '', fingerprint, checkpoint list,
---   the worker whose lease of it lapsed, or ''}
+--   the worker whose lease of it lapsed, or '', its cost, what was promised of it or ''}
 -- @include choosing
 local RESERVED_FOR = 10000
 -- Jobs that turn out to be past their deadline, or broken, in one call: a server must not stop for all of them.
@@ -48,7 +48,7 @@ local function give(id, job, affinity, payload, alone)
   end
   jobs[#jobs + 1] = {
     id, token, payload, attempt, tonumber(job.crashes or 0), alone and 1 or 0, job.at, job.deadline or '',
-    job.fingerprint or '', entries, job.lost_by or ''
+    job.fingerprint or '', entries, job.lost_by or '', job.cost, job.promise or ''
   }
 end
 

@@ -9,7 +9,8 @@
 --   end goes into), affinity (a hash of the prompt's prefix: equal ones are pulled together), twin `<tenant>:<digest>`
 --   (equal ones in flight run once), key (the name inside the batch), idem `<tenant>:<idempotency key>`, digest (of
 --   the work), metadata (JSON text), replay_of (a dead job's id), invalid (an error as JSON text: the row is no job,
---   and is recorded in its batch as failed), waiters (letters and digits: who waits for it, see hang_up).
+--   and is recorded in its batch as failed), waiters (letters and digits: who waits for it, see hang_up), promise
+--   (`<now or later>:<from>:<estimate>:<p50>:<p90>`, unix ms and ms from then: when it was said to end).
 -- Returns one word per job, separated by spaces: created | exists (this id was submitted before) | full (not stored)
 --   | too_large (the payload; not stored) | same:<id> | conflict:<id> (the idempotency key belongs to that id, with an
 --   equal or another digest; same also: replay_of was replayed as that id) | gone (replay_of is no dead job).
@@ -18,7 +19,7 @@
 -- Strings by their longest, numbers by their largest; no number is below 0, and NaN fails every comparison.
 local LONGEST = {
   id = 64, lane = 320, affinity = 32, twin = 128, key = 1024, idem = 1100, digest = 64, replay_of = 64,
-  webhook = 2048, relay = 32, metadata = 16384, invalid = 16384, waiters = 32
+  webhook = 2048, relay = 32, metadata = 16384, invalid = 16384, waiters = 32, promise = 80
 }
 local LARGEST = {
   cost = 1e15, delay = 1e12, ttl = 1e12, run_at = 1e15, deadline = 1e15, max_attempts = 100, n = 128, width = 128,
@@ -61,6 +62,7 @@ local function is_sound(job)
     and (not job.affinity or string.match(job.affinity, '^%w+$'))
     and (not job.relay or string.match(job.relay, '^%l+$'))
     and (not job.waiters or string.match(job.waiters, '^%w+$'))
+    and (not job.promise or string.match(job.promise, '^%l+:%d+:%d+:%d+:%d+$'))
 end
 
 local jobs, names = {}, {}
@@ -204,7 +206,7 @@ end
 
 local OPTIONAL = {
   'max_attempts', 'n', 'width', 'stream', 'webhook', 'relay', 'affinity', 'twin', 'leader', 'key', 'idem', 'digest',
-  'replay_of', 'waiters'
+  'replay_of', 'waiters', 'promise'
 }
 
 local function store(job, name)

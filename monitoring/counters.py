@@ -17,6 +17,7 @@ RenewalResult = Literal["renewed", "lost", "error"]
 CommitResult = Literal["committed", "fenced", "already_done", "error"]
 ProgressResult = Literal["written", "refused"]
 BlockReason = Literal["kv", "rows", "loading", "engine", "paused", "rate", "draining", "redis", "results"]
+PromiseKept = Literal["p50", "p90", "late"]
 WebhookResult = Literal["delivered", "failed", "given_up", "refused"]
 RedisErrorKind = Literal["connection", "timeout", "response", "other"]
 WorkerState = Literal["starting", "ready", "paused", "draining", "degraded"]
@@ -29,6 +30,7 @@ the queue or its clock has no execution."""
 WAIT_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
 """A job may wait for minutes in a backlog or for a night in a batch."""
 REDIS_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10)
 ATTEMPTS = (1, 2, 3, 5, 10)
 BYTES = (256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216)
 REDIS_COMMANDS = (
@@ -149,6 +151,10 @@ class WorkerCounters:
         """Time from submit (or the retry's due time) to the pull."""
         self.e2e_seconds = Observations(lock, WAIT_SECONDS)
         """Time from submit to the committed end."""
+        self.promises: Counts[PromiseKept] = Counts(lock, get_args(PromiseKept))
+        """Jobs with a promise that succeeded, by the time up to which: their p50, their p90 or neither."""
+        self.promise_ratio = Observations(lock, RATIOS)
+        """Their time over that of their p50."""
         self.attempts = Observations(lock, ATTEMPTS)
         """Executions per finished job."""
         self.commit_seconds = Observations(lock, REDIS_SECONDS)

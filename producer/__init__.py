@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pagemill.producer.wire.schema.dependencies import Condition
     from pagemill.producer.wire.schema.errors import (
         AccessDenied,
+        DeadlineUnreachable,
         IdempotencyConflict,
         InvalidAddress,
         InvalidJob,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
         Usage,
     )
     from pagemill.producer.wire.schema.templates import escape_places
+    from pagemill.producer.wire.schema.promise import Promise
 
 __all__ = [
     "Producer",
@@ -65,6 +67,7 @@ __all__ = [
     "Replay",
     "Condition",
     "escape_places",
+    "Promise",
     "Job",
     "Message",
     "StructuredOutputs",
@@ -82,6 +85,7 @@ __all__ = [
     "InvalidJob",
     "InvalidOutput",
     "QueueFull",
+    "DeadlineUnreachable",
     "IdempotencyConflict",
     "RedisRefused",
     "RedisUnavailable",
@@ -102,6 +106,7 @@ _HOMES = {
     "pagemill.producer.client.handles": ("JobHandle", "BatchHandle", "DeadLetters"),
     "pagemill.producer.client.aio_handles": ("AsyncJobHandle", "AsyncBatchHandle", "AsyncDeadLetters"),
     "pagemill.producer.client.dead_letter_flow": ("Replay",),
+    "pagemill.producer.wire.schema.promise": ("Promise",),
     "pagemill.producer.wire.calls.dead_letters": ("DeadLetter", "OpenedLetter"),
     "pagemill.producer.wire.schema.dependencies": ("Condition",),
     "pagemill.producer.wire.schema.templates": ("escape_places",),

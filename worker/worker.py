@@ -39,6 +39,7 @@ from pagemill.worker.jobs.journal import Journal
 from pagemill.worker.jobs.leases import LeaseKeeper
 from pagemill.worker.jobs.reporter import ProgressReporter
 from pagemill.worker.jobs.running_job import RunningJob
+from pagemill.worker.jobs.speed import SpeedMeter
 from pagemill.worker.long_wait import LongWait
 from pagemill.worker.status.live_view import LiveView
 from pagemill.worker.status.queue_reader import QueueReader
@@ -81,7 +82,9 @@ class Worker:
             self._clock,
             self.counters,
             Journal(config.queue, self._ends, self._clock, self._tracing),
+            SpeedMeter(),
         )
+        self._speed = context.speed
         self.reporter = ProgressReporter(context, self._new_queue(), on_finished=self._on_finished)
         self.engine = EngineThread(config.engine, self.reporter.deliver)
         self.leases = LeaseKeeper(
@@ -320,6 +323,7 @@ class Worker:
         return self.engine.stalled_for() < self.config.engine_stall_s
 
     def _describe(self) -> WorkerInfo:
+        stats = self.engine.stats
         return WorkerInfo(
             id=self.worker_id,
             models=self.engine.engine.served_models if self._is_serving else (),
@@ -333,6 +337,7 @@ class Worker:
             started_at=self._started_at,
             running=len(self.table),
             max_model_len=self.engine.engine.limits.max_model_len if self._is_serving else None,
+            speed=self._speed.speed(stats.loaded.max_num_seqs) if stats is not None else None,
         )
 
     def _state(self) -> str:

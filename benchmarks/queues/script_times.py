@@ -129,6 +129,18 @@ def pull_past_idle_tenants(queue: Queue) -> None:
         pass
 
 
+def pull_through_an_index(queue: Queue) -> None:
+    """A worker wants a prefix that a whole lane lacks, but for stale entries of its index."""
+    wanted, lane = "abc", "1:1:default:m"
+    queue.client.hset(f"{queue.prefix}puller:w1", lane, wanted)
+    queue.client.zadd(f"{queue.prefix}alike:{lane}", {f"{wanted} {rank:016d}": 0 for rank in range(400)})
+    for number in range(40):
+        submit_all(queue, ids(f"j{number}", 500), prompt=f"{number} " * 200)
+    for _ in range(30):
+        queue.client.hset(f"{queue.prefix}puller:w1", lane, wanted)
+        queue.pull(MAX_JOBS_PER_PULL)
+
+
 def pull_a_checkpoint(queue: Queue) -> None:
     checkpointed(queue, ["a"])
     queue.pull()
@@ -254,9 +266,9 @@ def store_files(queue: Queue) -> None:
 
 
 CASES: tuple[Case, ...] = (
-    full_submit, pull_payloads, pull_small, pull_past_idle_tenants, pull_a_checkpoint, crash_leaders, expire_leaders,
-    purge_batches, commit_shared, read_batches, cancel_leaders, bury, tell, look, look_at_many_lanes, crowd,
-    store_files,
+    full_submit, pull_payloads, pull_small, pull_past_idle_tenants, pull_through_an_index, pull_a_checkpoint,
+    crash_leaders, expire_leaders, purge_batches, commit_shared, read_batches, cancel_leaders, bury, tell, look,
+    look_at_many_lanes, crowd, store_files,
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from pagemill.monitoring.dashboards.panels import COUNT, PER_SECOND, RATIO, SECO
 from pagemill.monitoring.dashboards.queries import (
     LANE,
     QUEUE,
+    WORKER,
     Query,
     gauge,
     of_queue,
@@ -16,6 +17,9 @@ from pagemill.monitoring.dashboards.queries import (
     rate,
     rate_by,
 )
+
+BY_P50 = 'result="p50"'
+BY_P90 = 'result=~"p50|p90"'
 
 
 def queue() -> Dashboard:
@@ -91,6 +95,26 @@ def _flow() -> list[Panel]:
             SECONDS,
             *quantiles("job_queue_wait_seconds", 0.5, 0.95, 0.99),
             about="From submit to pull.",
+        ),
+        lines(
+            "Promises kept",
+            RATIO,
+            Query(
+                f"sum({rate('job_promises_total', WORKER + ', ' + BY_P50)}) / sum({rate('job_promises_total')})",
+                "by p50",
+            ),
+            Query(
+                f"sum({rate('job_promises_total', WORKER + ', ' + BY_P90)}) / sum({rate('job_promises_total')})",
+                "by p90",
+            ),
+            about="Of the jobs that succeeded and were promised an end. Half should end by p50, nine of ten by p90.",
+            most=1,
+        ),
+        lines(
+            "Promised and actual time",
+            RATIO,
+            *quantiles("job_promise_ratio", 0.1, 0.5, 0.9),
+            about="From submit to end, over the time that was promised to half of the jobs: 100 % is as promised.",
         ),
         lines(
             "Ended by outcome",

@@ -55,6 +55,17 @@ JOBS: tuple[Metric[WorkerCounters], ...] = (
         "job_queue_wait_seconds", "From a job's submit to its pull.", lambda c: c.queue_wait_seconds.read()
     ),
     histogram("job_e2e_seconds", "From a job's submit to its committed end.", lambda c: c.e2e_seconds.read()),
+    counter(
+        "job_promises_total",
+        "Jobs that succeeded, by when they were promised to: p50 and p90 kept, or late.",
+        lambda c: c.promises.read(),
+        "result",
+    ),
+    histogram(
+        "job_promise_ratio",
+        "Their time from the submit, over that which was promised to half of them.",
+        lambda c: c.promise_ratio.read(),
+    ),
     histogram("job_attempts", "Executions that a finished job took.", lambda c: c.attempts.read()),
     histogram("job_payload_bytes", "Size of the jobs pulled.", lambda c: c.payload_bytes.read()),
     histogram(

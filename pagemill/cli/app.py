@@ -27,6 +27,7 @@ from pagemill.cli.terminal import options, views
 from pagemill.cli.terminal.checked import MAX_TEMPERATURE, YEAR_S, Priority, between, checked, served_name
 from pagemill.cli.terminal.grouped import grouped
 from pagemill.producer.client.handles import JobHandle
+from pagemill.producer.client.submit_flow import OnLate
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.schema import keys
@@ -252,6 +253,10 @@ class SubmitOptions:
         str | None, typer.Option("--priority", callback=checked(Priority), help="high, normal or low.")
     ] = None
     field: options.Field = None
+    promise: Annotated[bool, typer.Option("--promise", help="Say when the job will probably end.")] = False
+    refuse_late: Annotated[
+        bool, typer.Option("--refuse-late", help="Submit nothing that would probably miss its deadline.")
+    ] = False
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the end and print the text.")] = False
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is generated.")] = False
     timeout: Timeout = None
@@ -268,9 +273,15 @@ def submit(given: SubmitOptions) -> None:
         raise typer.BadParameter("give --wait or --stream, not both")
     fields = _submitted_fields(given)
     with Producer(given.redis_url, queue=given.queue) as producer:
-        handle = producer.submit(fields)
+        on_late: OnLate | None = "refuse" if given.refuse_late else "flag" if given.promise else None
+        handle = producer.submit(fields, promise=on_late)
+        if given.promise and (given.wait or given.stream or not given.as_json):
+            say(views.promise_line(handle.promise))
         if not (given.wait or given.stream):
-            typer.echo(json.dumps({"id": handle.id}) if given.as_json else handle.id)
+            submitted = {"id": handle.id} | (
+                {"promise": views.promise_fields(handle.promise)} if given.promise else {}
+            )
+            typer.echo(json.dumps(submitted) if given.as_json else handle.id)
             return
         with _interruptible(handle):
             if given.stream:

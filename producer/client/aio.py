@@ -17,7 +17,7 @@ from pagemill.producer.client.base import AsyncDriver
 from pagemill.producer.client.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wait
 from pagemill.producer.client.job_fields import JobFields
 from pagemill.producer.client.preparer import JobLike, OnInvalid
-from pagemill.producer.client.submit_flow import OnFull
+from pagemill.producer.client.submit_flow import OnFull, OnLate
 from pagemill.producer.client.tracing import publishing
 from pagemill.producer.wire.schema.outputs import BatchInfo, JobStatus
 from pagemill.producer.wire.server.clients import open_async_client
@@ -48,6 +48,7 @@ class AsyncProducer(AsyncDriver):
         *,
         job_id: str | None = None,
         on_full: OnFull = "raise",
+        promise: OnLate | None = None,
         **fields: Unpack[JobFields],
     ) -> AsyncJobHandle:
         """Like Producer.submit."""
@@ -56,7 +57,8 @@ class AsyncProducer(AsyncDriver):
             fields["model"] = await self.run_flow(flows.served_model(self.queue))
         with publishing(self.queue, job, fields) as traceparent:
             item = self.preparer.job(job, fields, chosen, traceparent=traceparent)
-            return AsyncJobHandle(self, await self.run_flow(submit_flow.submit(self.queue, item, on_full)))
+            flow = submit_flow.submit_with_promise(self.queue, item, on_full, promise)
+            return AsyncJobHandle(self, *(await self.run_flow(flow)))
 
     async def submit_many(
         self,

@@ -16,16 +16,18 @@ from pagemill.producer.wire.schema.outputs import (
     Result,
     StreamEvent,
 )
+from pagemill.producer.wire.schema.promise import Promise
 
 
 class AsyncJobHandle:
     """One job; like JobHandle."""
 
-    __slots__ = ("_producer", "id")
+    __slots__ = ("_producer", "id", "promise")
 
-    def __init__(self, producer: AsyncDriver, job_id: str) -> None:
+    def __init__(self, producer: AsyncDriver, job_id: str, promise: Promise | None = None) -> None:
         self._producer = producer
         self.id = job_id
+        self.promise = promise
 
     def __repr__(self) -> str:
         return f"AsyncJobHandle({self.id!r})"

@@ -16,16 +16,19 @@ from pagemill.producer.wire.schema.outputs import (
     Result,
     StreamEvent,
 )
+from pagemill.producer.wire.schema.promise import Promise
 
 
 class JobHandle:
     """One job. Every method may raise JobNotFound and RedisUnavailable."""
 
-    __slots__ = ("_producer", "id")
+    __slots__ = ("_producer", "id", "promise")
 
-    def __init__(self, producer: Driver, job_id: str) -> None:
+    def __init__(self, producer: Driver, job_id: str, promise: Promise | None = None) -> None:
         self._producer = producer
         self.id = job_id
+        self.promise = promise
+        """When it will probably end, if its submit asked."""
 
     def __repr__(self) -> str:
         return f"JobHandle({self.id!r})"

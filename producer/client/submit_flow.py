@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 from pagemill.producer.client.effects import Begin, Finish, Flow, Sleep, Sync
 from pagemill.producer.client.preparer import OnInvalid, record_invalid
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.limits import QueueLimits, limits
+from pagemill.producer.wire.calls.promises import Asked, Outlook, estimate, outlook
 from pagemill.producer.wire.calls.registry import StatsPage, stats_page
 from pagemill.producer.wire.calls.transitions import Submission, SubmitReply
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import (
+    DeadlineUnreachable,
     IdempotencyConflict,
     InvalidJob,
     PagemillError,
     QueueFull,
     RedisUnavailable,
 )
+from pagemill.producer.wire.schema.promise import Promise
 from pagemill.producer.wire.server.scripts import Call
 
 OnFull: TypeAlias = Literal["block", "raise"]
+OnLate: TypeAlias = Literal["flag", "refuse"]
 
 CHUNK_JOBS = 250
 CHUNK_BYTES = 1 << 20
@@ -72,6 +77,40 @@ def submit(queue: str, item: Submission, on_full: OnFull) -> Flow[str]:
             f"the idempotency key belongs to job {reply.job_id}, with another payload", reply.job_id
         )
     return reply.job_id
+
+
+def submit_with_promise(
+    queue: str, item: Submission, on_full: OnFull, on_late: OnLate | None
+) -> Flow[tuple[str, Promise | None]]:
+    """Like `submit`, with the job's promise if `on_late` says what becomes of it if it would miss its deadline.
+
+    There is none for an earlier job with its idempotency key. Raises DeadlineUnreachable.
+    """
+    promise = None
+    if on_late is not None:
+        item, promise = yield from _promised(queue, item)
+        if on_late == "refuse" and promise.misses_deadline:
+            raise DeadlineUnreachable(_lateness(promise), promise)
+    job_id = yield from submit(queue, item, on_full)
+    return job_id, promise if job_id == item.job_id else None
+
+
+def _promised(queue: str, item: Submission) -> Flow[tuple[Submission, Promise]]:
+    """Return the promise, and the job with it in its header, so that it can be scored."""
+    seen: Outlook = yield outlook(queue, json.loads(item.header)["lane"])
+    asked = Asked.of(item.header, seen.now)
+    found = estimate(seen, asked)
+    if found is None:
+        return item, Promise(deadline=None if asked.deadline is None else asked.deadline / 1000)
+    header = item.header[:-1] + f',"promise":"{found}"}}'.encode()
+    return replace(item, header=header), found.promise(asked.deadline)
+
+
+def _lateness(promise: Promise) -> str:
+    assert promise.p50 is not None
+    assert promise.deadline is not None
+    late_s = promise.p50 - promise.deadline
+    return f"the job would probably end {late_s:.1f} s after its deadline; it was not submitted"
 
 
 def submit_many(

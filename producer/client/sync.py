@@ -19,7 +19,7 @@ from pagemill.producer.client.handles import BatchHandle, DeadLetters, JobHandle
 from pagemill.producer.client.job_fields import JobFields
 from pagemill.producer.client.listener import Listener
 from pagemill.producer.client.preparer import JobLike, OnInvalid
-from pagemill.producer.client.submit_flow import OnFull
+from pagemill.producer.client.submit_flow import OnFull, OnLate
 from pagemill.producer.client.tracing import publishing
 from pagemill.producer.wire.schema.outputs import BatchInfo, JobStatus
 from pagemill.producer.wire.server.clients import open_client
@@ -53,20 +53,24 @@ class Producer(Driver):
         *,
         job_id: str | None = None,
         on_full: OnFull = "raise",
+        promise: OnLate | None = None,
         **fields: Unpack[JobFields],
     ) -> JobHandle:
         """Submit one job: a Job, a mapping, or its fields as keywords.
 
         The id is generated here, so repeating a submit after a lost reply adds nothing: after
         RedisUnavailable, `submit(..., job_id=error.job_id)` is safe. `on_full`: "raise" raises QueueFull,
-        "block" waits for room. Raises InvalidJob, IdempotencyConflict.
+        "block" waits for room. `promise`: estimate when the job will end (`handle.promise`); if that is after its
+        deadline, "flag" submits it all the same, "refuse" raises DeadlineUnreachable. Raises InvalidJob,
+        IdempotencyConflict.
         """
         chosen = preparer.new_job_id() if job_id is None else preparer.check_id(job_id)
         if self.preparer.lacks_model(job, fields):
             fields["model"] = self.run_flow(flows.served_model(self.queue))
         with publishing(self.queue, job, fields) as traceparent:
             item = self.preparer.job(job, fields, chosen, traceparent=traceparent)
-            return JobHandle(self, self.run_flow(submit_flow.submit(self.queue, item, on_full)))
+            flow = submit_flow.submit_with_promise(self.queue, item, on_full, promise)
+            return JobHandle(self, *self.run_flow(flow))
 
     def submit_many(
         self,

@@ -11,8 +11,8 @@ from pagemill.producer.wire.schema import keys
 from tests.worker.harness import QueueClient, eventually
 
 STAYS = re.compile(
-    r"(meta|counts|synced|warm|workers|dead|bexpiry|suspects|reserved|overtaken"
-    r"|(job|out|md|in|ckpt|history|batch|bjobs|bfeed|backed|about|worker|serves|turns|bell|idem):.*)"
+    r"(meta|counts|synced|workers|dead|bexpiry|suspects|reserved|overtaken"
+    r"|(job|out|md|in|ckpt|history|batch|bjobs|bfeed|backed|about|worker|puller|serves|turns|bell|idem):.*)"
 )
 """Records of ended jobs, of batches and of workers; every name of the living (wait, lanes, leases, delayed,
 deadlines, outbox, followers, twins) must be gone."""

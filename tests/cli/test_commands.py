@@ -55,6 +55,23 @@ def test_submit_prints_the_id_alone_and_status_finds_the_job(pagemill: Pagemill)
     assert (status["id"], status["state"], status["priority"]) == (job_id, "queued", "high")
 
 
+def test_submit_says_when_the_job_will_end(pagemill: Pagemill, queue: Queue) -> None:
+    asked = ("submit", "hello", "--model", "m", "--promise")
+    done = pagemill(*asked)
+    assert "no promise" in done.stderr
+    speed = registry.Speed(rows=1, busy_rate=1.0, free_rate=1.0)
+    queue.run(registry.heartbeat(queue.name, registry.WorkerInfo(id="w", models=("m",), speed=speed)))
+    done = pagemill(*asked)
+    assert "it will probably end in" in done.stderr
+    assert queue.state(done.stdout.strip()) == "queued"
+    told = json.loads(pagemill(*asked, "--field", "ttl=1", "--json").stdout)["promise"]
+    assert told["misses_deadline"] is True
+    assert told["p50"] < told["p90"]
+    refused = pagemill(*asked, "--field", "ttl=1", "--refuse-late")
+    assert refused.exit_code == 1
+    assert "after its deadline; it was not submitted" in refused.stderr
+
+
 def test_submit_takes_tools_from_a_file(pagemill: Pagemill, queue: Queue, tmp_path: Path) -> None:
     file = tmp_path / "tools.json"
     file.write_text('[{"type": "function", "function": {"name": "time"}}]')

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.producer.driving import Queue
 from tests.worker.harness import PATIENCE_S, RUN_WORKER
 
 (WHEEL,) = Path(__file__).parent.glob("pagemill-*.whl")
@@ -23,6 +26,29 @@ with Producer(sys.argv[1], queue=sys.argv[2]) as queue:
     batch = queue.submit_many(jobs * 3, batch_id="batch")
 print(json.dumps(ids))
 """
+
+
+@cache
+def released_script(name: str) -> str:
+    """A Lua script of that version, with what it includes."""
+    included: set[str] = set()
+
+    def expand(name: str) -> str:
+        if name in included:
+            return ""
+        included.add(name)
+        text = wheel.read(f"pagemill/producer/wire/lua/{name}.lua").decode()
+        return re.sub(r"^-- @include (\w+)\n", lambda match: expand(match[1]), text, flags=re.MULTILINE)
+
+    with zipfile.ZipFile(WHEEL) as wheel:
+        return expand(name)
+
+
+def released_pull(queue: Queue, worker: str, max_jobs: int) -> list[str]:
+    """Pull jobs of the model `m` as that version's workers do; their ids."""
+    arguments = (worker, 60_000, max_jobs, 1 << 40, 0, 1 << 30, "1", "m")
+    jobs, *_ = queue.client.eval(released_script("pull"), 1, queue.prefix, *arguments)
+    return [job[0].decode() for job in jobs]
 
 
 class Release:

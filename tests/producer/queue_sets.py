@@ -31,6 +31,7 @@ def check_sets(queue: Queue, states: Mapping[str, str], affinities: Mapping[str,
     assert sorted([job_id for job_id, _, _ in entries] + following) == having("queued")
     assert int(client.hget(f"{prefix}meta", "followers") or 0) == len(following)
     assert {member.decode() for member in client.smembers(f"{prefix}lanes")} == {name[5:] for name in waiting}
+    check_indexes(queue, names)
     for name in waiting:
         version, letter, tenant, model = name[5:].split(":", 3)
         assert tenant in members(f"turns:{version}:{letter}:{model}"), "pull would not find it"
@@ -43,3 +44,22 @@ def check_sets(queue: Queue, states: Mapping[str, str], affinities: Mapping[str,
     assert set(members("deadlines")) <= active
     suspects = client.hgetall(f"{prefix}suspects").values()
     assert {job_id.decode() for job_id in suspects} <= set(having("running"))
+
+
+def check_indexes(queue: Queue, names: set[str]) -> None:
+    """The index of a lane has exactly the jobs with an affinity up to its frontier, and goes with the lane."""
+    client, prefix = queue.client, queue.prefix
+    for lane in (name.removeprefix("alike:") for name in names if name.startswith("alike:")):
+        assert client.pttl(f"{prefix}alike:{lane}") > 0
+        entries = client.zrange(f"{prefix}alike:{lane}", 0, -1, withscores=True)
+        (mark, frontier), *found = (entry.decode().split(" ") for entry, _ in entries)
+        assert mark == "!"
+        assert {score for _, score in entries} == {0.0}
+        waiting = client.zrange(f"{prefix}wait:{lane}", 0, -1, withscores=True)
+        assert waiting, "it outlives its lane"
+        wanted = {
+            (int(rank), entry.decode().split(" ")[1])
+            for entry, rank in waiting
+            if b" " in entry and rank <= int(frontier)
+        }
+        assert {(int(rank), affinity) for affinity, rank in found} == wanted

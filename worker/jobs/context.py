@@ -10,6 +10,7 @@ from pagemill.worker.config import WorkerConfig
 from pagemill.worker.job_queue import ServerClock
 from pagemill.worker.jobs.job_table import JobTable
 from pagemill.worker.jobs.journal import Journal
+from pagemill.worker.jobs.speed import SpeedMeter
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +23,4 @@ class WorkerContext:
     clock: ServerClock
     counters: WorkerCounters
     journal: Journal
+    speed: SpeedMeter

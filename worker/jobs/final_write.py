@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagemill.engine.fingerprint import digest_of
-from pagemill.monitoring.counters import WorkerCounters
+from pagemill.monitoring.counters import PromiseKept, WorkerCounters
 from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls.promises import Estimate
 from pagemill.producer.wire.calls.transitions import CheckpointReply, PulledJob, RenewReply
 from pagemill.producer.wire.schema.outputs import ErrorInfo
 from pagemill.producer.wire.schema.signing import Keys
@@ -79,8 +80,22 @@ class FinalWrite:
         counters.jobs_finished.inc(state)
         counters.attempts.observe(self.pulled.attempt)
         counters.e2e_seconds.observe(max(0.0, now - self.pulled.submitted_at))
+        if state == "succeeded" and self.pulled.promise:
+            self._score_promise(counters, now)
         if state in ("cancelled", "expired"):
             counters.discarded_tokens.inc("cancelled", self.new_tokens)
+
+    def _score_promise(self, counters: WorkerCounters, now: float) -> None:
+        try:
+            promised = Estimate.read(self.pulled.promise)
+        except ValueError:
+            return  # of another version
+        after_ms = now * 1000 - promised.start
+        kept: PromiseKept = (
+            "p50" if after_ms <= promised.p50 else "p90" if after_ms <= promised.p90 else "late"
+        )
+        counters.promises.inc(kept)
+        counters.promise_ratio.observe(promised.ratio(now))
 
 
 def checkpoint_call(queue: str, job: RunningJob, now: float, hmac_keys: Keys) -> Call[CheckpointReply]:

@@ -130,6 +130,7 @@ class ProgressReporter:
         self._journal = context.journal
         self._on_finished = on_finished
         self._hmac_keys = context.hmac_keys
+        self._speed = context.speed
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._ended: dict[str, FinalWrite] = {}
         self._stopping: dict[str, float] = {}
@@ -383,12 +384,22 @@ class ProgressReporter:
         if self._config.durability == "fsync":
             self._queue.sync()  # until then a server crash may lose them, so they are held here
         self._counters.commit_seconds.observe(time.monotonic() - began)
+        taken = sum(job.params.num_sequences for job in self._table.running())
         for write, reply in zip(writes, replies, strict=True):
             self._ended.pop(write.key, None)
             self._table.let_go(write.job_id, write.token)
             outcome = write.settle(reply, self._counters, self._clock.now())
+            if outcome == "succeeded" and write.job is not None:
+                self._measure(write.job, taken)
             error = reply if isinstance(reply, Exception) else None
             self._journal.settled(write, outcome, began_at, error)
+
+    def _measure(self, job: RunningJob, taken: int) -> None:
+        """Count a job that succeeded towards the worker's speed; `taken` rows were, at its end."""
+        stats = self._engine.stats if self._engine is not None else None
+        if stats is not None and stats.loaded.max_num_seqs and job.left_engine_at is not None:
+            row_seconds = (job.left_engine_at - job.started_at) * job.params.num_sequences
+            self._speed.ended(job.pulled.cost, row_seconds, taken / stats.loaded.max_num_seqs)
 
     def _hold_or_go_on(self) -> None:
         """Bound the memory held during a Redis outage."""

@@ -19,6 +19,19 @@ _FIRST_RELEASE = {"id", "models", "state", "url", "host", "pid", "started_at", "
 """The fields of `WorkerInfo` that its readers know, which refuse others."""
 
 
+class Speed(WireModel):
+    """How fast a worker ends jobs. Fields of later versions are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    rows: int
+    """Sequences that it runs side by side."""
+    busy_rate: float
+    """Tokens of cost, as jobs are submitted with, that one of its rows ends per second while most are taken."""
+    free_rate: float
+    """The same while most rows are free."""
+
+
 class WorkerInfo(WireModel):
     """The state that a worker reports with every heartbeat. Fields of later versions are ignored."""
 
@@ -39,6 +52,8 @@ class WorkerInfo(WireModel):
     """The adapters that jobs of its models may name."""
     max_model_len: int | None = None
     """The most tokens of a prompt and its output, once the model is loaded."""
+    speed: Speed | None = None
+    """None until it has ended a job."""
 
     def lanes(self) -> list[str]:
         """Return the last parts of the lanes it pulls from (`keys.lane_model`)."""

@@ -99,6 +99,10 @@ class PulledJob:
     """Unix seconds; the worker stops the job then and commits `expired`."""
     taken_over_from: str = ""
     """The worker whose lease of it lapsed; empty if the job was not lost."""
+    cost: int = 0
+    """Tokens, as it was submitted with."""
+    promise: str = ""
+    """What was promised of its end (promises.py); empty if nothing was."""
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -417,6 +421,8 @@ def _pulled_job(
     fingerprint: bytes,
     entries: list[bytes],
     lost_by: bytes,
+    cost: bytes,
+    promise: bytes,
 ) -> PulledJob:
     return PulledJob(
         job_id=job_id.decode(),
@@ -430,6 +436,8 @@ def _pulled_job(
         submitted_at=int(created_at) / 1000,
         deadline=int(deadline) / 1000 if deadline else None,
         taken_over_from=lost_by.decode(),
+        cost=int(float(cost)),
+        promise=promise.decode(),
     )
 
 

@@ -5,11 +5,22 @@
 -- room for, ARGV[9] and on the models it serves.
 local AGEING = 30000
 local SHARE = 8
-local WINDOW = 64
-local WARM_TTL = 600000
+local OVERTAKES = 64
+local REACH = 16384
+local FRONT = 16
+local MAX_CHUNKS = 4
+local MAX_STALE = 256
+local MAX_WANTED = 1000
+local PULLER_TTL = 600000
 local worker = ARGV[1]
+local PULLER = P .. 'puller:' .. worker
 local meta = redis.call('HMGET', P .. 'meta', 'turn', 'paused', 'rate', 'burst', 'level', 'level_at', 'cursor')
-local turn = tonumber(meta[1] or 0)
+-- Each worker has turns of its own: of two that pull by turns, one would get every second turn of a common count. A new
+-- one begins where the last new one was after its first pull, so that many who pull once each take turns as well.
+local own = redis.call('HMGET', PULLER, 'turn', 'cursor')
+local is_new = not own[1]
+local first_turn = tonumber(own[1] or meta[1] or 0)
+local turn = first_turn
 
 -- A job with an adapter waits in a lane of its own, `<model>#<adapter>`, of version 5, or 7 if it waited for others, and
 -- nothing else does: there is no need to look at the other versions for each of perhaps hundreds of adapters.
@@ -30,29 +41,25 @@ local function versions_of(model)
   return string.find(model, '#', 1, true) and adapted or versions
 end
 
--- The first 64 jobs of a lane; false in the place of one that was taken in this call.
-local windows = {}
-local function window(lane)
-  local seen = windows[lane]
-  if not seen or seen.left == 0 then
-    local members = redis.call('ZRANGE', P .. 'wait:' .. lane, 0, WINDOW - 1)
-    seen = {members = members, first = 1, left = #members}
-    windows[lane] = seen
-  end
-  return seen
-end
+-- The first jobs of a lane, names and ranks in turn, and which of them were taken in this call.
+local fronts, taken = {}, {}
 
--- The place in its window of the oldest job of a lane that has one.
+-- The name and rank of a lane's oldest job, or nil.
 local function oldest(lane)
-  local seen = window(lane)
-  while not seen.members[seen.first] do
-    seen.first = seen.first + 1
+  local front = fronts[lane]
+  while front and front.members[front.next] do
+    if not taken[front.members[front.next]] then
+      return front.members[front.next], tonumber(front.members[front.next + 1])
+    end
+    front.next = front.next + 2
   end
-  return seen.first
+  local members = redis.call('ZRANGE', P .. 'wait:' .. lane, 0, FRONT - 1, 'WITHSCORES')
+  fronts[lane] = {members = members, next = 1}
+  return members[1], tonumber(members[2])
 end
 
 local function age(lane)
-  local id = split_member(window(lane).members[oldest(lane)])
+  local id = split_member((oldest(lane)))
   local at = tonumber(redis.call('HGET', P .. 'job:' .. id, 'at') or NOW)
   -- The clock was set back since: how long is not known, but it is better served now than after that time.
   return at > NOW and AGEING + 1 or NOW - at
@@ -72,10 +79,10 @@ local function next_lane(version, class, model)
       return nil
     end
     local lane = lane_name(version, class, tenant, model)
-    if window(lane).left > 0 then
+    if oldest(lane) then
       return lane
     end
-    windows[lane] = nil
+    fronts[lane] = nil
     skipped = skipped + 1
     redis.call('ZREM', turns, tenant)
   end
@@ -83,7 +90,7 @@ end
 
 -- The next lane of a class: the models for which jobs wait take turns, and for each model its versions. The cursor
 -- moves past the models that were passed over, so that the next in line does not get their turns.
-local cursor, passed = tonumber(meta[7] or 0), 0
+local cursor, passed = tonumber(own[2] or meta[7] or 0), 0
 local function lane_of(class)
   for i = 0, #models - 1 do
     local at = cursor + i
@@ -131,9 +138,6 @@ local function choose()
   end
 end
 
--- What the worker ran last: the prefix that its cache has.
-local warm = redis.call('HGET', P .. 'warm', worker)
-local was_warm = warm
 -- How often the oldest job of a lane was overtaken since it became that.
 local overtaken, touched = {}, {}
 
@@ -142,59 +146,81 @@ local function overtakes(lane)
   return overtaken[lane]
 end
 
--- The places of a window's jobs by their affinity, in order.
-local function places(seen)
-  seen.places = {}
-  for i, name in ipairs(seen.members) do
-    local _, affinity = split_member(name or '')
-    if affinity then
-      seen.places[affinity] = seen.places[affinity] or {next = 1}
-      table.insert(seen.places[affinity], i)
-    end
+-- The affinity that the worker wants from a lane next: that of the last job it took there, whose prefix its cache has.
+-- (Tenants share no cache, so lanes don't either.) Whoever would have a worker take certain jobs first writes it there.
+local wanted, changed = {}, {}
+local function wanted_of(lane)
+  if wanted[lane] == nil then
+    wanted[lane] = redis.call('HGET', PULLER, lane)
   end
-  return seen.places
+  return wanted[lane]
 end
 
--- The place of a job with that affinity in a lane's window: the oldest at `at`, or the first; nil without one.
-local function first_with(lane, at, affinity)
-  local seen = window(lane)
-  local _, own = split_member(seen.members[at])
-  if own == affinity then
-    return at
-  end
-  local same = (seen.places or places(seen))[affinity]
-  while same and same[same.next] do
-    local place = same[same.next]
-    if seen.members[place] then
-      return place
+-- The first job of a lane that begins alike, within reach of the oldest: its name and rank, or nil. The index is extended
+-- where it has none, by some chunks in a call.
+local chunks, stale = MAX_CHUNKS, MAX_STALE
+local at_end = {}
+local function first_alike(lane, affinity, rank_of_oldest)
+  local limit = rank_of_oldest + REACH
+  while stale > 0 do
+    local place = redis.call('ZRANGEBYLEX', alike_key(lane), '[' .. affinity .. ' ', '(' .. affinity .. '!', 'LIMIT', 0, 1)[1]
+    local rank = place and rank_of(place)
+    if rank then
+      local name = rank <= limit and redis.call('ZRANGEBYSCORE', P .. 'wait:' .. lane, rank, rank)[1]
+      if name or rank > limit then
+        return name or nil, rank
+      end
+      -- Taken by a worker that does not know of the index.
+      redis.call('ZREM', alike_key(lane), place)
+      stale = stale - 1
+    elseif at_end[lane] or chunks == 0 then
+      return nil
+    else
+      chunks = chunks - 1
+      if redis.call('ZCARD', alike_key(lane)) > 2 * REACH then
+        -- Most are of jobs that such workers took.
+        redis.call('UNLINK', alike_key(lane))
+      end
+      at_end[lane] = not extend_alike(lane, limit)
     end
-    same.next = same.next + 1
   end
 end
 
 -- Jobs that waited for one that this worker ran are in lanes of version 7 under this name.
 local near = near_name(worker)
 
--- The place of the job to take from a lane: its oldest, or the first in the window whose parent ran here, or with the
--- warm prefix. The oldest is overtaken 64 times at most.
+-- The name and rank of the job to take from a lane: its oldest, or the first whose parent ran here, or that begins as the
+-- worker wants. The oldest is overtaken 64 times at most, and nobody by a job that was submitted further behind than REACH.
 local function candidate(lane, in_order)
-  local at = oldest(lane)
-  if in_order then
-    return at
+  local name, rank = oldest(lane)
+  if in_order or overtakes(lane) >= OVERTAKES then
+    return name, rank
   end
-  local place = string.sub(lane, 1, 2) == '7:' and first_with(lane, at, near) or warm and first_with(lane, at, warm) or at
-  return (place == at or overtakes(lane) < WINDOW) and place or at
+  local _, own = split_member(name)
+  for _, affinity in ipairs({string.sub(lane, 1, 2) == '7:' and near, wanted_of(lane)}) do
+    if own == affinity then
+      return name, rank
+    end
+    local other, its_rank
+    if affinity then
+      other, its_rank = first_alike(lane, affinity, rank)
+    end
+    if other then
+      return other, its_rank
+    end
+  end
+  return name, rank
 end
 
--- The job at that place has left the lane.
-local function note_taken(lane, at, affinity)
-  local seen = window(lane)
-  local times = at == seen.first and 0 or overtakes(lane) + 1
+-- The job of that name has left the lane. The turn of who has waited longest is no reason to want others like it.
+local function note_taken(lane, name, affinity, in_order)
+  local times = name == oldest(lane) and 0 or overtakes(lane) + 1
   touched[lane] = touched[lane] or times ~= overtakes(lane)
   overtaken[lane] = times
-  seen.members[at] = false
-  seen.left = seen.left - 1
-  warm = affinity or warm
+  taken[name] = true
+  if affinity and affinity ~= wanted_of(lane) and not (in_order and wanted_of(lane)) then
+    wanted[lane], changed[lane] = affinity, true
+  end
 end
 
 -- The tenant of a lane has had a turn: one of weight 3 has three while one of weight 1 has one.
@@ -214,9 +240,6 @@ end
 
 -- Once per call, after the last job was taken.
 local function save_choices()
-  if turn ~= tonumber(meta[1] or 0) then
-    redis.call('HSET', P .. 'meta', 'turn', turn, 'cursor', cursor)
-  end
   for lane, has_changed in pairs(touched) do
     if has_changed and overtaken[lane] == 0 then
       redis.call('HDEL', P .. 'overtaken', lane)
@@ -225,8 +248,20 @@ local function save_choices()
     end
     close_lane(lane)
   end
-  if warm ~= was_warm then
-    redis.call('HSET', P .. 'warm', worker, warm)
-    redis.call('PEXPIRE', P .. 'warm', WARM_TTL)
+  if turn == first_turn then
+    return
+  end
+  if redis.call('HLEN', PULLER) > MAX_WANTED then
+    redis.call('UNLINK', PULLER)
+  end
+  local fields = {'turn', turn, 'cursor', cursor}
+  for lane in pairs(changed) do
+    fields[#fields + 1] = lane
+    fields[#fields + 1] = wanted[lane]
+  end
+  redis.call('HSET', PULLER, unpack(fields))
+  redis.call('PEXPIRE', PULLER, PULLER_TTL)
+  if is_new then
+    redis.call('HSET', P .. 'meta', 'turn', turn, 'cursor', cursor)
   end
 end

@@ -5,6 +5,7 @@
 -- Returns committed | already_done (this very commit came before) | fenced (nothing written)
 --   | cancelled | expired (that end had been asked for, and came first)
 -- @include fenced
+-- @include keeping
 local word = refusal() or ended_by_request(ARGV[3])
 if word then
   return word
@@ -13,4 +14,7 @@ if ARGV[5] ~= '' then
   job.progress, job.progress_at = ARGV[5], int(NOW)
 end
 finish(id, job, ARGV[3], ARGV[4])
+if job.promise and ARGV[3] == 'succeeded' then
+  note_kept(job)
+end
 return 'committed'

@@ -22,7 +22,7 @@ local function waiting_lane(lane, crashes)
   return lane
 end
 
--- How a job is spelled in its waiting set: with its affinity beside it, pull sees a whole window at once.
+-- How a job is spelled in its waiting set: with its affinity beside it, pull reads both at once.
 local function member(id, affinity)
   return affinity and id .. ' ' .. affinity or id
 end

@@ -4,12 +4,12 @@
 
 -- Whether the oldest job of a lane, and all that this worker would prefer to it, is another worker's to take.
 local function is_anothers(lane)
-  if is_urgent or string.sub(lane, 1, 2) ~= '7:' or overtakes(lane) >= WINDOW then
+  if is_urgent or string.sub(lane, 1, 2) ~= '7:' or overtakes(lane) >= OVERTAKES then
     return false
   end
-  local at = oldest(lane)
-  local _, affinity = split_member(window(lane).members[at])
-  return affinity and #affinity == #near and affinity ~= near and not first_with(lane, at, near)
+  local name, rank = oldest(lane)
+  local _, affinity = split_member(name)
+  return affinity and #affinity == #near and affinity ~= near and not first_alike(lane, near, rank)
 end
 
 -- The lane to take from instead of that one.

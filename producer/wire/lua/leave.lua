@@ -5,8 +5,7 @@
 -- @include common
 local info = redis.call('GET', P .. 'about:' .. ARGV[1]) or redis.call('GET', P .. 'worker:' .. ARGV[1])
 redis.call('ZREM', P .. 'workers', ARGV[1])
-redis.call('HDEL', P .. 'warm', ARGV[1])
-redis.call('UNLINK', P .. 'worker:' .. ARGV[1], P .. 'about:' .. ARGV[1])
+redis.call('UNLINK', P .. 'worker:' .. ARGV[1], P .. 'about:' .. ARGV[1], P .. 'puller:' .. ARGV[1])
 local known = info and cjson.decode(info) or {}
 for _, model in ipairs(known.models or {}) do
   redis.call('ZREM', P .. 'serves:' .. model, ARGV[1])

@@ -6,7 +6,7 @@
 -- Returns {jobs, sweep's reply, paused (0 or 1), jobs that wait in lanes, ms until the rate limit lets the next
 --   job start or -1}, each job being
 --   {id, token, payload, attempt, crashes, alone (0 or 1), created_at, deadline or '', fingerprint, checkpoint list,
---   the worker whose lease of it lapsed, or ''}
+--   the worker whose lease of it lapsed, or '', its cost, what was promised of it or ''}
 -- @include homing
 local RESERVED_FOR = 10000
 -- Jobs that turn out to be past their deadline, or broken, in one call: a server must not stop for all of them.
@@ -48,23 +48,20 @@ local function give(id, job, affinity, payload, alone)
   end
   jobs[#jobs + 1] = {
     id, token, payload, attempt, tonumber(job.crashes or 0), alone and 1 or 0, job.at, job.deadline or '',
-    job.fingerprint or '', entries, job.lost_by or ''
+    job.fingerprint or '', entries, job.lost_by or '', job.cost, job.promise or ''
   }
 end
 
 -- Take a job from a lane. Returns false when it costs more than is left: nothing overtakes it then, or a
 -- dear job would wait for ever.
 local function take(lane, in_order, alone)
-  local at = candidate(lane, in_order)
-  local name = window(lane).members[at]
+  local name, rank = candidate(lane, in_order)
   local id, affinity = split_member(name)
   local job = load(id)
   local payload = job and redis.call('GET', P .. 'in:' .. id)
-  if job and job.near then
-    affinity = job.affinity -- the lane had another name there
-  end
   if not job or job.state ~= 'queued' then
     redis.call('ZREM', P .. 'wait:' .. lane, name)
+    remove_alike(lane, affinity, rank)
   elseif tonumber(job.deadline or math.huge) <= NOW then
     finish(id, job, 'expired', EXPIRED)
   elseif not payload then
@@ -77,10 +74,14 @@ local function take(lane, in_order, alone)
     end
     credit = credit - cost
     redis.call('ZREM', P .. 'wait:' .. lane, name)
+    remove_alike(lane, affinity, rank)
+    if job.near then
+      affinity = job.affinity -- the lane had another name there
+    end
     give(id, job, affinity, payload, alone)
     note_turn(lane)
   end
-  note_taken(lane, at, affinity)
+  note_taken(lane, name, affinity, in_order)
   return true
 end
 

@@ -1,4 +1,5 @@
 -- @include common
+-- @include alike
 -- Moving jobs between states. Callers check first, then call these, which only write and begin with a
 -- removal: after a script's first write a server at maxmemory lets the rest of it through.
 local DAY = 86400000
@@ -48,6 +49,7 @@ local function close_lane(lane)
   end
   redis.call('SREM', P .. 'lanes', lane)
   redis.call('HDEL', P .. 'overtaken', lane)
+  redis.call('UNLINK', alike_key(lane))
   local version, class, _, model = split_lane(lane)
   local turns = turns_key(version, class, model)
   for _, tenant in ipairs(redis.call('ZRANGE', turns, 0, 15)) do
@@ -67,7 +69,12 @@ local function detach(id, job)
   elseif job.state == 'queued' then
     -- By its rank, which no other job has: its affinity is known only there, until it was pulled.
     local lane = waiting_lane(job.lane, job.crashes)
-    redis.call('ZREMRANGEBYSCORE', P .. 'wait:' .. lane, job.seq, job.seq)
+    local name = redis.call('ZRANGEBYSCORE', P .. 'wait:' .. lane, job.seq, job.seq)[1]
+    if name then
+      local _, affinity = split_member(name)
+      redis.call('ZREM', P .. 'wait:' .. lane, name)
+      remove_alike(lane, affinity, job.seq)
+    end
     close_lane(lane)
   elseif job.state == 'delayed' then
     redis.call('ZREM', P .. 'delayed', id)
@@ -84,6 +91,7 @@ local function enqueue(id, job)
   detach(id, job)
   local lane = waiting_lane(job.lane, job.crashes)
   redis.call('ZADD', P .. 'wait:' .. lane, job.seq, member(id, job.near or job.affinity))
+  add_alike(lane, job.near or job.affinity, job.seq)
   open_lane(lane)
   redis.call('HSET', P .. 'job:' .. id, 'state', 'queued')
   count(job.batch, job.state, 'queued')

@@ -9,7 +9,8 @@
 --   end goes into), affinity (a hash of the prompt's prefix: equal ones are pulled together), twin `<tenant>:<digest>`
 --   (equal ones in flight run once), key (the name inside the batch), idem `<tenant>:<idempotency key>`, digest (of
 --   the work), metadata (JSON text), replay_of (a dead job's id), invalid (an error as JSON text: the row is no job,
---   and is recorded in its batch as failed), waiters (letters and digits: who waits for it, see hang_up).
+--   and is recorded in its batch as failed), waiters (letters and digits: who waits for it, see hang_up), promise
+--   (`<now or later>:<from>:<estimate>:<p50>:<p90>`, unix ms and ms from then: when it was said to end).
 -- Returns one word per job, separated by spaces: created | exists (this id was submitted before) | full (not stored)
 --   | too_large (the payload; not stored) | same:<id> | conflict:<id> (the idempotency key belongs to that id, with an
 --   equal or another digest; same also: replay_of was replayed as that id) | gone (replay_of is no dead job).

@@ -2,7 +2,7 @@
 -- Strings by their longest, numbers by their largest; no number is below 0, and NaN fails every comparison.
 local LONGEST = {
   id = 64, lane = 320, affinity = 32, twin = 128, key = 1024, idem = 1100, digest = 64, replay_of = 64,
-  webhook = 2048, relay = 32, metadata = 16384, invalid = 16384, waiters = 32, after = 1039, when = 16384, otherwise = 3
+  webhook = 2048, relay = 32, metadata = 16384, invalid = 16384, waiters = 32, promise = 80, after = 1039, when = 16384, otherwise = 3
 }
 local LARGEST = {
   cost = 1e15, delay = 1e12, ttl = 1e12, run_at = 1e15, deadline = 1e15, max_attempts = 100, n = 128, width = 128,
@@ -45,6 +45,7 @@ local function is_sound(job)
     and (not job.affinity or string.match(job.affinity, '^%w+$'))
     and (not job.relay or string.match(job.relay, '^%l+$'))
     and (not job.waiters or string.match(job.waiters, '^%w+$')) and (not job.after or (links and links.is_sound(job)))
+    and (not job.promise or string.match(job.promise, '^%l+:%d+:%d+:%d+:%d+$'))
 end
 
 local jobs, names, words = {}, {}, {}
@@ -190,7 +191,7 @@ end
 
 local OPTIONAL = {
   'max_attempts', 'n', 'width', 'stream', 'webhook', 'relay', 'affinity', 'twin', 'leader', 'key', 'idem', 'digest',
-  'replay_of', 'waiters', 'after', 'waits', 'when', 'reads', 'otherwise'
+  'replay_of', 'waiters', 'promise', 'after', 'waits', 'when', 'reads', 'otherwise'
 }
 
 local function store(job, name)

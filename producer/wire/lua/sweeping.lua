@@ -127,8 +127,7 @@ local function sweep_workers(limit)
   for _, range in ipairs({{'-inf', past}, {far, '+inf'}}) do
     for _, worker in ipairs(redis.call('ZRANGEBYSCORE', P .. 'workers', range[1], range[2], 'LIMIT', 0, limit)) do
       redis.call('ZREM', P .. 'workers', worker)
-      redis.call('HDEL', P .. 'warm', worker)
-      redis.call('UNLINK', P .. 'worker:' .. worker, P .. 'about:' .. worker)
+      redis.call('UNLINK', P .. 'worker:' .. worker, P .. 'about:' .. worker, P .. 'puller:' .. worker)
     end
   end
 end

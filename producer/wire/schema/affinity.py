@@ -54,8 +54,8 @@ def adapter_affinity(affinity: str | None, adapter: str | None) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _digest(prefix: str) -> str:
-    # Short, because it is stored with the id of every waiting job. Among the 64 jobs that a pull examines,
-    # two prefixes rarely share one of 238,328 names, and then a job merely goes first without benefit.
+    # Short, because it is stored with the id of every waiting job. Two prefixes of a lane rarely share one of
+    # 238,328 names, and then a job merely goes first without benefit.
     number = int.from_bytes(hashlib.blake2b(prefix.encode(), digest_size=8).digest())
     letters = []
     for _ in range(3):

@@ -4,6 +4,7 @@ PagemillError
 ├── InvalidJob             the job is invalid, or asks for something unsupported (also a ValueError)
 ├── InvalidOutput          the output is not what it was to be parsed as (also a ValueError)
 ├── QueueFull              the queue's limit or the server's memory is reached
+├── DeadlineUnreachable    it would probably be expired, and was not to be submitted then
 ├── IdempotencyConflict    the idempotency key belongs to a job with another payload
 ├── RedisUnavailable       no server, or the call's outcome is unknown: retry with the same id
 ├── InvalidAddress         the server's address is invalid (also a ValueError)
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagemill.producer.wire.schema.outputs import Output
+    from pagemill.producer.wire.schema.promise import Promise
 
 
 TIMED_OUT = "ran longer than its timeout"
@@ -69,6 +71,14 @@ class QueueFull(PagemillError):
         self.limit = limit
         self.depth = depth
         self.lane = lane
+
+
+class DeadlineUnreachable(PagemillError):
+    """The job would more probably than not be expired, so it was not submitted. `promise` says when it would end."""
+
+    def __init__(self, message: str, promise: Promise) -> None:
+        super().__init__(message)
+        self.promise = promise
 
 
 class IdempotencyConflict(PagemillError):

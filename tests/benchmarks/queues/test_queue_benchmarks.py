@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import redis
 
 from benchmarks.queues import affinity
@@ -20,15 +18,27 @@ def test_the_queue_is_measured_on_a_server_of_its_own() -> None:
     assert queue.table([figures], 500).row_count >= 7
 
 
-def test_affinity_finds_more_in_the_prefix_cache_and_bounds_the_wait(valkey_url: str, tmp_path: Path) -> None:
-    backlog = affinity.Backlog(prefixes=6, jobs=120, prefix_tokens=512, question_tokens=32, seed=1)
+def test_affinity_finds_more_in_the_prefix_cache(valkey_url: str) -> None:
+    backlog = affinity.Backlog(prefixes=24, jobs=192, prefix_tokens=512, question_tokens=32)
     transport = SyncTransport(redis.Redis.from_url(valkey_url))
-    plain, together = (
-        affinity.measure(backlog, transport, with_affinity=choice, num_seqs=8, cached_prefixes=2)
-        for choice in (False, True)
-    )
+    for workers in (1, 2):
+        fleet = affinity.Fleet(workers, num_seqs=8)
+        plain, window, index = (
+            affinity.measure(backlog, fleet, transport, order) for order in affinity.ORDERS
+        )
+        assert plain.prompt_tokens == window.prompt_tokens == index.prompt_tokens
+        assert plain.hit_tokens < window.hit_tokens
+        assert index.hit_tokens > 1.2 * window.hit_tokens
+        assert plain.largest_wait == 0
+        assert 0 < index.largest_wait < backlog.jobs
     transport.close()
-    assert together.prompt_tokens == plain.prompt_tokens
-    assert together.hit_tokens > 1.2 * plain.hit_tokens
-    assert plain.largest_wait == 0
-    assert 0 < together.largest_wait <= 64 * 6
+
+
+def test_pulls_are_timed_beside_a_queue_that_stays_as_full(valkey_url: str) -> None:
+    transport = SyncTransport(redis.Redis.from_url(valkey_url))
+    for order in affinity.ORDERS:
+        times = affinity.time_pulls(transport, order, waiting=300, pulls=10, prefixes=8)
+        assert 0 < times.median <= times.longest
+        assert times.indexed <= 300
+        assert transport.client.zcard("pagemill:{affinity}:wait:1:2:affinity:echo") in (0, 300)
+    transport.close()

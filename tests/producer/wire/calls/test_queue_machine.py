@@ -331,13 +331,14 @@ class QueueMachine(RuleBasedStateMachine):
         kinds = {name.split(":")[0] for name in self.queue.names()}
         assert kinds <= {
             "job", "in", "out", "ckpt", "idem", "meta", "counts", "dead", "bell",
-            "batch", "bjobs", "bfeed", "bexpiry", "history", "weights", "warm", "end", "sharers",
+            "batch", "bjobs", "bfeed", "bexpiry", "history", "weights", "puller", "end", "sharers",
         }  # fmt: skip
         for name in self.queue.names():
             if name.startswith("end:"):
                 is_counted = self.queue.client.exists(f"{self.queue.prefix}sharers:{name[4:]}")
                 assert is_counted or self.queue.client.pttl(f"{self.queue.prefix}{name}") > 0
-        assert "warm" not in kinds or self.queue.client.pttl(f"{self.queue.prefix}warm") > 0
+        for name in self.queue.names():
+            assert not name.startswith("puller:") or self.queue.client.pttl(f"{self.queue.prefix}{name}") > 0
         for job_id in set(self.jobs) - self.in_batch:
             assert self.queue.client.pttl(f"{self.queue.prefix}job:{job_id}") > 0
         self.queue.client.delete(*(f"{self.queue.prefix}{name}" for name in self.queue.names()), "none")

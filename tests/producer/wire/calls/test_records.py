@@ -13,6 +13,7 @@ def test_nothing_but_the_record_is_left_of_an_ended_job(queue: Queue) -> None:
     queue.checkpoint(job, delta(0, 1), progress=DECODE)
     queue.commit(job)
     queue.pull()
+    queue.run(registry.leave(queue.name, "w1"))
     assert queue.names() == {"job:a", "out:a", "md:a", "idem:default:k", "meta", "counts"}
 
 

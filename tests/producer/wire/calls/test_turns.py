@@ -9,9 +9,13 @@ import pytest
 from pagemill.producer.wire.calls import limits, registry, transitions
 from pagemill.producer.wire.schema.affinity import prompt_affinity
 from pagemill.producer.wire.schema.errors import InvalidJob
+from tests.golden.released import released_pull
 from tests.producer.driving import Queue
+from tests.producer.queue_sets import check_indexes
 
 LONG = "template " * 40
+REACH = 16384
+"""choosing.lua's: a job is not overtaken by one that was submitted further behind."""
 
 
 def set_weights(queue: Queue, **weights: int) -> dict[str, int]:
@@ -87,6 +91,36 @@ def test_tasks_take_turns_and_change_nothing_of_the_models_turns(queue: Queue) -
     assert pulled == {"m-generate": 8, "n-generate": 4, "n-score": 4}
 
 
+def test_a_worker_that_serves_fewer_models_takes_no_turns_from_another(queue: Queue) -> None:
+    for model in ("m", "n"):
+        queue.submit(*(f"{model}{i}" for i in range(40)), model=model)
+    pulled = Counter[str]()
+    for _ in range(16):
+        (job,) = queue.pull(1, worker="both", models=("m", "n"))
+        pulled[job.job_id[0]] += 1
+        assert queue.pull_one(worker="one").job_id[0] == "m"
+    assert pulled == {"m": 8, "n": 8}
+
+
+def test_every_worker_gives_an_eighth_to_who_waits_longest(queue: Queue) -> None:
+    queue.submit(*(f"l{i}" for i in range(4)), priority="low")
+    for i in range(4):
+        queue.client.hset(f"{queue.prefix}job:l{i}", "at", 1)
+    queue.submit(*(f"h{i}" for i in range(40)), priority="high")
+    came = {worker: Counter[str]() for worker in ("w1", "w2")}
+    for _ in range(16):
+        for worker, counter in came.items():
+            counter[queue.pull_one(worker=worker).job_id[0]] += 1
+    assert came == {"w1": {"h": 14, "l": 2}, "w2": {"h": 14, "l": 2}}
+
+
+def test_workers_that_pull_once_and_leave_take_turns_as_one(queue: Queue) -> None:
+    for model in ("m", "n"):
+        queue.submit(*(f"{model}{i}" for i in range(10)), model=model)
+    pulled = [queue.pull_one(worker=f"w{i}", models=("m", "n")).job_id[0] for i in range(10)]
+    assert Counter(pulled) == {"m": 5, "n": 5}
+
+
 def test_nothing_starves_under_a_flood_of_urgent_jobs(queue: Queue) -> None:
     for tenant in "xyz":
         queue.submit(f"low-{tenant}", priority="low", tenant=tenant)
@@ -118,7 +152,7 @@ def test_a_worker_goes_on_with_the_prefix_it_has(queue: Queue) -> None:
             )
     assert [job.job_id for job in queue.pull(1, worker="w1")] == ["a0"]
     (affinity,) = (entry.removeprefix("b0 ") for entry in lane_of(queue) if entry.startswith("b0 "))
-    queue.client.hset(f"{queue.prefix}warm", "w2", affinity)
+    queue.client.hset(f"{queue.prefix}puller:w2", "1:1:default:m", affinity)
     assert [job.job_id for job in queue.pull(2, worker="w2")] == ["b0", "b1"]
     assert [job.job_id for job in queue.pull(2, worker="w1")] == ["a1", "a2"]
     assert [job.job_id for job in queue.pull(3, worker="w1")] == ["a3", "b2", "b3"]
@@ -173,12 +207,84 @@ def test_the_oldest_is_overtaken_64_times_at_most(queue: Queue) -> None:
     assert pulled.index("patient") == 64
 
 
-def test_affinity_looks_no_further_than_the_window(queue: Queue) -> None:
+def test_affinity_looks_as_far_as_the_reach(queue: Queue) -> None:
     queue.submit("warm-up", prompt=f"a {LONG}")
     queue.pull_one()
-    queue.submit(*(f"b{i}" for i in range(70)), prompt=f"b {LONG}")
+    queue.submit("b0", "b1", prompt=f"b {LONG}")
+    first = int(queue.client.hget(f"{queue.prefix}meta", "seq") or 0) - 1
+    for name, rank in (("near", first + REACH), ("far", first + REACH + 1)):
+        queue.client.hset(f"{queue.prefix}meta", "seq", rank - 1)
+        queue.submit(name, prompt=f"a {LONG}")
+    assert [job.job_id for job in queue.pull(2)] == ["near", "b0"], (
+        "the one by whom b0 may not be overtaken waits"
+    )
+    check_indexes(queue, queue.names())
+
+
+def test_a_prefix_is_found_behind_thousands_of_others(valkey_queue: Queue) -> None:
+    queue = valkey_queue
+    queue.submit("warm-up", prompt=f"a {LONG}")
+    queue.pull_one()
+    for i in range(30):
+        queue.submit(*(f"b{i}-{j}" for j in range(200)), prompt=f"b{i} {LONG}")
     queue.submit("far", prompt=f"a {LONG}")
-    assert [job.job_id for job in queue.pull(2)] == ["b0", "b1"]
+    pulled = []
+    while "far" not in pulled:
+        assert len(pulled) < 7, "a pull looks at 1,024 more jobs, and the next goes on from there"
+        queue.client.hset(f"{queue.prefix}puller:w1", "1:1:default:m", str(prompt_affinity(f"a {LONG}")))
+        pulled.append(queue.pull_one().job_id)
+    assert pulled[0] == "b0-0"
+    check_indexes(queue, queue.names())
+
+
+def test_workers_keep_to_prefixes_of_their_own(queue: Queue) -> None:
+    for i in range(12):
+        for letter in "abc":
+            queue.submit(f"{letter}{i}", prompt=f"{letter} {LONG} {i}")
+    # What a worker took last in another tenant's lane is no reason to want the same here.
+    queue.submit(*(f"d{i}" for i in range(4)), tenant="other", prompt=f"d {LONG}")
+    came: dict[str, list[str]] = {"w1": [], "w2": []}
+    for _ in range(10):
+        for worker, letters in came.items():
+            letters.append(queue.pull_one(worker=worker).job_id[0])
+    own = {worker: set(letters) - {"d"} for worker, letters in came.items()}
+    assert own["w1"] == {"a"}
+    assert own["w2"] == {"b"}
+
+
+def test_index_entries_of_jobs_that_left_unseen_do_no_harm(queue: Queue) -> None:
+    """A worker of the first release knows no index."""
+    queue.submit("warm-up", prompt=f"a {LONG}")
+    queue.pull_one()
+    queue.submit("b", prompt=f"b {LONG}")
+    queue.submit(*(f"a{i}" for i in range(6)), prompt=f"a {LONG}")
+    assert queue.pull_one().job_id == "a0"
+    affinity = prompt_affinity(f"a {LONG}")
+    old = released_pull(queue, "old", 3)
+    assert old == ["b", "a1", "a2"] or old == ["b", "a1", "a2"][: len(old)]
+    queue.client.zrem(f"{queue.prefix}wait:1:1:default:m", f"a3 {affinity}")
+    queue.client.zadd(f"{queue.prefix}wait:1:s:default:m", {f"a3 {affinity}": 99})
+    assert [job.job_id for job in queue.pull(9)] == ["a4", "a5"]
+    assert not any(name.startswith("alike:") for name in queue.names())
+
+
+def test_jobs_that_came_back_unseen_wait_for_their_turn(queue: Queue) -> None:
+    queue.submit("warm-up", prompt=f"a {LONG}")
+    queue.pull_one()
+    queue.submit("b0", "b1", prompt=f"b {LONG}")
+    queue.submit("a0", "a1", prompt=f"a {LONG}")
+    assert queue.pull_one().job_id == "a0"
+    entry = f"a1 {prompt_affinity(f'a {LONG}')}"
+    (place,) = (
+        place
+        for place in queue.client.zrange(f"{queue.prefix}alike:1:1:default:m", 0, -1)
+        if place.endswith(
+            str(int(queue.client.zscore(f"{queue.prefix}wait:1:1:default:m", entry) or 0)).encode()
+        )
+        and not place.startswith(b"!")
+    )
+    queue.client.zrem(f"{queue.prefix}alike:1:1:default:m", place)
+    assert [job.job_id for job in queue.pull(9)] == ["b0", "b1", "a1"]
 
 
 def test_the_turn_of_the_longest_waiting_is_its_own(queue: Queue) -> None:

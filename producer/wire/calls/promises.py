@@ -1,0 +1,179 @@
+"""When a job will end: estimated from what waits before it and how fast its workers are, corrected by how earlier
+estimates were kept.
+
+The estimate is the time in which the workers finish what goes before the job, at the speed that they measured with all
+rows taken, and then the job's own time. A promise is that estimate times the median, and the ninth decile, of what the
+times of earlier jobs were divided by their estimates (split conformal prediction, with the ratio as the score; Lei
+et al. 2018, arXiv:1604.04173). Jobs that start at once and jobs that wait are kept apart.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pagemill.producer.wire.calls.registry import WorkerInfo
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.promise import Promise
+from pagemill.producer.wire.schema.tasks import VERSIONS
+from pagemill.producer.wire.server.scripts import Call
+
+Kind = Literal["now", "later"]
+
+FIRST_RATIOS = (0.6, 0.8, 0.9, 1.0, 1.0, 1.1, 1.3, 1.8)
+"""Assumed before any job has been scored; they weigh as much as that many jobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingLane:
+    """The waiting jobs of a tenant, as far as they go before those of lower classes."""
+
+    priority: str
+    tenant: str
+    weight: float
+    jobs: int
+    mean_cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What an estimate is made from. Times are unix milliseconds by the server's clock."""
+
+    now: int
+    is_paused: bool
+    rate: float | None
+    """Jobs that may start per second."""
+    running: int
+    lanes: tuple[WaitingLane, ...]
+    workers: tuple[WorkerInfo, ...]
+    kept: dict[Kind, tuple[float, ...]]
+    """The latest times of jobs over their estimates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A job as its header describes it."""
+
+    lane: str
+    cost: int
+    due: int
+    """Unix milliseconds from which it may run; 0 if at once."""
+    deadline: int | None
+    rows: int = 1
+
+    @classmethod
+    def of(cls, header: bytes, now: int) -> Asked:
+        fields: dict[str, Any] = json.loads(header)
+        due = max(fields.get("run_at", 0), now + fields["delay"] if "delay" in fields else 0)
+        ends = [fields["deadline"]] if "deadline" in fields else []
+        ends += [now + fields["ttl"]] if "ttl" in fields else []
+        rows = fields.get("width", fields.get("n", 1))
+        return cls(fields["lane"], fields["cost"], due, min(ends, default=None), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A job's end as it is computed, and the promise that is made of it. Times are milliseconds."""
+
+    kind: Kind
+    start: int
+    """Unix milliseconds, from which the others count."""
+    estimate: int
+    p50: int
+    p90: int
+
+    @classmethod
+    def read(cls, text: str) -> Estimate:
+        """Read a header's field. Raises ValueError."""
+        kind, *numbers = text.split(":")
+        if kind not in ("now", "later") or len(numbers) != 4:
+            raise ValueError("it is no promise")
+        return cls("now" if kind == "now" else "later", *map(int, numbers))
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.start}:{self.estimate}:{self.p50}:{self.p90}"
+
+    def promise(self, deadline: int | None) -> Promise:
+        p50, p90 = ((self.start + after) / 1000 for after in (self.p50, self.p90))
+        return Promise(p50, p90, None if deadline is None else deadline / 1000)
+
+    def ratio(self, ended_at: float) -> float:
+        """Return the time that the job took until `ended_at` (unix seconds), in units of its median."""
+        return max(0.0, ended_at * 1000 - self.start) / max(1, self.p50)
+
+
+def outlook(queue: str, lane: str) -> Call[Outlook]:
+    """Read what decides when a job of that lane would end, were it submitted now."""
+    return Call("promise", (keys.prefix(queue),), (lane, ",".join(map(str, VERSIONS))), _outlook)
+
+
+def estimate(seen: Outlook, asked: Asked) -> Estimate | None:
+    """Return None where it is not known: nobody who serves the model has measured a speed, or the queue is paused."""
+    speeds = [worker.speed for worker in seen.workers if worker.speed is not None]
+    rows = sum(speed.rows for speed in speeds)
+    busy_rate = sum(speed.rows * speed.busy_rate for speed in speeds)
+    if seen.is_paused or not busy_rate:
+        return None
+    jobs, cost = _ahead(seen.lanes, asked.lane)
+    free = max(0, rows - seen.running)
+    waits = jobs >= free
+    start = max(seen.now, asked.due)
+    if waits:
+        wait_s = cost * (jobs - free) / jobs / busy_rate if jobs else 0.0
+        wait_s = max(0.0, wait_s - (start - seen.now) / 1000)
+        rate = busy_rate / rows
+    else:
+        wait_s = 0.0
+        rate = sum(speed.rows * speed.free_rate for speed in speeds) / rows
+    if seen.rate is not None:
+        wait_s = max(wait_s, jobs / seen.rate)
+    kind: Kind = "later" if waits else "now"
+    milliseconds = max(1, math.ceil(1000 * (wait_s + asked.cost / asked.rows / rate)))
+    halves = (math.ceil(milliseconds * _quantile(seen.kept[kind], share)) for share in (0.5, 0.9))
+    return Estimate(kind, start, milliseconds, *halves)
+
+
+def _ahead(lanes: Sequence[WaitingLane], lane: str) -> tuple[int, float]:
+    """Return how many jobs go before a new one of that lane, and what they cost together."""
+    _, priority, tenant, _ = keys.split_lane(lane)
+    own = [one for one in lanes if (one.priority, one.tenant) == (priority, tenant)]
+    turns = (1 + sum(one.jobs for one in own)) / max((one.weight for one in own), default=1.0)
+    jobs, cost = 0.0, 0.0
+    for one in lanes:
+        is_rival = one.priority == priority and one.tenant != tenant
+        before = min(one.jobs, turns * one.weight) if is_rival else one.jobs
+        jobs += before
+        cost += before * one.mean_cost
+    return round(jobs), cost
+
+
+def _quantile(kept: Sequence[float], share: float) -> float:
+    """Return the ratio that a new one is below with that probability, if it is exchangeable with those before it."""
+    ratios = sorted((*FIRST_RATIOS, *kept))
+    return ratios[min(len(ratios), math.ceil(share * (len(ratios) + 1))) - 1]
+
+
+def _outlook(reply: list[Any]) -> Outlook:
+    now, paused, rate, running, lanes, workers, kept_now, kept_later = reply
+    names = {letter: priority for priority, letter in keys.PRIORITY_CLASSES.items()}
+    return Outlook(
+        int(now),
+        bool(paused),
+        float(rate) if rate else None,
+        running,
+        tuple(
+            WaitingLane(
+                names[level.decode()],
+                tenant.decode(),
+                float(weight),
+                jobs,
+                sum(map(float, costs)) / len(costs) if costs else 0.0,
+            )
+            for level, tenant, weight, jobs, costs in lanes
+        ),
+        tuple(WorkerInfo.model_validate_json(said) for said in workers),
+        {"now": tuple(map(float, kept_now)), "later": tuple(map(float, kept_later))},
+    )

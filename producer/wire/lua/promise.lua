@@ -1,0 +1,54 @@
+-- What decides when a job would end that is submitted to a lane now. Reads only, and a bounded part of the queue.
+-- KEYS[1] prefix
+-- ARGV[1] the lane  [2] envelope versions whose lanes count, comma-separated
+-- Returns {now in ms, paused (0 or 1), the rate limit in jobs a second or '', jobs that run,
+--   {class, tenant, weight, jobs that wait, costs of some of them, evenly spaced} per lane of the model and of no lower class,
+--   what each of its live workers says as JSON, how promises of a job that starts at once were kept, the same of one that
+--   waits}
+-- @include common
+local MAX_LANES, MAX_WORKERS, PER_LANE = 256, 64, 16
+local samples = 512
+local _, class, own, model = split_lane(ARGV[1])
+local lanes = {}
+
+local function sampled(key, jobs)
+  local costs, count = {}, math.min(jobs, PER_LANE, samples)
+  samples = samples - count
+  for i = 0, count - 1 do
+    local name = redis.call('ZRANGE', key, math.floor(i * jobs / count), math.floor(i * jobs / count))[1]
+    costs[#costs + 1] = redis.call('HGET', P .. 'job:' .. split_member(name), 'cost') or '0'
+  end
+  return costs
+end
+
+local function look_at(version, level, tenant)
+  local lane = lane_name(version, level, tenant, model)
+  local key = P .. 'wait:' .. lane
+  local jobs = redis.call('ZCARD', key)
+  if #lanes < MAX_LANES and (jobs > 0 or lane == ARGV[1]) then
+    local weight = redis.call('HGET', P .. 'weights', tenant) or '1'
+    lanes[#lanes + 1] = {level, tenant, weight, jobs, sampled(key, jobs)}
+  end
+end
+
+for version in string.gmatch(ARGV[2], '%d+') do
+  for _, level in ipairs({'0', '1', '2'}) do
+    if level <= class then
+      look_at(version, level, own)
+      for _, tenant in ipairs(redis.call('ZRANGE', turns_key(version, level, model), 0, MAX_LANES - 1)) do
+        if tenant ~= own then
+          look_at(version, level, tenant)
+        end
+      end
+    end
+  end
+end
+local workers = {}
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'serves:' .. model, int(NOW), '+inf', 'LIMIT', 0, MAX_WORKERS)) do
+  workers[#workers + 1] = redis.call('GET', P .. 'about:' .. id) or nil
+end
+local meta = redis.call('HMGET', P .. 'meta', 'paused', 'rate')
+return {
+  int(NOW), meta[1] == '1' and 1 or 0, meta[2] or '', redis.call('ZCARD', P .. 'leases'), lanes, workers,
+  redis.call('LRANGE', P .. 'kept:now:' .. model, 0, -1), redis.call('LRANGE', P .. 'kept:later:' .. model, 0, -1)
+}

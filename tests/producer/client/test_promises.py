@@ -1,0 +1,79 @@
+"""Submits that ask when their job will end, by threads and by asyncio."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from pagemill import AsyncProducer, DeadlineUnreachable, Producer
+from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.calls.registry import Speed, WorkerInfo
+from tests.producer.driving import Queue
+
+
+def announce(queue: Queue, *, rate: float = 10.0) -> None:
+    """A worker that ends ten tokens a second in each of two rows."""
+    speed = Speed(rows=2, busy_rate=rate, free_rate=rate)
+    queue.run(registry.heartbeat(queue.name, WorkerInfo(id="w", models=("m",), speed=speed)))
+
+
+def test_nothing_is_promised_unless_it_is_asked_for(queue: Queue) -> None:
+    announce(queue)
+    with Producer(queue.url, queue=queue.name) as producer:
+        handle = producer.submit(prompt="p", model="m")
+    assert handle.promise is None
+    assert queue.client.hget(f"{queue.prefix}job:{handle.id}", "promise") is None
+
+
+def test_a_submit_says_when_its_job_will_end(queue: Queue) -> None:
+    with Producer(queue.url, queue=queue.name) as producer:
+        unknown = producer.submit(prompt="p", model="m", max_tokens=100, promise="flag").promise
+        assert unknown is not None
+        assert (unknown.p50, unknown.p90, unknown.misses_deadline) == (None, None, None)
+        announce(queue)
+        began = queue.client.time()[0]
+        promises = [
+            producer.submit(prompt="p", model="m", max_tokens=100, promise="flag").promise for _ in range(4)
+        ]
+    ends = [(one.p50 or 0.0, one.p90 or 0.0) for one in promises if one is not None]
+    assert len(ends) == 4
+    assert all(began + 5 < p50 < p90 for p50, p90 in ends)
+    assert ends == sorted(ends), "who comes later ends later"
+    assert all(job.promise.startswith(("now:", "later:")) for job in queue.pull()[1:])
+
+
+def test_a_deadline_that_will_be_missed_is_flagged_or_refused(queue: Queue) -> None:
+    announce(queue)
+    with Producer(queue.url, queue=queue.name) as producer:
+        fields = {"prompt": "p", "model": "m", "max_tokens": 1000}
+        flagged = producer.submit(fields | {"ttl": 20.0}, promise="flag")
+        assert flagged.promise is not None
+        assert flagged.promise.misses_deadline
+        assert producer.submit(fields | {"ttl": 2000.0}, promise="refuse").status().state == "queued"
+        assert producer.submit(fields, promise="refuse").status().state == "queued"
+        with pytest.raises(DeadlineUnreachable, match="after its deadline") as refused:
+            producer.submit(fields | {"deadline": time.time() + 20}, promise="refuse")
+        assert refused.value.promise.misses_deadline
+        assert queue.client.hget(f"{queue.prefix}counts", "queued") == b"3"
+        announce(queue, rate=1e6)
+        assert producer.submit(fields | {"ttl": 20.0}, promise="refuse").status().state == "queued"
+
+
+def test_an_earlier_job_is_not_promised_again(queue: Queue) -> None:
+    announce(queue)
+    with Producer(queue.url, queue=queue.name) as producer:
+        first = producer.submit(prompt="p", model="m", seed=1, idempotency_key="k", promise="flag")
+        again = producer.submit(prompt="p", model="m", seed=1, idempotency_key="k", promise="flag")
+    assert first.promise is not None
+    assert (again.id, again.promise) == (first.id, None)
+
+
+async def test_a_submit_of_asyncio_says_the_same(queue: Queue) -> None:
+    announce(queue)
+    async with AsyncProducer(queue.url, queue=queue.name) as producer:
+        handle = await producer.submit(prompt="p", model="m", max_tokens=100, promise="flag")
+        assert handle.promise is not None
+        assert handle.promise.p50 is not None
+        with pytest.raises(DeadlineUnreachable):
+            await producer.submit(prompt="p", model="m", max_tokens=1000, ttl=1.0, promise="refuse")

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from pagemill.engine.errors import DeviceLost
+from pagemill.fingerprint import with_adapter
 from pagemill.monitoring.counters import WorkerCounters, WorkerState
 from pagemill.monitoring.live.assets import is_loopback
 from pagemill.monitoring.live.feed import LiveFeed, LiveSources, Surroundings, WorkerFacts
@@ -333,7 +334,13 @@ class Worker:
             started_at=self._started_at,
             running=len(self.table),
             max_model_len=self.engine.engine.limits.max_model_len if self._is_serving else None,
+            fingerprints=self._fingerprints() if self._is_serving else {},
         )
+
+    def _fingerprints(self) -> dict[str, str]:
+        engine = self.engine.engine
+        adapted = {one.name: with_adapter(engine.fingerprint, one.digest) for one in engine.adapters.named()}
+        return {"": engine.fingerprint, **adapted}
 
     def _state(self) -> str:
         if not self._is_engine_well():

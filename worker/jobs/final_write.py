@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pagemill.engine.fingerprint import digest_of
+from pagemill.fingerprint import digest_of
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.transitions import CheckpointReply, PulledJob, RenewReply

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagemill.chat.parser import ChatSyntax
-from pagemill.engine.fingerprint import digest_of, may_continue, with_adapter
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.pooling.input_processor import PoolInput
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import GENERATE, Generate, Pool, Score, Task
 from pagemill.engine.text.chat import ChatOptions
+from pagemill.fingerprint import digest_of, may_continue, with_adapter
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.chat import NamedToolChoice
 from pagemill.producer.wire.schema.errors import InvalidJob

@@ -5,6 +5,7 @@ A cursor is `e<n>` (after the n-th end, in order of the ends) or `s<n>` (after t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,6 +47,11 @@ def page(queue: str, batch_id: str, position: int, *, ordered: bool) -> Call[Pag
     return Call(script, (keys.prefix(queue),), args, partial(_page, letter))
 
 
+def sample(queue: str, batch_id: str, positions: Sequence[int]) -> Call[list[str]]:
+    """Return the ids of the jobs at these positions in the order of the submits; removed ones are left out."""
+    return Call("batch_sample", (keys.prefix(queue),), (batch_id, *positions), _ids)
+
+
 def ack(queue: str, batch_id: str, cursor: str, start: int) -> Call[tuple[int, int]]:
     """Free a slice of jobs up to `cursor`; returns their number and the position reached. To be repeated."""
     letter, position = split_cursor(cursor)
@@ -64,6 +70,10 @@ def split_cursor(cursor: str) -> tuple[str, int]:
     if letter not in ("e", "s") or not (digits.isascii() and digits.isdigit()):
         raise InvalidJob("a cursor is what BatchItem.cursor said: e or s, and a number")
     return letter, int(digits)
+
+
+def _ids(reply: list[bytes]) -> list[str]:
+    return [job_id.decode() for job_id in reply]
 
 
 def _counts(reply: Any) -> BatchCounts | None:

@@ -59,6 +59,17 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Recorded:
+    """An ended job: what is left of its submit and of its end."""
+
+    outcome: Outcome | None
+    """None: what is stored is damaged."""
+    payload: bytes
+    """The job as submitted; empty if it was not kept."""
+    submitted_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Feed:
     """News of a streaming job: deltas since the requested position, and the outcome once it has ended.
 
@@ -93,6 +104,11 @@ def outcome(queue: str, job_id: str) -> Call[Outcome]:
     return Call("outcome", (keys.prefix(queue),), (job_id,), read_outcome)
 
 
+def recorded(queue: str, job_id: str) -> Call[Recorded]:
+    """Return the end of a job, if it has ended, and its payload, if it was kept."""
+    return Call("recorded", (keys.prefix(queue),), (job_id,), _recorded)
+
+
 def feed(queue: str, job_id: str, epoch: int, position: int) -> Call[Feed]:
     """Return deltas from `position` on, counted in the feed of `epoch`."""
     args = (job_id, epoch, position, FEED_ENTRIES)
@@ -118,6 +134,15 @@ def read_outcome(record: list[Any]) -> Outcome:
         result=result,
         error=_error(job_id.decode(), out, entries) if word in JOB_ERRORS and out else None,
     )
+
+
+def _recorded(reply: list[Any]) -> Recorded:
+    record, payload = reply
+    try:
+        outcome = read_outcome(record)
+    except ValueError:
+        outcome = None
+    return Recorded(outcome, payload, int(record[6] or 0) / 1000)
 
 
 def _own_result(out: bytes, job_id: str) -> Result:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.outputs import WireModel
@@ -39,6 +39,8 @@ class WorkerInfo(WireModel):
     """The adapters that jobs of its models may name."""
     max_model_len: int | None = None
     """The most tokens of a prompt and its output, once the model is loaded."""
+    fingerprints: Mapping[str, str] = Field(default_factory=dict)
+    """What it computes: the fingerprint of its results without an adapter, under "", and with each of its adapters."""
 
     def lanes(self) -> list[str]:
         """Return the last parts of the lanes it pulls from (`keys.lane_model`)."""

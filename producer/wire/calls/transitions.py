@@ -197,6 +197,8 @@ def header_options(job: Job) -> dict[str, str | int]:
         options["width"] = job.width
     if job.stream:
         options["stream"] = 1
+    if job.keep_input:
+        options["keep"] = 1
     if job.webhook is not None:
         options["webhook"] = job.webhook
     if job.idempotency_key is not None:

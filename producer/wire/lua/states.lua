@@ -151,7 +151,7 @@ end
 -- somebody has yet to be told of stays until it was, a week at most.
 local function keep(id, job, state)
   if state == 'succeeded' then
-    redis.call('UNLINK', P .. 'in:' .. id, P .. 'ckpt:' .. id)
+    redis.call('UNLINK', P .. 'ckpt:' .. id, P .. (job.keep and 'ckpt:' or 'in:') .. id)
   end
   if job.batch then
     redis.call('RPUSH', P .. 'bfeed:' .. job.batch, id)

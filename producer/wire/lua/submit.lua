@@ -5,7 +5,8 @@
 -- ARGV[3], ARGV[4] and so on: header and payload of each job. The payload is the envelope, stored byte for byte.
 --   The header is JSON: id, lane `<version>:<class>:<tenant>:<model>` (class 0 high, 1 normal, 2 low), cost (tokens);
 --   where they apply also delay, ttl (ms from now), run_at, deadline (unix ms), max_attempts, n, width (sequences
---   that run side by side, where that is not n), stream (1), webhook (URL), relay (a lower-case word: whose outbox the
+--   that run side by side, where that is not n), stream (1), keep (1: the payload stays for as long as
+--   the result), webhook (URL), relay (a lower-case word: whose outbox the
 --   end goes into), affinity (a hash of the prompt's prefix: equal ones are pulled together), twin `<tenant>:<digest>`
 --   (equal ones in flight run once), key (the name inside the batch), idem `<tenant>:<idempotency key>`, digest (of
 --   the work), metadata (JSON text), replay_of (a dead job's id), invalid (an error as JSON text: the row is no job,
@@ -22,7 +23,7 @@ local LONGEST = {
 }
 local LARGEST = {
   cost = 1e15, delay = 1e12, ttl = 1e12, run_at = 1e15, deadline = 1e15, max_attempts = 100, n = 128, width = 128,
-  stream = 1
+  stream = 1, keep = 1
 }
 local MAX_PAYLOAD = 1049600
 local MAX_FOLLOWERS = 256
@@ -203,7 +204,7 @@ local function wait(job, rank)
 end
 
 local OPTIONAL = {
-  'max_attempts', 'n', 'width', 'stream', 'webhook', 'relay', 'affinity', 'twin', 'leader', 'key', 'idem', 'digest',
+  'max_attempts', 'n', 'width', 'stream', 'keep', 'webhook', 'relay', 'affinity', 'twin', 'leader', 'key', 'idem', 'digest',
   'replay_of', 'waiters'
 }
 

@@ -12,6 +12,7 @@ PagemillError
 ├── ResultTimeout          the wait ended, the job continues (also a TimeoutError)
 ├── JobNotFound            no such job, or its record has been removed
 ├── ResultExpired          the job ended, its result has been removed
+├── Unverifiable           a job can't be replayed, or its replay tells nothing
 └── JobError               the job ended without a result
     ├── JobFailed          final error of the job itself
     ├── JobDead            retryable errors or crashes used up its cap
@@ -120,6 +121,10 @@ class JobNotFound(PagemillError, LookupError):
 
 class ResultExpired(PagemillError):
     """The job succeeded, but its result has been removed."""
+
+
+class Unverifiable(PagemillError):
+    """`verify` reached no verdict: nothing to compare, no input, no worker of its kind, a copy that failed."""
 
 
 class JobError(PagemillError):

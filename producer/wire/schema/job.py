@@ -138,10 +138,7 @@ Continuation = (
     | Annotated[tuple[TokenId, ...], Field(min_length=1)]
 )
 
-Input = (
-    Annotated[str, StringConstraints(strict=True, min_length=1)]
-    | Annotated[tuple[TokenId, ...], Field(min_length=1)]
-)
+Input = Continuation
 _Document = Annotated[str, StringConstraints(strict=True, min_length=1)]
 
 
@@ -204,6 +201,8 @@ class Job(WireModel, ChatFields, SamplingFields):  # type: ignore[misc]  # froze
     """The caller's own JSON, handed back with status and result."""
     stream: _Bool = False
     """Checkpoint often, so that `stream()` sees tokens early."""
+    keep_input: Annotated[_Bool, Field(exclude=True)] = False
+    """Keep the job as submitted for as long as its result, for `verify`. Not part of the envelope."""
     webhook: Annotated[str, StringConstraints(strict=True)] | None = None
     """An https URL to notify of the end. Workers call allowed hosts only, none by default."""
     traceparent: (

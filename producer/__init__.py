@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pagemill.producer.client.aio_handles import AsyncBatchHandle, AsyncDeadLetters, AsyncJobHandle
     from pagemill.producer.client.dead_letter_flow import Replay
     from pagemill.producer.client.handles import BatchHandle, DeadLetters, JobHandle
+    from pagemill.producer.client.replay.verification import Verification
     from pagemill.producer.client.sync import Producer
     from pagemill.producer.wire.calls.dead_letters import DeadLetter, OpenedLetter
     from pagemill.producer.wire.schema.errors import (
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         RedisUnavailable,
         ResultExpired,
         ResultTimeout,
+        Unverifiable,
     )
     from pagemill.producer.wire.schema.job import (
         BatchCounts,
@@ -61,6 +63,7 @@ __all__ = [
     "DeadLetter",
     "OpenedLetter",
     "Replay",
+    "Verification",
     "Job",
     "Message",
     "StructuredOutputs",
@@ -85,6 +88,7 @@ __all__ = [
     "ResultTimeout",
     "JobNotFound",
     "ResultExpired",
+    "Unverifiable",
     "JobError",
     "JobFailed",
     "JobDead",
@@ -98,6 +102,7 @@ _HOMES = {
     "pagemill.producer.client.handles": ("JobHandle", "BatchHandle", "DeadLetters"),
     "pagemill.producer.client.aio_handles": ("AsyncJobHandle", "AsyncBatchHandle", "AsyncDeadLetters"),
     "pagemill.producer.client.dead_letter_flow": ("Replay",),
+    "pagemill.producer.client.replay.verification": ("Verification",),
     "pagemill.producer.wire.calls.dead_letters": ("DeadLetter", "OpenedLetter"),
     "pagemill.producer.wire.schema.job": tuple(
         __all__[__all__.index("Job") : __all__.index("PagemillError")]

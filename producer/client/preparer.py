@@ -18,7 +18,7 @@ from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_KEY, MAX_METADATA_BYTES, Job
 from pagemill.producer.wire.schema.outputs import ErrorInfo
-from pagemill.producer.wire.schema.signing import Keys
+from pagemill.producer.wire.schema.signing import Keys, split_payload
 from pagemill.producer.wire.schema.tasks import TASKS
 
 JobLike: TypeAlias = Job | Mapping[str, Any]
@@ -103,6 +103,14 @@ class Preparer:
             raise InvalidJob("key names an item of a batch; use submit_many, or metadata")
         item = transitions.prepare(built, job_id, seed=seed_of(job_id), relay=relay, waiter=waiter)
         return self._signed(item, built.tenant)
+
+    def opened(self, payload: bytes, job_id: str, submitted_at: float) -> Job:
+        """Return a job from its stored payload. Raises InvalidJob, also where a key of ours has not signed it."""
+        parts = split_payload(payload)
+        job = Job.from_payload(parts.envelope)
+        names = {"queue": self._queue, "job_id": job_id, "tenant": job.tenant}
+        self._hmac_keys.check_payload(parts, **names, submitted_at=submitted_at)
+        return job
 
     def replay(self, payload: bytes, dead_id: str) -> Submission:
         """Prepare a dead job's payload as a new job that may start at once. Raises InvalidJob."""

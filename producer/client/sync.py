@@ -19,6 +19,9 @@ from pagemill.producer.client.handles import BatchHandle, DeadLetters, JobHandle
 from pagemill.producer.client.job_fields import JobFields
 from pagemill.producer.client.listener import Listener
 from pagemill.producer.client.preparer import JobLike, OnInvalid
+from pagemill.producer.client.replay import flow as replay
+from pagemill.producer.client.replay.flow import Placement, ReplayOptions
+from pagemill.producer.client.replay.verification import Verification
 from pagemill.producer.client.submit_flow import OnFull
 from pagemill.producer.client.tracing import publishing
 from pagemill.producer.wire.schema.outputs import BatchInfo, JobStatus
@@ -118,6 +121,30 @@ class Producer(Driver):
     def dead_letters(self) -> DeadLetters:
         """Return the queue's dead letters, of all tenants, for its operator."""
         return DeadLetters(self)
+
+    def verify(
+        self, job_id: str, *, timeout: float | None = None, **options: Unpack[Placement]
+    ) -> Verification:
+        """Run a job that succeeded again, by its seed, and compare the results; see docs/replay.md.
+
+        The job was submitted with `keep_input=True`. `timeout`: seconds to wait for the copy. Raises Unverifiable where
+        there is no verdict, ResultTimeout, QueueFull.
+        """
+        chosen = ReplayOptions(timeout=timeout, **options)
+        return self.run_flow(replay.verify(self.queue, self.preparer, preparer.check_id(job_id), chosen))
+
+    def verify_batch(
+        self,
+        batch_id: str,
+        sample: int = 50,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[Placement],
+    ) -> Iterator[Verification]:
+        """Verify jobs of a batch drawn at random; one without a verdict says its `reason`. Raises JobNotFound."""
+        chosen = ReplayOptions(timeout=timeout, **options)
+        flow = replay.verify_batch(self.queue, self.preparer, preparer.check_id(batch_id), sample, chosen)
+        return self.iterate_flow(flow)
 
     def close(self) -> None:
         """Close the connections. Later use opens new ones."""

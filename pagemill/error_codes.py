@@ -15,10 +15,11 @@ FinalCode = Literal[
     "payload_too_large",
     "result_too_large",
     "unsigned",
+    "payload_lost",
     "unsupported_feature",
 ]
 """The job itself is invalid: running it again gives the same error."""
-RetryableCode = Literal["engine_error", "out_of_memory", "worker_lost", "output_invalid"]
+RetryableCode = Literal["engine_error", "out_of_memory", "worker_lost", "output_invalid", "store_unavailable"]
 """Another execution may succeed."""
 EndCode = Literal["cancelled", "deadline_exceeded", "attempts_exhausted", "crash_suspect"]
 """The job was ended from outside; not an error of an execution."""

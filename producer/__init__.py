@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         RedisUnavailable,
         ResultExpired,
         ResultTimeout,
+        StoreError,
         Unverifiable,
     )
     from pagemill.producer.wire.schema.job import (
@@ -88,6 +89,7 @@ __all__ = [
     "ResultTimeout",
     "JobNotFound",
     "ResultExpired",
+    "StoreError",
     "Unverifiable",
     "JobError",
     "JobFailed",

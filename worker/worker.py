@@ -40,6 +40,8 @@ from pagemill.worker.jobs.journal import Journal
 from pagemill.worker.jobs.leases import LeaseKeeper
 from pagemill.worker.jobs.reporter import ProgressReporter
 from pagemill.worker.jobs.running_job import RunningJob
+from pagemill.worker.jobs.store.results import StoredResults
+from pagemill.worker.jobs.store.sweeper import StoreSweeper
 from pagemill.worker.long_wait import LongWait
 from pagemill.worker.status.live_view import LiveView
 from pagemill.worker.status.queue_reader import QueueReader
@@ -83,7 +85,12 @@ class Worker:
             self.counters,
             Journal(config.queue, self._ends, self._clock, self._tracing),
         )
-        self.reporter = ProgressReporter(context, self._new_queue(), on_finished=self._on_finished)
+        store = config.store()
+        results = None if store is None else StoredResults(store, self._new_queue)
+        self._store_sweeper = None if store is None else StoreSweeper(store, self._new_queue())
+        self.reporter = ProgressReporter(
+            context, self._new_queue(), on_finished=self._on_finished, results=results
+        )
         self.engine = EngineThread(config.engine, self.reporter.deliver)
         self.leases = LeaseKeeper(
             context,
@@ -145,6 +152,8 @@ class Worker:
         self.reporter.start(self.engine)
         if self.webhooks is not None:
             self.webhooks.start()
+        if self._store_sweeper is not None:
+            self._store_sweeper.start()
         self.admission.start(lambda: self._describe().lanes())
         self._commands.start()
         self.leases.announce()  # clients that submit without naming a model ask the registry
@@ -216,6 +225,8 @@ class Worker:
         if self.webhooks is not None:
             self.webhooks.stop(timeout=1.0)
         self._commands.stop(timeout=1.0)
+        if self._store_sweeper is not None:
+            self._store_sweeper.stop(timeout=1.0)
         self.leases.stop(timeout=2.0)
         is_engine_gone = self.engine.stop(timeout=2.0)
         self._live.close()

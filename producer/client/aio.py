@@ -14,7 +14,7 @@ from pagemill.producer.client import flows, preparer, submit_flow
 from pagemill.producer.client.aio_handles import AsyncBatchHandle, AsyncDeadLetters, AsyncJobHandle
 from pagemill.producer.client.aio_listener import AsyncListener
 from pagemill.producer.client.base import AsyncDriver
-from pagemill.producer.client.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wait
+from pagemill.producer.client.effects import Begin, Effect, Emit, Finish, Flow, Read, Sleep, Sync, Wait, Write
 from pagemill.producer.client.job_fields import JobFields
 from pagemill.producer.client.preparer import JobLike, OnInvalid
 from pagemill.producer.client.replay import flow as replay
@@ -206,6 +206,10 @@ class AsyncProducer(AsyncDriver):
             case Sync():
                 if self._durability == "fsync":
                     await self._connected().transport.sync(self.queue)
+            case Write(uploads):
+                await asyncio.to_thread(self.write_stored, uploads)
+            case Read(reference):
+                return await asyncio.to_thread(self.read_stored, reference)
             case Sleep(seconds):
                 await asyncio.sleep(seconds)
             case Wait(topic, timeout, polled):

@@ -14,7 +14,7 @@ from redis.retry import Retry
 
 from pagemill.producer.client import flows, preparer, submit_flow
 from pagemill.producer.client.base import Driver
-from pagemill.producer.client.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wait
+from pagemill.producer.client.effects import Begin, Effect, Emit, Finish, Flow, Read, Sleep, Sync, Wait, Write
 from pagemill.producer.client.handles import BatchHandle, DeadLetters, JobHandle
 from pagemill.producer.client.job_fields import JobFields
 from pagemill.producer.client.listener import Listener
@@ -213,6 +213,10 @@ class Producer(Driver):
             case Sync():
                 if self._durability == "fsync":
                     self._connected().transport.sync(self.queue)
+            case Write(uploads):
+                self.write_stored(uploads)
+            case Read(reference):
+                return self.read_stored(reference)
             case Sleep(seconds):
                 time.sleep(seconds)
             case Wait(topic, timeout, polled):

@@ -22,10 +22,12 @@ from pagemill.producer.wire.schema.errors import (
     JobNotFound,
     ResultExpired,
     ResultTimeout,
+    StoreError,
     Unverifiable,
 )
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Output, Result
+from pagemill.producer.wire.store.store import MAX_STORED_BYTES
 
 MAX_COPIES = 8
 """Copies of a job at most, until one runs on a worker that computes what the original's did."""
@@ -104,15 +106,15 @@ def _settled(
 def _begin(queue: str, preparer: Preparer, job_id: str, options: ReplayOptions) -> Flow[_Original]:
     """Read the job, see that a worker can run it, and submit the first copy."""
     found: Recorded = yield reads.recorded(queue, job_id)
-    result = _stored_result(found, job_id)
-    job = _submitted_job(found, preparer, job_id)
+    result = yield from _stored_result(found, job_id)
+    job = yield from _submitted_job(found, preparer, job_id)
     yield from _check_workers(queue, job, result, options)
     copy = _copy_of(job, job_id, result, options)
     copy_id = yield from _submit(queue, preparer, copy)
     return _Original(job, result, copy, copy_id)
 
 
-def _stored_result(found: Recorded, job_id: str) -> Result:
+def _stored_result(found: Recorded, job_id: str) -> Flow[Result]:
     if found.outcome is None:
         raise Unverifiable(f"the stored result of job {job_id} is damaged: it can't be read")
     if found.outcome.state in (None, "queued", "delayed", "running"):
@@ -120,7 +122,11 @@ def _stored_result(found: Recorded, job_id: str) -> Result:
             raise Unverifiable(f"no job {job_id}: never submitted, or its record has been removed")
         raise Unverifiable(f"job {job_id} is {found.outcome.state}: verify it once it has succeeded")
     try:
-        result = found.outcome.value()
+        result = (yield from flows.loaded(found.outcome)).value()
+    except StoreError as error:
+        raise Unverifiable(f"the result of job {job_id} can't be read: {error}") from None
+    except ValueError:
+        raise Unverifiable(f"the stored result of job {job_id} is damaged: it can't be read") from None
     except JobError as error:
         message = f"job {job_id} {error.state} ({error.code}): there is no result to compare a replay with"
         raise Unverifiable(message) from None
@@ -130,14 +136,16 @@ def _stored_result(found: Recorded, job_id: str) -> Result:
     return result
 
 
-def _submitted_job(found: Recorded, preparer: Preparer, job_id: str) -> Job:
+def _submitted_job(found: Recorded, preparer: Preparer, job_id: str) -> Flow[Job]:
     if not found.payload:
         raise Unverifiable(
             f"the input of job {job_id} was not kept: submit with keep_input=True what is to be verified"
         )
     try:
-        return preparer.opened(found.payload, job_id, found.submitted_at)
-    except InvalidJob as error:
+        envelope = preparer.checked(found.payload, job_id, found.submitted_at)
+        envelope = yield from flows.whole(envelope)
+        return Job.from_payload(envelope, MAX_STORED_BYTES)
+    except (InvalidJob, StoreError) as error:
         raise Unverifiable(f"the input of job {job_id} can't be used: {error}") from None
 
 

@@ -6,11 +6,11 @@ A cursor is `e<n>` (after the n-th end, in order of the ends) or `s<n>` (after t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from pagemill.producer.wire.calls.reads import read_outcome
+from pagemill.producer.wire.calls.reads import Outcome, read_outcome
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.outputs import BatchCounts, BatchInfo, BatchItem
@@ -28,6 +28,8 @@ class Page:
 
     position: int
     items: list[BatchItem]
+    stored: dict[int, Outcome] = field(default_factory=dict)
+    """The ends among them, by their place, whose results lie in a store."""
 
 
 def counts(queue: str, batch_id: str) -> Call[BatchCounts | None]:
@@ -97,9 +99,12 @@ def _listed(reply: list[Any]) -> list[BatchInfo]:
 
 def _page(letter: str, reply: list[Any]) -> Page:
     position, rows = reply
-    items = []
+    items: list[BatchItem] = []
+    stored: dict[int, Outcome] = {}
     for at, record in rows:
         outcome = read_outcome(record)
+        if outcome.stored is not None:
+            stored[len(items)] = outcome
         items.append(
             BatchItem(
                 id=outcome.job_id,
@@ -111,4 +116,4 @@ def _page(letter: str, reply: list[Any]) -> Page:
                 error=outcome.error,
             )
         )
-    return Page(position, items)
+    return Page(position, items, stored)

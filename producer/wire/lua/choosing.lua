@@ -11,16 +11,20 @@ local worker = ARGV[1]
 local meta = redis.call('HMGET', P .. 'meta', 'turn', 'paused', 'rate', 'burst', 'level', 'level_at', 'cursor')
 local turn = tonumber(meta[1] or 0)
 
--- A job with an adapter waits in a lane of its own, `<model>#<adapter>`, of version 5, and nothing else does: there is
--- no need to look at the other versions for each of perhaps hundreds of adapters.
+-- A job with an adapter waits in a lane of its own, `<model>#<adapter>`, of version 5, or 8 if it lies in a store, and
+-- nothing else does: there is no need to look at the other versions for each of perhaps hundreds of adapters.
 local versions, adapted, classes, models = {}, {}, {}, {unpack(ARGV, 9)}
 for class in string.gmatch(ARGV[8], '%d') do
   classes[#classes + 1] = class
 end
 local is_urgent = #classes == 1
 for version in string.gmatch(ARGV[7], '%d+') do
-  local own = version == '5' and adapted or versions
-  own[#own + 1] = version
+  if version ~= '5' then
+    versions[#versions + 1] = version
+  end
+  if version == '5' or version == '8' then
+    adapted[#adapted + 1] = version
+  end
 end
 local function versions_of(model)
   return string.find(model, '#', 1, true) and adapted or versions

@@ -10,7 +10,8 @@
 --   end goes into), affinity (a hash of the prompt's prefix: equal ones are pulled together), twin `<tenant>:<digest>`
 --   (equal ones in flight run once), key (the name inside the batch), idem `<tenant>:<idempotency key>`, digest (of
 --   the work), metadata (JSON text), replay_of (a dead job's id), invalid (an error as JSON text: the row is no job,
---   and is recorded in its batch as failed), waiters (letters and digits: who waits for it, see hang_up).
+--   and is recorded in its batch as failed), waiters (letters and digits: who waits for it, see hang_up), stored
+--   (the URI of the payload, if this one is its stub).
 -- Returns one word per job, separated by spaces: created | exists (this id was submitted before) | full (not stored)
 --   | too_large (the payload; not stored) | same:<id> | conflict:<id> (the idempotency key belongs to that id, with an
 --   equal or another digest; same also: replay_of was replayed as that id) | gone (replay_of is no dead job).
@@ -19,7 +20,7 @@
 -- Strings by their longest, numbers by their largest; no number is below 0, and NaN fails every comparison.
 local LONGEST = {
   id = 64, lane = 320, affinity = 32, twin = 128, key = 1024, idem = 1100, digest = 64, replay_of = 64,
-  webhook = 2048, relay = 32, metadata = 16384, invalid = 16384, waiters = 32
+  webhook = 2048, relay = 32, metadata = 16384, invalid = 16384, waiters = 32, stored = 1024
 }
 local LARGEST = {
   cost = 1e15, delay = 1e12, ttl = 1e12, run_at = 1e15, deadline = 1e15, max_attempts = 100, n = 128, width = 128,
@@ -205,7 +206,7 @@ end
 
 local OPTIONAL = {
   'max_attempts', 'n', 'width', 'stream', 'keep', 'webhook', 'relay', 'affinity', 'twin', 'leader', 'key', 'idem', 'digest',
-  'replay_of', 'waiters'
+  'replay_of', 'waiters', 'stored'
 }
 
 local function store(job, name)
@@ -287,6 +288,11 @@ for i, job in ipairs(jobs) do
     else
       store(job, names[i])
     end
+  end
+  if job.stored and word == 'created' then
+    redis.call('ZREM', P .. 'stored', job.stored)
+  elseif job.stored and word == 'full' then
+    redis.call('ZADD', P .. 'stored', 'XX', int(NOW + 3600000), job.stored) -- it will be sent again
   end
   words[i] = word
 end

@@ -44,6 +44,8 @@ ADAPTER_VERSION: Final = 5
 """The envelope version of every job with an adapter, whatever its task."""
 LABEL_VERSION: Final = 6
 """The envelope version of a choice that returns its labels' probabilities: other workers would return none."""
+STORED_VERSION: Final = 8
+"""The envelope version of a stub: the job itself is in a store. Only workers that have the store pull it."""
 VERSIONS: Final = tuple(
     sorted({CHAT_VERSION, ADAPTER_VERSION, LABEL_VERSION, *(task.version for task in TASKS.values())})
 )

@@ -21,7 +21,6 @@ from pagemill.engine.config import (
     resolve_max_model_len,
 )
 from pagemill.engine.errors import ConfigError
-from pagemill.engine.fingerprint import with_commit
 from pagemill.engine.models.directory import LocalModel, check_model, obtain_model
 from pagemill.engine.models.echo import (
     ECHO_MAX_MODEL_LEN,
@@ -34,6 +33,7 @@ from pagemill.engine.models.echo import (
 from pagemill.engine.parts import EngineParts, Tier
 from pagemill.engine.pooling.folder import read_pooling_folder
 from pagemill.engine.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from pagemill.fingerprint import with_commit
 
 if TYPE_CHECKING:
     import torch

@@ -15,13 +15,14 @@ FinalCode = Literal[
     "payload_too_large",
     "result_too_large",
     "unsigned",
+    "payload_lost",
     "unsupported_feature",
     "unknown_parent",
     "dependency_cycle",
     "too_many_children",
 ]
 """The job itself is invalid: running it again gives the same error."""
-RetryableCode = Literal["engine_error", "out_of_memory", "worker_lost", "output_invalid"]
+RetryableCode = Literal["engine_error", "out_of_memory", "worker_lost", "output_invalid", "store_unavailable"]
 """Another execution may succeed."""
 EndCode = Literal[
     "cancelled",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pagemill.producer.client.aio_handles import AsyncBatchHandle, AsyncDeadLetters, AsyncJobHandle
     from pagemill.producer.client.dead_letter_flow import Replay
     from pagemill.producer.client.handles import BatchHandle, DeadLetters, JobHandle
+    from pagemill.producer.client.replay.verification import Verification
     from pagemill.producer.client.sync import Producer
     from pagemill.producer.wire.calls.dead_letters import DeadLetter, OpenedLetter
     from pagemill.producer.wire.schema.dependencies import Condition
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
         RedisUnavailable,
         ResultExpired,
         ResultTimeout,
+        StoreError,
+        Unverifiable,
     )
     from pagemill.producer.wire.schema.job import (
         BatchCounts,
@@ -50,8 +53,8 @@ if TYPE_CHECKING:
         StructuredOutputs,
         Usage,
     )
-    from pagemill.producer.wire.schema.templates import escape_places
     from pagemill.producer.wire.schema.promise import Promise
+    from pagemill.producer.wire.schema.templates import escape_places
 
 __all__ = [
     "Producer",
@@ -68,6 +71,7 @@ __all__ = [
     "Condition",
     "escape_places",
     "Promise",
+    "Verification",
     "Job",
     "Message",
     "StructuredOutputs",
@@ -93,6 +97,8 @@ __all__ = [
     "ResultTimeout",
     "JobNotFound",
     "ResultExpired",
+    "StoreError",
+    "Unverifiable",
     "JobError",
     "JobFailed",
     "JobDead",
@@ -107,6 +113,7 @@ _HOMES = {
     "pagemill.producer.client.aio_handles": ("AsyncJobHandle", "AsyncBatchHandle", "AsyncDeadLetters"),
     "pagemill.producer.client.dead_letter_flow": ("Replay",),
     "pagemill.producer.wire.schema.promise": ("Promise",),
+    "pagemill.producer.client.replay.verification": ("Verification",),
     "pagemill.producer.wire.calls.dead_letters": ("DeadLetter", "OpenedLetter"),
     "pagemill.producer.wire.schema.dependencies": ("Condition",),
     "pagemill.producer.wire.schema.templates": ("escape_places",),

@@ -29,6 +29,12 @@ from pagemill.producer.wire.schema.keys import ModelName, QueueName
 from pagemill.producer.wire.schema.signing import Keys
 from pagemill.producer.wire.server.clients import RedisAddress
 from pagemill.producer.wire.server.durability import Durability
+from pagemill.producer.wire.store.store import (
+    DEFAULT_OVER_BYTES,
+    MAX_STORED_BYTES,
+    Store,
+    check_store_url,
+)
 from pagemill.worker.webhooks.delivery import secret_bytes
 from pagemill.worker.webhooks.policy import AllowedHost, WebhookPolicy
 
@@ -38,7 +44,7 @@ SECRETS = frozenset({"hmac_keys", "webhook_secrets"})
 """Settings read from the environment only: every user of the machine can read a command line."""
 
 _ENGINE_OPTIONS = frozenset(option.name for option in fields(EngineConfig))
-_NO_QUOTE = SECRETS | {"redis_url"}
+_NO_QUOTE = SECRETS | {"redis_url", "store_url"}
 """Never quoted in a message: a Redis URL may hold a password."""
 DAY_S = 86_400.0
 _model_name = TypeAdapter(ModelName)
@@ -65,6 +71,7 @@ def _check_webhook_hosts(text: str) -> str:
     return text
 
 
+StoreUrl = Annotated[str, AfterValidator(check_store_url)]
 WebhookHosts = Annotated[str, AfterValidator(_check_webhook_hosts)]
 Directory = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_can_be_made)]
 """A directory that exists or can be created."""
@@ -131,6 +138,13 @@ class WorkerConfig(BaseSettings):
     webhook_retry_s: float = Field(default=5.0, ge=0.01, le=3600)
     """Delay before the second attempt; doubles each time up to an hour, with 12 attempts in all."""
 
+    store_url: StoreUrl | None = None
+    """Where payloads and results too large for Redis lie: a URL of fsspec. Nothing outside it is ever opened."""
+    store_over_bytes: int = Field(default=DEFAULT_OVER_BYTES, ge=0, le=MAX_STORED_BYTES)
+    """Results with more bytes of JSON go to the store, where there is one."""
+    store_timeout_s: float = Field(default=60.0, ge=0.1, le=3600)
+    """Patience with a payload that is fetched or a result that is written."""
+
     @field_validator("engine")
     @classmethod
     def _model_to_be_asked_for(cls, engine: EngineConfig) -> EngineConfig:
@@ -166,6 +180,9 @@ class WorkerConfig(BaseSettings):
 
     def signing_keys(self) -> Keys:
         return Keys(_listed(self.hmac_keys.get_secret_value()))
+
+    def store(self) -> Store | None:
+        return None if self.store_url is None else Store(self.store_url, self.store_over_bytes)
 
     def webhook_policy(self) -> WebhookPolicy:
         return WebhookPolicy(_listed(self.webhook_hosts), self.webhook_allow_private)

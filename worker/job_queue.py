@@ -128,6 +128,7 @@ class JobQueue:
         holding: int,
         longest: int,
         urgent_only: bool = False,
+        has_store: bool = False,
     ) -> PullReply:
         """See `transitions.pull`."""
         call = transitions.pull(
@@ -140,6 +141,7 @@ class JobQueue:
             holding=holding,
             longest=longest,
             urgent_only=urgent_only,
+            has_store=has_store,
         )
         reply = self.run(call)
         self._tell_of_losses(reply.swept)

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from pagemill.engine.errors import DeviceLost
+from pagemill.fingerprint import with_adapter
 from pagemill.monitoring.counters import WorkerCounters, WorkerState
 from pagemill.monitoring.live.assets import is_loopback
 from pagemill.monitoring.live.feed import LiveFeed, LiveSources, Surroundings, WorkerFacts
@@ -40,6 +41,8 @@ from pagemill.worker.jobs.leases import LeaseKeeper
 from pagemill.worker.jobs.reporter import ProgressReporter
 from pagemill.worker.jobs.running_job import RunningJob
 from pagemill.worker.jobs.speed import SpeedMeter
+from pagemill.worker.jobs.store.results import StoredResults
+from pagemill.worker.jobs.store.sweeper import StoreSweeper
 from pagemill.worker.long_wait import LongWait
 from pagemill.worker.status.live_view import LiveView
 from pagemill.worker.status.queue_reader import QueueReader
@@ -85,7 +88,12 @@ class Worker:
             SpeedMeter(),
         )
         self._speed = context.speed
-        self.reporter = ProgressReporter(context, self._new_queue(), on_finished=self._on_finished)
+        store = config.store()
+        results = None if store is None else StoredResults(store, self._new_queue)
+        self._store_sweeper = None if store is None else StoreSweeper(store, self._new_queue())
+        self.reporter = ProgressReporter(
+            context, self._new_queue(), on_finished=self._on_finished, results=results
+        )
         self.engine = EngineThread(config.engine, self.reporter.deliver)
         self.leases = LeaseKeeper(
             context,
@@ -147,6 +155,8 @@ class Worker:
         self.reporter.start(self.engine)
         if self.webhooks is not None:
             self.webhooks.start()
+        if self._store_sweeper is not None:
+            self._store_sweeper.start()
         self.admission.start(lambda: self._describe().lanes())
         self._commands.start()
         self.leases.announce()  # clients that submit without naming a model ask the registry
@@ -218,6 +228,8 @@ class Worker:
         if self.webhooks is not None:
             self.webhooks.stop(timeout=1.0)
         self._commands.stop(timeout=1.0)
+        if self._store_sweeper is not None:
+            self._store_sweeper.stop(timeout=1.0)
         self.leases.stop(timeout=2.0)
         is_engine_gone = self.engine.stop(timeout=2.0)
         self._live.close()
@@ -338,7 +350,13 @@ class Worker:
             running=len(self.table),
             max_model_len=self.engine.engine.limits.max_model_len if self._is_serving else None,
             speed=self._speed.speed(stats.loaded.max_num_seqs) if stats is not None else None,
+            fingerprints=self._fingerprints() if self._is_serving else {},
         )
+
+    def _fingerprints(self) -> dict[str, str]:
+        engine = self.engine.engine
+        adapted = {one.name: with_adapter(engine.fingerprint, one.digest) for one in engine.adapters.named()}
+        return {"": engine.fingerprint, **adapted}
 
     def _state(self) -> str:
         if not self._is_engine_well():

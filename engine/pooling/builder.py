@@ -9,7 +9,6 @@ from torch import nn
 from pagemill.engine.config import EngineConfig, SchedulerConfig, resolve_max_model_len
 from pagemill.engine.devices.registry import find_device
 from pagemill.engine.errors import ModelLoadError
-from pagemill.engine.fingerprint import with_commit
 from pagemill.engine.layers.linear import Linear
 from pagemill.engine.models.checkpoint import read_json_object
 from pagemill.engine.models.directory import LocalModel
@@ -19,6 +18,7 @@ from pagemill.engine.pooling.input_processor import PoolingInputProcessor, Pooli
 from pagemill.engine.pooling.loader import PoolingModel, load_pooling_model
 from pagemill.engine.text.text_encoder import TextEncoder
 from pagemill.engine.text.tokenizer import Tokenizer, load_tokenizer
+from pagemill.fingerprint import with_commit
 
 logger = logging.getLogger(__name__)
 

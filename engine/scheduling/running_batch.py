@@ -8,12 +8,12 @@ from collections.abc import Sequence as SequenceType
 
 from pagemill.engine.config import SchedulerConfig
 from pagemill.engine.outputs import WaitReason
+from pagemill.engine.scheduling.drafter import Drafter
 from pagemill.engine.scheduling.kv.manager import NO_NEW_SLOTS, AllocatedSlots, KVCacheManager
 from pagemill.engine.scheduling.preemption import Preemption
 from pagemill.engine.scheduling.request import Continuation, Request, Sequence, SequenceStatus
 from pagemill.engine.scheduling.rows import RowTable
 from pagemill.engine.scheduling.sequence_queue import SequenceQueue
-from pagemill.engine.scheduling.speculation.drafter import Drafter
 from pagemill.engine.scheduling.step_builder import StepBuilder
 
 Work = list[tuple[Sequence, int]]

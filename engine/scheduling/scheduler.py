@@ -18,11 +18,11 @@ from pagemill.engine.outputs import Capacity, FinishReason, SchedulerStats
 from pagemill.engine.plan import RowWork, StepPlan, StepResult, TokenLogprobs
 from pagemill.engine.scheduling.admissibility import check_fits, check_labels_fit
 from pagemill.engine.scheduling.beam_search import BeamSearch, restart_beams
+from pagemill.engine.scheduling.drafter import accepted
 from pagemill.engine.scheduling.kv.manager import KVCacheManager
 from pagemill.engine.scheduling.labelling import Labelling, drop_chains, is_complete, take_reads
 from pagemill.engine.scheduling.request import Candidates, Request, Sequence, SequenceStatus, SequenceUpdate
 from pagemill.engine.scheduling.running_batch import RunningBatch, is_urgent
-from pagemill.engine.scheduling.speculation.drafter import accepted
 from pagemill.engine.scheduling.step_builder import InFlightStep, StepBuilder
 from pagemill.engine.scheduling.stopping import append_sampled, take_scores
 from pagemill.engine.scheduling.suspects import Suspects

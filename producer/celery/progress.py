@@ -9,8 +9,9 @@ from celery import Celery, states
 from celery.exceptions import TaskRevokedError
 
 from pagemill.producer.celery.native import RELAY
-from pagemill.producer.celery.task_message import TaskMessage
+from pagemill.producer.celery.task_message import TaskMessage, whole
 from pagemill.producer.wire.calls import reads, registry
+from pagemill.producer.wire.schema.errors import StoreError
 from pagemill.producer.wire.schema.outputs import JobStatus
 from pagemill.producer.wire.server.transport import SyncTransport
 
@@ -72,7 +73,10 @@ class ProgressWriter:
             outcome = self._transport.run(reads.outcome(self._queue, job_id))
             if outcome.state is None:
                 continue
-            end = written[job_id].end(outcome)
+            try:
+                end = written[job_id].end(whole(outcome))
+            except StoreError:
+                continue  # the relay that wrote it has the end, or tries again
             if isinstance(end, TaskRevokedError):
                 state = states.REVOKED
             else:

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from celery import Celery, signals
@@ -22,7 +23,7 @@ from pagemill.producer.celery.progress import ProgressWriter
 from pagemill.producer.celery.revocations import revoke_jobs
 from pagemill.producer.celery.run_clock import clock, tracer
 from pagemill.producer.celery.task import desk
-from pagemill.producer.celery.task_message import TaskMessage
+from pagemill.producer.celery.task_message import TaskMessage, whole
 from pagemill.producer.wire.calls import outbox
 from pagemill.producer.wire.calls.outbox import Notice
 from pagemill.producer.wire.process.repeated_errors import IN_LOOP, RepeatedErrors
@@ -106,6 +107,7 @@ class Relay:
         return None
 
     def _trace(self, notice: Notice) -> None:
+        notice = replace(notice, outcome=whole(notice.outcome))
         job_id = notice.outcome.job_id
         message = TaskMessage.of(notice.outcome.metadata)
         if message is None:

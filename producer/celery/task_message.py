@@ -11,10 +11,21 @@ from kombu.utils.json import dumps, loads
 
 from pagemill.producer.celery.task import plain_error, plain_result
 from pagemill.producer.wire.calls.reads import Outcome
-from pagemill.producer.wire.schema.errors import TIMED_OUT, JobCancelled, JobError, JobExpired
+from pagemill.producer.wire.schema.errors import TIMED_OUT, JobCancelled, JobError, JobExpired, StoreError
+from pagemill.producer.wire.store.store import URL_VARIABLE, Store
 
 METADATA = "celery"
 """The field of the job's metadata."""
+
+
+def whole(outcome: Outcome) -> Outcome:
+    """Return an outcome with its result, from the store of PAGEMILL_STORE_URL if it lies there. Raises StoreError."""
+    if outcome.stored is None:
+        return outcome
+    store = Store.from_environment()
+    if store is None:
+        raise StoreError(f"the result lies in a store, and none is configured here: set {URL_VARIABLE}")
+    return outcome.loaded(store.read(outcome.stored.reference))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,12 @@ from pagemill.producer.client import flows, preparer, submit_flow
 from pagemill.producer.client.aio_handles import AsyncBatchHandle, AsyncDeadLetters, AsyncJobHandle
 from pagemill.producer.client.aio_listener import AsyncListener
 from pagemill.producer.client.base import AsyncDriver
-from pagemill.producer.client.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wait
+from pagemill.producer.client.effects import Begin, Effect, Emit, Finish, Flow, Read, Sleep, Sync, Wait, Write
 from pagemill.producer.client.job_fields import JobFields
 from pagemill.producer.client.preparer import JobLike, OnInvalid
+from pagemill.producer.client.replay import flow as replay
+from pagemill.producer.client.replay.flow import Placement, ReplayOptions
+from pagemill.producer.client.replay.verification import Verification
 from pagemill.producer.client.submit_flow import OnFull, OnLate
 from pagemill.producer.client.tracing import publishing
 from pagemill.producer.wire.schema.outputs import BatchInfo, JobStatus
@@ -106,6 +109,28 @@ class AsyncProducer(AsyncDriver):
         """Like Producer.dead_letters."""
         return AsyncDeadLetters(self)
 
+    async def verify(
+        self, job_id: str, *, timeout: float | None = None, **options: Unpack[Placement]
+    ) -> Verification:
+        """Like Producer.verify."""
+        chosen = ReplayOptions(timeout=timeout, **options)
+        return await self.run_flow(
+            replay.verify(self.queue, self.preparer, preparer.check_id(job_id), chosen)
+        )
+
+    def verify_batch(
+        self,
+        batch_id: str,
+        sample: int = 50,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[Placement],
+    ) -> AsyncIterator[Verification]:
+        """Like Producer.verify_batch."""
+        chosen = ReplayOptions(timeout=timeout, **options)
+        flow = replay.verify_batch(self.queue, self.preparer, preparer.check_id(batch_id), sample, chosen)
+        return self.iterate_flow(flow)
+
     async def close(self) -> None:
         """Close the connections. Later use opens new ones."""
         connection, self._connection = self._connection, None
@@ -183,6 +208,10 @@ class AsyncProducer(AsyncDriver):
             case Sync():
                 if self._durability == "fsync":
                     await self._connected().transport.sync(self.queue)
+            case Write(uploads):
+                await asyncio.to_thread(self.write_stored, uploads)
+            case Read(reference):
+                return await asyncio.to_thread(self.read_stored, reference)
             case Sleep(seconds):
                 await asyncio.sleep(seconds)
             case Wait(topic, timeout, polled):

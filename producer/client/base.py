@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 from pagemill.producer.client.effects import Flow
 from pagemill.producer.client.preparer import Preparer
 from pagemill.producer.wire.schema import keys
-from pagemill.producer.wire.schema.errors import InvalidJob
+from pagemill.producer.wire.schema.errors import InvalidJob, StoreError
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.signing import Keys
 from pagemill.producer.wire.server.clients import ServerAddress
-from pagemill.producer.wire.server.discovery import URL_VARIABLE, with_credentials
+from pagemill.producer.wire.server.discovery import URL_VARIABLE as REDIS_VARIABLE
+from pagemill.producer.wire.server.discovery import with_credentials
 from pagemill.producer.wire.server.durability import Durability
+from pagemill.producer.wire.store.store import URL_VARIABLE, Store
+from pagemill.producer.wire.store.stub import Reference, Upload
 
 HMAC_KEYS_VARIABLE = "PAGEMILL_HMAC_KEYS"
 
@@ -28,8 +31,9 @@ class ProducerBase:
     With `hmac_key` (without it: the first of PAGEMILL_HMAC_KEYS, if that is set) every job is signed. With
     `durability="fsync"` a submit returns once it is in the server's append-only file on disk. `model` and `defaults`
     are fields for jobs that do not name them (a `Job` is taken as it is); a job without any model gets the one that
-    the live workers serve, if they serve exactly one. Raises InvalidJob for invalid options, InvalidAddress for an
-    invalid address.
+    the live workers serve, if they serve exactly one. `store` (without it: PAGEMILL_STORE_URL) is where payloads too
+    large for Redis go, and where the workers' large results are read from (docs/storage.md). Raises InvalidJob for
+    invalid options, InvalidAddress for an invalid address.
     """
 
     def __init__(
@@ -42,13 +46,14 @@ class ProducerBase:
         durability: Durability = "server",
         model: str | None = None,
         defaults: Mapping[str, Any] | None = None,
+        store: str | Store | None = None,
     ) -> None:
         keys.prefix(queue)
         if not keys.TENANT_PATTERN.fullmatch(tenant):
             raise InvalidJob(keys.TENANT_RULE)
         if durability not in get_args(Durability):
             raise InvalidJob(f"durability is one of {', '.join(get_args(Durability))}")
-        if given := url or os.environ.get(URL_VARIABLE):
+        if given := url or os.environ.get(REDIS_VARIABLE):
             ServerAddress.parse(with_credentials(given))
         self.queue = queue
         self.tenant = tenant
@@ -58,8 +63,23 @@ class ProducerBase:
         fields = {**(defaults or {}), **({} if model is None else {"model": model})}
         if fields:
             Job.parse({"prompt": "x", "model": "m", **fields})
-        self.preparer = Preparer(queue, tenant, signing_keys(hmac_key), fields)
+        self.store = Store(store) if isinstance(store, str) else store or Store.from_environment()
+        self.preparer = Preparer(queue, tenant, signing_keys(hmac_key), fields, self.store)
         self._init_connection()
+
+    def write_stored(self, uploads: Sequence[Upload]) -> None:
+        """Write files to the store. Raises StoreError."""
+        for upload in uploads:
+            self._reached_store().write(upload.uri, upload.data)
+
+    def read_stored(self, reference: Reference) -> bytes:
+        """Read a file of the store. Raises StoreError."""
+        return self._reached_store().read(reference)
+
+    def _reached_store(self) -> Store:
+        if self.store is None:
+            raise StoreError(f"it lies in a store, and none is configured here: set {URL_VARIABLE} or store=")
+        return self.store
 
     def _init_connection(self) -> None:
         """Prepare to connect at first use."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pagemill.producer.client import flows
 from pagemill.producer.client.effects import Emit, Flow, Sync
 from pagemill.producer.client.preparer import Preparer
-from pagemill.producer.client.submit_flow import CHUNK_JOBS, cut_chunks, send
+from pagemill.producer.client.submit_flow import CHUNK_JOBS, cut_chunks, send, upload
 from pagemill.producer.wire.calls import dead_letters, transitions
 from pagemill.producer.wire.calls.dead_letters import DeadLetter, LetterPage, OpenedLetter
 from pagemill.producer.wire.calls.transitions import Submission
-from pagemill.producer.wire.schema.errors import InvalidJob, JobNotFound, QueueFull
+from pagemill.producer.wire.schema.errors import InvalidJob, JobNotFound, QueueFull, StoreError
 from pagemill.producer.wire.schema.signing import split_payload
 
 OPEN_AT_ONCE = 50
@@ -68,8 +69,10 @@ def replay(queue: str, preparer: Preparer, job_ids: Sequence[str] | None, error:
         ids = wanted[start : start + OPEN_AT_ONCE]
         opened: list[OpenedLetter | None] = yield dead_letters.open_letters(queue, ids)
         dead_ids: dict[str, str] = {}
+        opened = yield from _whole(ids, opened, done)
         items = _prepare(preparer, ids, opened, dead_ids, done)
         for chunk in filter(None, cut_chunks(items)):
+            yield from upload(queue, chunk)
             replies = yield from send(transitions.submit(queue, chunk))
             for item, reply in zip(chunk, replies, strict=True):
                 _note(done, dead_ids[item.job_id], reply)
@@ -126,6 +129,23 @@ class _Reader:
         return fresh
 
 
+def _whole(
+    ids: Sequence[str], opened: Sequence[OpenedLetter | None], done: Replay
+) -> Flow[list[OpenedLetter | None]]:
+    """Return the letters with their payloads from the store, where they lie there; refuse those that it lacks."""
+    whole: list[OpenedLetter | None] = []
+    for job_id, letter in zip(ids, opened, strict=True):
+        try:
+            if letter is not None:
+                payload = yield from flows.whole(split_payload(letter.payload).envelope)
+                letter = replace(letter, payload=payload)
+        except StoreError as error:
+            done.refused[job_id] = str(error)
+            letter = None
+        whole.append(letter)
+    return whole
+
+
 def _prepare(
     preparer: Preparer,
     ids: Sequence[str],
@@ -136,7 +156,7 @@ def _prepare(
     """Yield submissions for the letters that can be replayed; records each one's dead job in `dead_ids`."""
     for job_id, letter in zip(ids, opened, strict=True):
         if letter is None:
-            done.refused[job_id] = "no dead job of that id"
+            done.refused.setdefault(job_id, "no dead job of that id")
             continue
         try:
             item = preparer.replay(letter.payload, job_id)

@@ -7,11 +7,12 @@ knows the protocol, and no flow does any I/O.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.store.stub import Reference, Upload
 
 T = TypeVar("T")
 
@@ -33,6 +34,20 @@ class Finish:
 @dataclass(frozen=True, slots=True)
 class Sync:
     """Wait until everything sent is as durable as the producer's setting requires. Sent back: None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write files to the store. Sent back: None. Raises StoreError."""
+
+    uploads: Sequence[Upload]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Read a file of the store. Sent back: its content. Raises StoreError."""
+
+    reference: Reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,5 +78,5 @@ class Emit:
     item: Any
 
 
-Effect: TypeAlias = Call[Any] | Begin | Finish | Sync | Sleep | Wait | Emit
+Effect: TypeAlias = Call[Any] | Begin | Finish | Sync | Write | Read | Sleep | Wait | Emit
 Flow: TypeAlias = Generator[Effect, Any, T]

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from pagemill.producer.client.effects import Emit, Flow, Sleep, Wait
+from pagemill.producer.client.effects import Emit, Flow, Read, Sleep, Wait
 from pagemill.producer.wire.calls import batches, reads, registry, transitions
-from pagemill.producer.wire.calls.reads import Feed
+from pagemill.producer.wire.calls.batches import Page
+from pagemill.producer.wire.calls.reads import Feed, Outcome
 from pagemill.producer.wire.calls.registry import WorkerInfo
-from pagemill.producer.wire.schema.errors import InvalidJob, JobNotFound, RedisUnavailable, ResultTimeout
+from pagemill.producer.wire.schema.errors import (
+    InvalidJob,
+    JobNotFound,
+    RedisUnavailable,
+    ResultTimeout,
+    StoreError,
+)
 from pagemill.producer.wire.schema.outputs import (
     BatchCounts,
     BatchInfo,
     Delta,
+    ErrorInfo,
     JobStatus,
     Output,
     Result,
@@ -22,6 +31,7 @@ from pagemill.producer.wire.schema.outputs import (
 )
 from pagemill.producer.wire.schema.parsed_text import ParsedText, begins_with, new_call_parts
 from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.store.stub import read_payload_stub
 
 T = TypeVar("T")
 
@@ -58,6 +68,44 @@ def call(effect: Call[T]) -> Flow[T]:
     """One call as a flow."""
     value: T = yield effect
     return value
+
+
+def outcome(queue: str, job_id: str) -> Flow[Outcome]:
+    """Return the end of a job, with its result wherever that lies. Raises StoreError."""
+    found: Outcome = yield reads.outcome(queue, job_id)
+    return (yield from loaded(found))
+
+
+def whole(envelope: bytes) -> Flow[bytes]:
+    """Return an envelope, from its store if it is a stub. Raises StoreError."""
+    reference = read_payload_stub(envelope)
+    if reference is None:
+        return envelope
+    data: bytes = yield Read(reference)
+    return data
+
+
+def loaded(found: Outcome) -> Flow[Outcome]:
+    """Return an outcome with its result, from its store if it lies there. Raises StoreError."""
+    if found.stored is None:
+        return found
+    data: bytes = yield Read(found.stored.reference)
+    return found.loaded(data)
+
+
+def page(queue: str, batch_id: str, position: int, *, ordered: bool) -> Flow[Page]:
+    """Return the next ends of a batch. One whose result can't be read from its store says so as its error."""
+    found: Page = yield batches.page(queue, batch_id, position, ordered=ordered)
+    for at, end in found.stored.items():
+        try:
+            whole_end = yield from loaded(end)
+        except StoreError as error:
+            code = "store_unavailable" if error.retryable else "payload_lost"
+            problem = ErrorInfo(code=code, message=str(error), retryable=error.retryable)
+            found.items[at] = found.items[at].model_copy(update={"error": problem})
+        else:
+            found.items[at] = found.items[at].model_copy(update={"result": whole_end.result})
+    return found
 
 
 def _patiently(step: Flow[T], pace: _Pace) -> Flow[T | None]:
@@ -113,13 +161,13 @@ def wait_result(queue: str, job_id: str, timeout: float | None) -> Flow[Result]:
     """Return the job's result, or raise the error that stands for its end. Survives reconnects."""
     pace = _Pace(timeout)
     while True:
-        outcome = yield from _patiently(call(reads.outcome(queue, job_id)), pace)
-        if outcome is not None:
-            result = outcome.value()
+        found = yield from _patiently(outcome(queue, job_id), pace)
+        if found is not None:
+            result = found.value()
             if result is not None:
                 return result
             if pace.is_over:
-                raise (yield from _late(queue, job_id, f"job {job_id} is {outcome.state} after {timeout} s"))
+                raise (yield from _late(queue, job_id, f"job {job_id} is {found.state} after {timeout} s"))
             yield Wait(job_id, pace.remaining, polled=True)
 
 
@@ -195,14 +243,13 @@ def batch_results(
         counts = yield from _patiently(batch_counts(queue, batch_id), pace)
         if counts is None:
             continue
-        read = batches.page(queue, batch_id, position, ordered=ordered)
-        page = yield from _patiently(call(read), pace)
-        if page is None:
+        some = yield from _patiently(page(queue, batch_id, position, ordered=ordered), pace)
+        if some is None:
             continue
-        for item in page.items:
+        for item in some.items:
             yield Emit(item)
-        if page.position > position:
-            position = page.position
+        if some.position > position:
+            position = some.position
             pace.reset()
         elif position >= (counts.total if ordered else counts.ended) and counts.done:
             return
@@ -249,6 +296,9 @@ def stream(queue: str, job_id: str) -> Flow[None]:
             continue
         if feed.state is None:
             raise JobNotFound(f"no job {job_id}: never submitted, or its record has been removed")
+        if feed.stored is not None:
+            data: bytes = yield Read(feed.stored.reference)
+            feed = replace(feed, result=feed.stored.parse(data))
         for event in reader.read(feed):
             yield Emit(event)
         if feed.deltas:

@@ -72,6 +72,7 @@ class RowFields(TypedDict, total=False):
     key: str | None
     metadata: Mapping[str, Any] | None
     stream: bool
+    keep_input: bool
     webhook: str | None
     traceparent: str | None
     response_format: Mapping[str, Any] | type[Any] | None

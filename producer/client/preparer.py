@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -12,15 +13,24 @@ from typing import Any, Literal, TypeAlias
 
 from pagemill.producer.client.tracing import traced
 from pagemill.producer.wire.calls import transitions
-from pagemill.producer.wire.calls.submission_form import JobForm, JobForms, read_key, read_metadata, read_text
+from pagemill.producer.wire.calls.submission_form import (
+    JobForm,
+    JobForms,
+    Text,
+    read_key,
+    read_metadata,
+    read_text,
+)
 from pagemill.producer.wire.calls.transitions import Submission
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.dependencies import ITEM_PREFIX
 from pagemill.producer.wire.schema.errors import InvalidJob
-from pagemill.producer.wire.schema.job import MAX_KEY, MAX_METADATA_BYTES, Job
+from pagemill.producer.wire.schema.job import MAX_KEY, MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES, Job
 from pagemill.producer.wire.schema.outputs import ErrorInfo
 from pagemill.producer.wire.schema.signing import OUTPUT_SEPARATOR, Keys, split_payload
-from pagemill.producer.wire.schema.tasks import TASKS
+from pagemill.producer.wire.schema.tasks import STORED_VERSION, TASKS
+from pagemill.producer.wire.store.store import MAX_STORED_BYTES, Store, reference_to
+from pagemill.producer.wire.store.stub import Upload, payload_stub, read_payload_stub
 
 JobLike: TypeAlias = Job | Mapping[str, Any]
 OnInvalid: TypeAlias = Literal["record", "raise"]
@@ -69,12 +79,19 @@ class Preparer:
     """Makes the submissions of one producer."""
 
     def __init__(
-        self, queue: str, tenant: str, hmac_keys: Keys, defaults: Mapping[str, Any] | None = None
+        self,
+        queue: str,
+        tenant: str,
+        hmac_keys: Keys,
+        defaults: Mapping[str, Any] | None = None,
+        store: Store | None = None,
     ) -> None:
         """`tenant` and `defaults` are for jobs that do not name these fields."""
         self._queue = queue
         self._defaults: dict[str, Any] = {"tenant": tenant, **(defaults or {})}
         self._hmac_keys = hmac_keys
+        self._store = store
+        self._max_bytes = MAX_PAYLOAD_BYTES if store is None else MAX_STORED_BYTES
 
     def lacks_model(self, job: object, fields: Mapping[str, Any] | None = None) -> bool:
         """Return whether neither a job that is given as a mapping nor a default names its model."""
@@ -102,18 +119,31 @@ class Preparer:
             built = built.model_copy(update={"traceparent": traceparent})
         if built.key is not None:
             raise InvalidJob("key names an item of a batch; use submit_many, or metadata")
-        item = transitions.prepare(built, job_id, seed=seed_of(job_id), relay=relay, waiter=waiter)
+        item = transitions.prepare(
+            built, job_id, seed=seed_of(job_id), relay=relay, waiter=waiter, max_bytes=self._max_bytes
+        )
         return self._signed(item, built.tenant)
+
+    def checked(self, payload: bytes, job_id: str, submitted_at: float) -> bytes:
+        """Return a stored payload's envelope. Raises InvalidJob where a key of ours has not signed it."""
+        parts = split_payload(payload)
+        reference = read_payload_stub(parts.envelope)
+        job = Job.from_payload(parts.envelope) if reference is None else reference
+        names = {"queue": self._queue, "job_id": job_id, "tenant": job.tenant}
+        self._hmac_keys.check_payload(parts, **names, submitted_at=submitted_at)
+        return parts.envelope
 
     def replay(self, payload: bytes, dead_id: str) -> Submission:
         """Prepare a dead job's payload as a new job that may start at once. Raises InvalidJob."""
-        job = Job.from_payload(payload)
+        job = Job.from_payload(payload, self._max_bytes)
         again = job.model_copy(update={"delay": None, "run_at": None, "deadline": None, "key": None})
         job_id = new_job_id()
-        item = transitions.prepare(again, job_id, seed=seed_of(job_id), replay_of=dead_id)
-        signed = self._signed(item, again.tenant)
         # It was told of the ends that it waited for.
         outputs = split_payload(payload).outputs
+        item = transitions.prepare(
+            again, job_id, seed=seed_of(job_id), replay_of=dead_id, max_bytes=self._max_bytes
+        )
+        signed = self._signed(replace(item, is_linked=bool(outputs)), again.tenant)
         return replace(signed, payload=OUTPUT_SEPARATOR.join((signed.payload, *outputs)))
 
     def items(
@@ -133,7 +163,7 @@ class Preparer:
         """
         if model is not None:
             defaults = {**self._defaults, "model": model}
-            preparer = Preparer(self._queue, defaults["tenant"], self._hmac_keys, defaults)
+            preparer = Preparer(self._queue, defaults["tenant"], self._hmac_keys, defaults, self._store)
             options: dict[str, Any] = {"by_content": by_content, "traceparent": traceparent}
             yield from preparer.items(jobs, batch_id, on_invalid=on_invalid, **options)
             return
@@ -152,7 +182,7 @@ class Preparer:
     def _item(self, given: JobLike, batch_id: str, names: _Names, forms: JobForms) -> Submission:
         shape, form = forms.find(given) if type(given) is dict else (b"", None)
         if form is not None and type(given) is dict:
-            item = _fill(form, given, batch_id, names)
+            item = self._fill(form, given, batch_id, names)
             if item is not None:
                 return self._signed(item, form.tenant)
         job = self._build(given, {})
@@ -163,7 +193,7 @@ class Preparer:
             job = job.model_copy(update={"after": _resolved(job.after, batch_id)})
         key = names.of(job.key, job.digest)
         job_id = item_id(batch_id, key)
-        item = transitions.prepare(job, job_id, key=key, seed=seed_of(job_id))
+        item = transitions.prepare(job, job_id, key=key, seed=seed_of(job_id), max_bytes=self._max_bytes)
         forms.learn(shape, job)
         return self._signed(item, job.tenant)
 
@@ -182,7 +212,16 @@ class Preparer:
         given |= fields
         return Job.parse(given)
 
+    def _fill(self, form: JobForm, row: dict[str, Any], batch_id: str, names: _Names) -> Submission | None:
+        text = read_text(row)
+        if text is None or (self._store is not None and self._store.takes(len(text.member))):
+            return None
+        return _fill(form, text, row, batch_id, names)
+
     def _signed(self, item: Submission, tenant: str) -> Submission:
+        # The outputs that a job waits for are put behind its envelope in Redis.
+        if self._store is not None and not item.is_linked and self._store.takes(len(item.payload)):
+            item = _stored(item, self._store.new_uri(self._queue, "in", item.job_id), tenant)
         if not self._hmac_keys:
             return item
         payload = self._hmac_keys.sign_payload(
@@ -219,15 +258,23 @@ class _Names:
         return f"{work}-{self._seen[work]}"
 
 
-def _fill(form: JobForm, row: dict[str, Any], batch_id: str, names: _Names) -> Submission | None:
+def _fill(form: JobForm, text: Text, row: dict[str, Any], batch_id: str, names: _Names) -> Submission | None:
     """Prepare a row by its form; None if the row needs full validation."""
-    text, key = read_text(row), read_key(row)
+    key = read_key(row)
     metadata, is_sound = read_metadata(row)
-    if text is None or key is None or not is_sound:
+    if key is None or not is_sound:
         return None
     name = names.of(key, lambda: form.digest(text))
     job_id = item_id(batch_id, name)
     return form.fill(text, job_id, name, metadata, seed_of(job_id) if form.needs_seed else None)
+
+
+def _stored(item: Submission, uri: str, tenant: str) -> Submission:
+    """Return a submission whose payload goes to the store, and only its stub to Redis."""
+    lane = re.sub(rb'"lane":"\d+:', b'"lane":"%d:' % STORED_VERSION, item.header, count=1)
+    header = b'%b,"stored":%b}' % (lane[:-1], json.dumps(uri).encode())
+    stub = payload_stub(reference_to(uri, item.payload, tenant))
+    return Submission(item.job_id, header, stub, upload=Upload(uri, item.payload))
 
 
 def record_invalid(item: Submission, error: InvalidJob) -> Submission:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
-from pagemill.producer.client.effects import Begin, Finish, Flow, Sleep, Sync
+from pagemill.producer.client.effects import Begin, Finish, Flow, Sleep, Sync, Write
 from pagemill.producer.client.preparer import OnInvalid, record_invalid
-from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls import stored, transitions
 from pagemill.producer.wire.calls.limits import QueueLimits, limits
 from pagemill.producer.wire.calls.promises import Asked, Outlook, estimate, outlook
 from pagemill.producer.wire.calls.registry import StatsPage, stats_page
@@ -26,6 +26,8 @@ from pagemill.producer.wire.schema.errors import (
 from pagemill.producer.wire.schema.promise import Promise
 from pagemill.producer.wire.server.scripts import Call
 
+T = TypeVar("T")
+
 OnFull: TypeAlias = Literal["block", "raise"]
 OnLate: TypeAlias = Literal["flag", "refuse"]
 
@@ -37,11 +39,20 @@ RETRY_PAUSES_S = (0.1, 0.3, 0.6)
 """Seconds between attempts to reach a server that is away."""
 
 
-def send(call: Call[list[SubmitReply]]) -> Flow[list[SubmitReply]]:
+def upload(queue: str, items: Sequence[Submission]) -> Flow[None]:
+    """Write what of these jobs goes into the store. Raises StoreError."""
+    uploads = [item.upload for item in items if item.upload is not None]
+    if uploads:
+        # Announced first: what no job takes in the end is deleted again.
+        yield from send(stored.announce(queue, [each.uri for each in uploads]))
+        yield Write(uploads)
+
+
+def send(call: Call[T]) -> Flow[T]:
     """Send a submit, with retries after short pauses if the server is away: the ids make it idempotent."""
     for pause in RETRY_PAUSES_S:
         try:
-            replies: list[SubmitReply] = yield call
+            replies: T = yield call
         except RedisUnavailable:
             yield Sleep(pause)
         else:
@@ -53,6 +64,7 @@ def send(call: Call[list[SubmitReply]]) -> Flow[list[SubmitReply]]:
 def submit(queue: str, item: Submission, on_full: OnFull) -> Flow[str]:
     """Submit one job; returns its id, or that of the earlier job with its idempotency key."""
     pause = FIRST_PAUSE_S
+    yield from upload(queue, [item])
     while True:
         try:
             replies = yield from send(transitions.submit(queue, [item]))
@@ -128,6 +140,7 @@ def submit_many(
             if sent is not None:
                 settled, sent = sent, None
                 yield from batch.settle(settled, pending)
+            yield from upload(queue, chunk)
             pending = yield Begin(batch.call(chunk))
             sent = chunk
     except Exception:
@@ -249,6 +262,7 @@ def cut_chunks(submissions: Iterator[Submission]) -> Iterator[list[Submission]]:
     size, chunks = 0, 0
     for item in submissions:
         grown = size + len(item.header) + len(item.payload)
+        grown += len(item.upload.data) if item.upload is not None else 0
         if chunk and (len(chunk) == CHUNK_JOBS or grown > CHUNK_BYTES):
             yield chunk
             chunks += 1

@@ -14,11 +14,14 @@ from redis.retry import Retry
 
 from pagemill.producer.client import flows, preparer, submit_flow
 from pagemill.producer.client.base import Driver
-from pagemill.producer.client.effects import Begin, Effect, Emit, Finish, Flow, Sleep, Sync, Wait
+from pagemill.producer.client.effects import Begin, Effect, Emit, Finish, Flow, Read, Sleep, Sync, Wait, Write
 from pagemill.producer.client.handles import BatchHandle, DeadLetters, JobHandle
 from pagemill.producer.client.job_fields import JobFields
 from pagemill.producer.client.listener import Listener
 from pagemill.producer.client.preparer import JobLike, OnInvalid
+from pagemill.producer.client.replay import flow as replay
+from pagemill.producer.client.replay.flow import Placement, ReplayOptions
+from pagemill.producer.client.replay.verification import Verification
 from pagemill.producer.client.submit_flow import OnFull, OnLate
 from pagemill.producer.client.tracing import publishing
 from pagemill.producer.wire.schema.outputs import BatchInfo, JobStatus
@@ -123,6 +126,30 @@ class Producer(Driver):
         """Return the queue's dead letters, of all tenants, for its operator."""
         return DeadLetters(self)
 
+    def verify(
+        self, job_id: str, *, timeout: float | None = None, **options: Unpack[Placement]
+    ) -> Verification:
+        """Run a job that succeeded again, by its seed, and compare the results; see docs/replay.md.
+
+        The job was submitted with `keep_input=True`. `timeout`: seconds to wait for the copy. Raises Unverifiable where
+        there is no verdict, ResultTimeout, QueueFull.
+        """
+        chosen = ReplayOptions(timeout=timeout, **options)
+        return self.run_flow(replay.verify(self.queue, self.preparer, preparer.check_id(job_id), chosen))
+
+    def verify_batch(
+        self,
+        batch_id: str,
+        sample: int = 50,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[Placement],
+    ) -> Iterator[Verification]:
+        """Verify jobs of a batch drawn at random; one without a verdict says its `reason`. Raises JobNotFound."""
+        chosen = ReplayOptions(timeout=timeout, **options)
+        flow = replay.verify_batch(self.queue, self.preparer, preparer.check_id(batch_id), sample, chosen)
+        return self.iterate_flow(flow)
+
     def close(self) -> None:
         """Close the connections. Later use opens new ones."""
         with self._lock:
@@ -190,6 +217,10 @@ class Producer(Driver):
             case Sync():
                 if self._durability == "fsync":
                     self._connected().transport.sync(self.queue)
+            case Write(uploads):
+                self.write_stored(uploads)
+            case Read(reference):
+                return self.read_stored(reference)
             case Sleep(seconds):
                 time.sleep(seconds)
             case Wait(topic, timeout, polled):

@@ -267,7 +267,7 @@ class WorkLoop:
 
 
 def _page(queue: str, batch_id: str, position: int) -> Flow[batches.Page]:
-    return (yield from flows.call(batches.page(queue, batch_id, position, ordered=False)))
+    return (yield from flows.page(queue, batch_id, position, ordered=False))
 
 
 def _wait(batch_id: str) -> Flow[None]:

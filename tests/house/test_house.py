@@ -120,6 +120,7 @@ def test_no_private_attribute_is_reached_across_modules() -> None:
 SHARED = (
     "pagemill.bounds.",
     "pagemill.error_codes.",
+    "pagemill.fingerprint.",
     "pagemill.chat.",
     "pagemill.json_values.",
     "pagemill.sampling_fields.",

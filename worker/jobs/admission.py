@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,12 @@ from pagemill.producer.wire.schema.outputs import ErrorInfo, Progress
 from pagemill.worker.engine_thread import AddRequest, EngineState, EngineThread
 from pagemill.worker.job_queue import Backoff, JobQueue
 from pagemill.worker.jobs.context import WorkerContext
-from pagemill.worker.jobs.final_write import failed
+from pagemill.worker.jobs.final_write import failed, handed_back, unfetched
 from pagemill.worker.jobs.intake import Intake
 from pagemill.worker.jobs.leases import LeaseKeeper
 from pagemill.worker.jobs.reporter import ProgressReporter
 from pagemill.worker.jobs.running_job import PRIORITIES, RunningJob, sample_states
+from pagemill.worker.jobs.store.inputs import StoredInputs
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
@@ -38,6 +39,8 @@ logger.addFilter(RepeatedErrors())
 DOORBELL_S = 0.5
 """The longest sleep of an idle worker before it looks for jobs and sweeps anyway."""
 BLOCKED_POLL_S = 0.25
+FETCHING_S = 0.05
+"""The same while payloads are being fetched."""
 LONG_STEP_S = 2.0
 """While a step takes longer than this, jobs are left to other workers."""
 MAX_JOBS_PER_PULL = 64
@@ -147,6 +150,8 @@ class Admission:
         self._backoff = Backoff()
         self._thread = threading.Thread(target=self._run, name="pagemill-admission", daemon=True)
         self._forecast = OutputForecast()
+        store = context.config.store()
+        self._inputs = None if store is None else StoredInputs(store, context.config.store_timeout_s)
         self.blocked: BlockReason | None = "loading"
         """The reason this worker can't pull; None if it can."""
         self.refusal: str | None = None
@@ -193,23 +198,30 @@ class Admission:
                 self.refusal = str(error)
                 self._blocked_for("redis", self._backoff.next())
         self.blocked = "draining"
+        for pulled in self._inputs.abandon() if self._inputs is not None else ():
+            self._reporter.end(handed_back(self._queue.queue, pulled))
 
     def _pull_once(self) -> None:
         self._room.clear()
+        self._take_in_fetched()
         room = credit(self._engine, self._table.running(), self._forecast)
+        num_fetching = self._inputs.num_pending if self._inputs is not None else 0
+        if room.blocked is None and num_fetching >= room.jobs:
+            room = replace(room, blocked="rows")
         if room.blocked is not None:
-            self._blocked_for(room.blocked, BLOCKED_POLL_S)
+            self._blocked_for(room.blocked, FETCHING_S if num_fetching else BLOCKED_POLL_S)
             return
         self._counters.credit_sequences = room.jobs
         self._counters.credit_blocks = room.tokens // room.block_size
         lanes = self._servable_lanes()
         reply = self._queue.pull(
             lanes,
-            room.jobs,
+            room.jobs - num_fetching,
             room.tokens,
             holding=len(self._table),
             longest=self._engine.engine.limits.max_model_len,
             urgent_only=room.urgent_only,
+            has_store=self._inputs is not None,
         )
         for pulled in reply.jobs:
             self._table.hold(pulled.job_id, pulled.token)
@@ -230,7 +242,8 @@ class Admission:
         else:
             self.blocked = None
             due_s = DOORBELL_S if reply.next_due_ms is None else reply.next_due_ms / 1000
-            self._queue.wait_for_doorbell(lanes, min(DOORBELL_S, due_s))
+            longest_s = FETCHING_S if num_fetching else DOORBELL_S
+            self._queue.wait_for_doorbell(lanes, min(longest_s, due_s))
 
     def _servable_lanes(self) -> list[str]:
         """Return the lanes to pull from: none of adapters while jobs here wait for one to be in memory."""
@@ -256,7 +269,8 @@ class Admission:
 
     def _take_in(self, pulled: list[PulledJob]) -> None:
         """Validate, tokenise, announce and start jobs; an invalid one fails alone."""
-        jobs = [job for item in pulled if (job := self._prepare(item)) is not None]
+        at_hand = pulled if self._inputs is None else [item for item in pulled if not self._is_fetched(item)]
+        jobs = [job for item in at_hand if (job := self._prepare(item)) is not None]
         if not jobs:
             return
         # Before a job's first step: only a job that entered one can have crashed its worker.
@@ -268,6 +282,32 @@ class Admission:
                 self._start(job)
                 if reply == "cancelled":
                     self._reporter.cancelled(job.job_id)
+
+    def _is_fetched(self, pulled: PulledJob) -> bool:
+        """Begin to fetch a job's payload if it is in the store; True unless it is at hand."""
+        if self._inputs is None or pulled.fetched_for is not None:
+            return False
+        try:
+            reference = self._intake.reference(pulled)
+        except InvalidJob as error:
+            self._fail(pulled, error.code, str(error))
+            return True
+        if reference is not None:
+            self._inputs.fetch(pulled, reference)
+        return reference is not None
+
+    def _take_in_fetched(self) -> None:
+        """Start jobs whose payloads have come from the store, and end those whose have not."""
+        arrived = self._inputs.arrived() if self._inputs is not None else []
+        for one in arrived:
+            if one.error is None:
+                self._take_in([one.pulled])
+            elif one.error.retryable:
+                self._counters.job_failures.inc("store_unavailable")
+                problem = ErrorInfo(code="store_unavailable", message=str(one.error), retryable=True)
+                self._reporter.end(unfetched(self._queue.queue, one.pulled, problem))
+            else:
+                self._fail(one.pulled, "payload_lost", str(one.error))
 
     def _prepare(self, pulled: PulledJob) -> RunningJob | None:
         self._counters.jobs_received.inc("redelivered" if pulled.crashes or pulled.entries else "first")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pagemill.engine.fingerprint import digest_of
+from pagemill.fingerprint import digest_of
 from pagemill.monitoring.counters import PromiseKept, WorkerCounters
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.promises import Estimate
@@ -32,6 +32,10 @@ class FinalWrite:
     point of the next execution."""
     new_tokens: int = 0
     """Tokens generated in this execution."""
+    body: bytes = b""
+    """The JSON of the result."""
+    stored: str = ""
+    """The URI of the result, if it lies in the store."""
     code: str = ""
     reason: str = ""
     """Why it ended without a result; quotes neither the prompt nor the output."""
@@ -127,9 +131,32 @@ def succeeded(queue: str, job: RunningJob, body: bytes) -> FinalWrite:
         ),
         job,
         size=len(body),
+        body=body,
         needs_checkpoint=job.job.stream,
         new_tokens=job.generated_tokens - job.resumed_tokens,
     )
+
+
+def in_store(queue: str, write: FinalWrite, uri: str, stub: bytes) -> FinalWrite:
+    """Return the end of a job whose result lies in the store: Redis gets its stub."""
+    assert write.job is not None
+    pulled, progress = write.pulled, write.job.progress(0.0)
+    call = transitions.commit(
+        queue, pulled.job_id, pulled.token, "succeeded", stub, progress=progress, stored=uri
+    )
+    return replace(write, call=call, stored=uri, body=b"", size=len(stub))
+
+
+def unfetched(queue: str, pulled: PulledJob, error: ErrorInfo) -> FinalWrite:
+    """Put a job off whose payload is out of reach."""
+    delay_s = transitions.retry_delay(pulled.attempt)
+    call = transitions.retry(queue, pulled.job_id, pulled.token, error, delay_s)
+    return FinalWrite(pulled, "retried", call, code=error.code, reason=error.message)
+
+
+def handed_back(queue: str, pulled: PulledJob) -> FinalWrite:
+    """Hand a job back that never became a request."""
+    return FinalWrite(pulled, "released", transitions.release(queue, pulled.job_id, pulled.token))
 
 
 def failed(queue: str, pulled: PulledJob, error: ErrorInfo, job: RunningJob | None = None) -> FinalWrite:

@@ -8,19 +8,21 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagemill.chat.parser import ChatSyntax
-from pagemill.engine.fingerprint import digest_of, may_continue, with_adapter
 from pagemill.engine.plan import TokenLogprobs
 from pagemill.engine.pooling.input_processor import PoolInput
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import GENERATE, Generate, Pool, Score, Task
 from pagemill.engine.text.chat import ChatOptions
+from pagemill.fingerprint import digest_of, may_continue, with_adapter
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.chat import NamedToolChoice
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Checkpoint
-from pagemill.producer.wire.schema.signing import Keys, split_payload
+from pagemill.producer.wire.schema.signing import Keys, SignedPayload, split_payload
 from pagemill.producer.wire.schema.tasks import POOLED_TASKS
+from pagemill.producer.wire.store.store import MAX_STORED_BYTES
+from pagemill.producer.wire.store.stub import Reference, read_payload_stub
 from pagemill.worker.engine_thread import EngineThread
 from pagemill.worker.jobs.context import WorkerContext
 from pagemill.worker.jobs.logprob_columns import LogprobColumns
@@ -170,16 +172,27 @@ class Intake:
         sample.logprobs = LogprobColumns(self._engine.engine.token_texts)
         sample.logprobs.extend([TokenLogprobs(token_id, None)])
 
+    def reference(self, pulled: PulledJob) -> Reference | None:
+        """Return where a job's payload lies, if it is in the store. Raises InvalidJob (`unsigned`)."""
+        payload = split_payload(pulled.payload)
+        reference = read_payload_stub(payload.envelope)
+        if reference is not None:
+            self._check_signature(pulled, payload, reference.tenant)
+        return reference
+
+    def _check_signature(self, pulled: PulledJob, payload: SignedPayload, tenant: str) -> None:
+        names = {"queue": self._queue, "job_id": pulled.job_id, "tenant": tenant}
+        self._keys.check_payload(payload, **names, submitted_at=pulled.submitted_at)
+
     def _checked(self, pulled: PulledJob) -> Job:
         payload = split_payload(pulled.payload)
-        job = Job.from_payload(payload.envelope)
-        self._keys.check_payload(
-            payload,
-            queue=self._queue,
-            job_id=pulled.job_id,
-            tenant=job.tenant,
-            submitted_at=pulled.submitted_at,
-        )
+        if pulled.fetched_for is not None:
+            job = Job.from_payload(pulled.payload, MAX_STORED_BYTES)
+            if job.tenant != pulled.fetched_for:
+                raise InvalidJob("the stored payload is another tenant's job", "unsigned")
+        else:
+            job = Job.from_payload(payload.envelope)
+            self._check_signature(pulled, payload, job.tenant)
         if job.webhook is not None:
             try:
                 self._webhooks.check(job.webhook)

@@ -34,6 +34,7 @@ from pagemill.worker.jobs.final_write import (
     succeeded,
 )
 from pagemill.worker.jobs.running_job import MAX_RESULT_BYTES, Ending, RunningJob
+from pagemill.worker.jobs.store.results import StoredResults
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
@@ -79,7 +80,14 @@ class End:
     write: FinalWrite
 
 
-Event = list[RequestOutput] | Lost | Stop | EngineLost | End
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A result that went to the store, or could not."""
+
+    write: FinalWrite
+
+
+Event = list[RequestOutput] | Lost | Stop | EngineLost | End | Written
 
 
 def is_checkpoint_due(job: RunningJob, config: WorkerConfig, now: float) -> bool:
@@ -119,6 +127,7 @@ class ProgressReporter:
         queue: JobQueue,
         *,
         on_finished: Callable[[RunningJob | None], None],
+        results: StoredResults | None = None,
     ) -> None:
         """`on_finished` is called when a job has left the engine, or is about to, so that more may be pulled;
         with the job, if it is known and ended by itself."""
@@ -133,6 +142,9 @@ class ProgressReporter:
         self._speed = context.speed
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._ended: dict[str, FinalWrite] = {}
+        self._results = results
+        self._storing: dict[str, float] = {}
+        """Ended jobs whose results go to the store: `time.monotonic()` when they go into Redis instead."""
         self._stopping: dict[str, float] = {}
         self._engine: EngineThread | None = None
         self._is_holding = False
@@ -144,6 +156,8 @@ class ProgressReporter:
 
     def start(self, engine: EngineThread) -> None:
         self._engine = engine
+        if self._results is not None:
+            self._results.start(lambda write: self._events.put(Written(write)))
         self._thread.start()
 
     def stop(self, timeout: float, *, abandon: bool = False) -> bool:
@@ -244,7 +258,12 @@ class ProgressReporter:
                         )
                         self._finish(job, None)
             case End(write):
-                self._ended[write.key] = write
+                self._hold(write)
+            case Written(write):
+                if self._storing.pop(write.key, None) is not None and write.key in self._ended:
+                    self._ended[write.key] = write
+                else:
+                    self._discard(write)
             case list():
                 for output in event:
                     self._take_output(output)
@@ -280,8 +299,19 @@ class ProgressReporter:
         job.has_left_engine = True
         job.left_engine_at = self._clock.now()
         job.ttft_s = output.ttft_s if output is not None else None
-        self._ended[job.request_id] = write
+        self._hold(write)
         self._on_finished(job if job.is_complete else None)
+
+    def _hold(self, write: FinalWrite) -> None:
+        """Hold an end until it is written; a large result goes to the store first."""
+        self._ended[write.key] = write
+        if self._results is not None and self._results.takes(write):
+            self._storing[write.key] = time.monotonic() + self._config.store_timeout_s
+            self._results.write(write)
+
+    def _discard(self, write: FinalWrite) -> None:
+        if self._results is not None and write.stored:
+            self._results.discard(write.stored)
 
     def result_write(self, job: RunningJob, output: RequestOutput | None) -> FinalWrite:
         """Build the final write of a complete job: its result, or an error if too large. Any thread."""
@@ -326,7 +356,8 @@ class ProgressReporter:
         job = self._table.by_job(job_id)
         if not self._table.let_go(job_id, token):
             return
-        self._ended.pop(f"{job_id}#{token}", None)
+        if (unwritten := self._ended.pop(f"{job_id}#{token}", None)) is not None:
+            self._discard(unwritten)
         self._counters.leases_lost.inc()
         self._journal.lost(job_id, token, job)
         if job is not None and self._engine is not None:
@@ -340,7 +371,11 @@ class ProgressReporter:
         due = [job for job in self._table.running() if self._is_due(job, now)]
         for jobs in _round_trips(due):
             self._write_checkpoints(jobs)
-        ended = [write for write in self._ended.values() if not self._lacks_checkpoint(write)]
+        ended = [
+            write
+            for key, write in self._ended.items()
+            if not self._lacks_checkpoint(write) and now >= self._storing.get(key, 0.0)
+        ]
         for start in range(0, len(ended), MAX_WRITES):
             self._write_ends(ended[start : start + MAX_WRITES])
         self._backoff.reset()
@@ -387,6 +422,9 @@ class ProgressReporter:
         taken = sum(job.params.num_sequences for job in self._table.running())
         for write, reply in zip(writes, replies, strict=True):
             self._ended.pop(write.key, None)
+            self._storing.pop(write.key, None)
+            if reply not in ("committed", "already_done"):
+                self._discard(write)
             self._table.let_go(write.job_id, write.token)
             outcome = write.settle(reply, self._counters, self._clock.now())
             if outcome == "succeeded" and write.job is not None:

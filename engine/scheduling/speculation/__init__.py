@@ -1,1 +1,1 @@
-"""Drafts of tokens to come, computed along with the newest one and kept as far as sampling agrees."""
+"""What drafts are made of, and what they cost."""

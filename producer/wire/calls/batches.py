@@ -5,11 +5,12 @@ A cursor is `e<n>` (after the n-th end, in order of the ends) or `s<n>` (after t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from pagemill.producer.wire.calls.reads import read_outcome
+from pagemill.producer.wire.calls.reads import Outcome, read_outcome
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.outputs import BatchCounts, BatchInfo, BatchItem
@@ -27,6 +28,8 @@ class Page:
 
     position: int
     items: list[BatchItem]
+    stored: dict[int, Outcome] = field(default_factory=dict)
+    """The ends among them, by their place, whose results lie in a store."""
 
 
 def counts(queue: str, batch_id: str) -> Call[BatchCounts | None]:
@@ -44,6 +47,11 @@ def page(queue: str, batch_id: str, position: int, *, ordered: bool) -> Call[Pag
     script, letter = ("batch_ordered", "s") if ordered else ("batch_feed", "e")
     args = (batch_id, position, PAGE_JOBS, PAGE_BYTES)
     return Call(script, (keys.prefix(queue),), args, partial(_page, letter))
+
+
+def sample(queue: str, batch_id: str, positions: Sequence[int]) -> Call[list[str]]:
+    """Return the ids of the jobs at these positions in the order of the submits; removed ones are left out."""
+    return Call("batch_sample", (keys.prefix(queue),), (batch_id, *positions), _ids)
 
 
 def ack(queue: str, batch_id: str, cursor: str, start: int) -> Call[tuple[int, int]]:
@@ -64,6 +72,10 @@ def split_cursor(cursor: str) -> tuple[str, int]:
     if letter not in ("e", "s") or not (digits.isascii() and digits.isdigit()):
         raise InvalidJob("a cursor is what BatchItem.cursor said: e or s, and a number")
     return letter, int(digits)
+
+
+def _ids(reply: list[bytes]) -> list[str]:
+    return [job_id.decode() for job_id in reply]
 
 
 def _counts(reply: Any) -> BatchCounts | None:
@@ -87,9 +99,12 @@ def _listed(reply: list[Any]) -> list[BatchInfo]:
 
 def _page(letter: str, reply: list[Any]) -> Page:
     position, rows = reply
-    items = []
+    items: list[BatchItem] = []
+    stored: dict[int, Outcome] = {}
     for at, record in rows:
         outcome = read_outcome(record)
+        if outcome.stored is not None:
+            stored[len(items)] = outcome
         items.append(
             BatchItem(
                 id=outcome.job_id,
@@ -101,4 +116,4 @@ def _page(letter: str, reply: list[Any]) -> Page:
                 error=outcome.error,
             )
         )
-    return Page(position, items)
+    return Page(position, items, stored)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.checkpoints import partial_outputs, read_deltas
-from pagemill.producer.wire.schema.errors import JOB_ERRORS, JobError, JobNotFound, ResultExpired
+from pagemill.producer.wire.schema.errors import (
+    JOB_ERRORS,
+    JobError,
+    JobNotFound,
+    ResultExpired,
+    StoreError,
+)
 from pagemill.producer.wire.schema.outputs import (
     END_STATES,
     Delta,
@@ -23,9 +29,18 @@ from pagemill.producer.wire.schema.outputs import (
     Timing,
 )
 from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.store.stub import Reference, read_result_stub
 
 FEED_ENTRIES = 256
 """Most deltas that one read of a feed returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResult:
+    """A result that lies in a store, and how its JSON is read."""
+
+    reference: Reference
+    parse: Callable[[bytes], Result]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +53,20 @@ class Outcome:
     metadata: dict[str, Any] | None = None
     result: Result | None = None
     error: ErrorInfo | None = None
+    stored: StoredResult | None = None
+    """The result, if it lies in a store: `loaded` brings it."""
+
+    def loaded(self, data: bytes) -> Outcome:
+        """Return the outcome with a result that was read from its store. Raises ValueError if it is none."""
+        assert self.stored is not None
+        return replace(self, result=self.stored.parse(data), stored=None)
 
     def value(self) -> Result | None:
         """Return the result; None while the job has not ended. Raises the error of any other end."""
         if self.state is None:
             raise JobNotFound(f"no job {self.job_id}: never submitted, or its record has been removed")
+        if self.stored is not None:
+            raise StoreError("the result lies in a store, and was not read")
         if self.state == "succeeded" and self.result is None:
             raise ResultExpired(f"the result of job {self.job_id} has been removed")
         if self.state in JOB_ERRORS:
@@ -59,6 +83,17 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Recorded:
+    """An ended job: what is left of its submit and of its end."""
+
+    outcome: Outcome | None
+    """None: what is stored is damaged."""
+    payload: bytes
+    """The job as submitted; empty if it was not kept."""
+    submitted_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Feed:
     """News of a streaming job: deltas since the requested position, and the outcome once it has ended.
 
@@ -70,6 +105,8 @@ class Feed:
     attempt: int
     deltas: list[Delta]
     result: Result | None
+    stored: StoredResult | None = None
+    """The result, if it lies in a store."""
 
     @property
     def end(self) -> EndState | None:
@@ -93,6 +130,11 @@ def outcome(queue: str, job_id: str) -> Call[Outcome]:
     return Call("outcome", (keys.prefix(queue),), (job_id,), read_outcome)
 
 
+def recorded(queue: str, job_id: str) -> Call[Recorded]:
+    """Return the end of a job, if it has ended, and its payload, if it was kept."""
+    return Call("recorded", (keys.prefix(queue),), (job_id,), _recorded)
+
+
 def feed(queue: str, job_id: str, epoch: int, position: int) -> Call[Feed]:
     """Return deltas from `position` on, counted in the feed of `epoch`."""
     args = (job_id, epoch, position, FEED_ENTRIES)
@@ -104,20 +146,40 @@ def read_outcome(record: list[Any]) -> Outcome:
     job_id, state, key, metadata, out, leader, created_at, finished_at, entries = record
     word: Any = state.decode() or None
     own_metadata = _object(metadata)
-    result = None
-    if word == "succeeded" and out:
-        result = _own_result(out, job_id.decode())
-        if leader:
-            e2e_s = max(0.0, (int(finished_at) - int(created_at)) / 1000)
-            result = result.model_copy(update={"timing": Timing(e2e_s=e2e_s), "metadata": own_metadata})
+    copied_s = max(0.0, (int(finished_at) - int(created_at)) / 1000) if leader else None
+    parse = partial(_result, job_id.decode(), copied_s, own_metadata)
+    stored = _stored(out, parse) if word == "succeeded" else None
     return Outcome(
         job_id=job_id.decode(),
         state=word,
         key=key.decode(),
         metadata=own_metadata,
-        result=result,
+        result=parse(out) if word == "succeeded" and out and stored is None else None,
+        stored=stored,
         error=_error(job_id.decode(), out, entries) if word in JOB_ERRORS and out else None,
     )
+
+
+def _recorded(reply: list[Any]) -> Recorded:
+    record, payload = reply
+    try:
+        outcome = read_outcome(record)
+    except ValueError:
+        outcome = None
+    return Recorded(outcome, payload, int(record[6] or 0) / 1000)
+
+
+def _stored(out: bytes, parse: Callable[[bytes], Result]) -> StoredResult | None:
+    reference = read_result_stub(out)
+    return None if reference is None else StoredResult(reference, parse)
+
+
+def _result(job_id: str, copied_s: float | None, metadata: dict[str, Any] | None, out: bytes) -> Result:
+    """Parse a result; `copied_s` is the time from submit to end of a job that shares an equal one's."""
+    result = _own_result(out, job_id)
+    if copied_s is None:
+        return result
+    return result.model_copy(update={"timing": Timing(e2e_s=copied_s), "metadata": metadata})
 
 
 def _own_result(out: bytes, job_id: str) -> Result:
@@ -137,8 +199,10 @@ def _error(job_id: str, out: bytes, entries: list[bytes]) -> ErrorInfo:
 def _feed(job_id: str, reply: list[Any]) -> Feed:
     state, epoch, attempt, entries, out = reply
     word: Any = state.decode() or None
-    result = _own_result(out, job_id) if word == "succeeded" and out else None
-    return Feed(word, epoch, attempt, read_deltas(entries), result)
+    parse = partial(_result, job_id, None, None)
+    stored = _stored(out, parse) if word == "succeeded" else None
+    result = parse(out) if word == "succeeded" and out and stored is None else None
+    return Feed(word, epoch, attempt, read_deltas(entries), result, stored)
 
 
 def _statuses(queue: str, job_ids: tuple[str, ...], reply: list[list[Any]]) -> list[JobStatus | None]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.outputs import WireModel
@@ -54,6 +54,8 @@ class WorkerInfo(WireModel):
     """The most tokens of a prompt and its output, once the model is loaded."""
     speed: Speed | None = None
     """None until it has ended a job."""
+    fingerprints: Mapping[str, str] = Field(default_factory=dict)
+    """What it computes: the fingerprint of its results without an adapter, under "", and with each of its adapters."""
 
     def lanes(self) -> list[str]:
         """Return the last parts of the lanes it pulls from (`keys.lane_model`)."""

@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.checkpoints import merge_checkpoint
-from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.job import MAX_PAYLOAD_BYTES, Job
 from pagemill.producer.wire.schema.outputs import Checkpoint, Delta, EndState, ErrorInfo, Progress
-from pagemill.producer.wire.schema.tasks import VERSIONS
+from pagemill.producer.wire.schema.tasks import STORED_VERSION, VERSIONS
 from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.store.stub import Upload
 from pagemill.sampling_fields import MAX_TOKEN_ID
 
 DEFAULT_QUEUE_LIMIT = 1_000_000
@@ -59,6 +60,8 @@ class Submission:
     payload: bytes
     is_linked: bool = False
     """It waits for other jobs."""
+    upload: Upload | None = None
+    """What is to be written to a store before, where the payload is a stub."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,8 @@ class PulledJob:
     """Tokens, as it was submitted with."""
     promise: str = ""
     """What was promised of its end (promises.py); empty if nothing was."""
+    fetched_for: str | None = None
+    """The payload came from a store, under a stub that was checked: of this tenant's job."""
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -166,6 +171,7 @@ def prepare(
     replay_of: str | None = None,
     relay: str | None = None,
     waiter: str | None = None,
+    max_bytes: int = MAX_PAYLOAD_BYTES,
 ) -> Submission:
     """Prepare a job for `submit`; `key`, `seed` and `digest` are used where the job has none of its own.
 
@@ -197,7 +203,8 @@ def prepare(
         options |= job.dependency_options(text for _, text in job.templates())
     if options:
         header += "," + json.dumps(options)[1:-1]
-    return Submission(job_id, f"{{{header}}}".encode(), job.to_payload(key=key, seed=seed), is_linked)
+    payload = job.to_payload(key=key, seed=seed, max_bytes=max_bytes)
+    return Submission(job_id, f"{{{header}}}".encode(), payload, is_linked)
 
 
 def lane_of(job: Job) -> str:
@@ -220,6 +227,8 @@ def header_options(job: Job) -> dict[str, str | int]:
         options["width"] = job.width
     if job.stream:
         options["stream"] = 1
+    if job.keep_input:
+        options["keep"] = 1
     if job.webhook is not None:
         options["webhook"] = job.webhook
     if job.idempotency_key is not None:
@@ -255,6 +264,7 @@ def pull(
     holding: int = 0,
     longest: int = MAX_TOKEN_ID,
     urgent_only: bool = False,
+    has_store: bool = False,
 ) -> Call[PullReply]:
     """Sweep, then lease up to `max_jobs` jobs that together cost at most `max_cost_tokens`.
 
@@ -262,6 +272,7 @@ def pull(
     sample. `holding` is the number of jobs the worker holds. At 0 the first job is leased regardless of its
     cost (the engine reports never_fits if it has to), and a suspect may be, alone. While a worker holds a
     suspect, none is. `urgent_only`: leave jobs of normal and low priority to others.
+    `has_store`: also pull jobs that lie in a store.
     """
     limits = (lease_ms, max_jobs, max_cost_tokens, holding)
     classes = "0" if urgent_only else "012"
@@ -269,7 +280,7 @@ def pull(
         worker_id,
         *limits,
         longest,
-        ",".join(map(str, VERSIONS)),
+        ",".join(map(str, (*VERSIONS, STORED_VERSION) if has_store else VERSIONS)),
         classes,
         *models,
     )
@@ -322,15 +333,18 @@ def commit(
     result_json: str | bytes | None = None,
     error_json: str | bytes | None = None,
     progress: Progress | None = None,
+    stored: str = "",
 ) -> Call[CommitReply]:
     """End the job. `succeeded` takes a Result as JSON, every other state an ErrorInfo.
 
-    `progress` is the job's last: with it a status never lags behind the result (the server dates it). A job
-    whose cancel or expiry was recorded before ends that way regardless of `state`; the reply says which.
+    `progress` is the job's last: with it a status never lags behind the result (the server dates it).
+    `stored` is the URI of a result that lies in a store. A job whose cancel or expiry was recorded before ends that
+    way regardless of `state`; the reply says which.
     """
     outcome = result_json if state == "succeeded" else error_json
     assert outcome is not None, f"{state} needs {'a result' if state == 'succeeded' else 'an error'}"
-    args = (job_id, token, state, outcome, _pack_progress(progress) if progress is not None else "")
+    packed = _pack_progress(progress) if progress is not None else ""
+    args = (job_id, token, state, outcome, packed, stored)
     return Call("commit", (keys.prefix(queue),), args, _word)
 
 

@@ -10,6 +10,7 @@ for _, id in ipairs(ARGV) do
     purged = purged + 1
     if job[2] then
       redis.call('UNLINK', P .. 'in:' .. id)
+      drop_stored(NOW, redis.call('HGET', P .. 'job:' .. id, 'stored'))
     else
       forget(id)
     end

@@ -22,7 +22,7 @@ function given_by(id, job, state, outcome)
   if outcome and #outcome <= MAX_RESULT then
     read, found = pcall(cjson.decode, outcome)
   end
-  if not read or type(found) ~= 'table' then
+  if not read or type(found) ~= 'table' or (state == 'succeeded' and found.stored) then
     given.unreadable = state == 'succeeded'
   elseif state ~= 'succeeded' then
     given.code = plain(found.code, 'string')
@@ -73,7 +73,7 @@ local function verdict(job, given)
     return 'cancelled', error_of('parent_failed', 'it waited for job ' .. given.id .. ', which ' .. how, given.code)
   elseif given.unreadable and (condition or job.reads) then
     return 'failed', error_of('payload_too_large', 'it needs the output of job ' .. given.id
-      .. ', whose result is gone or has more than ' .. MAX_RESULT .. ' bytes')
+      .. ', whose result is gone, lies in a store, or has more than ' .. MAX_RESULT .. ' bytes')
   elseif condition and not is_met(condition, given) then
     return 'cancelled', error_of('condition_false', 'the output of job ' .. given.id .. ' is not what it was to run for')
   end

@@ -107,6 +107,13 @@ local function remember(id, job, kind, code, message)
   redis.call('LTRIM', P .. 'history:' .. id, -HISTORY, -1)
 end
 
+-- What lies in a store is deleted from `at` on, by a worker that sweeps.
+local function drop_stored(at, uri)
+  if uri then
+    redis.call('ZADD', P .. 'stored', int(at), uri)
+  end
+end
+
 -- Equal jobs share one stored end. `sharers:<name>` counts those that will let go of it (the members of batches, and
 -- followers that are not settled yet), and says until when the others need it, whose records expire by themselves.
 local function let_go_of_end(name, until_ms)
@@ -116,7 +123,9 @@ local function let_go_of_end(name, until_ms)
     redis.call('HSET', key, 'until', int(last))
     return
   end
+  local uri = redis.call('HGET', key, 'stored')
   redis.call('UNLINK', key)
+  drop_stored(math.max(last, NOW), uri)
   if last > NOW then
     redis.call('PEXPIRE', P .. 'end:' .. name, int(last - NOW))
   else
@@ -125,10 +134,12 @@ local function let_go_of_end(name, until_ms)
 end
 
 local function erase(id)
-  local job = redis.call('HMGET', P .. 'job:' .. id, 'shared', 'batch')
+  local job = redis.call('HMGET', P .. 'job:' .. id, 'shared', 'batch', 'stored', 'stored_result')
   redis.call('UNLINK', P .. 'job:' .. id, P .. 'in:' .. id, P .. 'out:' .. id, P .. 'ckpt:' .. id, P .. 'md:' .. id,
     P .. 'history:' .. id)
   redis.call('ZREM', P .. 'dead', id)
+  drop_stored(NOW, job[3])
+  drop_stored(NOW, job[4])
   if job[1] and job[2] then
     let_go_of_end(job[1])
   end
@@ -165,7 +176,12 @@ end
 -- somebody has yet to be told of stays until it was, a week at most.
 local function keep(id, job, state)
   if state == 'succeeded' then
-    redis.call('UNLINK', P .. 'in:' .. id, P .. 'ckpt:' .. id)
+    redis.call('UNLINK', P .. 'ckpt:' .. id, P .. (job.keep and 'ckpt:' or 'in:') .. id)
+    if job.stored and not job.keep then
+      drop_stored(NOW, job.stored)
+      redis.call('HDEL', P .. 'job:' .. id, 'stored')
+      job.stored = nil
+    end
   end
   if job.batch then
     redis.call('RPUSH', P .. 'bfeed:' .. job.batch, id)
@@ -177,6 +193,8 @@ local function keep(id, job, state)
     ttl = math.max(ttl, BATCH_TTL)
   end
   expire_record(id, ttl)
+  drop_stored(NOW + ttl, job.stored)
+  drop_stored(NOW + ttl, job.stored_result)
   if job.shared then
     let_go_of_end(job.shared, NOW + ttl)
   end
@@ -211,6 +229,9 @@ local function record_end(id, job, state, out)
     redis.call('HSET', P .. 'job:' .. id, 'state', state, 'finished_at', int(NOW))
   end
   count(job.batch, job.state, state)
+  if job.stored_result then
+    redis.call('HSET', P .. 'job:' .. id, 'stored_result', job.stored_result)
+  end
   if out then
     redis.call('SET', P .. 'out:' .. id, out)
   else
@@ -292,6 +313,10 @@ local function share_end(id, job, state, out, followers)
   job.shared = id .. ':' .. int(NOW)
   redis.call('SET', P .. 'end:' .. job.shared, out)
   redis.call('HSET', P .. 'sharers:' .. job.shared, 'count', 1 + followers)
+  if job.stored_result then
+    redis.call('HSET', P .. 'sharers:' .. job.shared, 'stored', job.stored_result)
+    job.stored_result = nil
+  end
   redis.call('HSET', P .. 'settling:' .. id, 'shared', job.shared, 'state', state, 'model', model)
   if job.progress then
     redis.call('HSET', P .. 'settling:' .. id, 'progress', job.progress, 'progress_at', job.progress_at)

@@ -5,12 +5,14 @@
 -- ARGV[3], ARGV[4] and so on: header and payload of each job. The payload is the envelope, stored byte for byte.
 --   The header is JSON: id, lane `<version>:<class>:<tenant>:<model>` (class 0 high, 1 normal, 2 low), cost (tokens);
 --   where they apply also delay, ttl (ms from now), run_at, deadline (unix ms), max_attempts, n, width (sequences
---   that run side by side, where that is not n), stream (1), webhook (URL), relay (a lower-case word: whose outbox the
+--   that run side by side, where that is not n), stream (1), keep (1: the payload stays for as long as
+--   the result), webhook (URL), relay (a lower-case word: whose outbox the
 --   end goes into), affinity (a hash of the prompt's prefix: equal ones are pulled together), twin `<tenant>:<digest>`
 --   (equal ones in flight run once), key (the name inside the batch), idem `<tenant>:<idempotency key>`, digest (of
 --   the work), metadata (JSON text), replay_of (a dead job's id), invalid (an error as JSON text: the row is no job,
 --   and is recorded in its batch as failed), waiters (letters and digits: who waits for it, see hang_up), promise
---   (`<now or later>:<from>:<estimate>:<p50>:<p90>`, unix ms and ms from then: when it was said to end).
+--   (`<now or later>:<from>:<estimate>:<p50>:<p90>`, unix ms and ms from then: when it was said to end), stored (the URI
+--   of the payload, if this one is its stub).
 -- Returns one word per job, separated by spaces: created | exists (this id was submitted before) | full (not stored)
 --   | too_large (the payload; not stored) | same:<id> | conflict:<id> (the idempotency key belongs to that id, with an
 --   equal or another digest; same also: replay_of was replayed as that id) | gone (replay_of is no dead job).

@@ -2,11 +2,11 @@
 -- Strings by their longest, numbers by their largest; no number is below 0, and NaN fails every comparison.
 local LONGEST = {
   id = 64, lane = 320, affinity = 32, twin = 128, key = 1024, idem = 1100, digest = 64, replay_of = 64,
-  webhook = 2048, relay = 32, metadata = 16384, invalid = 16384, waiters = 32, promise = 80, after = 1039, when = 16384, otherwise = 3
+  webhook = 2048, relay = 32, metadata = 16384, invalid = 16384, waiters = 32, promise = 80, stored = 1024, after = 1039, when = 16384, otherwise = 3
 }
 local LARGEST = {
   cost = 1e15, delay = 1e12, ttl = 1e12, run_at = 1e15, deadline = 1e15, max_attempts = 100, n = 128, width = 128,
-  stream = 1, reads = 1
+  stream = 1, keep = 1, reads = 1
 }
 local MAX_PAYLOAD = 1049600
 local MAX_FOLLOWERS = 256
@@ -190,8 +190,8 @@ local function wait(job, rank)
 end
 
 local OPTIONAL = {
-  'max_attempts', 'n', 'width', 'stream', 'webhook', 'relay', 'affinity', 'twin', 'leader', 'key', 'idem', 'digest',
-  'replay_of', 'waiters', 'promise', 'after', 'waits', 'when', 'reads', 'otherwise'
+  'max_attempts', 'n', 'width', 'stream', 'keep', 'webhook', 'relay', 'affinity', 'twin', 'leader', 'key', 'idem', 'digest',
+  'replay_of', 'waiters', 'promise', 'stored', 'after', 'waits', 'when', 'reads', 'otherwise'
 }
 
 local function store(job, name)
@@ -277,6 +277,11 @@ for i, job in ipairs(jobs) do
     else
       store(job, names[i])
     end
+  end
+  if job.stored and word == 'created' then
+    redis.call('ZREM', P .. 'stored', job.stored)
+  elseif job.stored and word == 'full' then
+    redis.call('ZADD', P .. 'stored', 'XX', int(NOW + 3600000), job.stored) -- it will be sent again
   end
   words[i] = word
 end

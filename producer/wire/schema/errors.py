@@ -13,6 +13,8 @@ PagemillError
 ├── ResultTimeout          the wait ended, the job continues (also a TimeoutError)
 ├── JobNotFound            no such job, or its record has been removed
 ├── ResultExpired          the job ended, its result has been removed
+├── StoreError             a payload or result that lies outside Redis can't be read or written
+├── Unverifiable           a job can't be replayed, or its replay tells nothing
 └── JobError               the job ended without a result
     ├── JobFailed          final error of the job itself
     ├── JobDead            retryable errors or crashes used up its cap
@@ -130,6 +132,21 @@ class JobNotFound(PagemillError, LookupError):
 
 class ResultExpired(PagemillError):
     """The job succeeded, but its result has been removed."""
+
+
+class StoreError(PagemillError):
+    """A payload or result in a store is missing, not what was written, or out of reach (`retryable`).
+
+    The message quotes neither names nor credentials.
+    """
+
+    def __init__(self, message: str, *, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+
+
+class Unverifiable(PagemillError):
+    """`verify` reached no verdict: nothing to compare, no input, no worker of its kind, a copy that failed."""
 
 
 class JobError(PagemillError):

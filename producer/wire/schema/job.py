@@ -201,6 +201,8 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
     """The caller's own JSON, handed back with status and result."""
     stream: _Bool = False
     """Checkpoint often, so that `stream()` sees tokens early."""
+    keep_input: Annotated[_Bool, Field(exclude=True)] = False
+    """Keep the job as submitted for as long as its result, for `verify`. Not part of the envelope."""
     webhook: Annotated[str, StringConstraints(strict=True)] | None = None
     """An https URL to notify of the end. Workers call allowed hosts only, none by default."""
     traceparent: (
@@ -225,13 +227,11 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
             raise invalid_job(error, known) from None
 
     @classmethod
-    def from_payload(cls, payload: bytes) -> Job:
+    def from_payload(cls, payload: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> Job:
         """Create a job from its envelope, without checking a signature in front. Raises InvalidJob."""
         payload = split_payload(payload).envelope
-        if len(payload) > MAX_PAYLOAD_BYTES:
-            raise InvalidJob(
-                f"the payload has {len(payload)} bytes, the limit is {MAX_PAYLOAD_BYTES}", "payload_too_large"
-            )
+        if len(payload) > max_bytes:
+            raise too_large(len(payload), max_bytes)
         try:
             fields = json.loads(payload, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
@@ -244,7 +244,9 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
             raise InvalidJob(f"this {job.task} job takes an envelope of version {job.version}, not {version}")
         return job
 
-    def to_payload(self, *, key: str | None = None, seed: int | None = None) -> bytes:
+    def to_payload(
+        self, *, key: str | None = None, seed: int | None = None, max_bytes: int = MAX_PAYLOAD_BYTES
+    ) -> bytes:
         """Return the envelope; `key` and `seed` fill in missing ones. Raises InvalidJob over the limit."""
         # The serializer itself returns bytes; model_dump_json would decode them.
         body = self.__pydantic_serializer__.to_json(self, exclude_defaults=True)
@@ -254,8 +256,8 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
         if seed is not None and self.needs_seed:
             added += b'"seed":%d,' % seed
         payload = b'{"v":%d,%b%b' % (self.version, added, body[1:])
-        if len(payload) > MAX_PAYLOAD_BYTES:
-            raise too_large(len(payload))
+        if len(payload) > max_bytes:
+            raise too_large(len(payload), max_bytes)
         return payload
 
     @property
@@ -490,8 +492,8 @@ def work_digest(settings: bytes, prompt: bytes) -> str:
     return hashlib.blake2b(settings + prompt, digest_size=12).hexdigest()
 
 
-def too_large(size: int) -> InvalidJob:
-    return InvalidJob(f"the job has {size} bytes, the limit is {MAX_PAYLOAD_BYTES}", "payload_too_large")
+def too_large(size: int, max_bytes: int = MAX_PAYLOAD_BYTES) -> InvalidJob:
+    return InvalidJob(f"the job has {size} bytes, the limit is {max_bytes}", "payload_too_large")
 
 
 def _refuse_constant(name: str) -> None:

@@ -46,6 +46,8 @@ LABEL_VERSION: Final = 6
 """The envelope version of a choice that returns its labels' probabilities: other workers would return none."""
 AFTER_VERSION: Final = 7
 """The envelope version of every job that waits for others: its prompt may have places for their outputs."""
+STORED_VERSION: Final = 8
+"""The envelope version of a stub: the job itself is in a store. Only workers that have the store pull it."""
 VERSIONS: Final = tuple(
     sorted(
         {CHAT_VERSION, ADAPTER_VERSION, LABEL_VERSION, AFTER_VERSION}

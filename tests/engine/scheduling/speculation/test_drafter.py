@@ -7,8 +7,8 @@ import random
 import pytest
 
 from pagemill.engine.plan import RowWork, StepPlan, StepResult
+from pagemill.engine.scheduling.drafter import Drafter, accepted
 from pagemill.engine.scheduling.request import Sequence
-from pagemill.engine.scheduling.speculation.drafter import Drafter, accepted
 from pagemill.engine.scheduling.speculation.step_cost import StepCost
 from tests.engine.scheduling.harness import make_request
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagemill.producer.wire.calls import registry, transitions
+from pagemill.producer.wire.calls import batches, reads, registry, transitions
 from pagemill.producer.wire.schema.job import MAX_PAYLOAD_BYTES, Job
 from tests.producer.driving import DECODE, Queue, delta
 
@@ -15,6 +15,43 @@ def test_nothing_but_the_record_is_left_of_an_ended_job(queue: Queue) -> None:
     queue.pull()
     queue.run(registry.leave(queue.name, "w1"))
     assert queue.names() == {"job:a", "out:a", "md:a", "idem:default:k", "meta", "counts"}
+
+
+def test_an_input_is_kept_as_long_as_its_result_where_the_job_asks(queue: Queue) -> None:
+    queue.submit("a", keep_input=True)
+    queue.submit("b", batch_id="batch", keep_input=True)
+    (kept,) = (job.payload for job in queue.pull() if queue.commit(job) and job.job_id == "a")
+    found = queue.run(reads.recorded(queue.name, "a"))
+    assert (found.payload, found.outcome is not None) == (kept, True)
+    assert b"keep" not in kept
+    names = [f"{queue.prefix}{kind}:a" for kind in ("in", "out", "job")]
+    ages = [queue.client.pttl(name) for name in names]
+    assert max(ages) - min(ages) < 1000 < ages[0] <= 86_400_000
+    assert "in:b" in queue.names()
+    assert queue.run(batches.ack(queue.name, "batch", "e1", 0))[0] == 1
+    assert "in:b" not in queue.names()
+
+
+def test_of_an_equal_job_that_shares_an_end_the_input_is_kept_too(queue: Queue) -> None:
+    queue.submit("a", "b", keep_input=True, dedupe=True, temperature=0.0)
+    queue.commit(queue.pull_one())
+    payloads = {queue.run(reads.recorded(queue.name, job_id)).payload for job_id in "ab"}
+    assert payloads == {queue.run(reads.recorded(queue.name, "a")).payload}
+    assert b"" not in payloads
+
+
+def test_what_has_not_ended_has_no_recorded_end(queue: Queue) -> None:
+    queue.submit("a", keep_input=True)
+    for job_id, state in (("a", "queued"), ("nobody", None)):
+        found = queue.run(reads.recorded(queue.name, job_id))
+        assert found.outcome is not None
+        assert (found.outcome.state, found.payload) == (state, b"")
+
+
+def test_a_sample_of_a_batch_leaves_out_what_is_gone(queue: Queue) -> None:
+    queue.submit("a", "b", "c", batch_id="batch")
+    assert queue.run(batches.sample(queue.name, "batch", [2, 0, 7])) == ["c", "a"]
+    assert queue.run(batches.sample(queue.name, "nothing", [0])) == []
 
 
 def test_a_job_stays_compact_in_memory(queue: Queue) -> None:

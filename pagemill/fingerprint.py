@@ -9,6 +9,7 @@ other way round.
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 COMMIT_DIGITS = 12
 
@@ -18,6 +19,7 @@ def with_commit(digest: str, commit: str | None) -> str:
     return f"{digest}@{commit[:COMMIT_DIGITS]}" if commit else digest
 
 
+@lru_cache(maxsize=1024)
 def with_adapter(fingerprint: str, adapter_digest: str) -> str:
     """Return the fingerprint of a model with an adapter: without it, or with other weights, it is another function."""
     digest, separator, commit = fingerprint.partition("@")

@@ -1,0 +1,1 @@
+"""Replays: a job that has succeeded runs again, and the two results are compared."""

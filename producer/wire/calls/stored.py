@@ -1,0 +1,31 @@
+"""Files of the store as calls: which are written, and which are to be deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.server.scripts import Call
+
+GRACE_MS = 3_600_000
+"""Time in which a file that was announced must be part of a job, or it is deleted."""
+
+
+def announce(queue: str, uris: Sequence[str], within_ms: int = GRACE_MS) -> Call[int]:
+    """Have files deleted in `within_ms`, unless a submit or a commit has taken them by then."""
+    return Call("stored_announce", (keys.prefix(queue),), (within_ms, *uris), int)
+
+
+def claim(queue: str, limit: int, claim_ms: int) -> Call[list[str]]:
+    """Take up to `limit` files to delete; they come again after `claim_ms` unless settled."""
+    return Call(
+        "stored_claim",
+        (keys.prefix(queue),),
+        (limit, claim_ms),
+        lambda reply: [uri.decode() for uri in reply],
+    )
+
+
+def settle(queue: str, uris: Sequence[str]) -> Call[int]:
+    """Forget files that were deleted."""
+    return Call("stored_settle", (keys.prefix(queue),), tuple(uris), int)

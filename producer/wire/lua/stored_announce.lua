@@ -1,0 +1,9 @@
+-- Say that files are about to be written to the store: those that nothing refers to by then are deleted again.
+-- KEYS[1] prefix
+-- ARGV[1] ms from now  [2] and on: their URIs
+-- Returns 1
+-- @include common
+for i = 2, #ARGV do
+  redis.call('ZADD', P .. 'stored', int(NOW + ARGV[1]), ARGV[i])
+end
+return 1

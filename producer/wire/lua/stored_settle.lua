@@ -1,0 +1,6 @@
+-- Files of the store that are deleted.
+-- KEYS[1] prefix
+-- ARGV their URIs
+-- Returns how many were known
+-- @include common
+return redis.call('ZREM', P .. 'stored', unpack(ARGV))

@@ -1,0 +1,64 @@
+"""What stands in Redis for a payload or a result that lies in a store.
+
+A payload's stub is an envelope of `STORED_VERSION`, which is signed like any other: the hash in it covers the content.
+A result's has one member, which no Result has first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import Field, ValidationError
+
+from pagemill.producer.wire.schema.outputs import WireModel
+from pagemill.producer.wire.schema.tasks import STORED_VERSION
+
+MAX_URI = 1024
+_MAX_STUB = 4096
+_PAYLOAD = b'{"v":%d,"stored":' % STORED_VERSION
+_RESULT = b'{"stored":'
+
+
+class Reference(WireModel):
+    """A file of the store, by its URI, the SHA-256 of its content in hex, and its size in bytes."""
+
+    uri: str = Field(max_length=MAX_URI)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    size: int = Field(ge=0)
+    tenant: str = "default"
+    """Whose job it belongs to: part of a payload's signature."""
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A file that is to be written to the store."""
+
+    uri: str
+    data: bytes
+
+
+def payload_stub(reference: Reference) -> bytes:
+    return _PAYLOAD + reference.model_dump_json().encode() + b"}"
+
+
+def result_stub(reference: Reference) -> bytes:
+    return _RESULT + reference.model_dump_json().encode() + b"}"
+
+
+def read_payload_stub(envelope: bytes) -> Reference | None:
+    """Return what an envelope (without its signature) stands for; None if it is the job itself."""
+    return _read(envelope, _PAYLOAD)
+
+
+def read_result_stub(out: bytes) -> Reference | None:
+    """Return what a stored result stands for; None if it is the result itself."""
+    return _read(out, _RESULT)
+
+
+def _read(text: bytes, opening: bytes) -> Reference | None:
+    if not text.startswith(opening) or len(text) > _MAX_STUB:
+        return None
+    try:
+        return Reference.model_validate_json(text[len(opening) : -1])
+    except ValidationError:
+        return None

@@ -1,0 +1,77 @@
+"""Writes large results to the store before they are committed, on threads of its own.
+
+A file is announced before it is written, and is nobody's until a commit names it: what a lost race or a dead worker
+leaves behind is deleted by the sweep. Where the store fails, the result goes into Redis as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from pagemill.producer.wire.calls import stored
+from pagemill.producer.wire.process.repeated_errors import IN_LOOP, RepeatedErrors
+from pagemill.producer.wire.schema.errors import PagemillError
+from pagemill.producer.wire.store.store import Store, reference_to
+from pagemill.producer.wire.store.stub import result_stub
+from pagemill.worker.job_queue import JobQueue
+from pagemill.worker.jobs.final_write import FinalWrite, in_store
+
+logger = logging.getLogger(__name__)
+logger.addFilter(RepeatedErrors())
+
+NUM_THREADS = 4
+
+
+class StoredResults:
+    """Results on their way to the store."""
+
+    def __init__(self, store: Store, new_queue: Callable[[], JobQueue]) -> None:
+        self._store = store
+        self._queues = [new_queue() for _ in range(NUM_THREADS)]
+        self._wanted: SimpleQueue[FinalWrite | str] = SimpleQueue()
+        """Results to write, and URIs to delete."""
+        self._on_written: Callable[[FinalWrite], None] = lambda write: None
+
+    def start(self, on_written: Callable[[FinalWrite], None]) -> None:
+        """`on_written` gets each write when it may be sent: of a stub, or where the store failed as it was."""
+        self._on_written = on_written
+        for queue in self._queues:
+            # A daemon: a store that never answers must not keep the process.
+            threading.Thread(target=self._run, args=(queue,), name="pagemill-store", daemon=True).start()
+
+    def takes(self, write: FinalWrite) -> bool:
+        """Return whether a write is of a result that belongs into the store."""
+        return write.kind == "succeeded" and self._store.takes(write.size)
+
+    def write(self, write: FinalWrite) -> None:
+        self._wanted.put(write)
+
+    def discard(self, uri: str) -> None:
+        """Have a result deleted that no commit took."""
+        self._wanted.put(uri)
+
+    def _run(self, queue: JobQueue) -> None:
+        while True:
+            wanted = self._wanted.get()
+            try:
+                if isinstance(wanted, str):
+                    queue.run(stored.announce(queue.queue, [wanted], within_ms=0))
+                else:
+                    self._on_written(self._written(queue, wanted))
+            except PagemillError as error:
+                logger.warning("a result was not written to the store: %s", error, extra=IN_LOOP)
+                if not isinstance(wanted, str):
+                    self._on_written(wanted)
+            except Exception:
+                logger.exception("writing a result to the store failed; going on")
+                if not isinstance(wanted, str):
+                    self._on_written(wanted)
+
+    def _written(self, queue: JobQueue, write: FinalWrite) -> FinalWrite:
+        uri = self._store.new_uri(queue.queue, "out", write.job_id)
+        queue.run(stored.announce(queue.queue, [uri]))
+        self._store.write(uri, write.body)
+        return in_store(queue.queue, write, uri, result_stub(reference_to(uri, write.body)))

@@ -1,0 +1,62 @@
+"""Deletes files of the store whose jobs are gone, some at a time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from pagemill.producer.wire.calls import stored
+from pagemill.producer.wire.process.repeated_errors import IN_LOOP, RepeatedErrors
+from pagemill.producer.wire.schema.errors import PagemillError, StoreError
+from pagemill.producer.wire.store.store import Store
+from pagemill.worker.job_queue import JobQueue
+
+logger = logging.getLogger(__name__)
+logger.addFilter(RepeatedErrors())
+
+AT_ONCE = 64
+CLAIM_MS = 60_000
+LOOK_S = 5.0
+
+
+class StoreSweeper:
+    """The sweeping thread. Any number of workers may sweep a queue: each file is one's at a time."""
+
+    def __init__(self, store: Store, queue: JobQueue) -> None:
+        self._store = store
+        self._queue = queue
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pagemill-store-sweep", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    def sweep(self) -> int:
+        """Delete files that are due; returns how many were looked at."""
+        uris = self._queue.run(stored.claim(self._queue.queue, AT_ONCE, CLAIM_MS))
+        gone: list[str] = []
+        for uri in uris:
+            try:
+                self._store.delete(uri)
+                gone.append(uri)
+            except StoreError as error:
+                logger.warning("a file of the store was not deleted: %s", error, extra=IN_LOOP)
+        if gone:
+            self._queue.run(stored.settle(self._queue.queue, gone))
+        return len(uris)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            looked = 0
+            try:
+                looked = self.sweep()
+            except PagemillError as error:
+                logger.debug("the store was not swept: %s", error)
+            except Exception:
+                logger.exception("sweeping the store failed; going on")
+            self._stop.wait(0.0 if looked == AT_ONCE else LOOK_S)

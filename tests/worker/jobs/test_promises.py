@@ -74,7 +74,8 @@ def test_a_worker_announces_its_speed_and_a_submit_uses_it(client: QueueClient) 
         running_worker(worker_config(client.url, client.queue)),
         Producer(client.url, queue=client.queue) as producer,
     ):
-        assert [worker.speed for worker in client.workers()] == [None]
+        (worker,) = eventually(client.workers, "its announcement")
+        assert worker.speed is None
         assert (first := producer.submit(prompt="a", model="echo", promise="flag").promise)
         assert first.p50 is None
         client.wait(client.submit(*({"prompt": f"row {i}"} for i in range(20))))

@@ -87,6 +87,8 @@ class RunOptions:
     choices: options.Choices = None
     label_probs: options.LabelProbabilities = None
     label_temperature: options.LabelScale = "1"
+    escalate_below: options.EscalateBelow = None
+    to: options.EscalateTo = None
     json_schema: options.JsonSchema = None
     regex: options.Regex = None
     max_tokens: options.MaxTokens = None
@@ -136,9 +138,12 @@ def run(given: RunOptions) -> None:
                 raise typer.Exit(EXIT_FAILED_ROWS)
             return
         with contextlib.ExitStack() as stack:
+            worker_options = given.worker_option or []
             url, metrics_url = server(
-                stack, given.redis_url, given.queue, given.model, given.worker_option or [], given.quiet
+                stack, given.redis_url, given.queue, given.model, worker_options, given.quiet
             )
+            for model in given.to or []:
+                server(stack, url, given.queue, model, worker_options, given.quiet)
             name = served_name(given.model) if given.model else default_model(url, given.queue)
             dataset.recipe = replace(dataset.recipe, model=name)
             producer = stack.enter_context(Producer(url, queue=given.queue))
@@ -166,6 +171,8 @@ def _dataset(given: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:
         output_column=given.output_column or "",
         schema_columns=given.schema_columns,
         label_temperature=cast("LabelTemperature", given.label_temperature),
+        escalate_below=given.escalate_below,
+        to=[served_name(model) for model in given.to or []],
         where=given.where,
         on_null=cast("OnRow", given.on_null),
         on_empty=cast("OnRow", given.on_empty),
@@ -357,6 +364,13 @@ def _finish(dataset: DatasetRun, summary: Summary, *, estimate: bool) -> None:
         rows = "1 row" if summary.failed == 1 else f"{summary.failed:,} rows"
         say(f"{rows} failed, the first: {summary.first_failure}\nAll reasons are in {dataset.errors_path}")
         raise typer.Exit(EXIT_FAILED_ROWS)
+    if summary.stages is not None and summary.stages.failed:
+        rows = "1 row" if summary.stages.failed == 1 else f"{summary.stages.failed:,} rows"
+        say(
+            f"a later model failed for {rows}, the first: {summary.stages.first_failure}\n"
+            "The earlier answer stays; the same command tries again"
+        )
+        raise typer.Exit(EXIT_FAILED_ROWS)
 
 
 def _print(dataset: DatasetRun, summary: Summary, page: Path) -> None:
@@ -373,6 +387,11 @@ def _print(dataset: DatasetRun, summary: Summary, page: Path) -> None:
         for label, bar, count in report.bars(labels):
             chart.add_row(label, bar, f"{count:,}")
         console.print(chart)
+    if points := report.curve_rows(summary):
+        curve = Table(*report.CURVE_COLUMNS, box=None, pad_edge=False)
+        for cells in points:
+            curve.add_row(*cells)
+        console.print(curve)
 
 
 def _print_estimate(dataset: DatasetRun, summary: Summary) -> None:

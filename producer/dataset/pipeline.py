@@ -33,6 +33,8 @@ class RunFields(TypedDict, total=False):
     output_column: str
     schema_columns: bool
     label_temperature: LabelTemperature
+    escalate_below: float | None
+    to: Sequence[str] | str
     where: str | None
     on_null: OnRow
     on_empty: OnRow

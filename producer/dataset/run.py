@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -21,12 +21,14 @@ from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.errors import DatasetError, DiskFailed, EmptyFile
 from pagemill.producer.dataset.journal import Failure, Journal
 from pagemill.producer.dataset.labels.calibration import Calibration, GoldSample
-from pagemill.producer.dataset.labels.columns import LABEL, LabelTemperature, label_columns
+from pagemill.producer.dataset.labels.cascade import cascade_of
+from pagemill.producer.dataset.labels.columns import LABEL, LabelTemperature, as_label, by_label
+from pagemill.producer.dataset.labels.stages import StageFigures
 from pagemill.producer.dataset.lines import OutputLines
 from pagemill.producer.dataset.recipe import OnRow, Recipe, raw_text
 from pagemill.producer.dataset.record import Mean, Record, Totals, differences
 from pagemill.producer.dataset.schema_fields import schema_fields
-from pagemill.producer.dataset.summary import Summary, as_label, by_label
+from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.tables.rows import MemorySource, Row, RowError, Source, open_source
 from pagemill.producer.dataset.tables.writers import OUTPUT, Writer, check_output, replacing
 from pagemill.producer.dataset.template import Condition, TemplateFailed
@@ -57,6 +59,10 @@ class DatasetRun:
     """Also a column for each field of the JSON schema, named `output.FIELD`."""
     label_temperature: LabelTemperature = 1.0
     """Scales the probabilities of labels as they are written; `fit`: as fits the gold values best."""
+    escalate_below: float | None = None
+    """Rows whose label's probability is under this go on to the next model of `to`."""
+    to: Sequence[str] | str = ()
+    """The models of a cascade's later stages, in order."""
     where: str | None = None
     """The rows that are wanted, as an expression in Jinja2's syntax; `limit` counts these alone."""
     on_null: OnRow = "fail"
@@ -79,7 +85,7 @@ class DatasetRun:
         schema = (self.recipe.fields.get("structured_outputs") or {}).get("json")
         self.fields = schema_fields(schema) if self.schema_columns else {}
         self.output_column = self.output_column or (LABEL if self.recipe.has_label_probs else OUTPUT)
-        self._labels = label_columns(self)
+        self._cascade, self._labels = cascade_of(self)
         self._condition = None if self.where is None else Condition(self.where)
 
     @property
@@ -121,7 +127,8 @@ class DatasetRun:
                     producer, journal, window=self.window, max_errors=self.max_errors, on_news=tell
                 )
                 loop.complaint = self._cut_off
-                loop.run(lambda: self._works(journal))
+                loop.tally.stages = {model: Tally() for model in self._cascade.models}
+                loop.run(lambda: self._works(journal), self._cascade.followers(journal, self._plain_jobs))
             return self._finish(journal)
 
     def detach(self, producer: Producer) -> Tally:
@@ -164,6 +171,7 @@ class DatasetRun:
 
     def _check(self, first: Row | None) -> None:
         self.recipe.check(first)
+        self._cascade.check(self.recipe.model)
         if self._condition is not None and first is not None and first.fields:
             self._condition.check_columns(first.fields)
         columns = (first.fields if first else None) or {}
@@ -194,6 +202,9 @@ class DatasetRun:
         rows = self.source.rows()
         return islice(rows if self._condition is None else _selected(rows, self._condition), self.limit)
 
+    def _plain_jobs(self) -> Iterator[Job]:
+        return (job for job in map(self.recipe.job, self._rows()) if isinstance(job, Job))
+
     def _works(self, journal: Journal) -> Iterator[Work | None]:
         for _, job, name in self._jobs(journal):
             yield Work(_work_key(job, name), job) if isinstance(job, Job) else None
@@ -217,7 +228,9 @@ class DatasetRun:
             totals=totals,
             wants_schema=self.recipe.wants_json,
         )
-        if self._labels is not None:
+        if self._cascade.models:
+            summary.stages = StageFigures(self._cascade, self.recipe.model)
+        elif self._labels is not None:
             self._calibrate(journal, summary)
         samples = (row.fields for row in self._rows() if row.fields is not None)
         with (
@@ -268,7 +281,7 @@ class DatasetRun:
             error = job
         else:
             key = _work_key(job, name)
-            kept = journal.output(key)
+            kept = self._cascade.kept(journal, key, job.model)
             failure = journal.failure(key) if kept is None else self._cut_off(kept)
             if kept is not None and failure is None:
                 line = self._lines.make(row, name, kept)
@@ -336,11 +349,12 @@ class DatasetRun:
                 )
             name, kept = line
             digest, _, occurrence = name.partition("-")
-            journal.record(name, kept, None)
-            if occurrence == "1":
-                journal.record(digest, kept, None)
+            answers = dict(self._cascade.recorded(kept, digest))
+            tokens += sum(answer["usage"].get("completion_tokens") or 0 for answer in answers.values())
+            journal.record(name, answers[digest], None)
+            for key, answer in answers.items() if occurrence == "1" else ():
+                journal.record(key, answer, None)
             rows += 1
-            tokens += kept["usage"].get("completion_tokens") or 0
         if rows and not any(journal.output(name) for _, _, name in self._jobs(journal) if name):
             raise DatasetError(
                 f"{self.out} has none of these rows with this prompt, model and sampling: it is the output of "
@@ -359,8 +373,13 @@ class DatasetRun:
             WorkLoop(producer, journal).cancel()
             journal.start_over()
             self._begin(journal)
+        journal.set_facts(settings=json.dumps(self._settings()))
 
     def _check_same(self, then: dict[str, Any], path: Path) -> None:
+        """Raise DatasetError for other settings. More stages for rows that have the first are the same work."""
+        known = then.get("to") or []
+        if list(self._cascade.models[: len(known)]) == known:
+            then = then | {"to": self._settings()["to"]}
         if differing := differences(then, self._settings()):
             raise DatasetError(
                 f"{path} is of a run with other settings ({differing}). "
@@ -373,6 +392,7 @@ class DatasetRun:
             "output_column": self.output_column,
             "where": self.where,
             "schema_columns": self.schema_columns,
+            "to": self._cascade.models or None,
         }
         settings = {**self.recipe.settings(), **about}
         return cast("dict[str, Any]", json.loads(json.dumps(settings, default=str)))

@@ -153,7 +153,7 @@ def run(given: RunOptions) -> None:
                 return
             summary = _execute(dataset, producer, metrics_url, given.quiet)
         _report(dataset, summary, page, as_json=given.as_json)
-    _finish(dataset, summary, estimate=given.estimate)
+        _finish(dataset, summary, estimate=given.estimate)
 
 
 def _dataset(given: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:

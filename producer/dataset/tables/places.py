@@ -178,6 +178,13 @@ def place_of(out: str | Path) -> Place:
     return LocalPlace(local_path(out)) if uri is None else RemotePlace(uri)
 
 
+_REASONS = {
+    FileNotFoundError: "the bucket or folder is not there",
+    PermissionError: "no permission",
+    TimeoutError: "no answer",
+}
+
+
 def _filesystem(uri: str) -> tuple[Any, str]:
     """Return fsspec's file system for a URI, and the path in it. Raises DatasetError."""
     protocol = urlsplit(uri).scheme
@@ -208,10 +215,8 @@ def _told(what: str, kind: type[DatasetError] = DatasetError) -> Iterator[None]:
     except DatasetError:
         raise
     except Exception as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+        reason = next(
+            (words for cause, words in _REASONS.items() if isinstance(error, cause)), type(error).__name__
+        )
         again = " Run the same command again; nothing that was done is lost" if kind is DiskFailed else ""
-        raise kind(f"{what} ({_without_secrets(reason)}).{again}") from None
-
-
-def _without_secrets(text: str) -> str:
-    return re.sub(r"\S+://\S+", "...", text)
+        raise kind(f"{what} ({reason}).{again}") from None

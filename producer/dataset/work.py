@@ -181,15 +181,15 @@ class WorkLoop:
             self.tally.submitted += len(chunk)
             if collect:
                 self._collect()
-                self._follow()
                 while self.tally.in_flight > self._window:
                     self._collect(wait=True)
+                self._follow()
             self._on_news(self.tally)
 
     def _follow(self) -> int:
         """Submit the work that has come to be known, as far as the window allows; returns the number of jobs."""
         count = 0
-        for works in self._following:
+        for works in reversed(self._following):  # what is nearest to its end first
             known = itertools.takewhile(lambda work: work is not None, works)
             jobs = (
                 job for job in (self._item(work) for work in known if work is not None) if job is not None

@@ -68,6 +68,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.ran: Counter[tuple[str, str]] = Counter()
+        self.order: list[str] = []
         self.adapters: Counter[tuple[str, str | None]] = Counter()
         self.failing: set[str] = set()
         self.delay_s = 0.0
@@ -76,6 +77,7 @@ class Workers:
         job = Job.from_payload(pulled.payload)
         text = job.prompt or ""
         self.ran[job.model, text] += 1
+        self.order.append(job.model)
         self.adapters[job.model, job.adapter] += 1
         time.sleep(self.delay_s)
         if job.model in self.failing:
@@ -234,6 +236,25 @@ def test_equal_rows_run_once_at_every_stage(producer: Producer, workers: Workers
     assert [(stage["rows"], stage["jobs"], stage["prompt_tokens"]) for stage in stages] == [(30, 10, 100)] * 2
     assert summary.prompt_tokens == 200
     assert stages[0]["seconds"] == pytest.approx(10.0)
+
+
+def test_later_models_have_work_before_the_first_is_done(
+    producer: Producer, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the window is always full."""
+    monkeypatch.setattr("pagemill.producer.dataset.work.CHUNK", 10)
+    summary = pipeline().run(
+        rows(200),
+        out=tmp_path / "out.jsonl",
+        producer=producer,
+        escalate_below=1.0,
+        to=["big", "huge"],
+        window=20,
+    )
+    assert summary.succeeded == 200
+    assert workers.order.index("big") < 60
+    assert workers.order.index("huge") < 120
+    assert Counter(workers.order[:300])["huge"] > 0
 
 
 def test_a_failed_stage_leaves_the_first_answer_and_is_tried_again(

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, cast
 
 import typer
@@ -58,7 +56,9 @@ from pagemill.producer.dataset.recipe import OnRow, Recipe
 from pagemill.producer.dataset.run import DatasetRun, OnCut
 from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.tables.compressed import compression_of
+from pagemill.producer.dataset.tables.places import Place, local_path, open_stream, place_of, uri_of
 from pagemill.producer.dataset.tables.rows import Format, Source, open_source
+from pagemill.producer.dataset.tables.streams import Stream
 from pagemill.producer.dataset.tokens import TokenCounter
 from pagemill.producer.dataset.work import WINDOW, TooManyErrors
 from pagemill.producer.wire.calls.registry import WorkerInfo
@@ -87,6 +87,8 @@ class RunOptions:
     choices: options.Choices = None
     label_probs: options.LabelProbabilities = None
     label_temperature: options.LabelScale = "1"
+    escalate_below: options.EscalateBelow = None
+    to: options.EscalateTo = None
     json_schema: options.JsonSchema = None
     regex: options.Regex = None
     max_tokens: options.MaxTokens = None
@@ -127,8 +129,9 @@ class RunOptions:
 def run(given: RunOptions) -> None:
     """Send every row of a dataset through the model. After any interruption, run the same command again."""
     check_options(given.worker_option)
-    page = given.report_file or given.out.with_name(given.out.name + ".report.html")
-    with reported(given.out), contextlib.ExitStack() as inputs:
+    out = uri_of(given.out) or given.out
+    page = place_of(given.report_file or f"{out}.report.html")
+    with reported(place_of(out).path), contextlib.ExitStack() as inputs:
         dataset = _dataset(given, inputs)
         if given.dry_run:
             limit = prompt_limit(given.model, given.redis_url, given.queue, given.worker_option or [])
@@ -136,9 +139,12 @@ def run(given: RunOptions) -> None:
                 raise typer.Exit(EXIT_FAILED_ROWS)
             return
         with contextlib.ExitStack() as stack:
+            worker_options = given.worker_option or []
             url, metrics_url = server(
-                stack, given.redis_url, given.queue, given.model, given.worker_option or [], given.quiet
+                stack, given.redis_url, given.queue, given.model, worker_options, given.quiet
             )
+            for model in given.to or []:
+                server(stack, url, given.queue, model, worker_options, given.quiet)
             name = served_name(given.model) if given.model else default_model(url, given.queue)
             dataset.recipe = replace(dataset.recipe, model=name)
             producer = stack.enter_context(Producer(url, queue=given.queue))
@@ -147,7 +153,7 @@ def run(given: RunOptions) -> None:
                 return
             summary = _execute(dataset, producer, metrics_url, given.quiet)
         _report(dataset, summary, page, as_json=given.as_json)
-    _finish(dataset, summary, estimate=given.estimate)
+        _finish(dataset, summary, estimate=given.estimate)
 
 
 def _dataset(given: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:
@@ -155,7 +161,7 @@ def _dataset(given: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:
     text = _template_text(given.template, given.template_file)
     return DatasetRun(
         source=_source(given, inputs),
-        out=given.out,
+        out=uri_of(given.out) or given.out,
         recipe=Recipe(model, text, given.system, not given.no_chat, _job_fields(given)),
         limit=TRIAL_ROWS if given.estimate and given.limit is None else given.limit,
         gold=given.gold,
@@ -166,6 +172,8 @@ def _dataset(given: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:
         output_column=given.output_column or "",
         schema_columns=given.schema_columns,
         label_temperature=cast("LabelTemperature", given.label_temperature),
+        escalate_below=given.escalate_below,
+        to=[served_name(model) for model in given.to or []],
         where=given.where,
         on_null=cast("OnRow", given.on_null),
         on_empty=cast("OnRow", given.on_empty),
@@ -174,22 +182,16 @@ def _dataset(given: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:
 
 
 def _source(given: RunOptions, inputs: contextlib.ExitStack) -> Source:
-    """Open the input; standard input is kept in a file for the time of the run, since rows are read twice."""
+    """Open the input. Standard input and what a server sends is kept in a file, since rows are read twice."""
     kind = cast("Format | None", given.kind)
+    if (uri := uri_of(given.source)) is not None:
+        return open_source(inputs.enter_context(open_stream(uri)), kind, given.encoding)
     if str(given.source) != "-":
-        return open_source(given.source, kind, given.encoding)
-    data = sys.stdin.buffer
-    start = data.read(4)
-    suffix = f".{kind or 'jsonl'}{compression_of(start)}"
-    file = inputs.enter_context(
-        tempfile.NamedTemporaryFile(prefix="pagemill-rows-", suffix=suffix)  # noqa: SIM115
-    )
-    file.write(start)
-    shutil.copyfileobj(data, file)
-    file.flush()
-    source = open_source(Path(file.name), kind, given.encoding)
-    source.name = "standard input"
-    return source
+        return open_source(local_path(given.source), kind, given.encoding)
+    start = sys.stdin.buffer.read(4)
+    path = PurePath(f"rows.{kind or 'jsonl'}{compression_of(start)}")
+    stream = Stream(sys.stdin.buffer, path, "standard input", start)
+    return open_source(inputs.enter_context(contextlib.closing(stream)), kind, given.encoding)
 
 
 def _leave(dataset: DatasetRun, producer: Producer, *, cancel: bool, as_json: bool) -> None:
@@ -331,19 +333,27 @@ def _execute(dataset: DatasetRun, producer: Producer, metrics_url: str | None, q
         return dataset.execute(producer)
 
 
-def _report(dataset: DatasetRun, summary: Summary, page: Path, *, as_json: bool) -> None:
+def _report(dataset: DatasetRun, summary: Summary, page: Place, *, as_json: bool) -> None:
     """Write the report's files, and print its figures to stdout; the output itself is complete by now."""
-    about = {"input": dataset.source.name, "output": str(dataset.out), "model": dataset.recipe.model}
+    paths = page.path, page.path.with_suffix(".json")
+    about = {"input": dataset.source.name, "output": dataset.place.name, "model": dataset.recipe.model}
     if as_json:
         typer.echo(json.dumps({**about, **summary.as_json()}))
     else:
         _print(dataset, summary, page)
     try:
-        report.write_html(summary, page, about)
-        report.write_json(summary, page.with_suffix(".json"), about)
-    except OSError as error:
-        reason = f"{error.strerror or error}: {error.filename or page}"
-        say(f"the report's files could not be written ({reason}); {dataset.out} is complete")
+        page.prepare()
+        report.write_html(summary, paths[0], about)
+        report.write_json(summary, paths[1], about)
+        page.publish(paths)
+        page.leave(paths)
+    except (OSError, DatasetError) as error:
+        reason = (
+            f"{error.strerror or error}: {error.filename or page.name}"
+            if isinstance(error, OSError)
+            else error
+        )
+        say(f"the report's files could not be written ({reason}); {dataset.place.name} is complete")
 
 
 def _finish(dataset: DatasetRun, summary: Summary, *, estimate: bool) -> None:
@@ -355,16 +365,25 @@ def _finish(dataset: DatasetRun, summary: Summary, *, estimate: bool) -> None:
         raise typer.Exit(EXIT_INCOMPLETE)
     if summary.failed:
         rows = "1 row" if summary.failed == 1 else f"{summary.failed:,} rows"
-        say(f"{rows} failed, the first: {summary.first_failure}\nAll reasons are in {dataset.errors_path}")
+        say(
+            f"{rows} failed, the first: {summary.first_failure}\nAll reasons are in {dataset.place.name}.errors.jsonl"
+        )
+        raise typer.Exit(EXIT_FAILED_ROWS)
+    if summary.stages is not None and summary.stages.failed:
+        rows = "1 row" if summary.stages.failed == 1 else f"{summary.stages.failed:,} rows"
+        say(
+            f"a later model failed for {rows}, the first: {summary.stages.first_failure}\n"
+            "The earlier answer stays; the same command tries again"
+        )
         raise typer.Exit(EXIT_FAILED_ROWS)
 
 
-def _print(dataset: DatasetRun, summary: Summary, page: Path) -> None:
+def _print(dataset: DatasetRun, summary: Summary, page: Place) -> None:
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in [*report.figures(summary), ("output", str(dataset.out)), ("report", str(page))]:
+    for name, value in [*report.figures(summary), ("output", dataset.place.name), ("report", page.name)]:
         table.add_row(name, value)
     console.print(table)
     labels = summary.labels.as_json() if summary.labels.are_labels else {}
@@ -373,10 +392,15 @@ def _print(dataset: DatasetRun, summary: Summary, page: Path) -> None:
         for label, bar, count in report.bars(labels):
             chart.add_row(label, bar, f"{count:,}")
         console.print(chart)
+    if points := report.curve_rows(summary):
+        curve = Table(*report.CURVE_COLUMNS, box=None, pad_edge=False)
+        for cells in points:
+            curve.add_row(*cells)
+        console.print(curve)
 
 
 def _print_estimate(dataset: DatasetRun, summary: Summary) -> None:
-    count = dataset.count()
+    count = dataset.count() or (sum(1 for _ in dataset.source.rows()) if dataset.where is None else None)
     rate = summary.rows_per_second
     if not count or not rate:
         say("no estimate: no row is done of which the time is known, or the number of rows is not known")

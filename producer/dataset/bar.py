@@ -71,13 +71,17 @@ class RunBar:
         ended = tally.succeeded + tally.failed
         parts = [
             f"{ended / seconds:,.1f} rows/s",
-            f"{tally.completion_tokens / seconds:,.0f} tokens/s",
+            f"{sum(each.completion_tokens for each in (tally, *tally.stages.values())) / seconds:,.0f} tokens/s",
             f"{tally.in_flight:,} in flight",
         ]
         if self._kv.ratio is not None:
             parts.append(f"KV {self._kv.ratio:.0%}")
-        if tally.failed:
-            parts.append("1 error" if tally.failed == 1 else f"{tally.failed:,} errors")
+        parts += [
+            f"{model}: {stage.succeeded + stage.failed:,} of {stage.submitted:,}"
+            for model, stage in tally.stages.items()
+        ]
+        if failed := tally.all_failed:
+            parts.append("1 error" if failed == 1 else f"{failed:,} errors")
         return "  ".join(parts)
 
 

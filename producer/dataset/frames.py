@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pagemill.producer.dataset.errors import DatasetError
+from pagemill.producer.dataset.tables.places import local_path
 from pagemill.producer.dataset.tables.rows import MemorySource, Row, Source, checked_row, open_source
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class FrameSource:
 def source_of(rows: object) -> Source:
     """Return the source for a path, a data frame or an iterable of mappings. Raises DatasetError."""
     if isinstance(rows, str | Path):
-        return open_source(Path(rows))
+        return open_source(local_path(rows))
     frame = _frame(rows)
     if frame is not None:
         return FrameSource(frame, type(rows).__name__)

@@ -187,6 +187,15 @@ class Journal:
         ).fetchone()
         return None if found is None else Failure(found[0], found[1], bool(found[2]))
 
+    def end(self, key: str) -> dict[str, Any] | Failure | None:
+        """Return the output or the failure of this work; None if it has not ended, or is to be tried again."""
+        if (kept := self.output(key)) is not None:
+            return kept
+        found = self._execute(
+            "SELECT code, message FROM failures WHERE key = ? AND retryable != 2", (key,)
+        ).fetchone()
+        return None if found is None else Failure(*found)
+
     def results(self) -> Iterator[dict[str, Any]]:
         """Yield every output, in arbitrary order."""
         for (text,) in self._db.execute("SELECT result FROM outputs"):

@@ -47,8 +47,8 @@ class OutputLines:
         values = field_values(output, self.fields)
         added = {f"{self.column}.{field}": value for field, value in values.items()}
         if self.labels is not None:
-            added = self.labels.values(samples[0])
-            meta[TEMPERATURE] = self.labels.temperature
+            added = self.labels.values(kept)
+            meta[TEMPERATURE] = self.labels.scale(kept)
         return {**columns, self.column: output, **added, META: meta}
 
     def _output_value(self, samples: list[dict[str, Any]]) -> Any:
@@ -75,7 +75,7 @@ class OutputLines:
             return None
         kept = self._kept(fields.get(self.column), meta, path)
         if self.labels is not None:
-            kept["outputs"][0] |= self.labels.read(fields, meta)
+            self.labels.restore(kept, fields, meta)
         return meta["key"], kept
 
     def _kept(self, output: Any, meta: Mapping[str, Any], path: Path) -> dict[str, Any]:

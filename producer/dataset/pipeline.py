@@ -18,6 +18,8 @@ from pagemill.producer.dataset.labels.columns import LabelTemperature
 from pagemill.producer.dataset.recipe import OnRow, Recipe
 from pagemill.producer.dataset.run import DatasetRun, OnCut
 from pagemill.producer.dataset.summary import Summary
+from pagemill.producer.dataset.tables.places import open_stream, uri_of
+from pagemill.producer.dataset.tables.rows import Source, open_source
 from pagemill.producer.dataset.work import Tally
 
 
@@ -33,6 +35,8 @@ class RunFields(TypedDict, total=False):
     output_column: str
     schema_columns: bool
     label_temperature: LabelTemperature
+    escalate_below: float | None
+    to: Sequence[str] | str
     where: str | None
     on_null: OnRow
     on_empty: OnRow
@@ -83,21 +87,25 @@ class Pipeline:
     ) -> Summary:
         """Run over a file, a data frame (pandas, polars, Arrow) or any iterable of mappings, and write `out`.
 
+        Files may be URIs that fsspec knows, such as s3://bucket/rows.jsonl.
         Call it again after any interruption. Of a data frame `summary.frame` is a new frame of the same kind, with
         the output as a column: null for a row that failed. `out` may then be left out, and nothing is kept to
         resume from. `on_progress` is called a few times a second, `on_row` with every output line in the input's
         order as `out` is written. Bad rows are in `out`.errors.jsonl. Raises DatasetError, also if no row makes a
         job; TooManyErrors, RedisUnavailable, QueueFull.
         """
-        source = source_of(rows)
         with contextlib.ExitStack() as stack:
+            if isinstance(rows, str | Path) and (uri := uri_of(rows)) is not None:
+                source: Source = open_source(stack.enter_context(open_stream(uri)))
+            else:
+                source = source_of(rows)
             if out is None:
                 if not isinstance(source, FrameSource):
                     raise DatasetError("say where the output goes: out='labelled.jsonl'")
                 out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "out.jsonl"
             producer = producer or stack.enter_context(Producer())
             model = self.model or producer.model or producer.run_flow(flows.served_model(producer.queue))
-            dataset = DatasetRun(source, Path(out), replace(self.recipe, model=model), **options)
+            dataset = DatasetRun(source, out, replace(self.recipe, model=model), **options)
             outputs: dict[int, Mapping[str, Any]] = {}
             if on_progress is not None:
                 dataset.on_news = on_progress

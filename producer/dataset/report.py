@@ -13,6 +13,7 @@ from jinja2 import Environment
 from pagemill.producer.dataset.summary import Summary
 
 BAR_WIDTH = 30
+CURVE_COLUMNS = ("margin", "go on", "right", "tokens per row", "seconds per row", "rows known")
 
 
 def figures(summary: Summary) -> list[tuple[str, str]]:
@@ -54,6 +55,8 @@ def figures(summary: Summary) -> list[tuple[str, str]]:
             lines.append(("macro F1", f"{summary.macro_f1:.3f}"))
     if (calibration := facts["calibration"]) is not None:
         lines.append(("calibration error", _calibration(calibration)))
+    if (cascade := facts["cascade"]) is not None:
+        lines += [line for number, stage in enumerate(cascade["stages"], 1) for line in _stage(number, stage)]
     if summary.e2e_s.count:
         e2e = facts["e2e_s"]
         lines.append(
@@ -91,7 +94,18 @@ def write_html(summary: Summary, path: Path, about: dict[str, Any]) -> None:
             charts=[(title, bars, max(count for _, count in bars)) for title, bars in charts if bars],
             quantiles=[(name, values) for name, values in quantiles if values["p50"] is not None],
             confusion=_matrix(summary),
-            calibration=facts["calibration"],
+            cascade=facts["cascade"],
+            curve=_drawn(facts["cascade"]),
+            curve_columns=CURVE_COLUMNS,
+            shown_points=curve_rows(summary),
+            calibrations=[
+                *([("", facts["calibration"])] if facts["calibration"] else []),
+                *(
+                    (f" of {stage['model']}", stage["calibration"])
+                    for stage in _stages(facts)
+                    if stage["calibration"]
+                ),
+            ],
             samples=summary.samples,
             written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         ),
@@ -103,6 +117,72 @@ def bars(counts: dict[str, int]) -> list[tuple[str, str, int]]:
     """Return (label, bar of block characters, count) for the terminal."""
     most = max(counts.values(), default=1)
     return [(label, "█" * max(1, round(BAR_WIDTH * n / most)), n) for label, n in counts.items()]
+
+
+def curve_rows(summary: Summary) -> list[list[str]]:
+    """Return some points of a cascade's curve as cells; none for a run of one model."""
+    if summary.stages is None:
+        return []
+    used = summary.stages.below
+    return [
+        [
+            f"{point['below']:g}{' (this run)' if point['below'] == used else ''}",
+            _percent(point["share"]),
+            _percent(point["accuracy"]),
+            _number(point["tokens"]),
+            "-" if point["seconds"] is None else f"{point['seconds']:.3f}",
+            _percent(point["covered"]),
+        ]
+        for point in summary.stages.curve.points()
+        if point["below"] == used or round(point["below"] * 100) % 10 == 0
+    ]
+
+
+def _stages(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    stages: list[dict[str, Any]] = (facts["cascade"] or {}).get("stages", [])
+    return stages
+
+
+def _stage(number: int, stage: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the lines of one stage of a cascade."""
+    tokens = stage["prompt_tokens"] + stage["completion_tokens"]
+    parts = [f"{stage['rows']:,} rows ({_percent(stage['share'])}), {stage['final']:,} answers kept"]
+    if stage["accuracy_final"] is not None:
+        parts[0] += f", {_percent(stage['accuracy_final'])} right"
+    if stage["accuracy_passed_on"] is not None:
+        parts.append(f"{_percent(stage['accuracy_passed_on'])} right of those that went on")
+    parts.append(f"{tokens:,} tokens")
+    if stage["seconds"] is not None:
+        parts.append(f"{stage['seconds'] / stage['timed_jobs']:.3f} s a job")
+    lines = [(f"stage {number}: {stage['model']}", "; ".join(parts))]
+    if stage["calibration"] is not None:
+        lines.append((f"stage {number}: calibration error", _calibration(stage["calibration"])))
+    return lines + [
+        (f"stage {number}: failed: {code}", f"{count:,}") for code, count in stage["failed"].items()
+    ]
+
+
+def _drawn(cascade: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the curve as points of a figure of 100 by 50; None without gold values, or where all costs are equal."""
+    points = [point for point in (cascade or {}).get("curve", []) if point["accuracy"] is not None]
+    if len({point["tokens"] for point in points}) < 2:
+        return None
+    low, high = min(point["tokens"] for point in points), max(point["tokens"] for point in points)
+    bottom, top = (edge(point["accuracy"] for point in points) for edge in (min, max))
+    room = max(top - bottom, 0.02)
+
+    def place(point: dict[str, Any]) -> tuple[float, float]:
+        across = (point["tokens"] - low) / (high - low)
+        return 5 + 90 * across, 45 - 40 * (point["accuracy"] - bottom) / room
+
+    is_known = [point for point in points if point["covered"] == 1.0]
+    return {
+        "all": [place(point) for point in points],
+        "known": [place(point) for point in is_known],
+        "marks": [(*place(point), point) for point in points],
+        "tokens": (low, high),
+        "accuracy": (bottom, bottom + room),
+    }
 
 
 def _matrix(summary: Summary) -> dict[str, Any] | None:

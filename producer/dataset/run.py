@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -21,12 +21,15 @@ from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.errors import DatasetError, DiskFailed, EmptyFile
 from pagemill.producer.dataset.journal import Failure, Journal
 from pagemill.producer.dataset.labels.calibration import Calibration, GoldSample
-from pagemill.producer.dataset.labels.columns import LABEL, LabelTemperature, label_columns
+from pagemill.producer.dataset.labels.cascade import cascade_of
+from pagemill.producer.dataset.labels.columns import LABEL, LabelTemperature, as_label, by_label
+from pagemill.producer.dataset.labels.stages import StageFigures
 from pagemill.producer.dataset.lines import OutputLines
 from pagemill.producer.dataset.recipe import OnRow, Recipe, raw_text
 from pagemill.producer.dataset.record import Mean, Record, Totals, differences
 from pagemill.producer.dataset.schema_fields import schema_fields
-from pagemill.producer.dataset.summary import Summary, as_label, by_label
+from pagemill.producer.dataset.summary import Summary
+from pagemill.producer.dataset.tables.places import place_of
 from pagemill.producer.dataset.tables.rows import MemorySource, Row, RowError, Source, open_source
 from pagemill.producer.dataset.tables.writers import OUTPUT, Writer, check_output, replacing
 from pagemill.producer.dataset.template import Condition, TemplateFailed
@@ -43,7 +46,8 @@ class DatasetRun:
     """One run. `limit`: at most this many rows, for a trial. `gold`: the column to compare outputs with."""
 
     source: Source
-    out: Path
+    out: str | Path
+    """A path, or a URI that fsspec knows; then `path` is where it is made."""
     recipe: Recipe
     limit: int | None = None
     gold: str | None = None
@@ -57,6 +61,10 @@ class DatasetRun:
     """Also a column for each field of the JSON schema, named `output.FIELD`."""
     label_temperature: LabelTemperature = 1.0
     """Scales the probabilities of labels as they are written; `fit`: as fits the gold values best."""
+    escalate_below: float | None = None
+    """Rows whose label's probability is under this go on to the next model of `to`."""
+    to: Sequence[str] | str = ()
+    """The models of a cascade's later stages, in order."""
     where: str | None = None
     """The rows that are wanted, as an expression in Jinja2's syntax; `limit` counts these alone."""
     on_null: OnRow = "fail"
@@ -72,6 +80,8 @@ class DatasetRun:
     """Called with every row's number and output line, in order; the line is empty for a row without an output."""
 
     def __post_init__(self) -> None:
+        self.place = place_of(self.out)
+        self.path = self.place.path
         for name, known in (("on_null", OnRow), ("on_empty", OnRow), ("on_cut", OnCut)):
             if getattr(self, name) not in (*get_args(known), None):
                 raise DatasetError(f"{name} is one of {', '.join(get_args(known))}")
@@ -79,7 +89,7 @@ class DatasetRun:
         schema = (self.recipe.fields.get("structured_outputs") or {}).get("json")
         self.fields = schema_fields(schema) if self.schema_columns else {}
         self.output_column = self.output_column or (LABEL if self.recipe.has_label_probs else OUTPUT)
-        self._labels = label_columns(self)
+        self._cascade, self._labels = cascade_of(self)
         self._condition = None if self.where is None else Condition(self.where)
 
     @property
@@ -90,11 +100,11 @@ class DatasetRun:
 
     @property
     def journal_path(self) -> Path:
-        return self.out.with_name(self.out.name + ".partial")
+        return self.path.with_name(self.path.name + ".partial")
 
     @property
     def record_path(self) -> Path:
-        return self.out.with_name(self.out.name + ".run.json")
+        return self.path.with_name(self.path.name + ".run.json")
 
     @property
     def _lines(self) -> OutputLines:
@@ -102,7 +112,11 @@ class DatasetRun:
 
     @property
     def errors_path(self) -> Path:
-        return self.out.with_name(self.out.name + ".errors.jsonl")
+        return self.path.with_name(self.path.name + ".errors.jsonl")
+
+    @property
+    def _written(self) -> tuple[Path, ...]:
+        return self.errors_path, self.path, self.record_path
 
     def count(self) -> int | None:
         """Return the number of rows that are wanted, if it is cheap to determine; `limit` aside."""
@@ -121,7 +135,8 @@ class DatasetRun:
                     producer, journal, window=self.window, max_errors=self.max_errors, on_news=tell
                 )
                 loop.complaint = self._cut_off
-                loop.run(lambda: self._works(journal))
+                loop.tally.stages = {model: Tally() for model in self._cascade.models}
+                loop.run(lambda: self._works(journal), self._cascade.followers(journal, self._plain_jobs))
             return self._finish(journal)
 
     def detach(self, producer: Producer) -> Tally:
@@ -133,6 +148,7 @@ class DatasetRun:
 
     def cancel(self, producer: Producer) -> int:
         """Cancel the jobs that an earlier start has under way; returns their number. Its outputs are kept."""
+        self.place.prepare()
         with Journal(self.journal_path) as journal:
             return WorkLoop(producer, journal).cancel()
 
@@ -143,7 +159,8 @@ class DatasetRun:
             yield row, self.recipe.job(row)
 
     def _opened(self, producer: Producer) -> Journal:
-        check_output(self.out)
+        self.place.prepare()
+        check_output(self.path, self.place.name)
         journal = Journal(self.journal_path)
         try:
             if isinstance(self.source, MemorySource) and not self.source.is_repeatable:
@@ -155,15 +172,18 @@ class DatasetRun:
             else:
                 self._continue(journal, producer)
             journal.forget_retryable()
+            self.place.claim(journal.fact("run_id") or "", overwrite=self.overwrite)
         except BaseException:
             journal.close()
             if journal.is_new:
                 self.journal_path.unlink(missing_ok=True)
+                self.place.leave(self._written)
             raise
         return journal
 
     def _check(self, first: Row | None) -> None:
         self.recipe.check(first)
+        self._cascade.check(self.recipe.model)
         if self._condition is not None and first is not None and first.fields:
             self._condition.check_columns(first.fields)
         columns = (first.fields if first else None) or {}
@@ -194,6 +214,9 @@ class DatasetRun:
         rows = self.source.rows()
         return islice(rows if self._condition is None else _selected(rows, self._condition), self.limit)
 
+    def _plain_jobs(self) -> Iterator[Job]:
+        return (job for job in map(self.recipe.job, self._rows()) if isinstance(job, Job))
+
     def _works(self, journal: Journal) -> Iterator[Work | None]:
         for _, job, name in self._jobs(journal):
             yield Work(_work_key(job, name), job) if isinstance(job, Job) else None
@@ -217,13 +240,15 @@ class DatasetRun:
             totals=totals,
             wants_schema=self.recipe.wants_json,
         )
-        if self._labels is not None:
+        if self._cascade.models:
+            summary.stages = StageFigures(self._cascade, self.recipe.model)
+        elif self._labels is not None:
             self._calibrate(journal, summary)
         samples = (row.fields for row in self._rows() if row.fields is not None)
         with (
             replacing(self.errors_path) as errors,
             replacing(
-                self.out,
+                self.path,
                 samples,
                 self.output_column,
                 self.more_columns,
@@ -235,9 +260,13 @@ class DatasetRun:
                 self._write_row(journal, summary, output, errors, row, job, name)
         if not summary.failed:
             self.errors_path.unlink(missing_ok=True)
-        if summary.unfinished == 0:
+        is_complete = summary.unfinished == 0
+        if is_complete:
             Record(self._settings(), totals, summary.rows).write(self.record_path)
+        self.place.publish(self._written, is_complete=is_complete)
+        if is_complete:
             journal.remove()
+            self.place.leave(self._written)
         return summary
 
     def _calibrate(self, journal: Journal, summary: Summary) -> None:
@@ -268,7 +297,7 @@ class DatasetRun:
             error = job
         else:
             key = _work_key(job, name)
-            kept = journal.output(key)
+            kept = self._cascade.kept(journal, key, job.model)
             failure = journal.failure(key) if kept is None else self._cut_off(kept)
             if kept is not None and failure is None:
                 line = self._lines.make(row, name, kept)
@@ -308,7 +337,9 @@ class DatasetRun:
         """Record the work in an existing output, and that it has been read, atomically."""
         with journal.transaction():
             totals = Totals()
-            if self.out.exists() and not self.overwrite:
+            if not self.overwrite:
+                self.place.fetch(self._written)
+            if self.path.exists() and not self.overwrite:
                 totals = self._adopt(journal)
             journal.set_facts(
                 began=str(int(time.time())), settings=json.dumps(self._settings()), totals=totals.to_json()
@@ -316,34 +347,35 @@ class DatasetRun:
 
     def _adopt(self, journal: Journal) -> Totals:
         """Record the rows of an existing output as work done; returns the time that they took."""
-        if not _has_rows(self.out):
+        if not _has_rows(self.path):
             return Totals()
         record = Record.read(self.record_path)
         if record is not None:
-            self._check_same(record.settings, self.out)
+            self._check_same(record.settings, self.place.name)
             if self.limit is not None and self.limit < record.rows:
                 raise DatasetError(
-                    f"{self.out} is the output of {record.rows:,} rows, and --limit {self.limit} would drop "
+                    f"{self.place.name} is the output of {record.rows:,} rows, and --limit {self.limit} would drop "
                     "some of them; choose another --out, or replace it with --overwrite"
                 )
         rows = tokens = 0
-        for row in open_source(self.out).rows():
-            line = self._lines.read(row.fields or {}, self.out)
+        for row in open_source(self.path).rows():
+            line = self._lines.read(row.fields or {}, self.path)
             if line is None:
                 raise DatasetError(
-                    f"{self.out} is there already and was not written by a run (row {row.number}); "
+                    f"{self.place.name} is there already and was not written by a run (row {row.number}); "
                     "choose another --out, or replace it with --overwrite"
                 )
             name, kept = line
             digest, _, occurrence = name.partition("-")
-            journal.record(name, kept, None)
-            if occurrence == "1":
-                journal.record(digest, kept, None)
+            answers = dict(self._cascade.recorded(kept, digest))
+            tokens += sum(answer["usage"].get("completion_tokens") or 0 for answer in answers.values())
+            journal.record(name, answers[digest], None)
+            for key, answer in answers.items() if occurrence == "1" else ():
+                journal.record(key, answer, None)
             rows += 1
-            tokens += kept["usage"].get("completion_tokens") or 0
         if rows and not any(journal.output(name) for _, _, name in self._jobs(journal) if name):
             raise DatasetError(
-                f"{self.out} has none of these rows with this prompt, model and sampling: it is the output of "
+                f"{self.place.name} has none of these rows with this prompt, model and sampling: it is the output of "
                 "another run. Choose another --out, or replace it with --overwrite"
             )
         return Totals(untimed_rows=rows, untimed_tokens=tokens) if record is None else record.totals
@@ -359,11 +391,16 @@ class DatasetRun:
             WorkLoop(producer, journal).cancel()
             journal.start_over()
             self._begin(journal)
+        journal.set_facts(settings=json.dumps(self._settings()))
 
-    def _check_same(self, then: dict[str, Any], path: Path) -> None:
+    def _check_same(self, then: dict[str, Any], name: object) -> None:
+        """Raise DatasetError for other settings. More stages for rows that have the first are the same work."""
+        known = then.get("to") or []
+        if list(self._cascade.models[: len(known)]) == known:
+            then = then | {"to": self._settings()["to"]}
         if differing := differences(then, self._settings()):
             raise DatasetError(
-                f"{path} is of a run with other settings ({differing}). "
+                f"{name} is of a run with other settings ({differing}). "
                 "Choose another --out, or start over with --overwrite"
             )
 
@@ -373,6 +410,7 @@ class DatasetRun:
             "output_column": self.output_column,
             "where": self.where,
             "schema_columns": self.schema_columns,
+            "to": self._cascade.models or None,
         }
         settings = {**self.recipe.settings(), **about}
         return cast("dict[str, Any]", json.loads(json.dumps(settings, default=str)))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pagemill.producer.dataset.labels.calibration import Calibration, macro_f1
+from pagemill.producer.dataset.labels.columns import as_label
+from pagemill.producer.dataset.labels.stages import StageFigures
 from pagemill.producer.dataset.record import Totals
 from pagemill.producer.dataset.tables.rows import Row
 from pagemill.producer.dataset.tables.writers import META
@@ -106,7 +107,9 @@ class Summary:
     compared: int = 0
     agreed: int = 0
     calibration: Calibration | None = None
-    """Of a run with `label_probs`."""
+    """Of a run with `label_probs` and one model; a cascade has one for each stage."""
+    stages: StageFigures | None = None
+    """Of a cascade."""
     ttft_s: Distribution = field(default_factory=Distribution)
     e2e_s: Distribution = field(default_factory=Distribution)
     output_tokens: Distribution = field(default_factory=Distribution)
@@ -137,6 +140,9 @@ class Summary:
             self.e2e_s.add(timing.get("e2e_s"))
             self.output_tokens.add(usage.get("completion_tokens"))
             self.prompt_lengths.add(usage.get("prompt_tokens"))
+        if self.stages is not None:
+            gold_label = None if self.gold is None or gold is None else as_label(gold)
+            self.stages.add(kept["answers"], gold_label, is_merged=is_merged)
         text = as_label(output)
         self.labels.add(text if len(text) <= MAX_LABEL_CHARACTERS else OTHER)
         if self.gold is not None and gold is not None:
@@ -252,6 +258,7 @@ class Summary:
             "accuracy": self.accuracy,
             "macro_f1": self.macro_f1,
             "calibration": None if self.calibration is None else self.calibration.as_json(),
+            "cascade": None if self.stages is None else self.stages.as_json(),
             "confusion": [
                 {"gold": gold, "output": output, "rows": count}
                 for (gold, output), count in self.confusion.most_common()
@@ -267,16 +274,3 @@ class Summary:
 def _shortened(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_SAMPLE_CHARACTERS else f"{text[:MAX_SAMPLE_CHARACTERS]}..."
-
-
-def by_label(probs: Mapping[str, float]) -> dict[str, float]:
-    """Return probabilities by their labels in the form used for comparison, in which two may be one."""
-    found: dict[str, float] = {}
-    for label, prob in probs.items():
-        found[as_label(label)] = found.get(as_label(label), 0.0) + prob
-    return found
-
-
-def as_label(value: Any) -> str:
-    """Return a gold value or an output in the form used for comparison."""
-    return value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -6,9 +6,9 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from pagemill.producer.client import flows
 from pagemill.producer.client.effects import Flow, Wait
@@ -57,6 +57,16 @@ class Tally:
     cached_tokens: int = 0
     latest: str = ""
     codes: dict[str, int] = field(default_factory=dict)
+    stages: dict[str, Tally] = field(default_factory=dict)
+    """Of a cascade, the later stages by their models: jobs, not rows. Only `in_flight` is of all stages together."""
+
+    @property
+    def all_failed(self) -> int:
+        return self.failed + sum(stage.failed for stage in self.stages.values())
+
+    def of(self, key: str) -> Tally:
+        """Return the tally of a work's stage."""
+        return self.stages.get(key.partition("~")[0].partition("@")[2], self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,15 @@ class Work:
 
     key: str
     job: Job
+
+
+Follower: TypeAlias = Callable[[], Iterator[Work | None]]
+"""Yields work that depends on the outcomes of other work; None: the next is not known yet."""
+
+
+def stage_key(key: str, model: str) -> str:
+    """Return the key of the same work by the model of a cascade's later stage."""
+    return f"{key}@{model}"
 
 
 class WorkLoop:
@@ -90,19 +109,27 @@ class WorkLoop:
         self._batch_id = ""
         self._position = 0
         self._reached = time.monotonic()
+        self._following: list[Iterator[Work | None]] = []
         own = producer.tenant if producer.tenant != DEFAULT_TENANT else RUNS_TENANT
         self._place = {"priority": RUNS_PRIORITY, "tenant": own}
 
-    def run(self, works: Callable[[], Iterator[Work | None]], *, collect: bool = True) -> None:
-        """Do everything `works` yields (None: a row without a job); called again if the server has lost jobs.
+    def run(
+        self,
+        works: Callable[[], Iterator[Work | None]],
+        followers: Sequence[Follower] = (),
+        *,
+        collect: bool = True,
+    ) -> None:
+        """Do everything `works` yields (None: a row without a job), and then `followers`, as outcomes come in.
 
-        `collect=False`: submit only, to be collected later. Raises TooManyErrors and the producer's errors;
-        everything collected by then is kept.
+        All are called again if the server has lost jobs. `collect=False`: submit `works` only, to be collected later.
+        Raises TooManyErrors and the producer's errors; everything collected by then is kept.
         """
         self._attach()
         self._reached = time.monotonic()
         is_first = True
         while True:
+            self._following = [follower() for follower in followers]
             self._submit(self._items(works(), is_first=is_first), collect=collect)
             is_first = False
             if not collect or self._collect_rest():
@@ -152,12 +179,26 @@ class WorkLoop:
         while chunk := list(itertools.islice(items, CHUNK)):
             self._send(chunk)
             self.tally.submitted += len(chunk)
-            self.tally.in_flight += len(chunk)
             if collect:
                 self._collect()
                 while self.tally.in_flight > self._window:
                     self._collect(wait=True)
+                self._follow()
             self._on_news(self.tally)
+
+    def _follow(self) -> int:
+        """Submit the work that has come to be known, as far as the window allows; returns the number of jobs."""
+        count = 0
+        for works in reversed(self._following):  # what is nearest to its end first
+            known = itertools.takewhile(lambda work: work is not None, works)
+            jobs = (
+                job for job in (self._item(work) for work in known if work is not None) if job is not None
+            )
+            while self.tally.in_flight <= self._window and (chunk := list(itertools.islice(jobs, CHUNK))):
+                self._send(chunk)
+                self.tally.of(chunk[0].key or "").submitted += len(chunk)
+                count += len(chunk)
+        return count
 
     def _send(self, chunk: list[Job]) -> None:
         """Submit a chunk, even through a restart of the server: the names make a retry idempotent."""
@@ -170,6 +211,7 @@ class WorkLoop:
                     raise
                 time.sleep(WAIT_S)
             else:
+                self.tally.in_flight += len(chunk)
                 return
 
     def _item(self, work: Work) -> Job | None:
@@ -185,7 +227,7 @@ class WorkLoop:
         """Wait for the jobs in flight. False: the server no longer knows them."""
         self._collect()
         quiet_since = time.monotonic()
-        while self.tally.in_flight:
+        while self._follow() or self.tally.in_flight:
             if self._collect(wait=True):
                 quiet_since = time.monotonic()
             elif time.monotonic() - quiet_since > LOST_AFTER_S:
@@ -233,14 +275,14 @@ class WorkLoop:
         with contextlib.suppress(RedisUnavailable):  # acknowledged again with the next page
             self._producer.batch(self._batch_id).ack(f"e{page.position}")
         self._on_news(self.tally)
-        if self._max_errors is not None and self.tally.failed > self._max_errors:
+        if self._max_errors is not None and self.tally.all_failed > self._max_errors:
             raise TooManyErrors(
-                f"{self.tally.failed} rows have failed, more than --max-errors {self._max_errors}; "
+                f"{self.tally.all_failed} rows have failed, more than --max-errors {self._max_errors}; "
                 f"the last one: {self.tally.latest}"
             )
 
     def _record(self, item: BatchItem) -> None:
-        tally, result = self.tally, item.result
+        tally, result = self.tally.of(item.key), item.result
         failure = None
         if result is None:
             error = item.error
@@ -254,7 +296,7 @@ class WorkLoop:
             kept = result.model_dump(exclude=_NOT_KEPT) | {"created": int(time.time())}
             failure = self.complaint(kept)
         if self._journal.record(item.key, kept, failure):
-            tally.in_flight -= 1
+            self.tally.in_flight -= 1
         if result is not None:
             tally.succeeded += failure is None
             tally.prompt_tokens += result.usage.prompt_tokens
@@ -263,7 +305,7 @@ class WorkLoop:
         if failure is not None:
             tally.failed += 1
             tally.codes[failure.code] = tally.codes.get(failure.code, 0) + 1
-            tally.latest = f"{failure.code}: {failure.message}"
+            self.tally.latest = f"{failure.code}: {failure.message}"
 
 
 def _page(queue: str, batch_id: str, position: int) -> Flow[batches.Page]:

@@ -39,7 +39,7 @@ class BatchFile:
 
     def check(self) -> int:
         """Like BatchRequests.check; also, the output must not exist. Raises DatasetError."""
-        check_output(self.out)
+        check_output(self.out, str(self.out))
         try:
             return self._requests().check()
         except RefusedFile as error:

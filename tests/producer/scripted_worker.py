@@ -24,9 +24,12 @@ def echo(queue: Queue, pulled: PulledJob) -> None:
 
 @contextmanager
 def scripted_worker(
-    url: str, name: str, run: Callable[[Queue, PulledJob], None] = echo
+    url: str,
+    name: str,
+    run: Callable[[Queue, PulledJob], None] = echo,
+    models: tuple[str, ...] = ("m",),
 ) -> Iterator[threading.Event]:
-    """Serve model `m` of a queue from a thread until the block is left."""
+    """Serve a queue from a thread until the block is left."""
     stop = threading.Event()
     failures: list[BaseException] = []
 
@@ -34,7 +37,7 @@ def scripted_worker(
         queue = open_queue(url, name)
         try:
             while not stop.is_set():
-                jobs = queue.pull(50)
+                jobs = queue.pull(50, models=models)
                 for job in jobs:
                     run(queue, job)
                 if not jobs:

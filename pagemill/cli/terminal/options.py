@@ -134,7 +134,24 @@ LabelScale = Annotated[
     typer.Option(
         "--label-temperature",
         callback=checked(LabelTemperature),
-        help="Scales these probabilities: a number, or fit (to --gold).",
+        help="Scales these probabilities: a number, one for each stage (1.7,1.2), or fit (to --gold).",
+    ),
+]
+EscalateBelow = Annotated[
+    float | None,
+    typer.Option(
+        "--escalate-below",
+        callback=between(0.0, 1.0),
+        help="Rows whose label is less probable than this go on to the model of --to.",
+    ),
+]
+EscalateTo = Annotated[
+    Texts,
+    typer.Option(
+        "--to",
+        metavar="MODEL",
+        callback=checked(ModelOrPath),
+        help="The next model, named as --model is; repeated: the next again.",
     ),
 ]
 JsonSchema = Annotated[

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.recipe import Recipe
@@ -18,7 +18,14 @@ LABEL = "label"
 TEMPERATURE = "label_temperature"
 """The field of a line's `_pagemill` that says by what its probabilities were scaled."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
-LabelTemperature: TypeAlias = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)] | Literal["fit"]
+_Temperature: TypeAlias = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)]
+_Listed = BeforeValidator(
+    lambda given: given.split(",") if isinstance(given, str) and "," in given else given
+)
+LabelTemperature: TypeAlias = (
+    _Temperature | Literal["fit"] | Annotated[tuple[_Temperature, ...], Field(min_length=2), _Listed]
+)
+"""One for all stages of a cascade, or one for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +40,26 @@ class LabelColumns:
         """The names of the columns beside the output's, and their types; "" for a mapping."""
         return {f"{self.column}_prob": "probability", f"{self.column}_probs": ""}
 
-    def values(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns of a sample as the journal keeps it."""
-        probs = scaled(sample["label_probs"], self.temperature)
-        return dict(zip(self.types, (probs[sample["label"]], probs), strict=True))
+    def scale(self, kept: Mapping[str, Any]) -> float:
+        """Return the temperature at which a result is written."""
+        return self.temperature
 
-    def read(self, fields: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a sample that a written line tells, its probabilities without scaling."""
+    def values(self, kept: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns of a result as the journal keeps it."""
+        sample = kept["outputs"][0]
+        probs = scaled(sample["label_probs"], self.scale(kept))
+        return {
+            f"{self.column}_prob": probs[sample["label"]],
+            f"{self.column}_probs": probs,
+        }
+
+    def restore(self, kept: dict[str, Any], fields: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """Add to a result what the columns of a written line tell, the probabilities without scaling."""
         probs = fields.get(f"{self.column}_probs")
         if isinstance(probs, str):
             probs = json.loads(probs)
         known = scaled(probs, 1.0 / (meta.get(TEMPERATURE) or 1.0)) if isinstance(probs, dict) else {}
-        return {"label": fields.get(self.column), "label_probs": known}
+        kept["outputs"][0] |= {"label": fields.get(self.column), "label_probs": known}
 
 
 class _Run(Protocol):
@@ -56,7 +71,7 @@ class _Run(Protocol):
     recipe: Recipe
 
 
-def label_columns(run: _Run) -> LabelColumns | None:
+def label_columns(run: _Run, stages: int = 1) -> LabelColumns | None:
     """Return a run's columns; None without `label_probs`. Raises DatasetError."""
     scale = run.label_temperature
     if not run.recipe.has_label_probs:
@@ -67,11 +82,15 @@ def label_columns(run: _Run) -> LabelColumns | None:
         if run.gold is None:
             raise DatasetError("a temperature is fitted on gold values: name their column, with --gold")
         return LabelColumns(run.output_column)
-    if not (isinstance(scale, int | float) and MIN_TEMPERATURE <= scale <= MAX_TEMPERATURE):
-        raise DatasetError(
-            f"a label temperature is a number from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, or fit"
-        )
-    return LabelColumns(run.output_column, float(scale))
+    scales = scale if isinstance(scale, tuple | list) else (scale,) * stages
+    for each in scales:
+        if not (isinstance(each, int | float) and MIN_TEMPERATURE <= each <= MAX_TEMPERATURE):
+            raise DatasetError(
+                f"a label temperature is a number from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, or fit"
+            )
+    if len(scales) != stages:
+        raise DatasetError(f"{len(scales)} label temperatures for {stages} models: give one, or one for each")
+    return LabelColumns(run.output_column, float(scales[0]))
 
 
 def scaled(probs: Mapping[str, float], temperature: float) -> dict[str, float]:
@@ -88,3 +107,16 @@ def scaled(probs: Mapping[str, float], temperature: float) -> dict[str, float]:
     powers = {label: math.exp(value - peak) for label, value in logs.items()}
     total = math.fsum(powers.values())
     return {label: power / total for label, power in powers.items()}
+
+
+def by_label(probs: Mapping[str, float]) -> dict[str, float]:
+    """Return probabilities by their labels in the form used for comparison, in which two may be one."""
+    found: dict[str, float] = {}
+    for label, prob in probs.items():
+        found[as_label(label)] = found.get(as_label(label), 0.0) + prob
+    return found
+
+
+def as_label(value: Any) -> str:
+    """Return a gold value or an output in the form used for comparison."""
+    return value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -9,25 +9,30 @@ import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, cast
 
 from pagemill.producer.dataset.errors import DatasetError
+from pagemill.producer.dataset.tables.streams import Stream
 
 COMPRESSED = (".gz", ".zst")
 _MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
-def data_suffix(path: Path) -> str:
+def data_suffix(file: PurePath | Stream) -> str:
     """Return the suffix that tells the format, in lower case: `.csv` of `rows.csv.gz`."""
-    suffix = path.suffix.lower()
-    return path.with_suffix("").suffix.lower() if suffix in COMPRESSED else suffix
+    path = _named(file)
+    return path.with_suffix("").suffix.lower() if compression(path) else path.suffix.lower()
 
 
-def compression(path: Path) -> str | None:
-    """Return `.gz`, `.zst`, or None for a file that is not compressed."""
-    suffix = path.suffix.lower()
+def compression(file: PurePath | Stream) -> str | None:
+    """Return `.gz`, `.zst`, or None for what is not compressed."""
+    suffix = _named(file).suffix.lower()
     return suffix if suffix in COMPRESSED else None
+
+
+def _named(file: PurePath | Stream) -> PurePath:
+    return file.path if isinstance(file, Stream) else file
 
 
 def compression_of(start: bytes) -> str:
@@ -36,18 +41,18 @@ def compression_of(start: bytes) -> str:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[IO[bytes]]:
+def reading(file: Path | Stream) -> Iterator[IO[bytes]]:
     """Open a file for reading what it holds. Raises DatasetError if it cannot be decompressed."""
-    kind = compression(path)
-    if kind is None:
-        with path.open("rb") as file:
-            yield file
-        return
-    try:
-        with gzip.open(path, "rb") if kind == ".gz" else _open_zst(path, "rb") as file:
-            yield cast("IO[bytes]", file)
-    except (EOFError, OSError, zlib.error) as error:
-        raise DatasetError(f"{path} cannot be read: {error}") from error
+    kind = compression(file)
+    with file.open("rb") as raw:
+        if kind is None:
+            yield raw
+            return
+        try:
+            with gzip.GzipFile(fileobj=raw) if kind == ".gz" else _open_zst(raw) as unpacked:
+                yield cast("IO[bytes]", unpacked)
+        except (EOFError, OSError, zlib.error) as error:
+            raise DatasetError(f"{file} cannot be read: {error}") from error
 
 
 @contextmanager
@@ -61,21 +66,21 @@ def writing(path: Path, kind: str | None) -> Iterator[IO[bytes]]:
             with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as file:
                 yield cast("IO[bytes]", file)
         else:
-            with _open_zst(path, "wb") as file:
-                yield file
+            import pyarrow
+
+            with io.BufferedWriter(pyarrow.output_stream(str(path), compression="zstd")) as file:
+                yield cast("IO[bytes]", file)
         raw.flush()
         os.fsync(raw.fileno())
 
 
-def check_supported(path: Path) -> None:
+def check_supported(file: PurePath | Stream) -> None:
     """Raise DatasetError for a .zst file without pyarrow."""
-    if compression(path) == ".zst" and importlib.util.find_spec("pyarrow") is None:
+    if compression(file) == ".zst" and importlib.util.find_spec("pyarrow") is None:
         raise DatasetError(".zst files need pyarrow: pip install 'pagemill[parquet]'")
 
 
-def _open_zst(path: Path, mode: str) -> IO[bytes]:
+def _open_zst(raw: IO[bytes]) -> IO[bytes]:
     import pyarrow
 
-    if mode == "wb":
-        return cast("IO[bytes]", io.BufferedWriter(pyarrow.output_stream(str(path), compression="zstd")))
-    return cast("IO[bytes]", io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")))
+    return cast("IO[bytes]", io.BufferedReader(pyarrow.input_stream(raw, compression="zstd")))

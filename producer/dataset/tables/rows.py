@@ -9,13 +9,14 @@ import csv
 import importlib.util
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from pagemill.producer.dataset.errors import DatasetError, EmptyFile
 from pagemill.producer.dataset.tables.compressed import check_supported, compression, data_suffix, reading
+from pagemill.producer.dataset.tables.streams import Stream
 from pagemill.producer.dataset.tables.values import is_unicode, plain_row
 
 MAX_LINE_BYTES = 64 << 20
@@ -67,12 +68,13 @@ class Source(Protocol):
         ...
 
 
-def open_source(path: Path, kind: Format | None = None, encoding: str = "utf-8") -> Source:
-    """Return the source for a path, by its suffix or `kind`. Raises DatasetError."""
-    if path.is_dir():
-        return ArrowSource(_dataset_files(path), str(path), _read_arrow_stream)
-    if not path.exists():
-        raise DatasetError(f"{path}: no such file")
+def open_source(path: Path | Stream, kind: Format | None = None, encoding: str = "utf-8") -> Source:
+    """Return the source for a path or a stream, by its suffix or `kind`. Raises DatasetError."""
+    if isinstance(path, Path):
+        if path.is_dir():
+            return ArrowSource(_dataset_files(path), str(path), _read_arrow_stream)
+        if not path.exists():
+            raise DatasetError(f"{path}: no such file")
     chosen = kind or SUFFIXES.get(data_suffix(path))
     check_supported(path)
     if compression(path) and chosen in ("parquet", "arrow"):
@@ -96,7 +98,7 @@ def open_source(path: Path, kind: Format | None = None, encoding: str = "utf-8")
 class JsonLinesSource:
     """One JSON object a line. Blank lines are skipped and have no number."""
 
-    def __init__(self, path: Path, encoding: str = "utf-8") -> None:
+    def __init__(self, path: Path | Stream, encoding: str = "utf-8") -> None:
         self.name = str(path)
         self._path = path
         self._encoding = encoding
@@ -116,13 +118,15 @@ class JsonLinesSource:
             yield Row(number, *_parse_line(line, self._encoding))
 
     def count(self) -> int | None:
+        if not _is_whole(self._path):
+            return None
         return sum(line is None or bool(line.strip()) for line in _lines(self._path))
 
 
 class CsvSource:
     """Comma-separated values with a header line; every value is text."""
 
-    def __init__(self, path: Path, delimiter: str, encoding: str = "utf-8") -> None:
+    def __init__(self, path: Path | Stream, delimiter: str, encoding: str = "utf-8") -> None:
         self.name = str(path)
         self._path = path
         self._delimiter = delimiter
@@ -153,7 +157,7 @@ class CsvSource:
                 yield self._row(number, header, values)
 
     def count(self) -> int | None:
-        return sum(1 for _ in self.rows())
+        return sum(1 for _ in self.rows()) if _is_whole(self._path) else None
 
     def _header(self, reader: Iterator[list[str]]) -> list[str]:
         try:
@@ -181,7 +185,9 @@ class CsvSource:
 class ArrowSource:
     """Columnar files, read a batch at a time with pyarrow."""
 
-    def __init__(self, paths: list[Path], name: str, read: Callable[[Path], Iterator[Any]]) -> None:
+    def __init__(
+        self, paths: Sequence[Path | Stream], name: str, read: Callable[[Path | Stream], Iterator[Any]]
+    ) -> None:
         self.name = name
         self._paths = paths
         self._read = read
@@ -198,7 +204,7 @@ class ArrowSource:
             _require_pyarrow()
             from pyarrow import parquet
 
-            return sum(int(parquet.ParquetFile(path).metadata.num_rows) for path in self._paths)
+            return sum(int(parquet.ParquetFile(_for_arrow(path)).metadata.num_rows) for path in self._paths)
         return sum(int(batch.num_rows) for batch in self._batches())
 
     def _batches(self) -> Iterator[Any]:
@@ -250,7 +256,16 @@ def checked_row(number: int, fields: Any) -> Row:
         return Row(number, error=RowError("invalid_row", str(error), shorten(repr(fields))))
 
 
-def _lines(path: Path) -> Iterator[bytes | None]:
+def _is_whole(path: Path | Stream) -> bool:
+    """Return whether counting would wait for nothing."""
+    return isinstance(path, Path) or path.is_whole
+
+
+def _for_arrow(path: Path | Stream) -> Any:
+    return path if isinstance(path, Path) else path.open()
+
+
+def _lines(path: Path | Stream) -> Iterator[bytes | None]:
     """Yield the lines of a file; None for one that is too long."""
     with reading(path) as file:
         is_first = True
@@ -317,16 +332,16 @@ def _require_pyarrow() -> None:
         raise DatasetError("Parquet and dataset directories need pyarrow: pip install 'pagemill[parquet]'")
 
 
-def _read_parquet(path: Path) -> Iterator[Any]:
+def _read_parquet(path: Path | Stream) -> Iterator[Any]:
     from pyarrow import parquet
 
-    yield from parquet.ParquetFile(path).iter_batches(batch_size=ARROW_BATCH_ROWS)
+    yield from parquet.ParquetFile(_for_arrow(path)).iter_batches(batch_size=ARROW_BATCH_ROWS)
 
 
-def _read_arrow_stream(path: Path) -> Iterator[Any]:
+def _read_arrow_stream(path: Path | Stream) -> Iterator[Any]:
     import pyarrow
 
-    with pyarrow.memory_map(str(path)) as file:
+    with pyarrow.memory_map(str(path)) if isinstance(path, Path) else path.open() as file:
         try:
             reader: Iterable[Any] = pyarrow.ipc.open_stream(file)
         except pyarrow.ArrowInvalid:

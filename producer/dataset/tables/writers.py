@@ -72,14 +72,14 @@ def replacing(
         temporary.unlink(missing_ok=True)
 
 
-def check_output(path: Path) -> None:
-    """Raise DatasetError early for an output that could not be written at the end."""
+def check_output(path: Path, name: str) -> None:
+    """Raise DatasetError early for an output that could not be written at the end. `name`: what people call it."""
     if data_suffix(path) not in (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"):
         raise DatasetError(
-            f"{path}: the output's name must end with .jsonl, .csv, .tsv (perhaps with .gz or .zst) or .parquet"
+            f"{name}: the output's name must end with .jsonl, .csv, .tsv (perhaps with .gz or .zst) or .parquet"
         )
     if data_suffix(path) == ".parquet" and compression(path):
-        raise DatasetError(f"{path}: Parquet is compressed in itself; leave {path.suffix} out")
+        raise DatasetError(f"{name}: Parquet is compressed in itself; leave {path.suffix} out")
     check_supported(path)
     if not path.parent.is_dir():
         raise DatasetError(f"{path.parent} is no directory; make it first")

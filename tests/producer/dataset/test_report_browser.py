@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from pagemill.producer.dataset import report
+from pagemill.producer.dataset.journal import Failure
+from pagemill.producer.dataset.labels.cascade import Answer, Answers, Cascade
+from pagemill.producer.dataset.labels.stages import StageFigures
 from pagemill.producer.dataset.record import Totals
 from pagemill.producer.dataset.summary import Summary
 from tests.worker.browser import DESKTOP, PHONE, Browser, open_browser
@@ -27,12 +30,17 @@ HOSTILE = [
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose labels, gold values, error codes and file names all try to be markup."""
     summary = Summary(gold=HOSTILE[0], price_per_hour=2.0, totals=Totals(seconds=90.0), wants_schema=True)
+    summary.stages = StageFigures(Cascade(0.8, (HOSTILE[1],), (1.0, 1.0)), HOSTILE[0])
     for number, label in enumerate(HOSTILE * 4):
         kept: dict[str, Any] = {
             "outputs": [{"text": label, "parsed": label, "finish_reason": "stop"}],
             "usage": {"prompt_tokens": 10 + number, "completion_tokens": 3, "cached_tokens": 8},
             "timing": {"queue_s": 0.1, "ttft_s": 0.2, "e2e_s": 0.1 * number},
         }
+        kept["outputs"][0] |= {"label": label, "label_probs": {label: 1 - number / 40, "other": number / 40}}
+        answer = Answer(HOSTILE[0], kept, prob=1 - number / 40)
+        failure = Answer(HOSTILE[1], None, Failure(HOSTILE[2], HOSTILE[0]))
+        kept["answers"] = Answers((answer,) if answer.prob >= 0.8 else (answer, failure))
         summary.add_success(kept, label, HOSTILE[number % 2], is_merged=False)
     summary.add_failure(21, HOSTILE[1], HOSTILE[2])
     path = tmp_path_factory.mktemp("report") / "out.jsonl.report.html"
@@ -71,13 +79,24 @@ def test_nothing_is_loaded_but_the_page(browser: Browser) -> None:
 
 def test_every_bar_is_drawn_and_the_longest_fills_its_chart(browser: Browser) -> None:
     widths = browser.run(
-        "return [...document.querySelectorAll('svg')].map(svg => "
+        "return [...document.querySelectorAll('svg:not(.curve, .reliability)')].map(svg => "
         "[svg.querySelector('rect').getBoundingClientRect().width, svg.getBoundingClientRect().width])"
     )
     # five labels, one reason to end, one failure
     assert len(widths) == 7
     assert all(0 < bar <= chart + 1 for bar, chart in widths)
     assert all(abs(bar - chart) < 2 for bar, chart in widths), "all counts are equal within a chart"
+
+
+def test_the_curve_of_a_cascade_is_drawn_inside_its_frame(browser: Browser) -> None:
+    outside = browser.run(
+        "const frame = document.querySelector('svg.curve').getBoundingClientRect();"
+        "return [...document.querySelectorAll('svg.curve circle')].map(dot => dot.getBoundingClientRect())"
+        ".map(dot => dot.left >= frame.left && dot.right <= frame.right && dot.top >= frame.top"
+        " && dot.bottom <= frame.bottom && dot.width > 0)"
+    )
+    assert len(outside) > 50
+    assert all(outside)
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])

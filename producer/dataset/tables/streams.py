@@ -1,0 +1,94 @@
+"""A stream that can be read from its start again and again: what has been read is kept in a temporary file."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import IO
+
+from pagemill.producer.dataset.errors import DiskFailed
+
+CHUNK_BYTES = 1 << 20
+
+
+class Stream:
+    """Input without a file of its own: standard input, or what a server sends.
+
+    It is read as far as somebody asks, so work begins with its first rows; memory does not grow with it. The file has
+    no name, and goes with the process.
+    """
+
+    def __init__(self, source: IO[bytes], path: PurePath, name: str, start: bytes = b"") -> None:
+        """`path` tells the format and compression, `name` is for people, `start` has been read from it already."""
+        self.path = path
+        self.name = name
+        self.is_whole = False
+        # Of a pipe, what is there; a read would wait for all that it asks for.
+        self._read: Callable[[int], bytes] = getattr(source, "read1", source.read)
+        self._kept = tempfile.TemporaryFile(prefix="pagemill-rows-")  # noqa: SIM115
+        self._size = self._kept.write(start)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def open(self, mode: str = "rb") -> IO[bytes]:
+        """Return a reader of its own, at the start. Reads raise DiskFailed if the stream breaks off."""
+        return io.BufferedReader(_Reader(self), CHUNK_BYTES)
+
+    def close(self) -> None:
+        """Forget what was read; the source stays open."""
+        self._kept.close()
+
+    def read_at(self, position: int, count: int) -> bytes:
+        """Return at most `count` bytes; none at the end."""
+        while position >= self._size and not self.is_whole:
+            self._read_on()
+        self._kept.seek(position)
+        return self._kept.read(count)
+
+    def size(self) -> int:
+        """Read all that is left; returns the number of bytes."""
+        while not self.is_whole:
+            self._read_on()
+        return self._size
+
+    def _read_on(self) -> None:
+        try:
+            data = self._read(CHUNK_BYTES)
+            self._kept.seek(0, io.SEEK_END)
+            self._size += self._kept.write(data)
+        except Exception as error:  # of whatever library reads it; its message may hold a secret
+            kind = type(error).__name__
+            raise DiskFailed(
+                f"{self.name} broke off after {self._size:,} bytes ({kind}). Run the same command again; "
+                "nothing that was done is lost"
+            ) from None
+        self.is_whole = not data
+
+
+class _Reader(io.RawIOBase):
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position}
+        self._position = offset + (self._stream.size() if whence == io.SEEK_END else base[whence])
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        data = self._stream.read_at(self._position, len(buffer))
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)

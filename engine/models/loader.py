@@ -358,3 +358,32 @@ def model_fingerprint(
     if stored is not None:
         digest.update(f"{stored.describe()}, activations: {device.quantized_activations()}".encode())
     return digest.hexdigest()[:16]
+
+
+def load_outline(config: EngineConfig, device: DeviceBackend) -> LoadedModel:
+    """Return the whole model without memory: every shape, from config.json alone. Raises as `load_model`."""
+    directory = model_directory(config.model)
+    raw = read_config(directory)
+    family = find_family(raw)
+    model_config = _build_config(family, raw, directory)
+    dtype = resolve_dtype(config.dtype, model_config, device)
+    context_length = _context_length(model_config)
+    try:
+        with torch.device("meta"):
+            module = causal_lm_class(model_config)._from_config(model_config, dtype=dtype)
+    except Exception as error:  # inconsistent sizes: transformers' code may raise anything
+        raise ModelLoadError(f"can't build {directory / 'config.json'}: {error}") from error
+    return LoadedModel(
+        module=module,
+        family=family,
+        directory=directory,
+        served_name=ModelSource.parse(config.model).served_name,
+        dtype=dtype,
+        device=device,
+        vocab_size=model_config.vocab_size,
+        context_length=context_length,
+        longest_context=None if family.extrapolates(model_config) else stretched_context(model_config, context_length),
+        eos_token_ids=(),
+        fingerprint="",
+        share=Share(0, 1),
+    )

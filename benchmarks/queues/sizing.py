@@ -4,9 +4,9 @@
     python -m benchmarks.queues.sizing --jobs 60 --output-tokens 32
 
 One thread, and processor time on both sides: the plan is made of the CPU's speed in processor time, measured before and
-after the run while the worker waits, and the worker's jobs are counted per second of its processor time. So neighbours on
-a shared machine take memory bandwidth and caches from it, but not the clock. Lengths of prompts and outputs, in tokens
-and bytes, are the run's own averages.
+after the run while the worker waits, and the worker's jobs are counted per second of its processor time. So neighbours
+on a shared machine take memory bandwidth and caches from it, but not the clock. Lengths of prompts and outputs, in
+tokens and bytes, are the run's own averages.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ WORDS = (
     "music",
 )
 QUEUE = "sizing"
+_BESIDES = ("mem_clients_normal", "mem_aof_buffer", "used_memory_vm_eval", "used_memory_scripts_eval")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +148,10 @@ def _cpu_s(process: psutil.Process) -> float:
 def _server(client: redis.Redis) -> dict[str, float]:
     cpu, memory = client.info("cpu"), client.info("memory")
     scripts = client.info("commandstats").get("cmdstat_evalsha", {})
+    # Of the queue alone: buffers of clients and of the file, and scripts, are the server's.
+    besides = sum(memory.get(name, 0) for name in _BESIDES)
     return {
-        "memory": memory["used_memory"],
+        "memory": memory["used_memory"] - besides,
         "scripts": scripts.get("calls", 0),
         "cpu_s": cpu["used_cpu_user"] + cpu["used_cpu_sys"],
     }

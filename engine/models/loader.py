@@ -371,11 +371,12 @@ def load_outline(config: EngineConfig, device: DeviceBackend) -> LoadedModel:
     model_config = _build_config(family, raw, directory)
     dtype = resolve_dtype(config.dtype, model_config, device)
     context_length = _context_length(model_config)
+    module_class: Any = causal_lm_class(model_config)
     # What a model of no registered family computes is only seen where it runs.
     attention = _observed_in_small(model_config) if family.is_generic else None
     try:
         with torch.device("meta"):
-            module = causal_lm_class(model_config)._from_config(model_config, dtype=dtype)
+            module = module_class._from_config(model_config, dtype=dtype)
     except Exception as error:  # inconsistent sizes: transformers' code may raise anything
         raise ModelLoadError(f"can't build {directory / 'config.json'}: {error}") from error
     return LoadedModel(
@@ -404,7 +405,7 @@ def _observed_in_small(model_config: Any) -> AttentionShape:
         if isinstance(getattr(small, name, None), int):
             setattr(small, name, size)
     small.pad_token_id = 0
-    seen = attention_shape(
-        causal_lm_class(small)._from_config(small, dtype=torch.float32, attn_implementation="eager")
-    )
+    module_class: Any = causal_lm_class(small)
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    seen = attention_shape(module_class._from_config(small, **options))
     return replace(seen, num_calls=seen.num_calls * model_config.num_hidden_layers)

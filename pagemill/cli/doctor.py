@@ -123,7 +123,7 @@ def _planned(given: DoctorOptions) -> Answer:
         return answer(
             Question(
                 config=EngineConfig(model=given.model, **options),
-                device=given.device.lower(),
+                device=given.device,
                 prompt_tokens=given.prompt_tokens,
                 output_tokens=given.output_tokens,
                 shared_tokens=given.shared_tokens,

@@ -43,7 +43,7 @@ up_app = typer.Typer(
     cls=ReportingGroup,
     invoke_without_command=True,
     rich_markup_mode=None,
-    help="Run this host's workers, a gateway and an exporter until SIGTERM or Ctrl-C; SIGHUP restarts them in turn.",
+    help="Run this host's workers, a gateway and an exporter.",
 )
 app.add_typer(up_app, name="up")
 
@@ -251,7 +251,7 @@ def _described(member: Mapping[str, Any]) -> list[str]:
 
 @up_app.command()
 def restart(run_dir: RunDir = None) -> None:
-    """Restart one after the other, with the file's settings as they are now. Exit code 1: it was halted."""
+    """Restart one after the other, with the settings of now."""
     for reply in _ask(run_dir, command="restart"):
         if "event" in reply:
             say(reply["event"])

@@ -67,4 +67,5 @@ def scripts_per_job(
     by_time = max(0.0, service_s / CHECKPOINT_S - 0.5)
     by_tokens = 0.0 if checkpoint_tokens is None else output_tokens // checkpoint_tokens
     jobs_per_s = max(rows, 1.0) / max(service_s, 1e-3)
-    return 3.0 + max(by_time, by_tokens) + 1.0 / jobs_per_s
+    # A checkpoint holds a token at least.
+    return 3.0 + min(output_tokens, max(by_time, by_tokens)) + 1.0 / jobs_per_s

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, get_type_hints
 
 import typer
 
-from pagemill.cli.terminal.checked import YEAR_S, between
+from pagemill.cli.terminal.checked import YEAR_S, between, checked
+from pagemill.engine.config import EngineConfig
+from pagemill.sizing.cards import CARDS
 
 if TYPE_CHECKING:
     from pagemill.sizing.answer import Answer
 
 MAX_TOKENS = 2**24
+_HINTS = get_type_hints(EngineConfig, include_extras=True)
 FULL = 0.75
 """The share of maxmemory that a plan fills: running jobs need room to end."""
 Tokens = Annotated[int | None, typer.Option(min=1, max=MAX_TOKENS, help="Of a job, on average.")]
@@ -25,11 +28,22 @@ Deadline = Annotated[
     typer.Option(callback=between(1e-3, YEAR_S), help="Seconds until the last of the rows has ended."),
 ]
 Device = Annotated[
-    str, typer.Option(metavar="NAME", help="cpu, h200, h100, a100, a100-40, l40s, l4 or 4090.")
+    str,
+    typer.Option(
+        metavar="NAME",
+        callback=checked(Literal["cpu", *CARDS]),
+        help="cpu, h200, h100, a100, a100-40, l40s, l4 or 4090.",
+    ),
 ]
-Dtype = Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(callback=checked(_HINTS["dtype"]), help="auto, float32, float16 or bfloat16."),
+]
 KvDtype = Annotated[
-    str | None, typer.Option("--kv-cache-dtype", help="auto, float16, bfloat16, int8 or fp8.")
+    str | None,
+    typer.Option(
+        "--kv-cache-dtype", callback=checked(_HINTS["kv_cache_dtype"]), help="auto, bfloat16, int8 or fp8."
+    ),
 ]
 Retention = Annotated[
     float, typer.Option(callback=between(0.0, YEAR_S), help="Seconds that results of a rate are kept.")

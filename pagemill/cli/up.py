@@ -135,8 +135,7 @@ def up(given: UpFlags) -> None:
         from pagemill.supervisor.settings import SettingsError
         from pagemill.worker.embedded import EmbeddedServerError
     except ModuleNotFoundError as error:
-        say(f"{error.name} is missing; it takes what a worker takes: pip install 'pagemill[worker,gateway]'")
-        raise typer.Exit(EXIT_USAGE) from None
+        raise _incomplete(error) from None
     try:
         settings = _load(given)
         directory = RunDirectory(given.run_dir or state_dir() / "up")
@@ -152,6 +151,11 @@ def up(given: UpFlags) -> None:
         say(str(error))
         raise typer.Exit(EXIT_REDIS) from None
     raise typer.Exit(code)
+
+
+def _incomplete(error: ModuleNotFoundError) -> typer.Exit:
+    say(f"{error.name} is missing; it takes what a worker takes: pip install 'pagemill[worker,gateway]'")
+    return typer.Exit(EXIT_USAGE)
 
 
 def _load(given: UpFlags) -> UpSettings:
@@ -268,10 +272,10 @@ def stop(
     now: Annotated[bool, typer.Option("--now", help="Hand running jobs back at once.")] = False,
 ) -> None:
     """Drain all children and end; returns once they are gone."""
-    from pagemill.supervisor.control import NotRunning, ask
-
     for reply in _ask(run_dir, command="stop", now=now):
         say(reply["event"])
+    from pagemill.supervisor.control import NotRunning, ask
+
     with contextlib.suppress(NotRunning):
         while True:
             list(ask(run_dir or state_dir() / "up", command="status"))
@@ -279,8 +283,10 @@ def stop(
 
 
 def _ask(run_dir: Path | None, **command: Any) -> Iterator[dict[str, Any]]:
-    from pagemill.supervisor.control import NotRunning, ask
-
+    try:
+        from pagemill.supervisor.control import NotRunning, ask
+    except ModuleNotFoundError as error:
+        raise _incomplete(error) from None
     try:
         yield from ask(run_dir or state_dir() / "up", **command)
     except NotRunning as error:

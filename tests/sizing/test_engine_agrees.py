@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,23 @@ def test_blocks_of_other_settings(settings: dict[str, Any], tmp_path: Path) -> N
     tiny_model.save_tiny_llama(tmp_path)
     common = {"skip_tokenizer_init": True, "device": "cpu", "kv_cache_memory_bytes": POOL_BYTES}
     check(EngineConfig(model=str(tmp_path), **common, **settings))  # type: ignore[arg-type]
+
+
+def test_blocks_of_a_type_that_no_family_names(tmp_path: Path) -> None:
+    """Its attention is only seen where it runs: here in one narrow layer."""
+    sizes = {
+        "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
+        "max_position_embeddings": 128, "eos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    common = {
+        "skip_tokenizer_init": True,
+        "device": "cpu",
+        "kv_cache_memory_bytes": POOL_BYTES,
+        "verify": False,
+    }
+    check(EngineConfig(model=str(tmp_path), load_format="dummy", **common))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from pagemill.cli import (  # noqa: F401 - they register their commands
     queue,
     run,
     top,
+    up,
     verify,
     worker,
 )

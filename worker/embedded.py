@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ import psutil
 import redis
 from filelock import FileLock, Timeout
 
+from pagemill.producer.wire.process.dependent import dependent
 from pagemill.producer.wire.server.discovery import SERVER_FILE
 
 logger = logging.getLogger(__name__)
@@ -41,18 +41,6 @@ ORPHAN_S = 1.0
 PROBE_BYTES = 1 << 16
 MAX_SOCKET_PATH = 100
 """The longest path of a unix socket, in bytes (Linux: 108, macOS: 104)."""
-
-# Runs between fork and exec: asks the kernel to end the server when the thread that started it is gone, and
-# exits at once if that has already happened. Linux only; elsewhere an orphan waits to be adopted.
-_DIE_WITH_OWNER = """
-import ctypes, os, signal, sys
-owner = int(sys.argv[1])
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != owner:
-        sys.exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class EmbeddedServerError(RuntimeError):
@@ -230,7 +218,7 @@ def _spawn(command: list[str], log_path: Path) -> subprocess.Popen[bytes]:
     """Start the server in its own session: Ctrl-C signals the whole group, and a drain needs the server."""
     with log_path.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _DIE_WITH_OWNER, str(os.getpid()), *command],
+            dependent(command),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -41,6 +42,8 @@ from pagemill.engine.text.tokenizer import generation_eos_token_ids
 logger = logging.getLogger(__name__)
 
 _CONTEXT_FIELDS = ("max_position_embeddings", "max_seq_len")
+_SMALL = {"num_hidden_layers": 1, "vocab_size": 16, "intermediate_size": 16, "moe_intermediate_size": 16}
+"""Sizes that attention does not depend on."""
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -358,3 +361,51 @@ def model_fingerprint(
     if stored is not None:
         digest.update(f"{stored.describe()}, activations: {device.quantized_activations()}".encode())
     return digest.hexdigest()[:16]
+
+
+def load_outline(config: EngineConfig, device: DeviceBackend) -> LoadedModel:
+    """Return the whole model without memory: every shape, from config.json alone. Raises as `load_model`."""
+    directory = model_directory(config.model)
+    raw = read_config(directory)
+    family = find_family(raw)
+    model_config = _build_config(family, raw, directory)
+    dtype = resolve_dtype(config.dtype, model_config, device)
+    context_length = _context_length(model_config)
+    module_class: Any = causal_lm_class(model_config)
+    # What a model of no registered family computes is only seen where it runs.
+    attention = _observed_in_small(model_config) if family.is_generic else None
+    try:
+        with torch.device("meta"):
+            module = module_class._from_config(model_config, dtype=dtype)
+    except Exception as error:  # inconsistent sizes: transformers' code may raise anything
+        raise ModelLoadError(f"can't build {directory / 'config.json'}: {error}") from error
+    return LoadedModel(
+        module=module,
+        family=family,
+        directory=directory,
+        served_name=ModelSource.parse(config.model).served_name,
+        dtype=dtype,
+        device=device,
+        vocab_size=model_config.vocab_size,
+        context_length=context_length,
+        longest_context=None
+        if family.extrapolates(model_config)
+        else stretched_context(model_config, context_length),
+        eos_token_ids=(),
+        fingerprint="",
+        share=Share(0, 1),
+        attention=attention,
+    )
+
+
+def _observed_in_small(model_config: Any) -> AttentionShape:
+    """Return the attention of such a model, as one narrow layer of random weights shows it."""
+    small = copy.deepcopy(model_config)
+    for name, size in _SMALL.items():
+        if isinstance(getattr(small, name, None), int):
+            setattr(small, name, size)
+    small.pad_token_id = 0
+    module_class: Any = causal_lm_class(small)
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    seen = attention_shape(module_class._from_config(small, **options))
+    return replace(seen, num_calls=seen.num_calls * model_config.num_hidden_layers)

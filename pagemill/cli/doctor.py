@@ -1,12 +1,14 @@
-"""`pagemill doctor`: checks the server, the queue and this machine. Exit codes: 0 no error (warnings are
-possible), 1 an error, 3 Redis does not answer."""
+"""`pagemill doctor`: checks the server, the queue and this machine; `--plan` sizes a load.
+
+Exit codes: 0 no error (warnings are possible), 1 an error, 3 Redis does not answer.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, replace
-from typing import Annotated
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import redis
 import typer
@@ -15,7 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pagemill.cli.app import EXIT_NOT_SUCCEEDED, EXIT_REDIS, AsJson, Queue, RedisUrl, app, describe
+from pagemill.cli.terminal import plan_view
 from pagemill.cli.terminal.checked import ModelOrPath, checked
+from pagemill.cli.terminal.grouped import grouped
 from pagemill.producer.doctor.finding import Finding, worst
 from pagemill.producer.doctor.machine_checks import DEFAULT_HTTP_PORT, machine_findings
 from pagemill.producer.doctor.queue_checks import queue_findings
@@ -26,6 +30,9 @@ from pagemill.producer.wire.server.clients import open_client, redacted
 from pagemill.producer.wire.server.discovery import find_redis, state_dir
 from pagemill.producer.wire.server.transport import SyncTransport
 
+if TYPE_CHECKING:
+    from pagemill.sizing.answer import Answer
+
 _MARKS = {
     "ok": ("ok", "green"),
     "note": ("note", "dim"),
@@ -34,14 +41,14 @@ _MARKS = {
 }
 
 
-@app.command()
-def doctor(
-    redis_url: RedisUrl = None,
-    queue: Queue = "default",
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    redis_url: RedisUrl = None
+    queue: Queue = "default"
     http_port: Annotated[
         int,
         typer.Option("--http-port", envvar="PAGEMILL_HTTP_PORT", min=0, max=65535, help="A worker's port."),
-    ] = DEFAULT_HTTP_PORT,
+    ] = DEFAULT_HTTP_PORT
     model: Annotated[
         str | None,
         typer.Option(
@@ -49,15 +56,41 @@ def doctor(
             callback=checked(ModelOrPath),
             help="A worker's model: says how it would be run here.",
         ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="Say what a load of this model takes: blocks, rows, workers, Redis."),
+    ] = False
+    device: plan_view.Device = "cpu"
+    prompt_tokens: plan_view.Tokens = None
+    output_tokens: plan_view.Tokens = None
+    shared_tokens: plan_view.Shared = 0
+    rate: plan_view.Rate = None
+    rows: plan_view.Rows = None
+    deadline: plan_view.Deadline = None
+    dtype: plan_view.Dtype = None
+    kv_cache_dtype: plan_view.KvDtype = None
+    weight_bits: plan_view.WeightBits = None
+    max_num_seqs: plan_view.MaxRows = None
+    retention: plan_view.Retention = 86_400.0
+    token_bytes: plan_view.TokenBytes = 4.0
+    bandwidth: plan_view.Bandwidth = None
+    gflops: plan_view.Compute = None
+    as_json: AsJson = False
+
+
+@app.command()
+@grouped
+def doctor(given: DoctorOptions) -> None:
     """Check the server, the queue and this machine. Exit code 1: something is wrong; 3: Redis does not answer."""
-    findings, is_reachable = examine(redis_url, queue, http_port or DEFAULT_HTTP_PORT)
-    if model is not None:
-        findings.append(model_parts(model))
+    if given.plan:
+        plan_view.print_answer(_planned(given), given.as_json)
+        return
+    findings, is_reachable = examine(given.redis_url, given.queue, given.http_port or DEFAULT_HTTP_PORT)
+    if given.model is not None:
+        findings.append(model_parts(given.model))
     verdict = worst(findings)
-    if as_json:
+    if given.as_json:
         typer.echo(json.dumps({"verdict": verdict, "findings": [asdict(finding) for finding in findings]}))
     else:
         print_findings(findings)
@@ -65,6 +98,51 @@ def doctor(
         raise typer.Exit(EXIT_REDIS)
     if verdict == "error":
         raise typer.Exit(EXIT_NOT_SUCCEEDED)
+
+
+def _planned(given: DoctorOptions) -> Answer:
+    """Raises a usage error, for a model too that can't be planned."""
+    if given.model is None or given.prompt_tokens is None or given.output_tokens is None:
+        raise typer.BadParameter(
+            "--plan needs --model, --prompt-tokens, --output-tokens, and --rate or --rows"
+        )
+    from pagemill.engine.config import EngineConfig
+    from pagemill.engine.errors import EngineError
+    from pagemill.engine.models.echo import is_echo
+    from pagemill.sizing.answer import Question, answer
+    from pagemill.sizing.plan import PlanError
+
+    if is_echo(given.model):
+        raise typer.BadParameter("--plan: echo is no model; name one, or the folder of its config.json")
+    options: dict[str, Any] = {
+        name: value
+        for name in ("dtype", "kv_cache_dtype", "max_num_seqs")
+        if (value := getattr(given, name)) is not None
+    }
+    try:
+        return answer(
+            Question(
+                config=EngineConfig(model=given.model, **options),
+                device=given.device,
+                prompt_tokens=given.prompt_tokens,
+                output_tokens=given.output_tokens,
+                shared_tokens=given.shared_tokens,
+                rate=given.rate,
+                rows=given.rows,
+                deadline_s=given.deadline,
+                retention_s=given.retention,
+                bytes_per_token=given.token_bytes,
+                weight_bits=given.weight_bits,
+                cpu_bytes_per_s=given.bandwidth * 1e9 if given.bandwidth else None,
+                cpu_flops=given.gflops * 1e9 if given.gflops else None,
+            )
+        )
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(
+            f"--plan: {error.name} is missing: pip install 'pagemill[worker]'"
+        ) from error
+    except (PlanError, EngineError) as error:
+        raise typer.BadParameter(f"--plan: {error}") from error
 
 
 def examine(redis_url: str | None, queue: str, http_port: int) -> tuple[list[Finding], bool]:

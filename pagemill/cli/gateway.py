@@ -62,6 +62,15 @@ def gateway(
             "--port", min=0, max=65_535, envvar="PAGEMILL_GATEWAY_PORT", help="0: any that is free."
         ),
     ] = DEFAULT_PORT,
+    fd: Annotated[
+        int | None,
+        typer.Option(
+            "--fd",
+            min=3,
+            max=10**6,
+            help="A listening socket that it inherits, of --host and --port, as from pagemill up.",
+        ),
+    ] = None,
     keys: Annotated[
         Path | None,
         typer.Option(
@@ -114,17 +123,21 @@ def gateway(
     )  # fmt: skip
     configure_logging(log_level, log_format, fields={"queue": queue})  # type: ignore[arg-type]  # checked above
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    _serve(config)
+    _serve(config, fd)
 
 
-def _serve(config: GatewayConfig) -> None:
+def _serve(config: GatewayConfig, fd: int | None) -> None:
     from pagemill.producer.gateway.api_keys import KeyFileError
-    from pagemill.producer.gateway.server import bind, build_server
+    from pagemill.producer.gateway.server import bind, build_server, inherit
 
     host = config.host
     try:
-        listener = bind(config)
+        listener = bind(config) if fd is None else inherit(fd)
     except OSError as error:
+        if fd is not None:
+            raise typer.BadParameter(
+                f"--fd {fd}: it is no listening socket: {error.strerror or error}"
+            ) from error
         raise typer.BadParameter(
             f"{host}:{config.port} cannot be listened on: {error.strerror or error}; "
             "choose another --host or --port (PAGEMILL_GATEWAY_HOST, PAGEMILL_GATEWAY_PORT)"

@@ -27,6 +27,7 @@ from pagemill.engine.models.echo import is_echo
 from pagemill.engine.models.source import ModelSource
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import WorkerInfo
+from pagemill.producer.wire.process.dependent import dependent
 from pagemill.producer.wire.schema.errors import PagemillError, RedisUnavailable
 from pagemill.producer.wire.server.clients import open_client
 from pagemill.producer.wire.server.discovery import find_redis, state_dir
@@ -39,18 +40,6 @@ LOADING_PATIENCE_S = 60.0
 """Time for a worker that is still loading to report its models."""
 POLL_S = 0.1
 LOG_LINES = 15
-
-# Runs before exec: a run that is killed, or whose terminal is closed, must not leave a model in memory. The
-# kernel then sends SIGTERM, and the worker hands its jobs back. Linux only.
-_END_WITH_PARENT = """
-import ctypes, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != int(sys.argv[1]):
-        sys.exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
-
 
 TAIL_BYTES = 4096
 _MESSAGE = re.compile(r"^\S+Z \[\w+ *\] (.+?) *\[pagemill\.", re.MULTILINE)
@@ -93,8 +82,7 @@ class LocalWorker:
         self._url = url
         self._state_dir = state_dir
         self._log = tempfile.NamedTemporaryFile(prefix="pagemill-worker-", suffix=".log")  # noqa: SIM115
-        command = [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, str(os.getpid())]
-        command += [sys.executable, "-m", "pagemill", "worker", "--model", model, "--queue", queue]
+        command = [sys.executable, "-m", "pagemill", "worker", "--model", model, "--queue", queue]
         if state_dir is not None:
             command += ["--state-dir", str(state_dir)]
         environment = dict(os.environ)
@@ -103,7 +91,7 @@ class LocalWorker:
             environment["PAGEMILL_REDIS_URL"] = url
         # A separate session: the caller handles Ctrl-C, and the worker gets one SIGTERM.
         self._process = subprocess.Popen(
-            [*command, *options],
+            dependent([*command, *options]),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,

@@ -157,13 +157,13 @@ def worker(given: WorkerFlags) -> None:
         name: option.opts[0] for option in given.context.command.params if (name := option.name) in named
     }
     chosen = {name: value for name in named if (value := getattr(given, name)) not in (None, [])}
-    raise typer.Exit(_run(load(_pairs(given.option or []) | chosen, flags)))
+    raise typer.Exit(_run(load(pairs(given.option or []) | chosen, flags)))
 
 
 def check_options(options: list[str] | None) -> None:
     """Raise a usage error for an invalid --worker-option, before anything is started."""
     if options:
-        load({"model": "echo"} | _pairs(options, "--worker-option"), {}, "--worker-option")
+        load({"model": "echo"} | pairs(options, "--worker-option"), {}, "--worker-option")
 
 
 def load(
@@ -200,8 +200,9 @@ def _refuse(message: str) -> NoReturn:
     raise typer.Exit(EXIT_USAGE)
 
 
-def _pairs(options: list[str], flag: str = "--option") -> dict[str, Any]:
-    pairs = {}
+def pairs(options: list[str], flag: str = "--option") -> dict[str, Any]:
+    """Split NAME=VALUE; raises a usage error for anything else, and for a secret."""
+    found = {}
     for text in options:
         name, separator, value = text.partition("=")
         name = name.replace("-", "_").lower()
@@ -211,5 +212,5 @@ def _pairs(options: list[str], flag: str = "--option") -> dict[str, Any]:
             raise typer.BadParameter(
                 f"{name} is a secret, and a command line is none: set {ENV_PREFIX}{name.upper()} instead"
             )
-        pairs[name] = value
-    return pairs
+        found[name] = value
+    return found

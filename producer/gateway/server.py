@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import resource
 import signal
@@ -112,6 +113,14 @@ def bind(config: GatewayConfig) -> socket.socket:
     except BaseException:
         listener.close()
         raise
+    return listener
+
+
+def inherit(fd: int) -> socket.socket:
+    """Return the listening socket that a supervisor has left open. Raises OSError for anything else."""
+    listener = socket.socket(fileno=fd)
+    if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        raise OSError(errno.EINVAL, "nobody listens on it")
     return listener
 
 

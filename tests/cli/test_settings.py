@@ -30,7 +30,7 @@ CONTENT = {
     "prompt", "system", "stop", "choice", "continuation", "field", "template", "choices", "json_schema", "regex",
     "where",
     # Paths that a command makes, or says are not there once it opens them.
-    "source", "out", "template_file", "report_file", "keys",
+    "source", "out", "template_file", "report_file", "keys", "run_dir",
     # TENANT=WEIGHT, and names of settings: tried by themselves below.
     "pairs", "option", "worker_option",
 }  # fmt: skip

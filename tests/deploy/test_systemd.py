@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pagemill.supervisor.layout import patience
+from pagemill.supervisor.settings import UpSettings
 from pagemill.worker.config import ENV_PREFIX, WorkerConfig
 from tests.conftest import ROOT
 
@@ -66,3 +69,14 @@ def test_its_times_leave_the_worker_its_own() -> None:
     assert int(stop) > WorkerConfig.model_fields["shutdown_s"].default
     for name in re.findall(rf"{ENV_PREFIX}(\w+_S)\b", unit):
         assert name.lower() in WorkerConfig.model_fields
+
+
+def test_the_supervisors_file_is_one_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
+        monkeypatch.delenv(name)
+    settings = UpSettings.load(ROOT / "deploy" / "systemd" / "up.toml", {}, {})
+    assert settings.devices == "all"
+    assert set(settings.worker) <= set(WorkerConfig.model_fields)
+    unit = (ROOT / "deploy" / "systemd" / "pagemill-up.service").read_text()
+    (stop,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    assert int(stop) > patience(settings).stop_s

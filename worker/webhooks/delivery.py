@@ -81,7 +81,7 @@ def deliver(target: Target, job_id: str, body: bytes, secrets: Sequence[bytes], 
         connection.request("POST", target.path, body, headers_of(job_id, body, secrets, time.time()))
         status = connection.getresponse().status
     except (OSError, http.client.HTTPException, ValueError) as error:
-        if connection.was_cut:
+        if connection.was_cut or isinstance(error, TimeoutError):
             raise DeliveryFailed(f"no answer within {TIMEOUT_S:g} s") from error
         raise DeliveryFailed(f"{type(error).__name__}: {error}") from error
     finally:

@@ -80,7 +80,7 @@ def test_an_answer_that_never_ends_is_cut_off(
     monkeypatch.setattr(delivery, "TIMEOUT_S", 0.5)  # ten times the pause between two bytes
     receiver = Receiver(answer, certificates.server_context())
     try:
-        with pytest.raises(DeliveryFailed, match="no answer within|timed out"):
+        with pytest.raises(DeliveryFailed, match="no answer within"):
             call(receiver, certificates)
     finally:
         receiver.close()
@@ -93,7 +93,7 @@ def test_so_is_one_that_never_gets_to_speak_tls(
     # The head of a handshake message of 16 KiB, and then its bytes.
     receiver = Receiver(byte_by_byte(b"\x16\x03\x03\x3f\xff\x02\x00\x3f\xfb" + b"a" * 1000), None)
     try:
-        with pytest.raises(DeliveryFailed, match="no answer within|timed out"):
+        with pytest.raises(DeliveryFailed, match="no answer within"):
             call(receiver, certificates)
     finally:
         receiver.close()

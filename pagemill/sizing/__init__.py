@@ -1,0 +1,1 @@
+"""`pagemill doctor --plan`: what a load takes, before anything is bought or started."""

@@ -1,0 +1,193 @@
+"""The arithmetic of a plan: blocks, rows, a worker's jobs per second, workers, Redis.
+
+A step reads every weight once and computes every row, so its time is a + b * rows (docs/performance.md, "How throughput
+grows"); a job takes its prompt's share of steps once, and a step's time over the rows for each token of its output.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pagemill.engine.config import MAX_KV_BLOCKS
+from pagemill.sizing.cards import DeviceSpeed
+from pagemill.sizing.redis_cost import SCRIPT_S, SERVER_BYTES, JobBytes, job_bytes, scripts_per_job
+
+if TYPE_CHECKING:
+    from pagemill.engine.figures import ModelFigures
+
+BUSY = 0.8
+"""The share of what workers and a server's core can do that a plan counts on."""
+GPU_UTILIZATION = 0.9
+CUDA_BYTES = 1 << 30
+"""A context, cuBLAS' workspace and a step's activations."""
+WATERMARK = 0.01
+_ROUNDS = 200
+
+
+class PlanError(ValueError):
+    """No plan: the model or the load does not fit; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    prompt_tokens: int
+    output_tokens: int
+    jobs_per_s: float
+    shared_tokens: int = 0
+    """Of the prompt, that all jobs begin with: computed once."""
+    waiting_jobs: int = 0
+    """The longest queue."""
+    kept_jobs: float = 0.0
+    """Ended jobs whose results are still there."""
+    bytes_per_token: float = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLimits:
+    max_num_seqs: int
+    kv_bytes: int | None = None
+    """For the KV pool; None: what the device has left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Per worker: blocks to service_s. For the load: workers and Redis."""
+
+    kv_bytes: int
+    kv_blocks: int
+    blocks_per_job: int
+    rows: int
+    """Jobs at once, by blocks and by max_num_seqs."""
+    rows_limited_by: str
+    step_s: float
+    """Of a decode step with all rows."""
+    jobs_per_s: float
+    """With all rows taken, always."""
+    output_tokens_per_s: float
+    workers: int
+    busy_rows: float
+    """Taken per worker, on average, at the load."""
+    service_s: float
+    """A job's time in the engine at the load."""
+    redis_bytes: int
+    bytes: JobBytes
+    redis_scripts_per_s: float
+    redis_cores: float
+
+
+def make_plan(model: ModelFigures, device: DeviceSpeed, load: Load, limits: WorkerLimits) -> Plan:
+    """Plan for one device per worker. Raises PlanError."""
+    _check(model, load)
+    kv_bytes = _kv_bytes(model, device, limits)
+    blocks = min(MAX_KV_BLOCKS, kv_bytes // model.block_bytes)
+    per_job = -(-(load.prompt_tokens + load.output_tokens - 1) // model.block_size)
+    shared = load.shared_tokens // model.block_size
+    usable = int((blocks - 1) * (1 - WATERMARK)) - shared
+    by_blocks = usable // (per_job - shared) if usable > 0 else 0
+    if by_blocks < 1:
+        free, weights = kv_bytes / 2**30, model.weight_bytes / 2**30
+        raise PlanError(
+            f"{device.name} has {free:.2f} GiB for KV blocks beside {weights:.1f} GiB of weights, and a job needs "
+            f"{per_job} blocks of {model.block_bytes / 2**20:.2f} MiB: take a larger device, fewer tokens, a smaller "
+            "--dtype, a quantised checkpoint, or several cards (tensor parallelism is not planned)"
+        )
+    rows = min(limits.max_num_seqs, by_blocks)
+    times = _Times.of(model, device, load)
+    jobs_per_s = 1 / times.job_s(rows)
+    workers = max(1, math.ceil(load.jobs_per_s / (BUSY * jobs_per_s)))
+    busy_rows, service_s = times.settle(load.jobs_per_s / workers, rows)
+    sizes = job_bytes(load.prompt_tokens, load.output_tokens, load.bytes_per_token)
+    running = busy_rows * workers
+    scripts = load.jobs_per_s * scripts_per_job(service_s, load.output_tokens, busy_rows)
+    return Plan(
+        kv_bytes=kv_bytes,
+        kv_blocks=blocks,
+        blocks_per_job=per_job,
+        rows=rows,
+        rows_limited_by="max_num_seqs" if rows == limits.max_num_seqs else "KV blocks",
+        step_s=times.step_s(rows),
+        jobs_per_s=jobs_per_s,
+        output_tokens_per_s=jobs_per_s * load.output_tokens,
+        workers=workers,
+        busy_rows=busy_rows,
+        service_s=service_s,
+        redis_bytes=round(
+            SERVER_BYTES
+            + load.waiting_jobs * sizes.waiting
+            + running * sizes.running
+            + load.kept_jobs * sizes.ended
+        ),
+        bytes=sizes,
+        redis_scripts_per_s=scripts,
+        redis_cores=scripts * SCRIPT_S,
+    )
+
+
+def _check(model: ModelFigures, load: Load) -> None:
+    if (longest := load.prompt_tokens + load.output_tokens) > model.context_length:
+        raise PlanError(
+            f"prompt and output are {longest} tokens, and {model.name} takes {model.context_length}: "
+            "fewer --prompt-tokens or --output-tokens"
+        )
+    if load.shared_tokens >= load.prompt_tokens:
+        raise PlanError(
+            f"--shared-tokens {load.shared_tokens}: a part of the {load.prompt_tokens} prompt tokens"
+        )
+
+
+def _kv_bytes(model: ModelFigures, device: DeviceSpeed, limits: WorkerLimits) -> int:
+    if limits.kv_bytes is not None:
+        return limits.kv_bytes
+    return max(0, int(GPU_UTILIZATION * device.memory_bytes) - model.weight_bytes - CUDA_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Seconds on a device."""
+
+    fixed_s: float
+    """Of a step: its weights, and what is neither reading nor computing."""
+    row_s: float
+    """Of a row in a decode step."""
+    prompt_s: float
+    """Of a job's prompt and, on the CPU, its handling."""
+    output_tokens: int
+
+    @classmethod
+    def of(cls, model: ModelFigures, device: DeviceSpeed, load: Load) -> _Times:
+        flops, read = device.flops_of(model.dtype), device.read_share * device.bytes_per_s
+        own = load.prompt_tokens - load.shared_tokens
+        context = load.prompt_tokens + load.output_tokens / 2
+        attended = own * (load.shared_tokens + own / 2)  # pairs of a token and one before it
+        products = (
+            2 * (own * model.layer_parameters + model.head_parameters) + 4 * attended * model.attention_width
+        )
+        per_row = 2 * (model.layer_parameters + model.head_parameters) + 4 * context * model.attention_width
+        kv_read = context * model.block_bytes / model.block_size
+        return cls(
+            fixed_s=device.step_s + model.read_bytes / read,
+            row_s=per_row / flops + kv_read / read,
+            prompt_s=device.job_s + products / flops,
+            output_tokens=load.output_tokens,
+        )
+
+    def step_s(self, rows: float) -> float:
+        return self.fixed_s + rows * self.row_s
+
+    def job_s(self, rows: float) -> float:
+        """A job's share of the device's time with that many rows."""
+        return self.prompt_s + self.output_tokens * self.step_s(rows) / rows
+
+    def settle(self, jobs_per_s: float, most_rows: int) -> tuple[float, float]:
+        """Return the rows that are taken at a rate, and a job's time in the engine (Little's law).
+
+        Prompts take their share of the time away from decode steps.
+        """
+        left = max(1e-3, 1 - jobs_per_s * self.prompt_s)
+        rows = 1.0
+        for _ in range(_ROUNDS):
+            service_s = self.prompt_s + self.output_tokens * self.step_s(max(1.0, rows)) / left
+            rows = min(float(most_rows), jobs_per_s * service_s)
+        return rows, service_s

@@ -1,0 +1,134 @@
+"""Commands to a running supervisor: a line of JSON to its Unix socket, lines of JSON back.
+
+`{"command": "status"}` gets one document; `restart` and `stop` get `{"event": text}` as it goes, and at the end
+`{"ok": true | false}`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pagemill.supervisor.rollout import Rollout
+from pagemill.supervisor.run_directory import SOCKET_FILE
+
+logger = logging.getLogger(__name__)
+
+MAX_COMMAND_BYTES = 4096
+TIMEOUT_S = 10.0
+
+
+class NotRunning(Exception):
+    """No supervisor has this run directory."""
+
+
+class Refused(Exception):
+    """A command that can't be done now; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commands:
+    """What the commands call, on the server's threads."""
+
+    status: Callable[[], Mapping[str, Any]]
+    restart: Callable[[], Rollout]
+    """Raises Refused."""
+    stop: Callable[[bool], None]
+    """True: hurry."""
+
+
+class ControlServer:
+    """Serves commands on its own threads until closed."""
+
+    def __init__(self, path: Path, commands: Commands) -> None:
+        path.unlink(missing_ok=True)  # of a supervisor that was killed: the directory's lock is ours
+        before = os.umask(0o177)
+        try:
+            self._server = _Server(str(path), type("Handler", (_Handler,), {"commands": commands}))
+        finally:
+            os.umask(before)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="pagemill-control", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 16
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("a client of the control socket went away", exc_info=True)
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    commands: Commands
+    timeout = TIMEOUT_S
+
+    def handle(self) -> None:
+        try:
+            order = json.loads(self.rfile.readline(MAX_COMMAND_BYTES))
+            command = order["command"]
+        except (ValueError, KeyError, TypeError):
+            self._say(ok=False, event='no command: a line such as {"command": "status"}')
+            return
+        match command:
+            case "status":
+                self._say(**self.commands.status())
+            case "restart":
+                self._restart()
+            case "stop":
+                self.commands.stop(bool(order.get("now")))
+                self._say(event="stopping")
+            case _:
+                self._say(ok=False, event=f"there is no command {str(command)[:50]!r}")
+
+    def _restart(self) -> None:
+        try:
+            rollout = self.commands.restart()
+        except Refused as error:
+            self._say(ok=False, event=str(error))
+            return
+        while (line := _next(rollout)) is not None:
+            self._say(event=line)
+        self._say(ok=rollout.is_success)
+
+    def _say(self, **document: Any) -> None:
+        self.wfile.write(json.dumps(document).encode() + b"\n")
+
+
+def _next(rollout: Rollout) -> str | None:
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return rollout.events.get(timeout=1.0)
+        if rollout.is_over:
+            return None
+
+
+def ask(directory: Path, **command: Any) -> Iterator[dict[str, Any]]:
+    """Send a command and yield the replies until the supervisor hangs up. Raises NotRunning."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        try:
+            client.connect(str(directory / SOCKET_FILE))
+            client.sendall(json.dumps(command).encode() + b"\n")
+        except OSError as error:
+            raise NotRunning(f"no pagemill up runs with {directory} ({error.strerror or error})") from None
+        with client.makefile("rb") as replies:
+            for line in replies:
+                yield json.loads(line)

@@ -1,0 +1,59 @@
+"""systemd's notification protocol, sd_notify(3): datagrams to the socket that NOTIFY_SOCKET names."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping
+
+logger = logging.getLogger(__name__)
+
+VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+"""Meant for this process, not for its children."""
+
+
+class ServiceManager:
+    """Tells systemd how this process is. Does nothing if it was not started by a manager that listens."""
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self._address = environment.get("NOTIFY_SOCKET", "")
+        self.watchdog_s = _watchdog_s(environment) if self._address else None
+        """The manager's patience between two signs of life; None: it expects none."""
+        self._last_beat = float("-inf")
+        self._told = ""
+
+    def tell(self, **fields: str | int) -> None:
+        """Send the fields: READY=1, STOPPING=1, STATUS=text. A manager that is gone is logged, and no error."""
+        if not self._address:
+            return
+        message = "\n".join(f"{name}={value}" for name, value in fields.items())
+        path = "\0" + self._address[1:] if self._address.startswith("@") else self._address
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                sender.settimeout(1.0)
+                sender.connect(path)
+                sender.sendall(message.encode())
+        except OSError as error:
+            logger.debug("the service manager at %s can't be told: %s", self._address, error)
+
+    def tell_status(self, status: str) -> None:
+        """Send a status line if it differs from the last one."""
+        if status != self._told:
+            self._told = status
+            self.tell(STATUS=status)
+
+    def beat(self, now: float) -> None:
+        """Send a sign of life twice as often as is expected. `now`: monotonic seconds."""
+        if self.watchdog_s is not None and now - self._last_beat >= self.watchdog_s / 2:
+            self._last_beat = now
+            self.tell(WATCHDOG=1)
+
+
+def _watchdog_s(environment: Mapping[str, str]) -> float | None:
+    try:
+        seconds = int(environment.get("WATCHDOG_USEC", "")) / 1e6
+        pid = int(environment.get("WATCHDOG_PID") or os.getpid())
+    except ValueError:
+        return None
+    return seconds if seconds > 0 and pid == os.getpid() else None

@@ -156,6 +156,10 @@ class KVCacheStats:
     host_capacity_blocks: int = 0
     """Blocks of swap space; 0 if there is none."""
     host_used_blocks: int = 0
+    window_frees: int = 0
+    """Blocks freed because their layers' window had left them behind."""
+    groups: tuple[tuple[int | None, int], ...] = ()
+    """Of each group of layers with blocks of its own: its window in tokens (None: all), its active blocks."""
 
     @property
     def utilization(self) -> float:

@@ -41,12 +41,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._eos_token_ids = frozenset(config.eos_token_ids)
-        self.kv_cache = KVCacheManager(
-            config.num_kv_blocks,
-            config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-            num_host_blocks=config.num_host_blocks,
-        )
+        self.kv_cache = KVCacheManager.of(config)
         self._batch = RunningBatch(config, self.kv_cache)
         self.preemption = self._batch.preemption
         self._waiting = WaitingQueue(self._batch.rows)

@@ -273,6 +273,7 @@ class Scheduler:
             available_blocks=self._batch.num_admissible_blocks,
             block_size=self._config.block_size,
             waiting=self.num_waiting,
+            block_limits=self.kv_cache.groups.limits,
         )
 
     def check_integrity(self) -> None:

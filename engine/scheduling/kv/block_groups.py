@@ -49,10 +49,10 @@ class BlockGroups:
             return num_columns
         return min(num_columns, (window + self.max_chunk) // self.block_size + _SLACK)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Return a bound on the blocks that a sequence of this many tokens holds at once."""
-        columns = self.columns(num_tokens)
-        return sum(self.most_held(window, columns) for window in self.windows)
+    @property
+    def limits(self) -> tuple[int | None, ...]:
+        """The most blocks that a sequence holds at once in each group; None: one for each of its columns."""
+        return tuple(None if window is None else self.most_held(window, 2**31) for window in self.windows)
 
     def key(self, block_hash: bytes, group: int) -> bytes:
         """Return what finds a group's block, by the hash of its column's prefix."""

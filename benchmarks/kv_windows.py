@@ -175,7 +175,16 @@ def measure(model: Model, count: int, seed: int) -> dict[str, object]:
 
 def table(figures: list[dict[str, object]]) -> Table:
     view = Table(title="KV memory of layers with windows: one group of layers -> a group per window")
-    for column in ("model", "context", "GiB", "never read", "documents at once", "steps", "never read", "unfilled"):
+    for column in (
+        "model",
+        "context",
+        "GiB",
+        "never read",
+        "documents at once",
+        "steps",
+        "never read",
+        "unfilled",
+    ):
         view.add_column(column, justify="left" if column == "model" else "right")
     for figure in figures:
         whole, busy = figure["whole_context"], figure["documents"]

@@ -193,6 +193,8 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
         shape.block_size,
         limits.num_kv_blocks * shape.block_bytes / 2**30,
     )
+    if shape.windows != (None,):
+        logger.info("groups of layers with blocks of their own, by window: %s", list(shape.windows))
     executor: Executor = (runner := ModelRunner(model, config, limits, shape, group))
     weight_bytes = model.weight_bytes()
     if ranks is not None:

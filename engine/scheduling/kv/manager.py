@@ -21,6 +21,7 @@ from pagemill.engine.outputs import KVCacheStats
 from pagemill.engine.scheduling.blocks import HostBlock, KVBlock
 from pagemill.engine.scheduling.kv.block_groups import BlockGroups
 from pagemill.engine.scheduling.kv.block_pool import NULL_BLOCK_ID, BlockPool
+from pagemill.engine.scheduling.kv.group_hits import match_groups
 from pagemill.engine.scheduling.kv.swap_space import SwapSpace
 from pagemill.engine.scheduling.request import Sequence
 
@@ -95,7 +96,7 @@ class KVCacheManager:
             return []
         hashes = self._block_hashes(sequence, sequence.num_cacheable_tokens // self.block_size)
         if self.groups.has_windows:
-            return self._match_groups(hashes)
+            return match_groups(self.pool, self.groups, hashes)
         hits: list[KVBlock] = []
         for block_hash in hashes:
             block = self.pool.lookup(block_hash)
@@ -430,33 +431,6 @@ class KVCacheManager:
                 index -= count
         self.pool.release(unread, sequence.last_step_id)
         self._window_frees += len(unread)
-
-    def _match_groups(self, hashes: list[bytes]) -> list[KVBlock]:
-        """`match_prefix` for groups of which some have a window: as long as all of them can begin there."""
-        groups, num_groups = self.groups, self._num_groups
-        found = [[self.pool.lookup(groups.key(h, group)) for h in hashes] for group in range(num_groups)]
-        length, before = len(hashes), -1
-        while length != before:
-            before = length
-            for window, blocks in zip(groups.windows, found, strict=True):
-                length = self._longest_hit(window, blocks, length)
-        null = self.pool.blocks[NULL_BLOCK_ID]
-        first = [groups.first_read(window, length * self.block_size) for window in groups.windows]
-        table = [
-            found[group][column] if column >= first[group] else null
-            for column in range(length)
-            for group in range(num_groups)
-        ]
-        return [block for block in table if block is not None]
-
-    def _longest_hit(self, window: int | None, blocks: list[KVBlock | None], length: int) -> int:
-        """Return the most columns, at most `length`, after which a group can begin with these blocks."""
-        end = column = length
-        while column > self.groups.first_read(window, end * self.block_size):
-            column -= 1
-            if blocks[column] is None:
-                end = column
-        return end
 
     def _fill(self, sequence: Sequence, start: int, end: int) -> None:
         size, pool, table = self.block_size, self.pool, sequence.block_ids

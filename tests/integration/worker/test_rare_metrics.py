@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socketserver
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from pagemill.worker.job_queue import JobQueue
 from pagemill.worker.jobs.admission import OutputForecast
 from pagemill.worker.worker import Worker
 from tests.conftest import RedisServer
-from tests.engine.tiny_model import save_tiny_llama
+from tests.engine.tiny_model import save_tiny_llama, save_tiny_ministral
 from tests.integration.worker.test_faults import fail_in_the_engine
 from tests.produced_metrics import children
 from tests.worker.harness import QueueClient, eventually, get, running_worker, worker_config
@@ -93,6 +94,32 @@ def test_keys_and_values_that_are_moved(
             "kv_cache_swapped_bytes_total{direction=in}",
             "kv_cache_swapped_bytes_total{direction=out}",
         )
+        assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
+
+
+def test_blocks_that_windows_leave_behind(client: QueueClient, tmp_path: Path) -> None:
+    kinds = ["full_attention", "sliding_attention"]
+    save_tiny_ministral(tmp_path, kinds, std=0.3, vocab_size=61, eos=[3])
+    config = worker_config(
+        client.url,
+        client.queue,
+        model=str(tmp_path),
+        skip_tokenizer_init=True,
+        num_kv_blocks=80,
+        block_size=4,
+    )
+    with running_worker(config) as worker:
+        job = {"model": worker.model, "max_tokens": 100, "ignore_eos": True}
+        ids = client.submit(*({**job, "prompt_token_ids": [i + 4] * 60} for i in range(12)))
+        has_counted(
+            worker,
+            "kv_cache_window_frees_total{}",
+            "kv_cache_window_blocks{window=6}",
+            "kv_cache_window_blocks{window=all}",
+        )
+        document = json.loads(get(f"{worker.http_url}/live.json")[1])
+        assert [group["window"] for group in document["kv"]["windows"]] == [None, 6]
+        assert document["kv"]["window_frees"] > 0
         assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
 
 

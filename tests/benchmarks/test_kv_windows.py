@@ -2,16 +2,16 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import kv_windows
-from benchmarks.kv_windows import Model, documents, run
+from benchmarks.kv import windows
+from benchmarks.kv.windows import Model, documents, run
 
 TINY = Model("tiny", (None, 64, 64, 64) * 2, 2, 8, 512)
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_windows, "OUTPUT_TOKENS", 16)
-    monkeypatch.setattr(kv_windows, "CHUNK", 64)
+    monkeypatch.setattr(windows, "OUTPUT_TOKENS", 16)
+    monkeypatch.setattr(windows, "CHUNK", 64)
 
 
 def test_one_group_keeps_what_windows_never_read_again() -> None:
@@ -19,7 +19,7 @@ def test_one_group_keeps_what_windows_never_read_again() -> None:
     one, grouped = (run(TINY, whole, is_grouped=is_grouped) for is_grouped in (False, True))
     assert (one.groups, grouped.groups) == (1, 4)
     assert one.unread_at_end == pytest.approx(3 / 4 * (1 - 64 / 512), abs=0.01)
-    assert grouped.unread_at_end < 0.05
+    assert grouped.unread_at_end < 0.1  # parts of blocks
     # Everything in one group of four, window and a chunk in the others.
     assert 0.25 < grouped.largest_gib / one.largest_gib < 0.25 + 0.75 * (64 + 64 + 3 * 16) / 512
     assert grouped.steps == one.steps

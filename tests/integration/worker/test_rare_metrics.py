@@ -100,13 +100,9 @@ def test_keys_and_values_that_are_moved(
 def test_blocks_that_windows_leave_behind(client: QueueClient, tmp_path: Path) -> None:
     kinds = ["full_attention", "sliding_attention"]
     save_tiny_ministral(tmp_path, kinds, std=0.3, vocab_size=61, eos=[3])
+    settings = {"num_kv_blocks": 120, "block_size": 4, "max_num_batched_tokens": 32}
     config = worker_config(
-        client.url,
-        client.queue,
-        model=str(tmp_path),
-        skip_tokenizer_init=True,
-        num_kv_blocks=80,
-        block_size=4,
+        client.url, client.queue, model=str(tmp_path), skip_tokenizer_init=True, **settings
     )
     with running_worker(config) as worker:
         job = {"model": worker.model, "max_tokens": 100, "ignore_eos": True}

@@ -1,6 +1,6 @@
 """KV memory of models whose layers have windows: groups of layers that free what is behind, beside one group.
 
-`python -m benchmarks.kv_windows`. The shapes are those of published models; the engine's own scheduler and pool run
+`python -m benchmarks.kv.windows`. The shapes are those of published models; the engine's own scheduler and pool run
 every step, tokens are made up, and no clock is read: the figures are the same on every machine.
 
 First a single sequence that fills the model's context: the bytes of its blocks, and the share of them that holds what

@@ -15,7 +15,8 @@ import time
 from benchmarks.engines.process import ROOT
 
 COMMANDS: tuple[tuple[str, ...], ...] = (
-    ("benchmarks.kv_waste",),
+    ("benchmarks.kv.waste",),
+    ("benchmarks.kv.windows",),
     ("benchmarks.scheduler",),
     ("benchmarks.startup",),
     ("benchmarks",),

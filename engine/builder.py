@@ -173,14 +173,15 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
     device.tune_process(config.num_threads)
     model = load_model(config, device, group)
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, model.dtype)
-    shape = replace(model.kv_cache_shape(config.block_size), dtype=cache_dtype)
+    max_model_len = resolve_max_model_len(config, model.context_length, model.longest_context)
+    shape = replace(model.kv_cache_shape(config.block_size, max_model_len), dtype=cache_dtype)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(model.directory, config.chat_template)
     eos = list(model.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos:
         eos.append(tokenizer.eos_token_id)
     num_blocks = num_blocks_for(config, shape, device)
-    max_model_len = resolve_max_model_len(config, model.context_length, model.longest_context)
     limits = _limits(config, max_model_len, num_blocks, tuple(eos), device.step_defaults)
+    limits = replace(limits, kv_windows=shape.windows)
     if num_host_blocks := num_host_blocks_for(config, shape):
         limits = replace(
             limits,
@@ -198,6 +199,8 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
         shape.block_size,
         limits.num_kv_blocks * shape.block_bytes / 2**30,
     )
+    if shape.windows != (None,):
+        logger.info("groups of layers with blocks of their own, by window: %s", list(shape.windows))
     executor: Executor = (runner := ModelRunner(model, config, limits, shape, group))
     weight_bytes = model.weight_bytes()
     if ranks is not None:

@@ -233,6 +233,8 @@ class SchedulerConfig:
     num_host_blocks: int = 0
     """Blocks of swap space."""
     kv_block_bytes: int = 0
+    kv_windows: tuple[int | None, ...] = (None,)
+    """The window of each group of layers that has blocks of its own; None: its layers read everything."""
     swap_bytes_per_second: float = float("inf")
     """Bandwidth of the link between device and host memory."""
 

@@ -79,7 +79,7 @@ class Engine:
         )
         self._block_watch = BlockWatch(self._scheduler.kv_cache.pool.states)
         self._grammars = Grammars(parts.tokenizer, self._token_texts, parts.vocab_size, limits.eos_token_ids)
-        pool_tokens = (limits.num_kv_blocks - 1) * limits.block_size
+        pool_tokens = (limits.num_kv_blocks - 1) // len(limits.kv_windows) * limits.block_size
         self.input_processor = InputProcessor(
             parts.tokenizer,
             InputLimits(

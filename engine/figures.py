@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pagemill.engine.config import EngineConfig
+from pagemill.engine.config import EngineConfig, StepDefaults
 from pagemill.engine.devices.backend import DeviceBackend
 from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.devices.cuda import CudaBackend
@@ -19,6 +19,7 @@ from pagemill.engine.models.directory import obtain_model
 from pagemill.engine.models.loader import load_outline
 from pagemill.engine.models.packaged import find_gguf
 from pagemill.engine.models.source import ModelSource
+from pagemill.engine.scheduling.kv.block_groups import BlockGroups
 
 _SCALE_BITS = 0.5
 """Scales and zero points of a group, per weight of 4 bits."""
@@ -42,6 +43,8 @@ class ModelFigures:
     block_size: int
     block_bytes: int
     """Of a KV block, as the engine counts it."""
+    windows: tuple[int | None, ...]
+    """By group of layers, each of which has blocks of its own; None: it reads everything."""
     dtype: str
     kv_dtype: str
     context_length: int
@@ -50,6 +53,16 @@ class ModelFigures:
     def read_bytes(self) -> float:
         """What a decode step reads of the weights."""
         return self.read_parameters * self.weight_bits / 8
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Return the most KV blocks that a sequence of this many tokens holds at once."""
+        groups = BlockGroups(self.block_size, self.windows, StepDefaults().max_num_batched_tokens)
+        return sum(groups.most_held(window, groups.columns(num_tokens)) for window in self.windows)
+
+    def kv_bytes_read(self, context: float) -> float:
+        """Return the bytes of keys and values that a token after this many reads."""
+        tokens = sum(min(context, window or context) for window in self.windows)
+        return tokens * self.block_bytes / self.block_size
 
 
 class _Found(Exception):
@@ -70,7 +83,8 @@ def read_figures(config: EngineConfig, *, on_card: bool, weight_bits: float | No
     directory = _directory(config.model)
     model = load_outline(replace(config, model=str(directory)), device)
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, model.dtype)
-    shape = replace(model.kv_cache_shape(config.block_size), dtype=cache_dtype)
+    longest = config.max_model_len or model.context_length
+    shape = replace(model.kv_cache_shape(config.block_size, longest), dtype=cache_dtype)
     raw = read_json_object(directory / "config.json")
     counted = _Counted.of(model.module, model.module.config)
     bits = weight_bits or _weight_bits(config, raw, model.dtype, None if on_card else counted.parameters)
@@ -90,6 +104,7 @@ def read_figures(config: EngineConfig, *, on_card: bool, weight_bits: float | No
         weight_bytes=int(counted.products * bits / 8 + counted.looked_up * model.dtype.itemsize),
         block_size=config.block_size,
         block_bytes=shape.block_bytes,
+        windows=shape.windows,
         dtype=str(model.dtype).removeprefix("torch."),
         kv_dtype=str(cache_dtype).removeprefix("torch."),
         context_length=model.context_length,

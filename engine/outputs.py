@@ -147,7 +147,7 @@ class KVCacheStats:
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     block_bytes: int = 0
-    """Bytes of one block over all layers, scales included; 0 without a device cache."""
+    """Bytes of one block over all layers of a group, scales included; 0 without a device cache."""
     dtype: str = ""
     """The storage format of keys and values."""
     swapped_out_blocks: int = 0
@@ -156,6 +156,17 @@ class KVCacheStats:
     host_capacity_blocks: int = 0
     """Blocks of swap space; 0 if there is none."""
     host_used_blocks: int = 0
+    window_frees: int = 0
+    """Blocks freed because their layers' window had left them behind."""
+    groups: tuple[tuple[int | None, int], ...] = ()
+    """Of each group of layers with blocks of its own: its window in tokens (None: all), its active blocks."""
+
+    def active_by_window(self) -> list[tuple[int | None, int]]:
+        """Return (window, active blocks), groups of one window together."""
+        windows = dict.fromkeys((window for window, _ in self.groups), 0)
+        for window, blocks in self.groups:
+            windows[window] += blocks
+        return list(windows.items())
 
     @property
     def utilization(self) -> float:
@@ -322,3 +333,10 @@ class Capacity:
     block_size: int
     waiting: int
     """Requests already queued inside the engine."""
+    block_limits: tuple[int | None, ...] = (None,)
+    """The most blocks that a sequence holds at once in each group of layers, by its window; None: no limit."""
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return the blocks that a sequence of this many tokens holds at most at once."""
+        columns = -(-num_tokens // self.block_size)
+        return sum(columns if limit is None else min(columns, limit) for limit in self.block_limits)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class DecodeGraphs:
         max_model_len: int,
         block_size: int,
         device: torch.device,
+        num_groups: int = 1,
     ) -> None:
         self._forward = forward
         self._max_model_len = max_model_len
@@ -74,6 +76,11 @@ class DecodeGraphs:
         self._inputs = _static_inputs(
             self._buckets[0], -(-max_model_len // block_size), max_model_len, device
         )
+        own = self._inputs.metadata
+        own.others = [
+            replace(own, block_tables=own.block_tables.clone(), slot_mapping=own.slot_mapping.clone())
+            for _ in range(1, num_groups)
+        ]
         self._logits: torch.Tensor | None = None
 
     def capture(self) -> None:
@@ -110,9 +117,11 @@ class DecodeGraphs:
         static.input_ids[:bucket].copy_(inputs.input_ids)
         static.positions[:bucket].copy_(inputs.positions)
         static.metadata.seq_lens[:bucket].copy_(metadata.seq_lens)
-        static.metadata.slot_mapping[:bucket].copy_(metadata.slot_mapping)
-        width = metadata.block_tables.shape[1]
-        static.metadata.block_tables[:bucket, :width].copy_(metadata.block_tables)
+        for group in range(1 + len(metadata.others)):
+            target, source = static.metadata.of_group(group), metadata.of_group(group)
+            target.slot_mapping[:bucket].copy_(source.slot_mapping)
+            width = source.block_tables.shape[1]
+            target.block_tables[:bucket, :width].copy_(source.block_tables)
         self._replays[bucket]()
         assert self._logits is not None
         count = len(plan.samples)
@@ -155,8 +164,14 @@ def _static_inputs(rows: int, max_blocks: int, max_model_len: int, device: torch
 
 
 def _first_rows(inputs: StepInputs, count: int, max_model_len: int) -> StepInputs:
-    whole = inputs.metadata
-    metadata = AttentionMetadata(
+    metadata = _first_of(inputs.metadata, count, max_model_len)
+    metadata.others = [_first_of(other, count, max_model_len) for other in inputs.metadata.others]
+    none = inputs.logits_indices
+    return StepInputs(inputs.input_ids[:count], inputs.positions[:count], none, none, none, metadata)
+
+
+def _first_of(whole: AttentionMetadata, count: int, max_model_len: int) -> AttentionMetadata:
+    return AttentionMetadata(
         block_tables=whole.block_tables[:count],
         query_start_loc=whole.query_start_loc[: count + 1],
         seq_lens=whole.seq_lens[:count],
@@ -167,5 +182,3 @@ def _first_rows(inputs: StepInputs, count: int, max_model_len: int) -> StepInput
         max_query_len=1,
         max_seq_len=max_model_len,  # sizes the grid: the longest sequence of any replay
     )
-    none = inputs.logits_indices
-    return StepInputs(inputs.input_ids[:count], inputs.positions[:count], none, none, none, metadata)

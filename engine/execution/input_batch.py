@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -71,14 +71,16 @@ class InputBatch:
         pad_to_bucket: bool,
         transfer: Transfer,
         split_decodes: bool = True,
+        num_groups: int = 1,
     ) -> None:
         """`split_decodes`: rows with one token use a separate attention kernel, which is faster and sums in
-        another order than the one for prompts."""
+        another order than the one for prompts. `num_groups`: groups of layers with block tables of their own."""
+        self._num_groups = num_groups
         self._block_size = block_size
         self._pad = pad_to_bucket
         self._split_decodes = split_decodes
         self._transfer = transfer
-        max_blocks = -(-max_model_len // block_size)
+        max_blocks = -(-max_model_len // block_size) * num_groups
         # One extra column: the last token of a full context is sampled, though never computed.
         self.token_table = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int64, device=device)
         self.block_table = torch.full(
@@ -161,30 +163,25 @@ class InputBatch:
         input_ids = self.token_table[staged.token_rows, positions]
         max_seq_len = max(staged.seq_lens_host, default=1)
         max_blocks = -(-max(1, max_seq_len) // self._block_size)
-        tables = self.block_table[:, :max_blocks].index_select(0, staged.rows)
-        columns = positions // self._block_size
-        blocks = self.block_table[staged.token_rows, columns]
-        slots = torch.add(
-            positions, blocks - columns, alpha=self._block_size
-        )  # of the block, plus the offset in it
+        by_group = [self._tables_and_slots(staged, group, max_blocks) for group in range(self._num_groups)]
         extra = staged.num_padded_tokens - len(input_ids)
         if extra:
             input_ids = torch.nn.functional.pad(input_ids, (0, extra))
             positions = torch.nn.functional.pad(positions, (0, extra))
-            slots = torch.nn.functional.pad(slots, (0, extra), value=-1)
-            padding = (0, 0, 0, len(staged.seq_lens) - len(staged.rows))
-            tables = torch.nn.functional.pad(tables, padding, value=NULL_BLOCK)
         metadata = AttentionMetadata(
-            block_tables=tables,
+            *by_group[0],
             query_start_loc=staged.query_starts,
             seq_lens=staged.seq_lens,
-            slot_mapping=slots,
             query_lens_host=staged.query_lens_host,
             seq_lens_host=staged.seq_lens_host,
             num_decode_rows=staged.num_decode_rows,
             max_query_len=max(staged.query_lens_host, default=1),
             max_seq_len=max(1, max_seq_len),
         )
+        metadata.others = [
+            replace(metadata, block_tables=tables, slot_mapping=slots, others=[])
+            for tables, slots in by_group[1:]
+        ]
         return StepInputs(
             input_ids,
             positions,
@@ -194,6 +191,23 @@ class InputBatch:
             metadata=metadata,
             adapters=staged.adapters,
         )
+
+    def _tables_and_slots(
+        self, staged: _StagedStep, group: int, max_blocks: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a group's block tables and slot mapping, padded."""
+        positions = staged.positions
+        table = self.block_table[:, group :: self._num_groups]
+        tables = table[:, :max_blocks].index_select(0, staged.rows)
+        columns = positions // self._block_size
+        blocks = table[staged.token_rows, columns]
+        # The block's first slot, plus the offset in it.
+        slots = torch.add(positions, blocks - columns, alpha=self._block_size)
+        if extra := staged.num_padded_tokens - len(positions):
+            slots = torch.nn.functional.pad(slots, (0, extra), value=-1)
+            padding = (0, 0, 0, len(staged.seq_lens) - len(staged.rows))
+            tables = torch.nn.functional.pad(tables, padding, value=NULL_BLOCK)
+        return tables, slots
 
     def _enter(self, new: NewRow) -> tuple[int, torch.Tensor, torch.Tensor]:
         self.rows[new.row] = new

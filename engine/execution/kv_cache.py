@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import psutil
 import torch
 
@@ -19,18 +21,27 @@ GIB = 1024**3
 
 
 class KVCache:
-    """The pool's tensors, layer by layer."""
+    """The pool's tensors, and each layer's view of them."""
 
     def __init__(
         self, shape: KVCacheShape, num_blocks: int, device: DeviceBackend, num_host_blocks: int = 0
     ) -> None:
         sizes = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
         layout = allocate_layer(*sizes, shape.dtype, torch.device("meta"))
-        self.layers = [
+        self._pool = [
             LayerCache(*(device.zeros(tensor) for tensor in layout.tensors()))
-            for _ in range(shape.num_layers)
+            for _ in range(shape.pool_layers)
         ]
-        self._host = HostCache(self.layers, num_host_blocks, device) if num_host_blocks else None
+        self.layers = list(self._pool)
+        """The cache of each layer of the model. The n-th layers of all groups share tensors."""
+        if shape.groups:
+            views = {
+                layer: replace(tensors, group=number, window=group.window)
+                for number, group in enumerate(shape.groups)
+                for layer, tensors in zip(group.layers, self._pool, strict=False)
+            }
+            self.layers = [views[layer] for layer in range(shape.num_layers)]
+        self._host = HostCache(self._pool, num_host_blocks, device) if num_host_blocks else None
 
     def move_blocks(self, plan: StepPlan) -> None:
         """Execute a plan's swaps and copies, in its order."""
@@ -44,7 +55,7 @@ class KVCache:
             self.copy_blocks(plan.block_copies)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        for layer in self.layers:
+        for layer in self._pool:
             dispatch.copy_blocks(layer.keys, layer.values, pairs)
             if layer.key_scales is not None and layer.value_scales is not None:
                 dispatch.copy_blocks(layer.key_scales, layer.value_scales, pairs)

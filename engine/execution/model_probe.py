@@ -175,7 +175,7 @@ class ModelProbe:
         """Return rows, a cache of a few blocks, and the rows' first entries: their blocks are interleaved."""
         size = shape.block_size
         longest = max(map(len, self._tokens))
-        blocks_per_row = -(-longest // size)
+        blocks_per_row = -(-longest // size) * len(shape.windows)
         count = len(self._tokens)
         batch = InputBatch(
             max_num_seqs=count,
@@ -185,6 +185,7 @@ class ModelProbe:
             pad_to_bucket=bool(self._config.pad_to_bucket),
             split_decodes=not self._config.batch_invariant,
             transfer=DirectTransfer(self._model.device),
+            num_groups=len(shape.windows),
         )
         cache = KVCache(shape, 1 + count * blocks_per_row, self._model.device)
         rows = [

@@ -20,7 +20,7 @@ from pagemill.engine.execution.sampling.logprobs import PromptLogprobs, ReadLogp
 from pagemill.engine.execution.sampling.processors import SampleWork
 from pagemill.engine.execution.sampling.sampler import Sampler, SamplerOutput
 from pagemill.engine.execution.staging import DirectTransfer, StagedTransfer
-from pagemill.engine.layers.attention import AttentionContext, attention_context
+from pagemill.engine.layers.attention import AttentionContext, attention_context, check_windows
 from pagemill.engine.layers.direct_forward import DirectForward
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.linear import LinearOptions, adapter_rows
@@ -104,9 +104,11 @@ class ModelRunner:
             pad_to_bucket=bool(config.pad_to_bucket),
             split_decodes=not config.batch_invariant,
             transfer=self._transfer,
+            num_groups=len(shape.windows),
         )
         self._sampler = Sampler(limits.eos_token_ids, draws_on_device=device.draws_on_device)
         caches = self.kv_cache.layers
+        check_windows(model.module, caches)
         self._forward_passes: list[ForwardPass] = [
             PromptScorer(model.module, caches, self._batch, direct),
             PromptScorer(model.module, caches, self._batch),
@@ -133,6 +135,7 @@ class ModelRunner:
             max_model_len=limits.max_model_len,
             block_size=limits.block_size,
             device=self._device.device,
+            num_groups=len(limits.kv_windows),
         )
         graphs.capture()
         return graphs

@@ -69,8 +69,26 @@ def attend(
     """
     context = current_context()
     cache = context.layers[layer_idx]
-    dispatch.reshape_and_cache(key, value, cache, context.metadata.slot_mapping)
-    return dispatch.paged_attention(query, cache, context.metadata, scoring)
+    check_window(layer_idx, cache, scoring)
+    metadata = context.metadata.of_group(cache.group)
+    dispatch.reshape_and_cache(key, value, cache, metadata.slot_mapping)
+    return dispatch.paged_attention(query, cache, metadata, scoring)
+
+
+def check_window(layer_idx: int, cache: LayerCache, scoring: Scoring) -> None:
+    """Raise RuntimeError for a layer that would read blocks that are freed while it runs: a bug, never input."""
+    window = cache.window
+    if window is not None and not 0 < (scoring.sliding_window or 0) <= window:
+        reads = scoring.sliding_window or "all"
+        raise RuntimeError(f"layer {layer_idx} reads {reads} keys, its cache keeps {window}")
+
+
+def check_windows(module: torch.nn.Module, layers: list[LayerCache]) -> None:
+    """`check_window` once, of attentions that know their scoring: compiled layers do not come by `attend`."""
+    for part in module.modules():
+        if isinstance(scoring := getattr(part, "scoring", None), Scoring):
+            layer_idx: Any = part.layer_idx
+            check_window(layer_idx, layers[layer_idx], scoring)
 
 
 def refuse_unknown(attention_mask: Any, arguments: Mapping[str, Any]) -> None:

@@ -57,9 +57,9 @@ class FusedRotaryAttention(MergedAttention):
         cache = context.layers[self.layer_idx]
         query, key, value = self.project(hidden_states[0])
         rotation = self._rotation(position_embeddings)
-        slots = context.metadata.slot_mapping
-        query = dispatch.rotary_and_cache(query, key, value, rotation, cache, slots)
-        out = dispatch.paged_attention(query, cache, context.metadata, self.scoring)
+        metadata = context.metadata.of_group(cache.group)
+        query = dispatch.rotary_and_cache(query, key, value, rotation, cache, metadata.slot_mapping)
+        out = dispatch.paged_attention(query, cache, metadata, self.scoring)
         return self.o_proj(out.view(len(out), -1))[None], None
 
 

@@ -53,7 +53,8 @@ class FusedDecoderLayer(nn.Module):
         rotation = (cos[0], sin[0]) if self.rotates else None
         cache = context.layers[self._attention.layer_idx]
         read_tokens = context.read_tokens if self.is_last else None
-        self.compiled.run(hidden_states[0], rotation, cache, context.metadata, read_tokens)
+        metadata = context.metadata.of_group(cache.group)
+        self.compiled.run(hidden_states[0], rotation, cache, metadata, read_tokens)
         return hidden_states
 
     @property

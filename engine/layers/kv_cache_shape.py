@@ -1,12 +1,25 @@
-"""The shape of a block of a model's KV cache."""
+"""The shape of a block of a model's KV cache, and the groups of layers that have blocks of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from pagemill.kernels.types.layer_cache import largest_number
+
+_MOST_GROUPS = 8
+"""Each has tables of its own, on the host and on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose blocks are allocated and freed together."""
+
+    window: int | None
+    """A layer reads the keys of this many positions, the query's own included; None: of all."""
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +29,50 @@ class KVCacheShape:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    groups: tuple[LayerGroup, ...] = ()
+    """Every layer is in one of them; none: all layers read everything."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The groups' windows."""
+        return tuple(group.window for group in self.groups) or (None,)
+
+    @property
+    def pool_layers(self) -> int:
+        """Layers that the pool has tensors for: each group uses as many of them as it has layers."""
+        return max((len(group.layers) for group in self.groups), default=self.num_layers)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, keys and values."""
+        """Bytes of one block over all layers of a group, keys and values."""
         scale_bytes = 0 if largest_number(self.dtype) is None else torch.float32.itemsize
         head = self.head_dim * self.dtype.itemsize + scale_bytes
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * head
+        return self.pool_layers * 2 * self.num_kv_heads * self.block_size * head
+
+
+def layer_groups(windows: Sequence[int | None], max_model_len: int) -> tuple[LayerGroup, ...]:
+    """Divide layers into groups of one window each, of nearly equal size: the pool's blocks serve any of them.
+
+    Args:
+        windows: by layer. Those that `max_model_len` never leaves count as none.
+    """
+    layers: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(windows):
+        layers.setdefault(window if window and window < max_model_len else None, []).append(layer)
+    sizes = [len(members) for members in layers.values()]
+    size = min(_possible_sizes(sizes), key=lambda size: (_missing_share(sizes, size), -size))
+    return tuple(
+        LayerGroup(window, tuple(members[first : first + size]))
+        for window, members in layers.items()
+        for first in range(0, len(members), size)
+    )
+
+
+def _possible_sizes(sizes: Sequence[int]) -> Iterator[int]:
+    most = max(_MOST_GROUPS, len(sizes))
+    return (size for size in range(1, max(sizes) + 1) if sum(-(-count // size) for count in sizes) <= most)
+
+
+def _missing_share(sizes: Sequence[int], size: int) -> float:
+    """Return the share of blocks that no layer uses, of the kind of layers where it is largest."""
+    return max(1 - count / (-(-count // size) * size) for count in sizes)

@@ -32,8 +32,9 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 class AttentionShape:
     """A model's attention, of its widest layer: narrower ones are widened to it."""
 
-    num_calls: int
-    """Per forward pass; each has a cache of its own. More than layers where some attend twice."""
+    windows: tuple[int | None, ...]
+    """By attention in a forward pass, each of which has a cache of its own: more than layers where some attend twice.
+    None: it reads everything."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -46,6 +47,8 @@ class _Observation:
     """The ids of the modules that attend."""
     heads: list[tuple[int, int, int]] = field(default_factory=list)
     """Query heads per KV head, KV heads and their width, per call."""
+    windows: list[int | None] = field(default_factory=list)
+    """Per call."""
     masks: list[tuple[torch.Tensor, MaskFunction]] = field(default_factory=list)
 
     def mask_function(self, mask: torch.Tensor | None) -> MaskFunction | None:
@@ -82,7 +85,7 @@ def observe_attention(module: Any, num_layers: int) -> AttentionShape:
         raise ModelLoadError(f"{others} of its {num_layers} layers keep a state that is no keys and values")
     groups, num_kv_heads, widths = zip(*observation.heads, strict=True)
     most = max(num_kv_heads)
-    return AttentionShape(len(groups), max(groups) * most, most, max(widths))
+    return AttentionShape(tuple(observation.windows), max(groups) * most, most, max(widths))
 
 
 @contextmanager
@@ -117,6 +120,7 @@ def _observed_attention(
     mask_function = observation.mask_function(attention_mask)
     refuse_unknown(attention_mask if mask_function is None else None, others)
     module.observed_window = _masked_window(module, mask_function, sliding_window)
+    observation.windows.append(module.observed_window)
     if key.shape[2] != query.shape[2]:
         raise ModelLoadError("it attends to other keys than its own tokens'")
     observation.layers.add(id(module))

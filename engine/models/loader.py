@@ -21,7 +21,7 @@ from pagemill.engine.devices.registry import find_device
 from pagemill.engine.errors import ConfigError, ModelLoadError
 from pagemill.engine.layers.attention import PAGED_ATTENTION, PAGED_IN_ORDER
 from pagemill.engine.layers.int8_products import quantization_scheme
-from pagemill.engine.layers.kv_cache_shape import KVCacheShape
+from pagemill.engine.layers.kv_cache_shape import KVCacheShape, layer_groups
 from pagemill.engine.layers.library import causal_lm_class
 from pagemill.engine.layers.observation import AttentionShape
 from pagemill.engine.layers.positions.rope import depends_on_length, fix_frequencies, stretched_context
@@ -32,6 +32,7 @@ from pagemill.engine.models.directory import model_directory
 from pagemill.engine.models.families.family import Family, unchanged
 from pagemill.engine.models.families.generic import attention_shape
 from pagemill.engine.models.families.registry import find_family
+from pagemill.engine.models.layer_windows import layer_windows
 from pagemill.engine.models.plausibility import check_dtypes, check_sizes
 from pagemill.engine.models.quantized.reader import join_parts, place, placeholders, widened
 from pagemill.engine.models.quantized.scheme import Scheme
@@ -75,15 +76,19 @@ class LoadedModel:
         config: Any = self.module.config
         return int(config.num_attention_heads) // self.share.size
 
-    def kv_cache_shape(self, block_size: int) -> KVCacheShape:
-        """The cache of this share's KV heads."""
+    def kv_cache_shape(self, block_size: int, max_model_len: int) -> KVCacheShape:
+        """The cache of this share's KV heads. Call it before modules are rewritten."""
         config: Any = self.module.config
         if (seen := self.attention) is not None:
-            return KVCacheShape(seen.num_calls, seen.num_kv_heads, seen.head_dim, block_size, self.dtype)
+            groups = layer_groups(seen.windows, max_model_len)
+            return KVCacheShape(
+                len(seen.windows), seen.num_kv_heads, seen.head_dim, block_size, self.dtype, groups
+            )
+        groups = layer_groups(layer_windows(self.module, self.family.decoder), max_model_len)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         heads = self.share.of_kv_heads(self.family.num_kv_heads(config))
         return KVCacheShape(
-            config.num_hidden_layers, heads.stop - heads.start, head_dim, block_size, self.dtype
+            config.num_hidden_layers, heads.stop - heads.start, head_dim, block_size, self.dtype, groups
         )
 
     def weight_bytes(self) -> int:
@@ -408,4 +413,7 @@ def _observed_in_small(model_config: Any) -> AttentionShape:
     module_class: Any = causal_lm_class(small)
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     seen = attention_shape(module_class._from_config(small, **options))
-    return replace(seen, num_calls=seen.num_calls * model_config.num_hidden_layers)
+    # Of layers of several kinds only the first was seen: none is taken to have a window.
+    is_mixed = len(set(getattr(model_config, "layer_types", None) or ())) > 1
+    windows = (None,) * len(seen.windows) if is_mixed else seen.windows
+    return replace(seen, windows=windows * model_config.num_hidden_layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pagemill.engine.config import SchedulerConfig
 from pagemill.engine.errors import NeverFits, PromptTooLong
+from pagemill.engine.scheduling.kv.block_groups import BlockGroups
 from pagemill.engine.scheduling.request import Request
 from pagemill.engine.tasks import Score
 
@@ -21,9 +22,13 @@ def check_fits(request: Request, config: SchedulerConfig) -> None:
             f"{config.max_num_batched_tokens}"
         )
     # The last token is never written; full prompt blocks are shared, the rest is each sequence's own.
-    num_blocks = -(-(request.max_num_tokens - 1) // config.block_size)
+    groups = BlockGroups.of(config)
+    num_columns = groups.columns(request.max_num_tokens - 1)
     num_shared = len(request.prompt_token_ids) // config.block_size if num_sequences > 1 else 0
-    needed = num_shared + num_sequences * (num_blocks - num_shared)
+    together = num_shared + num_sequences * (num_columns - num_shared)
+    needed = sum(
+        min(together, num_sequences * groups.most_held(window, num_columns)) for window in groups.windows
+    )
     usable = config.num_kv_blocks - 1
     if needed > usable:
         raise NeverFits(

@@ -9,6 +9,7 @@ class KVBlock:
     __slots__ = (
         "block_hash",
         "block_id",
+        "group",
         "is_reserved",
         "last_step_id",
         "next_free",
@@ -19,6 +20,8 @@ class KVBlock:
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
+        self.group = 0
+        """The group of layers that it holds keys and values of."""
         self.ref_count = 0
         self.block_hash: bytes | None = None
         self.num_filled = 0
@@ -36,9 +39,10 @@ class KVBlock:
 class HostBlock:
     """A block of host memory that holds KV."""
 
-    __slots__ = ("host_id", "ref_count")
+    __slots__ = ("group", "host_id", "ref_count")
 
-    def __init__(self, host_id: int) -> None:
+    def __init__(self, host_id: int, group: int = 0) -> None:
         self.host_id = host_id
+        self.group = group
         self.ref_count = 0
         """Number of swapped tables that contain it."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence as SequenceType
 
 from pagemill.engine.config import SchedulerConfig
 from pagemill.engine.scheduling.beam_search import restart_beams
-from pagemill.engine.scheduling.blocks import KVBlock
 from pagemill.engine.scheduling.kv.manager import KVCacheManager
+from pagemill.engine.scheduling.kv.swap_space import kept_blocks
 from pagemill.engine.scheduling.preemption_cost import PreemptionCost
 from pagemill.engine.scheduling.request import Sequence
 from pagemill.engine.scheduling.sequence_queue import SequenceQueue
@@ -68,8 +68,7 @@ class Preemption:
     def drop_last_holder(self, spare: SequenceType[Sequence] = ()) -> bool:
         """Drop the last swapped request that still refers to blocks on the device. False if there is none."""
         for sequence in reversed(list(self.swapped)):
-            keeps = any(isinstance(entry, KVBlock) for entry in sequence.swapped_blocks)
-            if keeps and sequence not in spare:
+            if kept_blocks(sequence) and sequence not in spare:
                 self.drop(sequence)
                 return True
         return False

@@ -89,7 +89,7 @@ class RunningBatch:
     def admit(self, step: StepBuilder, members: list[Sequence], siblings: list[Sequence]) -> bool:
         """Give a waiting sequence, or a swapped search's beams, rows, blocks and work. False: not now.
 
-        Admission needs room for all known tokens, not just the chunk, and for one own block per sibling that
+        Admission needs room for all known tokens, not just the chunk, and for one own column per sibling that
         will fork off later, above the watermark. A sequence alone in the batch may use everything.
         """
         is_pending = any(sequence.num_pending_tokens for sequence in members + siblings)
@@ -125,9 +125,9 @@ class RunningBatch:
         left = self.rows.num_rows // 2 - num_waiting
         candidates = [s for s in reversed(list(self.sequences)) if _may_be_displaced(s)][: max(0, left)]
         short = len(members) + len(siblings) - self.rows.num_unclaimed
-        needed = sum(self._num_blocks_taken(s) for s in members) + len(siblings)
+        needed = sum(self._num_blocks_taken(s) for s in members) + self._num_forked(len(siblings))
         within_reach = self.num_admissible_blocks + self._kv.pool.num_deferred
-        within_reach += sum(len(s.block_ids) for s in candidates)
+        within_reach += sum(map(self._kv.num_held, candidates))
         if short > len(candidates) or needed > within_reach:
             return []
         preempted: list[Sequence] = []
@@ -306,15 +306,18 @@ class RunningBatch:
     def _admit_fresh(self, step: StepBuilder, sequence: Sequence, num_siblings: int) -> Work:
         """Give a new sequence its prefix hits; returns its first chunk, none if it does not fit."""
         parent = _parent(sequence, step)
-        if parent is None:
+        if parent is None or not self._kv.can_fork_at(parent, sequence.fork_at):
+            parent = None
             hits = self._kv.match_prefix(sequence)
-            num_hit_tokens = len(hits) * self._config.block_size
+            num_hit_tokens = self._kv.num_hit_tokens(hits)
         else:
             hits, num_hit_tokens = self._kv.shared_blocks(parent, sequence.fork_at), sequence.fork_at
-            num_siblings += num_hit_tokens % self._config.block_size > 0  # a copy of the last block
+            num_siblings += num_hit_tokens % self._config.block_size > 0  # a copy of the last column
         num_tokens = self._chunk(sequence.num_known_tokens - num_hit_tokens, step.budget)
         if self.sequences:
-            needed = self._kv.num_blocks_taken(hits, sequence.num_known_tokens) + num_siblings
+            needed = self._kv.num_blocks_taken(hits, sequence.num_known_tokens) + self._num_forked(
+                num_siblings
+            )
             fits = needed <= self._num_offered(step)
         else:
             fits = self._fits_alone(lambda: self._kv.num_blocks_taken(hits, num_hit_tokens + num_tokens))
@@ -342,7 +345,8 @@ class RunningBatch:
             self.waiting_for = "budget"
             return []
         if self.sequences:
-            needed = space.num_blocks_taken(members) + kv.num_blocks_needed_together(left) + num_siblings
+            needed = space.num_blocks_taken(members) + kv.num_blocks_needed_together(left)
+            needed += self._num_forked(num_siblings)
             fits = needed <= self._num_offered(step)
         else:
             fits = self._fits_alone(
@@ -358,6 +362,10 @@ class RunningBatch:
         """Return the blocks that a waiting sequence would take with all of its known tokens."""
         hits = [] if sequence.swapped_blocks else self._kv.match_prefix(sequence)
         return self._kv.num_blocks_taken(hits, sequence.num_known_tokens)
+
+    def _num_forked(self, num_siblings: int) -> int:
+        """Return the blocks that these sequences take of their own when they fork off: a column each."""
+        return num_siblings * self._kv.groups.num_groups
 
     def _num_offered(self, step: StepBuilder) -> int:
         """Return the number of blocks that a newcomer may take while others run."""
@@ -385,8 +393,7 @@ class RunningBatch:
         is_caught_up = step.add_work(sequence, num_tokens, slots)
         self._kv.register_full_blocks(sequence)
         if not is_caught_up:
-            needed = self._kv.blocks_for(sequence.num_known_tokens) - len(sequence.block_ids)
-            step.promised_blocks += max(0, needed)
+            step.promised_blocks += self._kv.num_blocks_left(sequence)
             return
         request = sequence.request
         # A search's first candidates determine which of its beams fork.
@@ -411,7 +418,7 @@ class RunningBatch:
     def _leave(self, sequence: Sequence) -> None:
         """Release a sequence's row; it keeps its blocks."""
         request = sequence.request
-        request.peak_blocks = max(request.peak_blocks, sum(len(s.block_ids) for s in request.sequences))
+        request.peak_blocks = max(request.peak_blocks, sum(map(self._kv.num_held, request.sequences)))
         self.sequences.discard(sequence)
         self.rows.give_back(sequence)
         sequence.is_row_new = False

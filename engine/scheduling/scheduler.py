@@ -42,12 +42,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._eos_token_ids = frozenset(config.eos_token_ids)
-        self.kv_cache = KVCacheManager(
-            config.num_kv_blocks,
-            config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-            num_host_blocks=config.num_host_blocks,
-        )
+        self.kv_cache = KVCacheManager.of(config)
         self._batch = RunningBatch(config, self.kv_cache)
         self.preemption = self._batch.preemption
         self._waiting = WaitingQueue(self._batch.rows)
@@ -283,6 +278,7 @@ class Scheduler:
             available_blocks=self._batch.num_admissible_blocks,
             block_size=self._config.block_size,
             waiting=self.num_waiting,
+            block_limits=self.kv_cache.groups.limits,
         )
 
     def check_integrity(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,6 +29,10 @@ class LayerCache:
     key_scales: torch.Tensor | None = None
     """fp32 [num_blocks, num_kv_heads, block_size], contiguous; None where the dtype needs none."""
     value_scales: torch.Tensor | None = None
+    group: int = field(default=0, kw_only=True)
+    """The group of layers by whose block tables it is read and written (`AttentionMetadata.of_group`)."""
+    window: int | None = field(default=None, kw_only=True)
+    """Keys that lie further back than this may be gone; None: all are there."""
 
     @property
     def block_size(self) -> int:

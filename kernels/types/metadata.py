@@ -20,9 +20,9 @@ class AttentionMetadata:
     """
 
     block_tables: torch.Tensor  # [num_rows, max_blocks] int32; entries past a row's length are undefined
+    slot_mapping: torch.Tensor  # [num_tokens] int64, block id * block_size + offset; -1 = padded
     query_start_loc: torch.Tensor  # [num_rows + 1] int32, prefix sums of the query lengths
     seq_lens: torch.Tensor  # [num_rows] int32, tokens in the cache after this step's writes
-    slot_mapping: torch.Tensor  # [num_tokens] int64, block id * block_size + offset; -1 = padded
     query_lens_host: list[int]  # [num_rows] the same on the host, for grids and work lists
     seq_lens_host: list[int]  # [num_rows]
     num_decode_rows: int
@@ -31,6 +31,12 @@ class AttentionMetadata:
     # Filled by the prefill kernel's first call of the step and read by the other layers' calls: which (row,
     # query tile) every program takes, by (query heads per KV head, tile height).
     work_lists: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    others: list[AttentionMetadata] = field(default_factory=list)
+    """The same step by the block tables of the other groups of layers, in their order."""
+
+    def of_group(self, group: int) -> AttentionMetadata:
+        """Return the step by the block tables of a group of layers."""
+        return self.others[group - 1] if group else self
 
 
 def warm_up_metadata() -> AttentionMetadata:

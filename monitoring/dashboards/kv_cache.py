@@ -78,6 +78,13 @@ def _blocks() -> list[Panel]:
             most=1,
         ),
         lines(
+            "Blocks by window",
+            COUNT,
+            gauge_by("window", "kv_cache_window_blocks"),
+            about="Active blocks by the window of the layers that they are for; all: layers that read everything.",
+            stacked=True,
+        ),
+        lines(
             "Blocks of host memory",
             COUNT,
             gauge_by("state", "kv_cache_host_blocks"),
@@ -145,7 +152,9 @@ def _motion() -> list[Panel]:
             total_rate("kv_cache_block_allocations_total", "allocated"),
             total_rate("kv_cache_block_frees_total", "freed"),
             total_rate("kv_cache_block_evictions_total", "evicted"),
-            about="Blocks per second. Evictions: cached blocks taken for new tokens.",
+            total_rate("kv_cache_window_frees_total", "left behind by windows"),
+            about="Blocks per second. Evictions: cached blocks taken for new tokens. Left behind by windows: given"
+            " back by sequences that go on.",
         ),
         lines(
             "Preemptions",

@@ -288,6 +288,8 @@ def _kv(stats: EngineStats) -> dict[str, Any]:
         "waste": round(kv.waste, 4),
         "evictions": kv.evictions,
         "cow_copies": kv.cow_copies,
+        "windows": [{"window": window, "active": blocks} for window, blocks in kv.active_by_window()],
+        "window_frees": kv.window_frees,
         "prefix_queried_tokens": kv.prefix_queried_tokens,
         "prefix_hit_tokens": kv.prefix_hit_tokens,
     }

@@ -21,6 +21,9 @@ def accounting_errors(kv: KVCacheStats) -> list[str]:
         f"{kv.filled_slots} filled slots in {kv.active_blocks} active blocks of {kv.block_size}": (
             kv.filled_slots <= kv.active_blocks * kv.block_size
         ),
+        f"{kv.groups} are not {kv.active_blocks} active blocks": (
+            not kv.groups or sum(blocks for _, blocks in kv.groups) == kv.active_blocks
+        ),
         f"{kv.host_used_blocks} of {kv.host_capacity_blocks} host blocks used": (
             kv.host_used_blocks <= kv.host_capacity_blocks
         ),
@@ -45,6 +48,12 @@ def _blocks_by_state(stats: EngineStats) -> Mapping[str, Number]:
         "cached": kv.cached_blocks,
         "active": kv.active_blocks,
         "reserved": kv.reserved_blocks,
+    }
+
+
+def _blocks_by_window(stats: EngineStats) -> Mapping[str, Number]:
+    return {
+        "all" if window is None else str(window): blocks for window, blocks in stats.kv.active_by_window()
     }
 
 
@@ -75,7 +84,7 @@ BLOCKS: tuple[Metric[EngineStats], ...] = (
     gauge("kv_cache_block_size_tokens", "Token slots in a KV block.", lambda s: s.kv.block_size),
     gauge(
         "kv_cache_block_bytes",
-        "Bytes of a KV block over all layers; 0 without a device cache.",
+        "Bytes of a KV block over the layers that share it; 0 without a device cache.",
         lambda s: s.kv.block_bytes,
     ),
     gauge(
@@ -84,6 +93,12 @@ BLOCKS: tuple[Metric[EngineStats], ...] = (
         " reserved: the null block, and blocks that wait for steps in flight.",
         _blocks_by_state,
         "state",
+    ),
+    gauge(
+        "kv_cache_window_blocks",
+        "Active KV blocks by the window, in tokens, of the layers that they are for; all: layers without a window.",
+        _blocks_by_window,
+        "window",
     ),
     gauge("kv_cache_shared_blocks", "KV blocks with two or more references.", lambda s: s.kv.shared_blocks),
     gauge(
@@ -125,6 +140,11 @@ MOVEMENTS: tuple[Metric[EngineStats], ...] = (
         "kv_cache_allocation_failures_total",
         "Times a sequence asked for blocks and got none.",
         lambda s: s.kv.allocation_failures,
+    ),
+    counter(
+        "kv_cache_window_frees_total",
+        "KV blocks that running sequences gave back because their layers' window had left them behind.",
+        lambda s: s.kv.window_frees,
     ),
     counter("kv_cache_cow_copies_total", "KV blocks copied on write.", lambda s: s.kv.cow_copies),
     counter(

@@ -98,6 +98,14 @@ function showTiles({ engine, kv, queue, totals }) {
   say("done-sub", others.map((name) => `${whole(totals[name])} ${name}`).join(" · ") || "none failed");
 }
 
+/** Blocks in use by the window of their layers, if any of the model's layers has one. */
+function showWindows(kv) {
+  const windows = kv ? kv.windows : [];
+  byId("windows").hidden = !windows.some(({ window }) => window);
+  const parts = windows.map(({ window, active }) => `${window ? `window ${whole(window)}` : "no window"}: ${whole(active)}`);
+  if (kv) say("windows", `${parts.join(" · ")} · ${whole(kv.window_frees)} freed behind windows`);
+}
+
 function showBlocks(blocks) {
   if (!blocks) return;
   const states = unpack(blocks.runs);
@@ -145,6 +153,7 @@ function show(state) {
   showWorker(state);
   showAround(state);
   showTiles(state);
+  showWindows(state.kv);
   showBlocks(state.blocks);
   showTables(state);
   for (const chart of charts) chart.show(history);

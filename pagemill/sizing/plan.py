@@ -82,8 +82,8 @@ def make_plan(model: ModelFigures, device: DeviceSpeed, load: Load, limits: Work
     _check(model, load)
     kv_bytes = _kv_bytes(model, device, limits)
     blocks = min(MAX_KV_BLOCKS, kv_bytes // model.block_bytes)
-    per_job = -(-(load.prompt_tokens + load.output_tokens - 1) // model.block_size)
-    shared = load.shared_tokens // model.block_size
+    per_job = model.blocks_of(load.prompt_tokens + load.output_tokens - 1)
+    shared = min(per_job - 1, load.shared_tokens // model.block_size * len(model.windows))
     usable = int((blocks - 1) * (1 - WATERMARK)) - shared
     by_blocks = usable // (per_job - shared) if usable > 0 else 0
     if by_blocks < 1:
@@ -165,7 +165,7 @@ class _Times:
             2 * (own * model.layer_parameters + model.head_parameters) + 4 * attended * model.attention_width
         )
         per_row = 2 * (model.layer_parameters + model.head_parameters) + 4 * context * model.attention_width
-        kv_read = context * model.block_bytes / model.block_size
+        kv_read = model.kv_bytes_read(context)
         return cls(
             fixed_s=device.step_s + model.read_bytes / read,
             row_s=per_row / flops + kv_read / read,

@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from benchmarks.kv_waste import GOAL, MAX_MODEL_LEN, lengths, measure
+from benchmarks.kv.waste import GOAL, MAX_MODEL_LEN, lengths, measure
 
 DEFAULT_BLOCK_SIZE = 16
 

@@ -26,7 +26,7 @@ from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import Generate, Outline
 from pagemill.engine.text.tokenizer import ByteTokenizer
 from pagemill.structured_outputs import StructuredOutputs
-from tests.engine.tiny_model import save_tiny_llama
+from tests.engine.tiny_model import save_tiny_llama, save_tiny_ministral
 
 KINDS = ["product", "mean", "constrained"]
 PROMPT = "Is this a question? "
@@ -153,6 +153,28 @@ def test_probabilities_are_transformers(saved: tuple[Path, Any], settings: dict[
     assert engine.capacity().free_rows == engine.limits.max_num_seqs
     assert engine.capacity().available_blocks == engine.limits.num_kv_blocks - 1
     engine.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"enable_prefix_caching": False}, {"max_num_seqs": 2}], ids=str)
+@pytest.mark.parametrize("kinds", [["full_attention", "sliding_attention"], ["sliding_attention"]], ids=str)
+def test_chains_fork_off_tokens_that_windows_have_left_behind(
+    kinds: list[str], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.eos_token_id is not None
+    model = save_tiny_ministral(
+        tmp_path, kinds, vocab_size=tokenizer.vocab_size, eos=[tokenizer.eos_token_id], std=0.3
+    )
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    engine = engine_of(tmp_path, num_kv_blocks=200, **settings)
+    way = "a label of many more tokens than a window has"
+    labels = [way, way[:3], *(way[:length] + "!" for length in (1, 9, 22, 23, 40))]
+    add(engine, "labels", PROMPT, asking(labels))
+    check(model, run(engine)["labels"], PROMPT, labels, "product")
+    assert engine.stats().kv.window_frees > 0
 
 
 def test_every_prefix_is_computed_once(saved: tuple[Path, Any]) -> None:

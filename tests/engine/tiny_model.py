@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+)
 
 VOCAB_SIZE = 61
 EOS = (3, 7)
@@ -41,6 +48,26 @@ def save_tiny_llama(
         std,
         eos,
     )
+
+
+def save_tiny_ministral(
+    directory: Path, layer_types: list[str], *, std: float, vocab_size: int, eos: Sequence[int]
+) -> Any:
+    """Layers with windows of 6 tokens, or without, as `layer_types` says."""
+    config = MinistralConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=len(layer_types),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        sliding_window=6,
+        layer_types=layer_types,
+        eos_token_id=list(eos),
+    )
+    return _save(directory, MinistralForCausalLM(config), std, eos)
 
 
 def save_tiny_gpt2(directory: Path, *, std: float = 0.6) -> Any:

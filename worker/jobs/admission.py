@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pagemill.engine.errors import InvalidRequest
-from pagemill.engine.outputs import SampleState
+from pagemill.engine.outputs import Capacity, SampleState
 from pagemill.monitoring.counters import BlockReason
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.transitions import PulledJob
@@ -99,8 +99,7 @@ def credit(engine: EngineThread, running: list[RunningJob], forecast: OutputFore
         for job in live
         if not (job.is_about_to_end or (waits and job.waits_for_adapter))
     )
-    growth = sum(len(job.prompt_token_ids) - job.prompt_tokens_done + forecast.remaining(job) for job in live)
-    tokens = capacity.available_blocks * capacity.block_size - growth
+    tokens = _free_tokens(capacity, live, forecast)
     if rows <= 0:
         return _urgent_credit(
             live, rows, stats.loaded.max_num_seqs, Credit(0, max(0, tokens), capacity.block_size)
@@ -108,6 +107,30 @@ def credit(engine: EngineThread, running: list[RunningJob], forecast: OutputFore
     if tokens <= 0 and live:
         return Credit(0, 0, blocked="kv")
     return Credit(min(rows, MAX_JOBS_PER_PULL), max(0, tokens), capacity.block_size)
+
+
+def _free_tokens(capacity: Capacity, live: list[RunningJob], forecast: OutputForecast) -> int:
+    """Return the tokens of further jobs that the available blocks hold once running jobs have grown.
+
+    Where layers have windows, a token takes fewer blocks the longer its job is: further jobs are taken to be
+    as long as the running ones, and to need a block in every group of layers if there are none.
+    """
+    growth = [len(job.prompt_token_ids) - job.prompt_tokens_done + forecast.remaining(job) for job in live]
+    if capacity.block_limits == (None,):
+        return capacity.available_blocks * capacity.block_size - sum(growth)
+    per_column = len(capacity.block_limits)
+    left, lengths = capacity.available_blocks, list[int]()
+    for job, tokens in zip(live, growth, strict=True):
+        done = job.prompt_tokens_done + job.generated_tokens
+        lengths.append(done + tokens)
+        if job.params.num_sequences == 1:
+            left -= capacity.blocks_for(done + tokens) - capacity.blocks_for(done)
+        else:  # samples share some of their blocks
+            left -= -(-tokens // capacity.block_size) * per_column
+    blocks = sum(map(capacity.blocks_for, lengths))
+    if not blocks:
+        return left // per_column * capacity.block_size
+    return left * sum(lengths) // blocks
 
 
 def _urgent_credit(live: list[RunningJob], rows: int, max_num_seqs: int, free: Credit) -> Credit:

@@ -66,6 +66,7 @@ def main(connection: Connection) -> NoReturn:
 
 def _get_ready(connection: Connection, task: Any) -> tuple[Any, Inbox]:
     """Load the rank's share, agree on limits, connect; returns the `ModelRunner` and its plans' inbox."""
+    from pagemill.engine.config import resolve_max_model_len
     from pagemill.engine.devices.registry import find_device
     from pagemill.engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
     from pagemill.engine.execution.model_runner import ModelRunner
@@ -79,7 +80,8 @@ def _get_ready(connection: Connection, task: Any) -> tuple[Any, Inbox]:
     device.tune_process(config.num_threads)
     model = load_model(config, device, group)
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, model.dtype)
-    shape = replace(model.kv_cache_shape(config.block_size), dtype=cache_dtype)
+    max_model_len = resolve_max_model_len(config, model.context_length, model.longest_context)
+    shape = replace(model.kv_cache_shape(config.block_size, max_model_len), dtype=cache_dtype)
     connection.send(Loaded(num_blocks_for(config, shape, device), num_host_blocks_for(config, shape)))
     limits = connection.recv()
     plans = Inbox(

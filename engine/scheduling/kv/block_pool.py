@@ -83,13 +83,14 @@ class BlockPool:
     flight is reserved until that step retires: execution may still read it.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool needs at least 2 blocks (one is the null block), got {num_blocks}")
         self.blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
         self.retired_step_id = -1
         self.num_cached = 0
         self.num_active = 0
+        self.active_by_group = [0] * num_groups
         self.num_shared = 0
         self.num_references = 0
         self.filled_slots = 0
@@ -128,8 +129,8 @@ class BlockPool:
     def num_reserved(self) -> int:
         return self._num_deferred + 1
 
-    def allocate(self, num_blocks: int) -> list[KVBlock]:
-        """Take blocks with one reference each; the caller must have checked `num_available`."""
+    def allocate(self, num_blocks: int, group: int = 0) -> list[KVBlock]:
+        """Take blocks for a group with one reference each; the caller must have checked `num_available`."""
         assert num_blocks <= len(self._queue), f"{num_blocks} blocks wanted, {len(self._queue)} available"
         taken = [self._queue.popleft() for _ in range(num_blocks)]
         for block in taken:
@@ -139,11 +140,13 @@ class BlockPool:
                 self.num_cached -= 1
                 self.evictions += 1
             block.ref_count = 1
+            block.group = group
             block.num_filled = 0
             if BlockResidency.is_sampled(block.block_id):
                 self.residency.allocated(block.block_id)
             block.last_step_id = -1
         self.num_active += num_blocks
+        self.active_by_group[group] += num_blocks
         self.num_references += num_blocks
         self.allocations += num_blocks
         return taken
@@ -160,6 +163,7 @@ class BlockPool:
                 self._queue.remove(block)
                 self.num_cached -= 1
             self.num_active += 1
+            self.active_by_group[block.group] += 1
             self.filled_slots += block.num_filled
             if BlockResidency.is_sampled(block.block_id):
                 self.residency.reused(block.block_id)
@@ -184,6 +188,7 @@ class BlockPool:
                 self.num_shared -= 1
             elif block.ref_count == 0:
                 self.num_active -= 1
+                self.active_by_group[block.group] -= 1
                 self.filled_slots -= block.num_filled
                 self.frees += 1
                 if BlockResidency.is_sampled(block.block_id):
@@ -267,6 +272,10 @@ class BlockPool:
         states = (self.num_free, self.num_cached, self.num_active, self.num_reserved)
         assert sum(states) == self.capacity, f"free, cached, active, reserved = {states} of {self.capacity}"
         assert len(active) == self.num_active, f"{len(active)} active blocks, {self.num_active} counted"
+        by_group = [
+            sum(block.group == group for block in active) for group in range(len(self.active_by_group))
+        ]
+        assert by_group == self.active_by_group, f"{by_group} active by group, {self.active_by_group} counted"
         assert self.blocks[NULL_BLOCK_ID].ref_count == 0
         assert self.blocks[NULL_BLOCK_ID].block_hash is None
         assert sum(block.ref_count for block in active) == self.num_references

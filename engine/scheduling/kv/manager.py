@@ -4,19 +4,24 @@ The scheduler asks in tokens; only this module maps them to blocks. Blocks becom
 the step that fills them is planned, not when it has run: in each layer every KV write precedes attention, so
 a request that enters the same step may already read them, and a burst of equal cold prefixes computes the
 prefix once.
+
+Layers with windows: `BlockGroups` has the layout of tables, docs/kv-cache.md the whole of it.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from pagemill.engine.config import SchedulerConfig
 from pagemill.engine.outputs import KVCacheStats
 from pagemill.engine.scheduling.blocks import HostBlock, KVBlock
-from pagemill.engine.scheduling.kv.block_pool import BlockPool
+from pagemill.engine.scheduling.kv.block_groups import BlockGroups
+from pagemill.engine.scheduling.kv.block_pool import NULL_BLOCK_ID, BlockPool
+from pagemill.engine.scheduling.kv.group_hits import match_groups
 from pagemill.engine.scheduling.kv.swap_space import SwapSpace
 from pagemill.engine.scheduling.request import Sequence
 
@@ -50,62 +55,104 @@ class KVCacheManager:
         *,
         enable_prefix_caching: bool = True,
         num_host_blocks: int = 0,
+        groups: BlockGroups | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks)
-        self.swap_space = SwapSpace(self.pool, num_host_blocks, block_size)
+        self.groups = groups or BlockGroups(block_size)
+        self.pool = BlockPool(num_blocks, self.groups.num_groups)
+        self.swap_space = SwapSpace(self.pool, num_host_blocks, self.groups)
         self.block_size = block_size
+        self._num_groups = self.groups.num_groups
+        self._settles_blocks = enable_prefix_caching or self.groups.has_windows
         self._enable_prefix_caching = enable_prefix_caching
         self._unproven: dict[int, list[tuple[KVBlock, bytes]]] = {}
         """Step in flight -> blocks findable before that step has filled them."""
         self._allocation_failures = 0
         self._cow_copies = 0
+        self._window_frees = 0
         self._prefix_queried_tokens = 0
         self._prefix_hit_tokens = 0
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    @classmethod
+    def of(cls, config: SchedulerConfig) -> KVCacheManager:
+        return cls(
+            config.num_kv_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            num_host_blocks=config.num_host_blocks,
+            groups=BlockGroups.of(config),
+        )
+
+    def num_entries(self, num_tokens: int) -> int:
+        """Return the entries of a table of this many tokens, freed ones included."""
+        return -(-num_tokens // self.block_size) * self._num_groups
 
     def match_prefix(self, sequence: Sequence) -> list[KVBlock]:
-        """Return the longest cached prefix of a sequence that holds no blocks. Changes nothing.
+        """Return the table of the longest cached prefix of a sequence that holds no blocks. Changes nothing.
 
-        At least one token is left to compute: without it there would be no logits. The result is valid until
-        the next allocation.
+        At least one token is left to compute: without it there would be no logits. Columns behind a window
+        are the null block. The result is valid until the next allocation.
         """
         if not self._enable_prefix_caching:
             return []
+        hashes = self._block_hashes(sequence, sequence.num_cacheable_tokens // self.block_size)
+        if self.groups.has_windows:
+            return match_groups(self.pool, self.groups, hashes)
         hits: list[KVBlock] = []
-        for block_hash in self._block_hashes(sequence, sequence.num_cacheable_tokens // self.block_size):
+        for block_hash in hashes:
             block = self.pool.lookup(block_hash)
             if block is None:
                 break
             hits.append(block)
         return hits
 
+    def num_hit_tokens(self, hits: list[KVBlock]) -> int:
+        return len(hits) // self._num_groups * self.block_size
+
     def num_blocks_taken(self, hits: list[KVBlock], num_tokens: int) -> int:
-        """Return the available blocks that a waiting sequence takes for `num_tokens`."""
-        from_queue = sum(block.ref_count == 0 and not block.is_reserved for block in hits)
-        return self.blocks_for(num_tokens) - len(hits) + from_queue
+        """Return the available blocks that a waiting sequence takes for `num_tokens`, at most at once."""
+        from_queue = sum(
+            block.ref_count == 0 and not block.is_reserved and block.block_id != NULL_BLOCK_ID
+            for block in hits
+        )
+        new = self.groups.columns(num_tokens) - len(hits) // self._num_groups
+        return sum(self.groups.most_held(window, new) for window in self.groups.windows) + from_queue
+
+    def num_blocks_left(self, sequence: Sequence) -> int:
+        """Return the blocks that a running sequence may yet take until all of its known tokens are computed."""
+        groups, table = self.groups, sequence.block_ids
+        columns = groups.columns(sequence.num_known_tokens)
+        held = [self._num_held(table[group :: self._num_groups]) for group in range(self._num_groups)]
+        new = columns - len(table) // self._num_groups
+        return sum(
+            max(0, new if window is None else min(new, groups.most_held(window, columns) - held[group]))
+            for group, window in enumerate(groups.windows)
+        )
+
+    def num_held(self, sequence: Sequence) -> int:
+        """Return the number of blocks in a sequence's table."""
+        return self._num_held(sequence.block_ids)
+
+    def _num_held(self, table: list[int]) -> int:
+        return len(table) - table.count(NULL_BLOCK_ID) if self.groups.has_windows else len(table)
 
     def admit(self, sequence: Sequence, hits: list[KVBlock]) -> None:
         """Give a sequence its prefix hits as the head of its table; they count as computed."""
         assert not sequence.block_ids
         assert sequence.num_computed_tokens == 0
-        for block in hits:
-            self.pool.acquire(block)
         sequence.block_ids = [block.block_id for block in hits]
-        sequence.num_registered_blocks = len(hits)
-        sequence.num_computed_tokens = len(hits) * self.block_size
+        self._acquire(sequence.block_ids)
+        sequence.num_computed_tokens = self.num_hit_tokens(hits)
+        sequence.num_registered_blocks = sequence.num_computed_tokens // self.block_size
         if self._enable_prefix_caching:
             self._prefix_queried_tokens += sequence.num_known_tokens
             self._prefix_hit_tokens += sequence.num_computed_tokens
 
     def num_blocks_needed(self, sequence: Sequence, num_new_tokens: int) -> int:
         """Return the number of blocks that `allocate_slots` would take from the pool."""
-        start, table = sequence.num_computed_tokens, sequence.block_ids
-        needed = max(0, -(-(start + num_new_tokens) // self.block_size) - len(table))
-        index = start // self.block_size
-        if index < len(table) and self.pool.blocks[table[index]].ref_count > 1:
-            needed += 1
+        start, num_held = sequence.num_computed_tokens, len(sequence.block_ids)
+        needed = max(0, -(-(start + num_new_tokens) // self.block_size) * self._num_groups - num_held)
+        if start // self.block_size * self._num_groups < num_held:
+            needed += len(self._shared_entries(sequence))
         return needed
 
     def num_blocks_needed_together(self, work: Iterable[tuple[Sequence, int]]) -> int:
@@ -122,10 +169,10 @@ class KVCacheManager:
             if sequence.swapped_blocks:
                 table = sequence.swapped_blocks
                 start = min(start, sequence.num_known_tokens - 1)  # as `swap_in` leaves it
-            needed += max(0, self.blocks_for(start + num_new_tokens) - len(table))
-            index = start // self.block_size
-            if index < len(table):
-                writers[table[index]] += 1
+            needed += max(0, self.num_entries(start + num_new_tokens) - len(table))
+            first = start // self.block_size * self._num_groups
+            for entry in table[first : first + self._num_groups]:
+                writers[entry] += 1
         return needed + sum(min(count, block.ref_count - 1) for block, count in writers.items())
 
     def append_slot(self, sequence: Sequence) -> bool:
@@ -133,6 +180,8 @@ class KVCacheManager:
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)
         if not offset:
             return False
+        if self._num_groups > 1:
+            return self._append_to_column(sequence, index, offset)
         pool = self.pool
         block = pool.blocks[sequence.block_ids[index]]
         if block.ref_count > 1:
@@ -162,41 +211,54 @@ class KVCacheManager:
 
         Its table keeps its length, as execution's does, until the sequence leaves its row (`trim`).
         """
-        size = self.block_size
-        for index in range(num_tokens // size, self.blocks_for(sequence.num_computed_tokens)):
+        size, count = self.block_size, self._num_groups
+        for index in range(num_tokens // size * count, self.num_entries(sequence.num_computed_tokens)):
             block = self.pool.blocks[sequence.block_ids[index]]
-            self.pool.fill(block, max(0, num_tokens - index * size))
+            self.pool.fill(block, max(0, num_tokens - index // count * size))
         sequence.num_computed_tokens = num_tokens
 
     def trim(self, sequence: Sequence) -> None:
         """Release the blocks after a sequence's computed tokens."""
-        needed = self.blocks_for(sequence.num_computed_tokens)
+        needed = self.num_entries(sequence.num_computed_tokens)
         spare = [self.pool.blocks[block_id] for block_id in reversed(sequence.block_ids[needed:])]
         del sequence.block_ids[needed:]
         self.pool.release(spare, sequence.last_step_id)
 
     def register_full_blocks(self, sequence: Sequence) -> None:
-        """Make findable the full blocks of known tokens that are computed or planned (up to `last_step_id`)."""
+        """Make findable the full blocks of known tokens that are computed or planned (up to `last_step_id`).
+
+        When a column has become full, those that no query can read any more are freed.
+        """
         first = sequence.num_registered_blocks
-        if sequence.num_computed_tokens // self.block_size <= first or not self._enable_prefix_caching:
+        if sequence.num_computed_tokens // self.block_size <= first or not self._settles_blocks:
             return
         if sequence.swapped_blocks:
             return
         num_full = min(sequence.num_computed_tokens, sequence.num_known_tokens) // self.block_size
-        hashes = self._block_hashes(sequence, num_full)
-        for index in range(first, num_full):
-            block = self.pool.blocks[sequence.block_ids[index]]
-            # A table that was swapped in has blocks that never lost their hash.
-            registered = block.block_hash is None and self.pool.register(block, hashes[index])
-            if registered and sequence.last_step_id > self.pool.retired_step_id:
-                self._unproven.setdefault(sequence.last_step_id, []).append((block, hashes[index]))
+        if num_full <= first:
+            return
+        if self._enable_prefix_caching:
+            self._register(sequence, first, num_full)
         sequence.num_registered_blocks = num_full
+        if self.groups.has_windows:
+            self._free_unread(sequence)
+
+    def _register(self, sequence: Sequence, first: int, end: int) -> None:
+        hashes, count = self._block_hashes(sequence, end), self._num_groups
+        for index in range(first * count, end * count):
+            if not (block_id := sequence.block_ids[index]):
+                continue
+            block = self.pool.blocks[block_id]
+            if block.block_hash is not None:  # in a table that was swapped in
+                continue
+            key = hashes[index] if count == 1 else self.groups.key(hashes[index // count], index % count)
+            if self.pool.register(block, key) and sequence.last_step_id > self.pool.retired_step_id:
+                self._unproven.setdefault(sequence.last_step_id, []).append((block, key))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a child share all of its parent's blocks, including the partial last one."""
         assert not child.block_ids
-        for block_id in parent.block_ids:
-            self.pool.acquire(self.pool.blocks[block_id])
+        self._acquire(parent.block_ids)
         child.block_ids = list(parent.block_ids)
         child.block_hashes = list(parent.block_hashes)
         child.num_registered_blocks = parent.num_registered_blocks
@@ -204,25 +266,31 @@ class KVCacheManager:
         child.last_step_id = parent.last_step_id
 
     def shared_blocks(self, parent: Sequence, num_tokens: int) -> list[KVBlock]:
-        """Return the blocks of a sequence's first tokens, of which the last may hold more than these."""
-        return [self.pool.blocks[block_id] for block_id in parent.block_ids[: self.blocks_for(num_tokens)]]
+        """Return the table of a sequence's first tokens, whose last column may hold more than these."""
+        return [self.pool.blocks[block_id] for block_id in parent.block_ids[: self.num_entries(num_tokens)]]
+
+    def can_fork_at(self, parent: Sequence, num_tokens: int) -> bool:
+        """Return True if a running sequence holds all that a child of its first tokens will read."""
+        columns = self.groups.columns(num_tokens)
+        return all(
+            parent.block_ids[column * self._num_groups + group] != NULL_BLOCK_ID
+            for group, window in enumerate(self.groups.windows if self.groups.has_windows else ())
+            for column in range(self.groups.first_read(window, num_tokens), columns)
+        )
 
     def fork_at(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let a child share the blocks of its parent's first tokens; the last one is copied before it writes."""
         assert not child.block_ids
-        blocks = self.shared_blocks(parent, num_tokens)
-        for block in blocks:
-            self.pool.acquire(block)
-        child.block_ids = [block.block_id for block in blocks]
+        child.block_ids = [block.block_id for block in self.shared_blocks(parent, num_tokens)]
+        self._acquire(child.block_ids)
         child.num_registered_blocks = min(parent.num_registered_blocks, num_tokens // self.block_size)
         child.num_computed_tokens = num_tokens
 
     def free(self, sequence: Sequence) -> None:
         """Release a sequence's blocks, tail first; those that a step in flight names wait for it."""
         blocks = self.pool.blocks
-        self.pool.release(
-            [blocks[block_id] for block_id in reversed(sequence.block_ids)], sequence.last_step_id
-        )
+        held = [blocks[block_id] for block_id in reversed(sequence.block_ids) if block_id]
+        self.pool.release(held, sequence.last_step_id)
         sequence.block_ids = []
         sequence.num_registered_blocks = 0
         sequence.num_computed_tokens = 0
@@ -231,6 +299,10 @@ class KVCacheManager:
         """Make none of a sequence's blocks findable: their contents are suspect."""
         for block_id in sequence.block_ids:
             self.pool.forget(self.pool.blocks[block_id])
+        if self.groups.has_windows:  # what it has freed may still be findable
+            for _, key in self._keys(sequence, 0, len(sequence.block_hashes)):
+                if (block := self.pool.lookup(key)) is not None:
+                    self.pool.forget(block)
 
     def retire(self, step_id: int) -> None:
         """Retire a step: the blocks it filled are proven, those that waited for it are available."""
@@ -267,6 +339,8 @@ class KVCacheManager:
             swapped_in_blocks=self.swap_space.swapped_in,
             host_capacity_blocks=self.swap_space.capacity,
             host_used_blocks=self.swap_space.num_used,
+            window_frees=self._window_frees,
+            groups=tuple(zip(self.groups.windows, pool.active_by_group, strict=True)),
         )
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
@@ -278,23 +352,39 @@ class KVCacheManager:
         self.swap_space.check_integrity([sequence for sequence in sequences if sequence.swapped_blocks])
         for sequence in sequences:
             table = [*enumerate(sequence.block_ids), *self._kept_blocks(sequence)]
-            assert len(sequence.block_ids or sequence.swapped_blocks) >= self.blocks_for(
+            assert len(sequence.block_ids or sequence.swapped_blocks) >= self.num_entries(
                 sequence.num_computed_tokens
             )
-            hashes = self._block_hashes(sequence, sequence.num_known_tokens // self.block_size)
+            keys = dict(self._keys(sequence, 0, sequence.num_known_tokens // self.block_size))
+            self._check_freed(sequence)
             for index, block_id in table:
+                if not block_id:
+                    continue
                 references[block_id] += 1
-                in_block = min(self.block_size, sequence.num_computed_tokens - index * self.block_size)
-                filled[block_id] = max(filled[block_id], in_block)
+                start = index // self._num_groups * self.block_size
+                filled[block_id] = max(
+                    filled[block_id], min(self.block_size, sequence.num_computed_tokens - start)
+                )
                 block = self.pool.blocks[block_id]
+                assert block.group == index % self._num_groups, f"{block} is of group {block.group}"
                 if block.block_hash is not None:
-                    assert block.block_hash == hashes[index], f"{block} does not hold what its hash says"
+                    assert block.block_hash == keys[index], f"{block} does not hold what its hash says"
                     assert block.num_filled == self.block_size, f"{block} is hashed but not full"
         for block in self.pool.blocks:
             held, fill = references[block.block_id], filled[block.block_id]
             assert block.ref_count == held, f"{block} stands in {held} tables"
             assert not held or block.num_filled == fill, f"{block} has {block.num_filled} slots, not {fill}"
         assert all(step_id > self.pool.retired_step_id for step_id in self._unproven)
+
+    def _check_freed(self, sequence: Sequence) -> None:
+        """Check that a table has all that may yet be read."""
+        position = min(sequence.num_computed_tokens, sequence.num_known_tokens - 1)
+        table = sequence.block_ids or [
+            entry.block_id if isinstance(entry, KVBlock) else -1 for entry in sequence.swapped_blocks
+        ]
+        for group, window in enumerate(self.groups.windows):
+            read = table[group :: self._num_groups][self.groups.first_read(window, position) :]
+            assert NULL_BLOCK_ID not in read, f"group {group} lacks what position {position} reads"
 
     @staticmethod
     def _kept_blocks(sequence: Sequence) -> list[tuple[int, int]]:
@@ -304,27 +394,75 @@ class KVCacheManager:
 
     def _take_blocks(self, sequence: Sequence, needed: int, step_id: int) -> AllocatedSlots:
         """Allocate blocks; a shared block that the write starts in is replaced by a copy."""
-        slots = AllocatedSlots()
-        taken = self.pool.allocate(needed)
-        index = sequence.num_computed_tokens // self.block_size
-        shared = self.pool.blocks[sequence.block_ids[index]] if index < len(sequence.block_ids) else None
-        if shared is not None and shared.ref_count > 1:
-            copy = taken.pop(0)
+        slots, table = AllocatedSlots(), sequence.block_ids
+        indices, count = self._shared_entries(sequence), self._num_groups
+        if count == 1:
+            taken = self.pool.allocate(needed)
+        else:
+            entries = [*indices, *range(len(table), len(table) + needed - len(indices))]
+            taken = [self.pool.allocate(1, index % count)[0] for index in entries]
+        for index in indices:
+            shared, copy = self.pool.blocks[table[index]], taken.pop(0)
             slots.block_copies.append((shared.block_id, copy.block_id))
             slots.replaced_blocks.append((index, copy.block_id))
             self.pool.fill(copy, shared.num_filled)
             # The step reads it as the copy's source, so it must not be handed out before that step retires.
             self.pool.release([shared], step_id)
-            sequence.block_ids[index] = copy.block_id
+            table[index] = copy.block_id
             self._cow_copies += 1
         slots.new_block_ids = [block.block_id for block in taken]
-        sequence.block_ids.extend(slots.new_block_ids)
+        table.extend(slots.new_block_ids)
         return slots
+
+    def _shared_entries(self, sequence: Sequence) -> list[int]:
+        """Return the indices of the entries in the column of the next write that others hold as well."""
+        first, table = sequence.num_computed_tokens // self.block_size * self._num_groups, sequence.block_ids
+        if first >= len(table):
+            return []
+        blocks = self.pool.blocks
+        return [i for i in range(first, first + self._num_groups) if blocks[table[i]].ref_count > 1]
+
+    def _append_to_column(self, sequence: Sequence, column: int, offset: int) -> bool:
+        table, count = sequence.block_ids, self._num_groups
+        blocks = [self.pool.blocks[block_id] for block_id in table[column * count : (column + 1) * count]]
+        if any(block.ref_count > 1 for block in blocks):
+            return False
+        for block in blocks:
+            self.pool.fill(block, offset + 1)
+        return True
+
+    def _acquire(self, table: list[int]) -> None:
+        for block_id in table:
+            if block_id:
+                self.pool.acquire(self.pool.blocks[block_id])
+
+    def _free_unread(self, sequence: Sequence) -> None:
+        """Release the columns behind each group's window, from the last one to one that was released before."""
+        # From the last known token on everything may be computed again: samples are discarded and redrawn.
+        position = min(sequence.num_computed_tokens, sequence.num_known_tokens - 1)
+        table, count = sequence.block_ids, self._num_groups
+        unread = []
+        for group, window in enumerate(self.groups.windows):
+            index = (self.groups.first_read(window, position) - 1) * count + group
+            while index >= 0 and table[index]:
+                unread.append(self.pool.blocks[table[index]])
+                table[index] = NULL_BLOCK_ID
+                index -= count
+        self.pool.release(unread, sequence.last_step_id)
+        self._window_frees += len(unread)
 
     def _fill(self, sequence: Sequence, start: int, end: int) -> None:
         size, pool, table = self.block_size, self.pool, sequence.block_ids
-        for index in range(start // size, -(-end // size)):
-            pool.fill(pool.blocks[table[index]], min(size, end - index * size))
+        count = self._num_groups
+        for index in range(start // size * count, -(-end // size) * count):
+            pool.fill(pool.blocks[table[index]], min(size, end - index // count * size))
+
+    def _keys(self, sequence: Sequence, first: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """Yield (index in the table, what finds the block) of the columns from `first` to `end`."""
+        hashes = self._block_hashes(sequence, end)
+        for column in range(first, end):
+            for group in range(self._num_groups):
+                yield column * self._num_groups + group, self.groups.key(hashes[column], group)
 
     def _block_hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         """Return the first `num_blocks` chained hashes of a sequence, extending the stored ones.

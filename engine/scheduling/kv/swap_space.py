@@ -15,7 +15,8 @@ from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass
 
 from pagemill.engine.scheduling.blocks import HostBlock, KVBlock
-from pagemill.engine.scheduling.kv.block_pool import BlockPool
+from pagemill.engine.scheduling.kv.block_groups import BlockGroups
+from pagemill.engine.scheduling.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from pagemill.engine.scheduling.request import Sequence
 
 
@@ -28,15 +29,22 @@ class SwapQuote:
     """Tokens whose KV is in them, which would otherwise have to be recomputed."""
 
 
+def kept_blocks(sequence: Sequence) -> list[KVBlock]:
+    """Return the device blocks that a swapped sequence still refers to."""
+    entries = sequence.swapped_blocks
+    return [entry for entry in entries if isinstance(entry, KVBlock) and entry.block_id != NULL_BLOCK_ID]
+
+
 class SwapSpace:
     """Moves whole tables between a `BlockPool` and host memory."""
 
-    def __init__(self, pool: BlockPool, num_host_blocks: int, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, num_host_blocks: int, groups: BlockGroups) -> None:
         self.capacity = num_host_blocks
         self.swapped_out = 0
         self.swapped_in = 0
         self._pool = pool
-        self._block_size = block_size
+        self._groups = groups
+        self._block_size = groups.block_size
         self._free = list(range(num_host_blocks - 1, -1, -1))
         self._read: list[int] = []
         """Host ids that become free once the plan that reads them is made."""
@@ -62,13 +70,16 @@ class SwapSpace:
     def quote(self, sequences: SequenceType[Sequence]) -> SwapQuote:
         """Return what `swap_out` would move; it needs as many free host blocks."""
         blocks = self._own_blocks(sequences)
-        return SwapQuote(len(blocks), sum(block.num_filled for block in blocks))
+        num_tokens = [0] * self._groups.num_groups
+        for block in blocks:
+            num_tokens[block.group] += block.num_filled
+        return SwapQuote(len(blocks), max(num_tokens))
 
     def swap_out(self, sequences: SequenceType[Sequence]) -> None:
         """Take the device blocks of these running sequences, together."""
         hosts: dict[KVBlock, HostBlock] = {}
         for block in self._own_blocks(sequences):
-            host = hosts[block] = HostBlock(self._free.pop())
+            host = hosts[block] = HostBlock(self._free.pop(), block.group)
             self._outgoing[host] = block.block_id
         self.swapped_out += len(hosts)
         for sequence in sequences:
@@ -99,7 +110,7 @@ class SwapSpace:
             self._pool.acquire(block)
         for host in self._host_blocks(sequences):
             if host not in devices:
-                devices[host] = self._pool.allocate(1)[0]
+                devices[host] = self._pool.allocate(1, host.group)[0]
                 self._incoming.append((host.host_id, devices[host].block_id))
                 self.swapped_in += 1
         is_held: set[HostBlock] = set()
@@ -112,7 +123,8 @@ class SwapSpace:
                 if entry in is_held:
                     self._pool.acquire(device)
                 is_held.add(entry)
-                num_filled = min(self._block_size, sequence.num_computed_tokens - index * self._block_size)
+                start = index // self._groups.num_groups * self._block_size
+                num_filled = min(self._block_size, sequence.num_computed_tokens - start)
                 self._pool.fill(device, max(device.num_filled, num_filled))
                 sequence.block_ids.append(device.block_id)
                 self._release_host(entry, self._read)
@@ -122,8 +134,7 @@ class SwapSpace:
 
     def drop(self, sequence: Sequence) -> None:
         """Release all that a swapped sequence holds, here and on the device."""
-        kept = [entry for entry in sequence.swapped_blocks if isinstance(entry, KVBlock)]
-        self._pool.release(reversed(kept), sequence.last_step_id)
+        self._pool.release(reversed(kept_blocks(sequence)), sequence.last_step_id)
         for entry in sequence.swapped_blocks:
             if isinstance(entry, HostBlock):
                 self._release_host(entry, self._free)
@@ -152,7 +163,7 @@ class SwapSpace:
         host_ids = sorted([*(host.host_id for host in references), *self._free, *self._read])
         assert host_ids == list(range(self.capacity)), f"host blocks lost or doubled: {host_ids}"
         for sequence in swapped:
-            needed = -(-sequence.num_computed_tokens // self._block_size)
+            needed = self._groups.columns(sequence.num_computed_tokens) * self._groups.num_groups
             assert len(sequence.swapped_blocks) == needed, (
                 f"{needed} blocks, {len(sequence.swapped_blocks)} kept"
             )
@@ -168,11 +179,13 @@ class SwapSpace:
     def _find_cached(self, sequences: SequenceType[Sequence]) -> dict[HostBlock, KVBlock]:
         """Map full host blocks to their findable twins on the device, except the block of the next write."""
         found = {}
+        count = self._groups.num_groups
         for sequence in sequences:
             num_full = min(sequence.num_computed_tokens, sequence.num_known_tokens - 1) // self._block_size
-            full = sequence.swapped_blocks[:num_full]
-            for entry, block_hash in zip(full, sequence.block_hashes, strict=False):
-                if isinstance(entry, HostBlock) and (block := self._pool.lookup(block_hash)) is not None:
+            hashes = sequence.block_hashes[:num_full]
+            for index, entry in enumerate(sequence.swapped_blocks[: len(hashes) * count]):
+                key = self._groups.key(hashes[index // count], index % count)
+                if isinstance(entry, HostBlock) and (block := self._pool.lookup(key)) is not None:
                     found[entry] = block
         return found
 

@@ -45,12 +45,15 @@ class LayerStack:
         assert hidden.is_contiguous()
         assert rotation[0].stride(1) == 1
         buffers = self._first.buffers
-        buffers.begin(metadata, len(hidden), self._first.weights)
+        buffers.begin(metadata.of_group(0), len(hidden), self._first.weights)
         buffers.read(len(hidden), None)
         angles, address, num_threads = angles_of(rotation), hidden.data_ptr(), use_torch_threads()
-        num_left = len(self._layers)
+        num_left, group = len(self._layers), 0
         for (layer, rotates), cache in zip(self._layers, caches, strict=True):
             num_left -= 1
             if not num_left and read_tokens is not None:
                 buffers.read(len(hidden), read_tokens)
+            if cache.group != group:
+                group = cache.group
+                buffers.begin(metadata.of_group(group), len(hidden), self._first.weights)
             layer.compute(address, angles if rotates else NO_ROTATION, cache, num_threads)

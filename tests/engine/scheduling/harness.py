@@ -132,7 +132,13 @@ class Harness:
     def __post_init__(self) -> None:
         config = self.config
         self.scheduler = Scheduler(config)
-        self.model = HashModel(config.num_kv_blocks, config.block_size, self.oracle, config.max_num_seqs)
+        self.model = HashModel(
+            config.num_kv_blocks,
+            config.block_size,
+            self.oracle,
+            config.max_num_seqs,
+            windows=config.kv_windows,
+        )
 
     def add(self, request: Request) -> Request:
         self.scheduler.add_request(request)

@@ -1,7 +1,8 @@
 """A model without a network: its next token is a hash of all tokens so far, read back through block tables.
 
-The KV cache is a real array with one (token, position) per slot, written and read only through block tables,
-so any wrong block, missed copy, stale row or early reuse changes the output or trips an assertion.
+The KV cache is a real array with one (token, position, group) per slot, written and read only through block tables,
+so any wrong block, missed copy, stale row or early reuse changes the output or trips an assertion. A group of layers
+with a window reads what its window shows, and no more.
 `HashOracle` computes the same tokens from the plain token list.
 """
 
@@ -14,8 +15,8 @@ from pagemill.engine.plan import NewRow, Sample, StepPlan, StepResult, TokenLogp
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduling.request import Grammar
 
-Slot = tuple[int, int]
-POISON: Slot = (-1, -1)
+Slot = tuple[int, int, int]
+POISON: Slot = (-1, -1, -1)
 
 
 class BadStep(RuntimeError):
@@ -123,6 +124,7 @@ class HashModel:
     bad_steps: set[int] = field(default_factory=set)
     bad_tokens: frozenset[int] = frozenset()
     nan_tokens: frozenset[int] = frozenset()
+    windows: tuple[int | None, ...] = (None,)
     num_tokens_computed: int = 0
     num_steps: int = 0
     _host: dict[int, list[Slot]] = field(default_factory=dict)
@@ -227,26 +229,37 @@ class HashModel:
             row.token_ids.update(work.forced_token_ids)
             for position in range(work.start, work.start + work.num_tokens):
                 token = row.token_ids[position]
-                block_id, offset = row.block_ids[position // self.block_size], position % self.block_size
-                assert block_id != 0, "the null block is never written"
-                assert (block_id, offset) not in written, "two tokens were given one slot"
                 if token in self.bad_tokens:
                     raise BadStep(f"token {token}")
-                written.add((block_id, offset))
-                self._cache[block_id][offset] = (token, position)
+                for group in range(len(self.windows)):
+                    block_id, offset = self._slot(work.row, position, group)
+                    assert block_id != 0, "the null block is never written"
+                    assert (block_id, offset) not in written, "two tokens were given one slot"
+                    written.add((block_id, offset))
+                    self._cache[block_id][offset] = (token, position, group)
                 where[len(where)] = (work.row, position)
+        if self.windows != (None,):
+            for work in plan.work:
+                self._read(work.row, work.start)  # of a chunk's tokens it reads furthest back
         self.num_tokens_computed += len(where)
         return where
 
+    def _slot(self, row: int, position: int, group: int) -> tuple[int, int]:
+        """The block and offset of a position; a column of the table is a block for each group."""
+        column, offset = divmod(position, self.block_size)
+        return self._rows[row].block_ids[column * len(self.windows) + group], offset
+
     def _read(self, row: int, last_position: int) -> list[int]:
-        table = self._rows[row].block_ids
-        tokens = []
-        for position in range(last_position + 1):
-            token, written_for = self._cache[table[position // self.block_size]][position % self.block_size]
-            assert written_for == position, (
-                f"row {row} reads position {position}, the slot holds {written_for}"
-            )
-            tokens.append(token)
+        """Read what the query at a position sees in every group; returns all tokens up to it."""
+        tokens = [self._rows[row].token_ids[position] for position in range(last_position + 1)]
+        for group, window in enumerate(self.windows):
+            for position in range(max(0, last_position + 1 - (window or len(tokens))), last_position + 1):
+                block_id, offset = self._slot(row, position, group)
+                token, *written_for = self._cache[block_id][offset]
+                assert written_for == [position, group], (
+                    f"row {row} reads position {position} of group {group}, the slot holds {written_for}"
+                )
+                tokens[position] = token
         return tokens
 
     def _sample(self, sample: Sample, tokens: list[int]) -> int:

@@ -49,15 +49,23 @@ class Workload:
     cost: PreemptionCost | None = None
 
 
-def blocks_alone(request: Request, block_size: int) -> int:
+def blocks_alone(
+    request: Request, block_size: int, windows: tuple[int | None, ...] = (None,), chunk: int = 0
+) -> int:
     """KV blocks a request needs at most, computed from the definition."""
     total = min(len(request.prompt_token_ids) + request.max_tokens, MAX_MODEL_LEN) - 1
     num_sequences = request.params.num_sequences
     shared = len(request.prompt_token_ids) // block_size if num_sequences > 1 else 0
-    return shared + num_sequences * (-(-total // block_size) - shared)
+    whole = shared + num_sequences * (-(-total // block_size) - shared)
+    return sum(
+        whole if window is None else min(whole, num_sequences * ((window + chunk) // block_size + 3))
+        for window in windows
+    )
 
 
-def make_workload(rng: random.Random, *, with_failures: bool) -> Workload:
+def make_workload(
+    rng: random.Random, *, with_failures: bool, windows: tuple[int | None, ...] = (None,)
+) -> Workload:
     block_size = rng.choice([1, 2, 3, 4, 7, 16])
     oracle = HashOracle(rng.choice([4, 8, 40]), rng.choice([(), (0,), (0, 1)]))
     prefix = [rng.randrange(oracle.vocab_size) for _ in range(40)]
@@ -71,16 +79,20 @@ def make_workload(rng: random.Random, *, with_failures: bool) -> Workload:
             doomed[request.request_id] = code
         requests.append((rng.randint(0, 12), request))
         expected[request.request_id] = samples
-    needed = max(blocks_alone(request, block_size) for _, request in requests)
     has_beams = any(request.params.beam_width is not None for _, request in requests)
     depth = rng.randint(0, 1)
+    budget = rng.choice([3, 4, 7, 64] if has_beams else [1, 2, 3, 7, 16, 64])
+    threshold = rng.choice([0, 0, 1, 5])
+    chunk = min(budget, threshold or budget)
+    needed = max(blocks_alone(request, block_size, windows, chunk) for _, request in requests)
     config = make_config(
         block_size=block_size,
         num_kv_blocks=1 + needed + rng.choice([0, 0, 1, 4, 60]),
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=rng.choice([3, 4, 8]),
-        max_num_batched_tokens=rng.choice([3, 4, 7, 64] if has_beams else [1, 2, 3, 7, 16, 64]),
-        long_prefill_token_threshold=rng.choice([0, 0, 1, 5]),
+        max_num_batched_tokens=budget,
+        long_prefill_token_threshold=threshold,
+        kv_windows=windows,
         enable_prefix_caching=rng.random() < 0.6,
         depth=depth,
         num_speculative_tokens=0 if depth else rng.choice([0, 1, 3, 8]),
@@ -239,6 +251,17 @@ def test_outputs_are_the_oracles(seed: int) -> None:
 @given(st.integers(0, 2**32))
 def test_outputs_are_the_oracles_while_steps_fail(seed: int) -> None:
     check_workload(make_workload(random.Random(seed), with_failures=True))
+
+
+WINDOWS = st.lists(st.sampled_from([None, 2, 3, 4, 8, 13, 30]), min_size=1, max_size=3).map(tuple)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 2**32), WINDOWS, st.booleans())
+def test_outputs_are_the_oracles_with_windows(
+    seed: int, windows: tuple[int | None, ...], with_failures: bool
+) -> None:
+    check_workload(make_workload(random.Random(seed), with_failures=with_failures, windows=windows))
 
 
 @settings(max_examples=100, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socketserver
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from pagemill.worker.job_queue import JobQueue
 from pagemill.worker.jobs.admission import OutputForecast
 from pagemill.worker.worker import Worker
 from tests.conftest import RedisServer
-from tests.engine.tiny_model import save_tiny_llama
+from tests.engine.tiny_model import save_tiny_llama, save_tiny_ministral
 from tests.integration.worker.test_faults import fail_in_the_engine
 from tests.produced_metrics import children
 from tests.worker.harness import QueueClient, eventually, get, running_worker, worker_config
@@ -102,6 +103,28 @@ def test_an_output_that_repeats_its_prompt(client: QueueClient) -> None:
         (job_id,) = client.submit({"prompt": "all of this again, please", "max_tokens": 200})
         has_counted(worker, "draft_tokens_total{}", "draft_tokens_accepted_total{}")
         assert client.wait([job_id])[0].result.outputs[0].text == "all of this again, please"
+
+
+def test_blocks_that_windows_leave_behind(client: QueueClient, tmp_path: Path) -> None:
+    kinds = ["full_attention", "sliding_attention"]
+    save_tiny_ministral(tmp_path, kinds, std=0.3, vocab_size=61, eos=[3])
+    settings = {"num_kv_blocks": 120, "block_size": 4, "max_num_batched_tokens": 32}
+    config = worker_config(
+        client.url, client.queue, model=str(tmp_path), skip_tokenizer_init=True, **settings
+    )
+    with running_worker(config) as worker:
+        job = {"model": worker.model, "max_tokens": 100, "ignore_eos": True}
+        ids = client.submit(*({**job, "prompt_token_ids": [i + 4] * 60} for i in range(12)))
+        has_counted(
+            worker,
+            "kv_cache_window_frees_total{}",
+            "kv_cache_window_blocks{window=6}",
+            "kv_cache_window_blocks{window=all}",
+        )
+        document = json.loads(get(f"{worker.http_url}/live.json")[1])
+        assert [group["window"] for group in document["kv"]["windows"]] == [None, 6]
+        assert document["kv"]["window_frees"] > 0
+        assert {outcome.state for outcome in client.wait(ids)} == {"succeeded"}
 
 
 def test_samples_that_need_every_row(client: QueueClient) -> None:

@@ -25,7 +25,7 @@ ENGINES_OWN = (*KV_CACHE_METRICS, *ENGINE_METRICS)
 BOUNDED_LABELS = {
     "state", "mode", "phase", "kind", "finish_reason", "queue", "priority", "delivery", "outcome", "code",
     "reason", "result", "direction", "source", "use", "command", "model", "device", "dtype", "tier",
-    "fingerprint", "version", "worker", "route", "method", "status", "task", "adapter",
+    "fingerprint", "version", "worker", "route", "method", "status", "task", "adapter", "window",
 }  # fmt: skip
 INFO_ONLY = {"device", "dtype", "tier", "fingerprint", "version", "worker"}
 """Labels that change with a restart or a deployment: only series that say 1 may carry them."""

@@ -25,10 +25,11 @@ class EngineFigures:
     max_num_seqs: int = 8
     state: EngineState = EngineState.RUNNING
     stalled_s: float = 0.0
+    block_limits: tuple[int | None, ...] = (None,)
 
     @property
     def capacity(self) -> Capacity | None:
-        return Capacity(self.max_num_seqs, self.available_blocks, BLOCK_SIZE, 0)
+        return Capacity(self.max_num_seqs, self.available_blocks, BLOCK_SIZE, 0, self.block_limits)
 
     @property
     def stats(self) -> EngineStats:
@@ -68,6 +69,19 @@ def test_running_jobs_keep_room_to_grow() -> None:
     # 32 + 48 to come for the one the engine has not started, 48 - 8 for the one that decodes.
     given = credit_of(EngineFigures(), job(), job(done=32, generated=8))
     assert given.tokens == 1600 - (32 + 48) - 40
+
+
+def test_where_layers_have_windows_long_jobs_take_fewer_blocks_for_their_tokens() -> None:
+    figures = EngineFigures(block_limits=(None, 6))
+    assert credit_of(figures).tokens == 100 // 2 * BLOCK_SIZE
+    # Of 320 tokens: 20 blocks in one group, 6 in the other. The running job has 10 and 6, and will take 10 more.
+    long = job(prompt=160, max_tokens=160, done=160)
+    assert credit_of(figures, long).tokens == (100 - 10) * 320 // 26
+    samples = job(prompt=160, max_tokens=80, done=160, n=2)
+    assert credit_of(figures, samples).tokens == (100 - 2 * 10) * 320 // 26
+    assert credit_of(EngineFigures(available_blocks=10, block_limits=(None, 6)), long).blocked == "kv"
+    # One window for all layers: past it, tokens take nothing.
+    assert credit_of(EngineFigures(block_limits=(6,)), long).tokens == 100 * 320 // 6
 
 
 def test_every_sample_takes_a_row_and_its_own_output() -> None:

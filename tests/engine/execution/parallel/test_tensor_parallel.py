@@ -56,7 +56,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**sizes(num_key_value_heads=2, tie_word_embeddings=True))),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes(num_key_value_heads=4, head_dim=16))),
     "gemma2": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**sizes(num_key_value_heads=2, head_dim=8, tie_word_embeddings=True))
+        Gemma2Config(**sizes(num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, sliding_window=12))
     ),
     "gpt-neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**sizes())),
     "phi": lambda: PhiForCausalLM(PhiConfig(**sizes(num_key_value_heads=2))),

@@ -21,8 +21,9 @@ _MOST_PARAMETERS = 30_000_000
 _SEEDS = range(8)
 # Chunks, blocks half full, rows that come and go.
 _SMALL_STEPS: dict[str, Any] = {"num_kv_blocks": 64, "block_size": 4, "max_num_batched_tokens": 5}
-# Two of the longest sequences don't fit: some are preempted.
-_FEW_BLOCKS: dict[str, Any] = {"num_kv_blocks": 13, "block_size": 4, "max_num_batched_tokens": 16}
+# Two of the longest sequences don't fit: some are preempted. With windows they hold less than at most.
+_FEW_BLOCKS: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 16}
+_FEW_COLUMNS = 12
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
 
 
@@ -77,9 +78,19 @@ def check_variant(model_type: str, variant: int, directory: Path) -> Any:
     assert run(llm) == expected, "from the prefix cache"
     llm.engine.check_integrity()
     assert resumed(llm, PROMPTS[-1], expected[-1]) == expected[-1], "resumed"
-    llm = LLM(str(directory), num_threads=1, enable_prefix_caching=False, **_FEW_BLOCKS)
+    windows = [window for window, _ in llm.engine.stats().kv.groups]
+    num_kv_blocks = 1 + _FEW_COLUMNS * len(windows)
+    llm = LLM(
+        str(directory),
+        num_threads=1,
+        enable_prefix_caching=False,
+        num_kv_blocks=num_kv_blocks,
+        **_FEW_BLOCKS,
+    )
     assert run(llm) == expected, "preempted"
-    assert llm.engine.stats().scheduler.preemptions > 0
+    stats = llm.engine.stats()
+    assert stats.scheduler.preemptions > 0 or windows != [None]
+    assert bool(stats.kv.window_frees) == (windows != [None])
     return module
 
 

@@ -1,4 +1,7 @@
-"""The KV cache as a state machine: random sequences come, fork, swap and go, beside a naive cache."""
+"""The KV cache as a state machine: random sequences come, fork, swap and go, beside a naive cache.
+
+With one group of layers, and with groups whose layers have windows.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +12,58 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pagemill.engine.scheduling.blocks import HostBlock, KVBlock
+from pagemill.engine.scheduling.kv.block_groups import BlockGroups
 from pagemill.engine.scheduling.kv.manager import KVCacheManager
 from pagemill.engine.scheduling.request import Sequence
 from tests.engine.scheduling.harness import make_request
+
+Windows = tuple[int | None, ...]
+Key = tuple[int, tuple[int, ...]]
+"""Group and prefix."""
 
 
 class NaiveCache:
     """The same pool as plain lists and a dict of whole prefixes: obviously right, and slow."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, num_blocks: int, block_size: int, windows: Windows) -> None:
+        self.block_size, self.windows = block_size, windows
         self.free = list(range(1, num_blocks))
         self.cached: list[int] = []
         self.waiting: list[tuple[int, int]] = []
         """(step, block)"""
         self.references: Counter[int] = Counter()
-        self.prefixes: dict[tuple[int, ...], int] = {}
+        self.prefixes: dict[Key, int] = {}
         self.busy_until: dict[int, int] = {}
         self.retired = -1
 
+    def is_read(self, column: int, group: int, position: int) -> bool:
+        """Whether a query at a position, or after it, sees any of a column's tokens."""
+        window = self.windows[group]
+        last = (column + 1) * self.block_size - 1
+        return window is None or last > position - window
+
     def hit(self, tokens: list[int]) -> list[int]:
-        found: list[int] = []
-        while (len(found) + 1) * self.block_size <= len(tokens) - 1:
-            prefix = tuple(tokens[: (len(found) + 1) * self.block_size])
-            if prefix not in self.prefixes:
-                break
-            found.append(self.prefixes[prefix])
-        return found
+        for columns in reversed(range((len(tokens) - 1) // self.block_size + 1)):
+            table = [
+                self.prefixes.get((group, tuple(tokens[: (column + 1) * self.block_size])))
+                if self.is_read(column, group, columns * self.block_size)
+                else 0
+                for column in range(columns)
+                for group in range(len(self.windows))
+            ]
+            if None not in table:
+                return [block for block in table if block is not None]
+        raise AssertionError("no column at all is always a hit")
+
+    def unread(self, table: list[int], position: int) -> list[int]:
+        """The entries that no query from a position on can read, in the order in which they are released."""
+        count = len(self.windows)
+        return [
+            index
+            for group in range(count)
+            for index in reversed(range(group, len(table), count))
+            if table[index] and not self.is_read(index // count, group, position)
+        ]
 
     def take(self) -> int:
         block = (self.free or self.cached).pop(0)
@@ -85,22 +113,30 @@ NUM_HOST_BLOCKS = 6
 class KVCacheMachine(RuleBasedStateMachine):
     """Random sequences over a small pool; after every rule the manager must agree with `NaiveCache`.
 
-    `contents` plays execution's part: (token, position) per slot, written and copied as the slots say.
+    `contents` plays execution's part: (token, position, group) per slot, written and copied as the slots say.
     """
+
+    windows: Windows = (None,)
+    num_blocks = 10
 
     def __init__(self) -> None:
         super().__init__()
-        self.block_size, num_blocks = 2, 10
-        self.kv = KVCacheManager(num_blocks, self.block_size, num_host_blocks=NUM_HOST_BLOCKS)
+        self.block_size, num_blocks = 2, self.num_blocks
+        self.kv = KVCacheManager(
+            num_blocks,
+            self.block_size,
+            num_host_blocks=NUM_HOST_BLOCKS,
+            groups=BlockGroups(self.block_size, self.windows),
+        )
         self.swapped: list[Sequence] = []
-        self.host: dict[int, list[tuple[int, int]]] = {}
+        self.host: dict[int, list[tuple[int, int, int]]] = {}
         """Contents of host blocks."""
-        self.naive = NaiveCache(num_blocks, self.block_size)
+        self.naive = NaiveCache(num_blocks, self.block_size, self.windows)
         self.sequences: list[Sequence] = []
-        self.contents = {block: [(-1, -1)] * self.block_size for block in range(num_blocks)}
+        self.contents = {block: [(-1, -1, -1)] * self.block_size for block in range(num_blocks)}
         self.step = 0
-        self.registered: list[tuple[int, int, tuple[int, ...]]] = []
-        """(step, block, prefix) of what has become findable."""
+        self.registered: list[tuple[int, int, Key]] = []
+        """(step, block, group and prefix) of what has become findable."""
 
     def pick(self, index: int) -> Sequence:
         return self.sequences[index % len(self.sequences)]
@@ -113,7 +149,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         expected = self.naive.hit(prompt)
         assert [block.block_id for block in hits] == expected
         self.kv.admit(sequence, hits)
-        for block in expected:
+        for block in filter(None, expected):
             self.naive.hold(block)
         self.sequences.append(sequence)
 
@@ -127,40 +163,51 @@ class KVCacheMachine(RuleBasedStateMachine):
         num_tokens = min(num_tokens, sequence.num_known_tokens - start)
         table = list(sequence.block_ids)
         available = len(self.naive.free) + len(self.naive.cached)
-        needed = -(-(start + num_tokens) // self.block_size) - len(table)
-        first = start // self.block_size
-        copies = first < len(table) and self.naive.references[table[first]] > 1
+        needed = -(-(start + num_tokens) // self.block_size) * len(self.windows) - len(table)
+        first = start // self.block_size * len(self.windows)
+        column = range(first, min(first + len(self.windows), len(table)))
+        shared = [index for index in column if self.naive.references[table[index]] > 1]
         slots = self.kv.allocate_slots(sequence, num_tokens, self.step)
-        assert (slots is not None) == (needed + copies <= available)
+        assert (slots is not None) == (needed + len(shared) <= available)
         if slots is None:
             return
-        if copies:
-            new = self.naive.take()
-            others = [self.naive.take() for _ in range(needed)]
-            self.naive.drop(table[first], self.step)
-            assert slots.block_copies == [(table[first], new)]
-            assert slots.replaced_blocks == [(first, new)]
-            self.contents[new] = list(self.contents[table[first]])
-            table[first] = new
-            table += others
-        else:
-            table += [self.naive.take() for _ in range(needed)]
-        assert sequence.block_ids == table
+        copies = [self.naive.take() for _ in shared]
+        others = [self.naive.take() for _ in range(needed)]
+        assert slots.block_copies == [(table[i], new) for i, new in zip(shared, copies, strict=True)]
+        assert slots.replaced_blocks == list(zip(shared, copies, strict=True))
+        for index, new in zip(shared, copies, strict=True):
+            self.naive.drop(table[index], self.step)
+            self.contents[new] = list(self.contents[table[index]])
+            table[index] = new
+        assert sequence.block_ids == table + others
         self.write(sequence, start, start + num_tokens)
 
     def write(self, sequence: Sequence, start: int, end: int) -> None:
         tokens, size = sequence.token_ids(), self.block_size
+        table = list(sequence.block_ids)
         for position in range(start, end):
-            block = sequence.block_ids[position // size]
-            assert self.naive.references[block] == 1, "a shared block was written"
-            self.contents[block][position % size] = (tokens[position], position)
+            for block, offset, _, group in self.at(table, position):
+                assert self.naive.references[block] == 1, "a shared block was written"
+                self.contents[block][offset] = (tokens[position], position, group)
+        was_full = sequence.num_registered_blocks
         sequence.num_computed_tokens, sequence.last_step_id = end, self.step
         self.kv.register_full_blocks(sequence)
-        for index in range(start // size, end // size):
-            prefix, block = tuple(tokens[: (index + 1) * size]), sequence.block_ids[index]
-            if prefix not in self.naive.prefixes:
-                self.naive.prefixes[prefix] = block
-                self.registered.append((self.step, block, prefix))
+        self.settle(sequence, table, start // size, was_full)
+
+    def settle(self, sequence: Sequence, table: list[int], first: int, was_full: int) -> None:
+        """What full columns bring about: they are findable, and what their windows leave behind is released."""
+        tokens, size, count = sequence.token_ids(), self.block_size, len(self.windows)
+        end = sequence.num_computed_tokens
+        for index in range(first * count, end // size * count):
+            block, key = table[index], (index % count, tuple(tokens[: (index // count + 1) * size]))
+            if block and key not in self.naive.prefixes and block not in self.naive.prefixes.values():
+                self.naive.prefixes[key] = block
+                self.registered.append((sequence.last_step_id, block, key))
+        if end // size > was_full:
+            for index in self.naive.unread(table, min(end, sequence.num_known_tokens - 1)):
+                self.naive.drop(table[index], sequence.last_step_id)
+                table[index] = 0
+        assert sequence.block_ids == table
 
     @precondition(lambda self: self.sequences and len(self.sequences) < 6)
     @rule(index=st.integers(0, 5))
@@ -168,7 +215,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         parent = self.pick(index)
         child = make_request("r", parent.token_ids()).sequences[0]
         self.kv.fork(parent, child)
-        for block in parent.block_ids:
+        for block in filter(None, parent.block_ids):
             self.naive.hold(block)
         self.sequences.append(child)
 
@@ -177,7 +224,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     def free(self, index: int) -> None:
         sequence = self.pick(index)
         self.sequences.remove(sequence)
-        for block in reversed(sequence.block_ids):
+        for block in filter(None, reversed(sequence.block_ids)):
             self.naive.drop(block, sequence.last_step_id)
         self.kv.free(sequence)
 
@@ -190,8 +237,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         own = [block for block in sequence.block_ids if self.naive.references[block] == 1]
         quote = space.quote([sequence])
         assert quote.num_blocks == len(own)
-        tokens_in_own = [p for b, _, p in self.slots(sequence) if b in own]
-        assert quote.num_tokens == len(tokens_in_own)
+        in_own = Counter(group for b, _, _, group in self.slots(sequence) if b in own)
+        assert quote.num_tokens == max(in_own.values(), default=0)
         if len(own) > space.num_free:
             return
         self.sequences.remove(sequence)
@@ -202,6 +249,7 @@ class KVCacheMachine(RuleBasedStateMachine):
                 self.naive.drop(block, last_step)
         space.swap_out([sequence])
         kept = [entry.block_id for entry in sequence.swapped_blocks if isinstance(entry, KVBlock)]
+        assert not kept.count(0) or self.windows != (None,)
         assert len(kept) + len(own) == len(sequence.swapped_blocks)
         assert not set(kept) & set(own)
         self.copy()
@@ -216,9 +264,10 @@ class KVCacheMachine(RuleBasedStateMachine):
         found, missing = {}, []
         for number, entry in enumerate(sequence.swapped_blocks):
             if isinstance(entry, HostBlock):
-                end = (number + 1) * size
+                column, group = divmod(number, len(self.windows))
+                end = (column + 1) * size
                 block = (
-                    self.naive.prefixes.get(tuple(tokens[:end]))
+                    self.naive.prefixes.get((group, tuple(tokens[:end])))
                     if end <= sequence.num_computed_tokens
                     else None
                 )
@@ -241,12 +290,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.sequences.append(sequence)
         sequence.last_step_id = self.step
         self.kv.register_full_blocks(sequence)
-        for number, block in enumerate(sequence.block_ids):
-            prefix = tuple(tokens[: (number + 1) * size])
-            is_full = (number + 1) * size <= sequence.num_computed_tokens
-            if is_full and prefix not in self.naive.prefixes and block not in self.naive.prefixes.values():
-                self.naive.prefixes[prefix] = block
-                self.registered.append((self.step, block, prefix))
+        self.settle(sequence, expected, 0, 0)
 
     @precondition(lambda self: len(self.sequences) < 6 and any(s.block_ids for s in self.sequences))
     @rule(index=st.integers(0, 5))
@@ -262,7 +306,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     def drop_swapped(self, index: int) -> None:
         sequence = self.swapped.pop(index % len(self.swapped))
         for entry in reversed(sequence.swapped_blocks):
-            if isinstance(entry, KVBlock):
+            if isinstance(entry, KVBlock) and entry.block_id:
                 self.naive.drop(entry.block_id, sequence.last_step_id)
         self.kv.swap_space.drop(sequence)
 
@@ -290,8 +334,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         """The oldest step in flight raises: it and all later ones are void, and so are their sequences."""
         failed = self.naive.retired + 1
         self.kv.drop_unproven(failed)
-        for step, block, prefix in self.registered:
-            if step >= failed and self.naive.prefixes.get(prefix) == block:
+        for step, block, key in self.registered:
+            if step >= failed and self.naive.prefixes.get(key) == block:
                 self.naive.forget(block)
         for sequence in [s for s in self.sequences if s.last_step_id >= failed]:
             self.free(self.sequences.index(sequence))
@@ -312,11 +356,12 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert stats.cached_blocks == len(self.naive.cached)
         assert stats.active_blocks == sum(count > 0 for count in self.naive.references.values())
         assert stats.reserved_blocks == 1 + len(self.naive.waiting)
-        used = {(block, offset) for s in self.sequences for block, offset, _ in self.slots(s)}
+        used = {(block, offset) for s in self.sequences for block, offset, _, _ in self.slots(s)}
         for sequence in self.swapped:
             for number, entry in enumerate(sequence.swapped_blocks):
-                filled = min(self.block_size, sequence.num_computed_tokens - number * self.block_size)
-                if isinstance(entry, KVBlock):
+                start = number // len(self.windows) * self.block_size
+                filled = min(self.block_size, sequence.num_computed_tokens - start)
+                if isinstance(entry, KVBlock) and entry.block_id:
                     used.update((entry.block_id, offset) for offset in range(filled))
         assert stats.host_used_blocks == len(
             {entry for s in self.swapped for entry in s.swapped_blocks if isinstance(entry, HostBlock)}
@@ -326,20 +371,52 @@ class KVCacheMachine(RuleBasedStateMachine):
     @invariant()
     def every_sequence_reads_its_own_tokens(self) -> None:
         for sequence in self.sequences:
-            tokens = sequence.token_ids()
-            for block, offset, position in self.slots(sequence):
-                assert self.contents[block][offset] == (tokens[position], position)
+            tokens, size = sequence.token_ids(), self.block_size
+            read = set()
+            for block, offset, position, group in self.slots(sequence):
+                assert self.contents[block][offset] == (tokens[position], position, group)
+                read.add((position, group))
+            next_query = min(sequence.num_computed_tokens, sequence.num_known_tokens - 1)
+            for position in range(sequence.num_computed_tokens):
+                for group in range(len(self.windows)):
+                    is_read = self.naive.is_read(position // size, group, next_query)
+                    assert (position, group) in read or not is_read, "a window's block is gone"
 
     @invariant()
     def findable_blocks_hold_what_they_are_found_for(self) -> None:
-        for prefix, block in self.naive.prefixes.items():
+        for (group, prefix), block in self.naive.prefixes.items():
             start = len(prefix) - self.block_size
-            assert self.contents[block] == list(zip(prefix[start:], range(start, len(prefix)), strict=True))
+            expected = [(token, start + place, group) for place, token in enumerate(prefix[start:])]
+            assert self.contents[block] == expected
 
-    def slots(self, sequence: Sequence) -> list[tuple[int, int, int]]:
-        size = self.block_size
-        return [(sequence.block_ids[p // size], p % size, p) for p in range(sequence.num_computed_tokens)]
+    def at(self, table: list[int], position: int) -> list[tuple[int, int, int, int]]:
+        """(block, offset, position, group) of a position in every group that has not released it."""
+        column, offset = divmod(position, self.block_size)
+        blocks = table[column * len(self.windows) : (column + 1) * len(self.windows)]
+        return [(block, offset, position, group) for group, block in enumerate(blocks) if block]
+
+    def slots(self, sequence: Sequence) -> list[tuple[int, int, int, int]]:
+        positions = range(sequence.num_computed_tokens)
+        return [slot for position in positions for slot in self.at(sequence.block_ids, position)]
+
+
+class OneWindowMachine(KVCacheMachine):
+    windows = (3,)
+
+
+class TwoGroupsMachine(KVCacheMachine):
+    windows, num_blocks = (None, 4), 19
+
+
+class ThreeGroupsMachine(KVCacheMachine):
+    windows, num_blocks = (2, None, 5), 25
 
 
 TestKVCacheMachine = KVCacheMachine.TestCase
 TestKVCacheMachine.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestOneWindow, TestTwoGroups, TestThreeGroups = (
+    machine.TestCase for machine in (OneWindowMachine, TwoGroupsMachine, ThreeGroupsMachine)
+)
+TestOneWindow.settings = TestTwoGroups.settings = TestThreeGroups.settings = settings(
+    max_examples=60, stateful_step_count=50, deadline=None
+)

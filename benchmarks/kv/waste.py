@@ -1,6 +1,6 @@
 """The share of allocated KV slots that hold nothing: paged blocks beside a slot for every possible token.
 
-`python -m benchmarks.kv_waste`. Lengths are drawn as ShareGPT's are: the figures of the PagedAttention paper
+`python -m benchmarks.kv.waste`. Lengths are drawn as ShareGPT's are: the figures of the PagedAttention paper
 (Kwon et al., 2023, figure 11) for its conversations, 161 tokens in and 338 out on average, both with a long tail. The
 engine's own scheduler and pool run every step of it; the tokens are made up, since no value of theirs matters here,
 and no clock is read: the figures are the same on every machine.

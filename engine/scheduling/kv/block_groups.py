@@ -1,0 +1,59 @@
+"""The groups of layers that share the pool, by their windows: how tables are laid out, and what a window keeps.
+
+A column of a block table is a sequence's blocks of the same tokens, one per group, side by side: entry
+`column * groups + group`. Columns of a group that no query can read any more hold the null block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagemill.engine.config import SchedulerConfig
+
+_SLACK = 3
+"""Blocks beside window and chunk: the parts of blocks at both ends, and what is freed with the next full block."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGroups:
+    """Windows in tokens by group; None: the group's layers read everything."""
+
+    block_size: int
+    windows: tuple[int | None, ...] = (None,)
+    max_chunk: int = 2**31
+    """The most tokens of a sequence in a step."""
+
+    @classmethod
+    def of(cls, config: SchedulerConfig) -> BlockGroups:
+        chunk = min(config.max_num_batched_tokens, config.long_prefill_token_threshold or 2**31)
+        return cls(config.block_size, config.kv_windows, chunk)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.windows)
+
+    @property
+    def has_windows(self) -> bool:
+        return self.windows != (None,)
+
+    def columns(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def first_read(self, window: int | None, position: int) -> int:
+        """Return the first column that the query at a position, or any after it, reads."""
+        return 0 if window is None else max(0, position - window + 1) // self.block_size
+
+    def most_held(self, window: int | None, num_columns: int) -> int:
+        """Return a bound on the blocks that a sequence of this many columns holds at once in a group."""
+        if window is None:
+            return num_columns
+        return min(num_columns, (window + self.max_chunk) // self.block_size + _SLACK)
+
+    @property
+    def limits(self) -> tuple[int | None, ...]:
+        """The most blocks that a sequence holds at once in each group; None: one for each of its columns."""
+        return tuple(None if window is None else self.most_held(window, 2**31) for window in self.windows)
+
+    def key(self, block_hash: bytes, group: int) -> bytes:
+        """Return what finds a group's block, by the hash of its column's prefix."""
+        return block_hash if len(self.windows) == 1 else block_hash + bytes((group,))

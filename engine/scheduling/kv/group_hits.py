@@ -1,0 +1,45 @@
+"""Prefix hits where layers have windows: a prefix is found if every group of layers can go on from its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagemill.engine.scheduling.blocks import KVBlock
+from pagemill.engine.scheduling.kv.block_groups import BlockGroups
+from pagemill.engine.scheduling.kv.block_pool import NULL_BLOCK_ID, BlockPool
+
+
+def match_groups(pool: BlockPool, groups: BlockGroups, hashes: Sequence[bytes]) -> list[KVBlock]:
+    """Return the table of the longest prefix found, with the null block where nothing will be read.
+
+    Args:
+        hashes: of the columns that may be found, in order.
+    """
+    # Groups without a window end the search at the first column that is missing.
+    order = sorted(range(groups.num_groups), key=lambda group: groups.windows[group] is not None)
+    length, before = len(hashes), -1
+    while length != before:
+        before = length
+        for group in order:
+            length = _longest(pool, groups, group, hashes[:length])
+    first = [groups.first_read(window, length * groups.block_size) for window in groups.windows]
+    table = []
+    for column in range(length):
+        for group in range(groups.num_groups):
+            block = pool.lookup(groups.key(hashes[column], group)) if column >= first[group] else None
+            table.append(block or pool.blocks[NULL_BLOCK_ID])
+    return table
+
+
+def _longest(pool: BlockPool, groups: BlockGroups, group: int, hashes: Sequence[bytes]) -> int:
+    """Return the most columns after which a group has all that the next token reads."""
+    window, end = groups.windows[group], len(hashes)
+    if window is None:
+        missing = (column for column, key in enumerate(hashes) if pool.lookup(groups.key(key, group)) is None)
+        return next(missing, end)
+    column = end
+    while column > groups.first_read(window, end * groups.block_size):
+        column -= 1
+        if pool.lookup(groups.key(hashes[column], group)) is None:
+            end = column
+    return end

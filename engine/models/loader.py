@@ -51,6 +51,7 @@ class LoadedModel:
     directory: Path
     served_name: str
     dtype: torch.dtype
+    """Of products, and of the KV cache if nothing else is said; the module's tensors may be wider."""
     device: DeviceBackend
     vocab_size: int
     context_length: int
@@ -144,7 +145,7 @@ def load_model(
     max_model_len = resolve_max_model_len(config, context_length, longest)
     if scheme is not None:
         logger.info("quantised checkpoint: %s", scheme.describe())
-    module = _load_module(config, family, model_config, dtype, device, group)
+    module = _load_module(config, family, model_config, device.module_dtype(dtype), device, group)
     fix_frequencies(module, max_model_len)
     module = module.to(device.device).eval()
     module.requires_grad_(False)
@@ -353,7 +354,7 @@ def model_fingerprint(
                 digest.update(weights.read(2**20))
     scheme = quantization_scheme(config.quantization, device.int8_scale_span)
     settings = (config.load_format, config.seed if config.load_format == "dummy" else 0, scheme,
-                config.kv_cache_dtype, str(dtype), device.device.type, rotary_length)  # fmt: skip
+                config.kv_cache_dtype, device.numbers(dtype), device.device.type, rotary_length)  # fmt: skip
     digest.update(json.dumps(settings).encode())
     if stored is not None:
         digest.update(f"{stored.describe()}, activations: {device.quantized_activations()}".encode())

@@ -92,8 +92,13 @@ class DeviceBackend(ABC):
         """Raise `ConfigError` for settings that a model of this dtype can't have here."""
 
     @abstractmethod
-    def default_dtype(self, declared: Any) -> torch.dtype:
-        """Return the dtype for `dtype="auto"`; `declared`: the checkpoint's, if it is a dtype."""
+    def default_dtype(self, declared: torch.dtype | None, *, is_quantised: bool) -> torch.dtype:
+        """Return the dtype for `dtype="auto"`: a function of device and checkpoint alone, the same at every start.
+
+        Args:
+            declared: what the checkpoint's config.json names.
+            is_quantised: the checkpoint's weights are, or `quantization` is set.
+        """
 
     def module_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the tensors and activations of a model of this dtype, products aside."""

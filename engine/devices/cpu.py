@@ -28,7 +28,7 @@ from pagemill.engine.layers.fusion import Fusion
 from pagemill.engine.layers.int8_products import PlainInt8Product
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.linear import LinearOptions, MakeProduct, OneDNNProduct
-from pagemill.engine.layers.quantized_weight import QuantizedWeight, Weight, dense
+from pagemill.engine.layers.quantized_weight import Weight, dense
 from pagemill.kernels import grouped_int8
 
 logger = logging.getLogger(__name__)
@@ -69,8 +69,11 @@ class CpuBackend(DeviceBackend):
         if config.batch_invariant and not (self.has_kernels(dtype) and torch._C._has_mkldnn):
             raise ConfigError(NO_BATCH_INVARIANCE)
 
-    def default_dtype(self, declared: Any) -> torch.dtype:
-        return torch.float32  # half precision is emulated on most CPUs: slower and less exact
+    def default_dtype(self, declared: torch.dtype | None, *, is_quantised: bool) -> torch.dtype:
+        # Half precision is emulated where the CPU does not multiply such numbers, slower and less exact; and weights
+        # of other formats would be rounded.
+        is_fast = declared is torch.bfloat16 and not is_quantised and _has_bf16_products()
+        return torch.bfloat16 if is_fast else torch.float32
 
     def module_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if dtype is torch.bfloat16 and _has_bf16_products() else dtype
@@ -91,10 +94,7 @@ class CpuBackend(DeviceBackend):
             return (PackedInt8Product if _has_numba() else PlainInt8Product)(dense(weights), bias)
         if weights[0].dtype is not torch.float32 or not torch._C._has_mkldnn:
             return None
-        is_stored_whole = not any(isinstance(weight, QuantizedWeight) for weight in weights)
-        if (
-            options.dtype is torch.bfloat16 and is_stored_whole
-        ):  # quantised numbers are exact in fp32's packing
+        if options.dtype is torch.bfloat16:
             return PackedBf16Product(dense(weights), bias)
         if _has_own_products():
             return packed_product(weights, bias)

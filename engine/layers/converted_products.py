@@ -57,6 +57,8 @@ class PackedBf16Product(ConvertedProduct):
     """Of bfloat16 numbers, for CPUs that multiply them."""
 
     kind = "bf16"
+    kept_as = "widened to bfloat16"
+    """The form of a quantised checkpoint's weights."""
 
     @staticmethod
     def kernel() -> Any:

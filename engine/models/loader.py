@@ -105,9 +105,8 @@ def check_split(config: EngineConfig) -> None:
     _refuse_unshown(family, config)
     model_config = _build_config(family, raw, directory)
     _sharding_plan(family, model_config, Share(0, size))
-    read_scheme(directory)
-    device = find_device(config.device)
-    device.check(config, resolve_dtype(config.dtype, model_config, device))
+    scheme, device = read_scheme(directory), find_device(config.device)
+    device.check(config, resolve_dtype(config, model_config, device, scheme))
 
 
 def _sharding_plan(family: Family, model_config: Any, share: Share) -> ShardingPlan:
@@ -135,7 +134,7 @@ def load_model(
     family = find_family(raw)
     _refuse_unshown(family, config)
     model_config = _build_config(family, raw, directory)
-    dtype = resolve_dtype(config.dtype, model_config, device)
+    dtype = resolve_dtype(config, model_config, device, scheme)
     device.check(config, dtype)
     if is_outline:
         config = replace(config, load_format="dummy")
@@ -177,12 +176,19 @@ def _refuse_unshown(family: Family, config: EngineConfig) -> None:
             raise ConfigError(message, setting=name)
 
 
-def resolve_dtype(name: str, model_config: Any, device: DeviceBackend) -> torch.dtype:
-    if name != "auto":
-        dtype = getattr(torch, name)
+def resolve_dtype(
+    config: EngineConfig, model_config: Any, device: DeviceBackend, scheme: Scheme | None = None
+) -> torch.dtype:
+    """Return the model's dtype; `scheme`: that of a quantised checkpoint."""
+    if config.dtype != "auto":
+        dtype = getattr(torch, config.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
-    return device.default_dtype(getattr(model_config, "dtype", None))
+    declared = getattr(model_config, "dtype", None)
+    is_quantised = scheme is not None or config.quantization is not None
+    return device.default_dtype(
+        declared if isinstance(declared, torch.dtype) else None, is_quantised=is_quantised
+    )
 
 
 def _build_config(family: Family, raw: dict[str, Any], directory: Path) -> Any:

@@ -135,7 +135,7 @@ def load_pooling_model(config: EngineConfig, folder: PoolingFolder, device: Devi
         raise ModelLoadError(f"can't read {directory / 'config.json'}: {error}") from error
     if not family.is_causal and getattr(model_config, "is_decoder", False):
         raise ModelLoadError(f"{directory}: an encoder with is_decoder is not supported")
-    dtype = resolve_dtype(config.dtype, model_config, device)
+    dtype = resolve_dtype(config, model_config, device)
     device.check(config, dtype)
     if isinstance(folder, ClassifierFolder):
         model_config.num_labels = len(folder.labels)

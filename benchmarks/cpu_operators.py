@@ -1,6 +1,6 @@
 """The gain of the CPU's int8 and bf16 products and of draws without noise and sorts, each against the code it replaces.
 
-    python -m benchmarks.cpu_operators [--rounds N] [--threads N]
+    python -m benchmarks.cpu_operators [--rounds N] [--threads N] [--parts products bf16 draws]
 
 Products: SmolLM2-135M's, with 8-bit integers and in fp32, over as many copies of each weight as a step of the model
 reads, so that none stays in the cache. bf16: rates beside torch's own products of that dtype, from weights that it has
@@ -91,8 +91,10 @@ def _multiply_int8(
 
 
 def measure_bf16(rounds: int) -> list[dict[str, Any]]:
-    """GFLOP/s of each side."""
-    found = []
+    """GFLOP/s of each side; nothing on a CPU that would emulate it."""
+    found: list[dict[str, Any]] = []
+    if not bf16.is_native():
+        return found
     for in_features, out_features in BF16_SHAPES:
         weight = torch.randn(out_features, in_features, dtype=torch.bfloat16)
         packed, bias = bf16.pack(weight), torch.zeros(-(-out_features // fp32.PANEL) * fp32.PANEL)
@@ -142,13 +144,16 @@ def measure_draws(rounds: int) -> list[dict[str, Any]]:
     return [{"operator": name, **least_times(sides, rounds)} for name, sides in cases.items()]
 
 
+PARTS = {"products": measure_products, "bf16": measure_bf16, "draws": measure_draws}
+
+
 def tables(report: dict[str, Any]) -> list[Table]:
     products = Table(title="Products, ms for all layers: fp32 / int8 = ratio")
     products.add_column("rows", justify="right")
     names = [*PRODUCTS, HEAD]
     for name in [*names, "all"]:
         products.add_column(name, justify="right")
-    for num_rows in ROWS:
+    for num_rows in ROWS if report["products"] else ():
         entries = {e["product"]: e for e in report["products"] if e["rows"] == num_rows}
         entries["all"] = {side: sum(entries[name][side] for name in names) for side in ("fp32", "int8")}
         cells = [
@@ -181,6 +186,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_operators", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--out", type=Path, help="JSON file; default: a dated one under benchmarks/results")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -190,9 +196,7 @@ def main() -> int:
         "date": started.isoformat(timespec="seconds"),
         "machine": where,
         "settings": {"rounds": arguments.rounds, "threads": arguments.threads},
-        "products": measure_products(arguments.rounds),
-        "bf16": measure_bf16(2 * arguments.rounds) if bf16.is_native() else [],
-        "draws": measure_draws(arguments.rounds),
+        **{part: PARTS[part](arguments.rounds) if part in arguments.parts else [] for part in PARTS},
     }
     path = arguments.out or RESULTS / f"cpu-operators-{started:%Y%m%dT%H%M%SZ}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

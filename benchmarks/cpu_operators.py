@@ -40,13 +40,17 @@ DRAWING_ROWS = 32
 
 
 def least_times(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Milliseconds of each side, in turns; the first round, which warms up, does not count."""
+    """Milliseconds of each side, in turns; the first round, which warms up, does not count.
+
+    A single thread's are the processor's, so that other processes of a busy machine are left out.
+    """
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds + 1):
         for name, run in sides.items():
-            started = time.perf_counter()
+            started = clock()
             run()
-            times[name].append(1e3 * (time.perf_counter() - started))
+            times[name].append(1e3 * (clock() - started))
     return {name: min(found[1:]) for name, found in times.items()}
 
 

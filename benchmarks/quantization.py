@@ -39,11 +39,12 @@ OUTPUT = 64
 BASELINE = "fp32"
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    BASELINE: {},
-    "KV fp16": {"kv_cache_dtype": "float16"},
-    "KV bf16": {"kv_cache_dtype": "bfloat16"},
-    "KV int8": {"kv_cache_dtype": "int8"},
-    "KV fp8": {"kv_cache_dtype": "fp8"},
+    BASELINE: {"dtype": "float32"},
+    "bf16": {"dtype": "bfloat16"},
+    "KV fp16": {"dtype": "float32", "kv_cache_dtype": "float16"},
+    "KV bf16": {"dtype": "float32", "kv_cache_dtype": "bfloat16"},
+    "KV int8": {"dtype": "float32", "kv_cache_dtype": "int8"},
+    "KV fp8": {"dtype": "float32", "kv_cache_dtype": "fp8"},
     "weights int8": {"quantization": "int8"},
     "weights and KV int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
 }

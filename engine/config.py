@@ -45,7 +45,8 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights from the directory's config.json, for benchmarks."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """auto: float32 on CPU, the checkpoint's on CUDA."""
+    """auto: the checkpoint's on CUDA. On CPU bfloat16 for such a checkpoint, unless it is quantised, where the CPU
+    multiplies these numbers (AVX-512 BF16), else float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Seeds requests that have no seed."""
@@ -79,7 +80,7 @@ class EngineConfig:
     """Disable CUDA graphs."""
     batch_invariant: bool = False
     """Every request's numbers are the same to the last bit, alone or batched, however it is chunked,
-    preempted or resumed; slower. CPU and float32 only."""
+    preempted or resumed; slower. CPU only; float32, or bfloat16 where the CPU multiplies it."""
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
     """Storage format of keys and values; auto: the model's dtype. int8 and fp8 (e4m3) carry a scale per token
     and head; fp8 on CUDA needs compute capability 8.9."""

@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.engines import peers
 
 SUBJECT = "pagemill"
+BF16_SUBJECT = "pagemill-bf16"
 INT8_SUBJECT = "pagemill-int8"
 REFERENCE = "transformers"
 
@@ -30,6 +31,12 @@ class Contender:
 
 CONTENDERS = (
     Contender(SUBJECT, "benchmarks.engines.pagemill", "this engine, offline"),
+    Contender(
+        BF16_SUBJECT,
+        "benchmarks.engines.pagemill",
+        "this engine, bfloat16 products and KV cache",
+        options=(("dtype", "bfloat16"),),
+    ),
     Contender("vllm", "benchmarks.engines.vllm", "vLLM's CPU build, offline", peers.VLLM),
     Contender("openvino", "benchmarks.engines.openvino", "OpenVINO GenAI, fp32", peers.OPENVINO),
     Contender(

@@ -24,8 +24,8 @@ from pagemill.engine.layers.linear import LinearOptions, MakeProduct, note_paths
 from pagemill.engine.layers.quantized_weight import Weight
 
 NO_BATCH_INVARIANCE = (
-    "batch_invariant needs device=cpu and dtype=float32, with numba and oneDNN: elsewhere the order of a product's "
-    "sums depends on the number of rows"
+    "batch_invariant needs device=cpu, numba and oneDNN, and dtype=float32, or bfloat16 on a CPU that multiplies it "
+    "(AVX-512 BF16): elsewhere the order of a product's sums depends on the number of rows"
 )
 
 # Parameters of glibc's mallopt.
@@ -92,8 +92,21 @@ class DeviceBackend(ABC):
         """Raise `ConfigError` for settings that a model of this dtype can't have here."""
 
     @abstractmethod
-    def default_dtype(self, declared: Any) -> torch.dtype:
-        """Return the dtype for `dtype="auto"`; `declared`: the checkpoint's, if it is a dtype."""
+    def default_dtype(self, declared: torch.dtype | None, *, is_quantised: bool) -> torch.dtype:
+        """Return the dtype for `dtype="auto"`: a function of device and checkpoint alone, the same at every start.
+
+        Args:
+            declared: what the checkpoint's config.json names.
+            is_quantised: the checkpoint's weights are, or `quantization` is set.
+        """
+
+    def module_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the tensors and activations of a model of this dtype, products aside."""
+        return dtype
+
+    def numbers(self, dtype: torch.dtype) -> str:
+        """Return what a model of this dtype computes with, for the fingerprint."""
+        return str(dtype)
 
     @abstractmethod
     def product(

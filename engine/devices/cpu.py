@@ -1,4 +1,4 @@
-"""The CPU: our own kernels for fp32, oneDNN and torch for the rest."""
+"""The CPU: our own kernels for fp32 activations, oneDNN and torch for the rest."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from pagemill.engine.config import EngineConfig
 from pagemill.engine.devices.backend import NO_BATCH_INVARIANCE, DeviceBackend
 from pagemill.engine.devices.quantized_products import packed_product
 from pagemill.engine.errors import ConfigError
+from pagemill.engine.layers.converted_products import ConvertedProduct, PackedBf16Product, PackedInt8Product
 from pagemill.engine.layers.cpu_fusion import CpuFusion
 from pagemill.engine.layers.decoder_layer import FusedDecoderLayer
 from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.layers.fusion import Fusion
-from pagemill.engine.layers.int8_products import PackedInt8Product, PlainInt8Product
+from pagemill.engine.layers.int8_products import PlainInt8Product
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.linear import LinearOptions, MakeProduct, OneDNNProduct
 from pagemill.engine.layers.quantized_weight import Weight, dense
@@ -51,6 +52,15 @@ def _has_own_products() -> bool:
     return fp32.is_supported()
 
 
+@cache
+def _has_bf16_products() -> bool:
+    if not _has_numba():
+        return False
+    from pagemill.kernels.cpu.matmul import bf16
+
+    return bf16.is_native()
+
+
 class CpuBackend(DeviceBackend):
     device = torch.device("cpu")
     int8_scale_span = f"{grouped_int8.GROUP} inputs"
@@ -59,12 +69,23 @@ class CpuBackend(DeviceBackend):
         if config.batch_invariant and not (self.has_kernels(dtype) and torch._C._has_mkldnn):
             raise ConfigError(NO_BATCH_INVARIANCE)
 
-    def default_dtype(self, declared: Any) -> torch.dtype:
-        return torch.float32  # half precision is emulated on most CPUs: slower and less exact
+    def default_dtype(self, declared: torch.dtype | None, *, is_quantised: bool) -> torch.dtype:
+        # Half precision is emulated where the CPU does not multiply such numbers, slower and less exact; and weights
+        # of other formats would be rounded.
+        is_fast = declared is torch.bfloat16 and not is_quantised and _has_bf16_products()
+        return torch.bfloat16 if is_fast else torch.float32
+
+    def module_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if dtype is torch.bfloat16 and _has_bf16_products() else dtype
+
+    def numbers(self, dtype: torch.dtype) -> str:
+        if self.module_dtype(dtype) is dtype:
+            return super().numbers(dtype)
+        return f"{dtype} products, float32 sums and activations"
 
     def has_kernels(self, dtype: torch.dtype) -> bool:
-        """Return True if the JIT-compiled operators support such a model: they are made for fp32."""
-        return dtype is torch.float32 and _has_numba()
+        """Return True if the JIT-compiled operators support such a model: they are made for fp32 activations."""
+        return self.module_dtype(dtype) is torch.float32 and _has_numba()
 
     def product(
         self, weights: Sequence[Weight], bias: torch.Tensor | None, options: LinearOptions
@@ -73,6 +94,8 @@ class CpuBackend(DeviceBackend):
             return (PackedInt8Product if _has_numba() else PlainInt8Product)(dense(weights), bias)
         if weights[0].dtype is not torch.float32 or not torch._C._has_mkldnn:
             return None
+        if options.dtype is torch.bfloat16:
+            return PackedBf16Product(dense(weights), bias)
         if _has_own_products():
             return packed_product(weights, bias)
         return OneDNNProduct(dense(weights), bias, row_invariant=options.row_invariant)
@@ -85,7 +108,7 @@ class CpuBackend(DeviceBackend):
         if self.has_kernels(dtype):
             _warm_up_kernels(module, num_heads, shape)
         else:
-            _warm_up_int8_products(module)
+            _warm_up_converted_products(module)
 
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
         """Allocate separately mapped memory, none of which is touched before it is written.
@@ -129,7 +152,7 @@ def _warm_up_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) -> 
     def warm_up_operators() -> None:
         cpu.warm_up()
         cpu_argmax.warm_up()
-        _warm_up_int8_products(module)
+        _warm_up_converted_products(module)
 
     started = time.monotonic()
     logger.info("preparing the CPU kernels (compiled on first use, 1 to 2 minutes in all; then kept on disk)")
@@ -143,11 +166,9 @@ def _warm_up_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) -> 
     logger.info("CPU kernels ready after %.1f s", time.monotonic() - started)
 
 
-def _warm_up_int8_products(module: nn.Module) -> None:
-    if any(isinstance(part, PackedInt8Product) for part in module.modules()):
-        from pagemill.kernels.cpu.matmul import int8
-
-        int8.warm_up()
+def _warm_up_converted_products(module: nn.Module) -> None:
+    for kernel in {part.kernel() for part in module.modules() if isinstance(part, ConvertedProduct)}:
+        kernel.warm_up()
 
 
 def _log_compiling(count: int, seconds: float) -> None:

@@ -41,8 +41,8 @@ class CudaBackend(DeviceBackend):
                 "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or newer; int8 takes as little memory"
             )
 
-    def default_dtype(self, declared: Any) -> torch.dtype:
-        return declared if isinstance(declared, torch.dtype) else torch.bfloat16
+    def default_dtype(self, declared: torch.dtype | None, *, is_quantised: bool) -> torch.dtype:
+        return declared or torch.bfloat16
 
     def product(
         self, weights: Sequence[Weight], bias: torch.Tensor | None, options: LinearOptions

@@ -66,7 +66,8 @@ class LaunchedStep:
 
 def rewrite(model: LoadedModel, config: EngineConfig) -> tuple[DirectForward | None, str]:
     """Let the device replace modules; returns its forward pass, if any, and a report of how each part runs."""
-    linear, traits = LinearOptions(config.quantization, config.batch_invariant), model.family.decoder
+    linear = LinearOptions(config.quantization, config.batch_invariant, model.dtype)
+    traits = model.family.decoder
     model.device.fuse(model.module, traits, model.dtype, linear)
     direct = DirectForward.of(model.module, traits)
     return direct, how_parts_run(model.module, is_direct=direct is not None)

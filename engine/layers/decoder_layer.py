@@ -8,13 +8,20 @@ import torch
 from torch import nn
 
 from pagemill.engine.layers.attention import current_context
+from pagemill.engine.layers.converted_products import PackedBf16Product, PackedInt8Product
 from pagemill.engine.layers.fusion import SiluGatedMLP
-from pagemill.engine.layers.int8_products import PackedInt8Product
 from pagemill.engine.layers.linear import Linear, PackedProduct, current_adapter_rows
 
 if TYPE_CHECKING:
     from pagemill.kernels.cpu.layer.compile_ahead import Part
     from pagemill.kernels.cpu.layer.layer import DecoderLayer, LayerWeights, Product, StepBuffers
+
+
+_COMPILED_PRODUCTS: tuple[set[type[nn.Module]], ...] = (
+    {PackedProduct},
+    {PackedInt8Product},
+    {PackedBf16Product},
+)
 
 
 class FusedDecoderLayer(nn.Module):
@@ -67,7 +74,7 @@ class FusedDecoderLayer(nn.Module):
         from pagemill.kernels.cpu.layer.compile_ahead import Part
         from pagemill.kernels.cpu.layer.layer import PARTS
 
-        return [Part(name, self.compiled.weights.qkv.is_int8, cache_dtype) for name in PARTS]
+        return [Part(name, self.compiled.weights.qkv.kind, cache_dtype) for name in PARTS]
 
     def warm_up(self, block_size: int, cache_dtype: torch.dtype) -> None:
         self.compiled.warm_up(block_size, cache_dtype)
@@ -80,7 +87,7 @@ def can_be_compiled(layer: Any) -> bool:
         return False
     products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     return (
-        {type(linear.product) for linear in products} in ({PackedProduct}, {PackedInt8Product})
+        {type(linear.product) for linear in products} in _COMPILED_PRODUCTS
         and all(linear.part is None for linear in products)
         and layer.input_layernorm.eps == layer.post_attention_layernorm.eps
         and _has_whole_panels(mlp.down_proj)
@@ -123,5 +130,5 @@ def _product(linear: Linear) -> Product:
 
     product: Any = linear.product
     if isinstance(product, PackedProduct):
-        return Product(product.panels, product.bias, product.packed.weight_format)
-    return Product(product.packed, product.bias, None)
+        return Product(product.panels, product.bias, "fp32", product.packed.weight_format)
+    return Product(product.packed, product.bias, product.kind)

@@ -31,43 +31,6 @@ def quantization_scheme(quantization: str | None, scale_span: str) -> str | None
     return f"int8 weights and activations, a scale per {scale_span}"
 
 
-class PackedInt8Product(nn.Module):
-    """The product by our own kernel, on any CPU."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        from pagemill.kernels.cpu.matmul import int8
-        from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
-
-        self.multiply = int8.multiply
-        self._out_features = len(weight)
-        self.packed = int8.pack(weight)
-        self.panel = PANEL
-        self.bias = torch.zeros(len(self.packed) * self.panel)
-        if bias is not None:
-            self.bias[: self._out_features] = bias
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.multiply(rows.float(), self.packed, self.bias, self._out_features)
-
-    def of_channels(self, channels: torch.Tensor) -> nn.Module:
-        return _Int8Channels(self, channels)
-
-
-class _Int8Channels(nn.Module):
-    """Some channels of a packed product: it multiplies by the whole panels that contain them."""
-
-    def __init__(self, product: PackedInt8Product, channels: torch.Tensor) -> None:
-        super().__init__()
-        panels, places = torch.unique(channels // product.panel, return_inverse=True)
-        self._multiply, self._packed = product.multiply, product.packed[panels]
-        self._bias = product.bias.view(-1, product.panel)[panels].flatten()
-        self._columns = places * product.panel + channels % product.panel
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._multiply(rows.float(), self._packed, self._bias, len(self._bias))[:, self._columns]
-
-
 class PlainInt8Product(nn.Module):
     """The same numbers by torch alone, slowly: for installations without the kernels' compiler."""
 

@@ -53,6 +53,8 @@ class LinearOptions:
     """int8, or None: the weights' own dtype."""
     row_invariant: bool = False
     """A row's product is the same to the last bit whatever the other rows."""
+    dtype: torch.dtype | None = None
+    """What products round their operands to, if the device multiplies such numbers; None: the weights' own."""
 
 
 class Linear(nn.Module):

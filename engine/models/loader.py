@@ -55,6 +55,7 @@ class LoadedModel:
     directory: Path
     served_name: str
     dtype: torch.dtype
+    """Of products, and of the KV cache if nothing else is said; the module's tensors may be wider."""
     device: DeviceBackend
     vocab_size: int
     context_length: int
@@ -112,9 +113,8 @@ def check_split(config: EngineConfig) -> None:
     _refuse_unshown(family, config)
     model_config = _build_config(family, raw, directory)
     _sharding_plan(family, model_config, Share(0, size))
-    read_scheme(directory)
-    device = find_device(config.device)
-    device.check(config, resolve_dtype(config.dtype, model_config, device))
+    scheme, device = read_scheme(directory), find_device(config.device)
+    device.check(config, resolve_dtype(config, model_config, device, scheme))
 
 
 def _sharding_plan(family: Family, model_config: Any, share: Share) -> ShardingPlan:
@@ -142,7 +142,7 @@ def load_model(
     family = find_family(raw)
     _refuse_unshown(family, config)
     model_config = _build_config(family, raw, directory)
-    dtype = resolve_dtype(config.dtype, model_config, device)
+    dtype = resolve_dtype(config, model_config, device, scheme)
     device.check(config, dtype)
     if is_outline:
         config = replace(config, load_format="dummy")
@@ -152,7 +152,7 @@ def load_model(
     max_model_len = resolve_max_model_len(config, context_length, longest)
     if scheme is not None:
         logger.info("quantised checkpoint: %s", scheme.describe())
-    module = _load_module(config, family, model_config, dtype, device, group)
+    module = _load_module(config, family, model_config, device.module_dtype(dtype), device, group)
     fix_frequencies(module, max_model_len)
     module = module.to(device.device).eval()
     module.requires_grad_(False)
@@ -184,12 +184,19 @@ def _refuse_unshown(family: Family, config: EngineConfig) -> None:
             raise ConfigError(message, setting=name)
 
 
-def resolve_dtype(name: str, model_config: Any, device: DeviceBackend) -> torch.dtype:
-    if name != "auto":
-        dtype = getattr(torch, name)
+def resolve_dtype(
+    config: EngineConfig, model_config: Any, device: DeviceBackend, scheme: Scheme | None = None
+) -> torch.dtype:
+    """Return the model's dtype; `scheme`: that of a quantised checkpoint."""
+    if config.dtype != "auto":
+        dtype = getattr(torch, config.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
-    return device.default_dtype(getattr(model_config, "dtype", None))
+    declared = getattr(model_config, "dtype", None)
+    is_quantised = scheme is not None or config.quantization is not None
+    return device.default_dtype(
+        declared if isinstance(declared, torch.dtype) else None, is_quantised=is_quantised
+    )
 
 
 def _build_config(family: Family, raw: dict[str, Any], directory: Path) -> Any:
@@ -361,7 +368,7 @@ def model_fingerprint(
                 digest.update(weights.read(2**20))
     scheme = quantization_scheme(config.quantization, device.int8_scale_span)
     settings = (config.load_format, config.seed if config.load_format == "dummy" else 0, scheme,
-                config.kv_cache_dtype, str(dtype), device.device.type, rotary_length)  # fmt: skip
+                config.kv_cache_dtype, device.numbers(dtype), device.device.type, rotary_length)  # fmt: skip
     digest.update(json.dumps(settings).encode())
     if stored is not None:
         digest.update(f"{stored.describe()}, activations: {device.quantized_activations()}".encode())

@@ -135,18 +135,18 @@ def load_pooling_model(config: EngineConfig, folder: PoolingFolder, device: Devi
         raise ModelLoadError(f"can't read {directory / 'config.json'}: {error}") from error
     if not family.is_causal and getattr(model_config, "is_decoder", False):
         raise ModelLoadError(f"{directory}: an encoder with is_decoder is not supported")
-    dtype = resolve_dtype(config.dtype, model_config, device)
+    dtype = resolve_dtype(config, model_config, device)
     device.check(config, dtype)
     if isinstance(folder, ClassifierFolder):
         model_config.num_labels = len(folder.labels)
-    module = _load_module(folder, model_config, dtype)
+    module = _load_module(folder, model_config, device.module_dtype(dtype))
     base = module if isinstance(folder, EmbedderFolder) else module.base_model
     family.adapt(base)
     module = module.to(device.device).eval().requires_grad_(False)
-    replace_linears(base, partial(device.product, options=LinearOptions(config.quantization)))
+    replace_linears(base, partial(device.product, options=LinearOptions(config.quantization, dtype=dtype)))
     head: VectorHead | LabelHead
     if isinstance(folder, EmbedderFolder):
-        head = VectorHead(folder, int(model_config.hidden_size)).to(device.device, dtype)
+        head = VectorHead(folder, int(model_config.hidden_size)).to(device.device, device.module_dtype(dtype))
     else:
         head = LabelHead(folder, family, module)
     context = int(model_config.max_position_embeddings)

@@ -15,6 +15,7 @@ from pagemill.engine.errors import ConfigError
 from pagemill.engine.llm import LLM
 from pagemill.engine.outputs import SampleState
 from pagemill.engine.sampling_params import SamplingParams
+from tests.kernels.cpu.test_bf16_matmul import needs_native as needs_bf16
 
 SMALL: dict[str, Any] = {"vocab_size": 301, "bos_token_id": 0, "eos_token_id": 0}
 LLAMA: dict[str, Any] = {
@@ -126,6 +127,17 @@ def test_quantised_as_well(options: dict[str, Any], directory: Any) -> None:
     assert generate(make_llm(path, max_num_batched_tokens=13, **options), prompts) == alone
 
 
+@needs_bf16
+@pytest.mark.parametrize("model", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_bfloat16_products_as_well(model: str, directory: Any) -> None:
+    path, prompts, options = directory(model), make_prompts(), {"dtype": "bfloat16"}
+    plain = make_llm(path, enable_prefix_caching=False, **options)
+    assert (plain.engine.stats().loaded.tier, plain.engine.stats().kv.dtype) == ("bitwise", "bfloat16")
+    alone = generate_alone(plain, prompts)
+    assert generate(make_llm(path, max_num_batched_tokens=13, **options), prompts) == alone
+    assert generate(make_llm(path, num_kv_blocks=28, block_size=4, **options), prompts) == alone
+
+
 def test_sampled_tokens_as_well(directory: Any) -> None:
     path, prompts = directory("llama"), make_prompts()
     options = {"temperature": 1.0, "top_p": 0.9, "seed": 11, "repetition_penalty": 1.2}
@@ -164,4 +176,4 @@ def test_without_it_the_schedule_shows(directory: Any) -> None:
 
 def test_it_is_refused_where_it_cannot_hold(directory: Any) -> None:
     with pytest.raises(ConfigError, match="batch_invariant"):
-        make_llm(directory("llama"), dtype="bfloat16")
+        make_llm(directory("llama"), dtype="float16")

@@ -29,6 +29,7 @@ BOUNDED_BY_CONSTRUCTION = {
     "engine/models/formats/gguf_conversion.py": "one table of a format's names",
     "engine/devices/cpu.py": "one answer",
     "engine/execution/sampling/narrow_head.py": "8 selections of 256 channels at most",
+    "kernels/cpu/matmul/bf16.py": "one answer",
     "kernels/cpu/matmul/int8.py": "one answer",
     "kernels/cpu/jit/compiler.py": "one directory",
     "kernels/dispatch.py": "an entry per kind of kernels, and per type of device",

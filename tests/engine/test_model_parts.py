@@ -16,7 +16,7 @@ from pagemill.engine.layers.decoder_traits import LLAMA_DECODER
 from pagemill.engine.layers.linear import LinearOptions
 from pagemill.engine.layers.part_report import how_parts_run
 from pagemill.engine.llm import LLM
-from pagemill.kernels.cpu.matmul import fp32
+from pagemill.kernels.cpu.matmul import bf16, fp32
 from tests.engine.models.families.native_cases import NATIVE_CASES
 from tests.engine.tiny_model import save_tiny_llama
 
@@ -59,9 +59,16 @@ def test_what_stays_transformers_own_is_said(case: str, fused: str, own: str, tm
 
 def test_half_precision_on_a_cpu_is_transformers_own(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path)
-    config = EngineConfig(model=str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True)
+    config = EngineConfig(model=str(tmp_path), dtype="float16", skip_tokenizer_init=True)
     everything = ", attention, MLP, norms, linear layers"
     assert describe_model(config) == OWN.format(fused="nothing", own=everything)
+
+
+@pytest.mark.skipif(not bf16.is_native(), reason="needs a CPU with AVX-512 BF16")
+def test_bfloat16_is_compiled_where_the_cpu_multiplies_it(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path)
+    config = EngineConfig(model=str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True)
+    assert describe_model(config) == COMPILED
 
 
 def test_cuda_fuses_layers() -> None:

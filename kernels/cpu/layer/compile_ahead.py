@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numba
 import torch
@@ -25,6 +25,7 @@ from numba.core import registry
 
 from pagemill.kernels.cpu.jit import file_lock
 from pagemill.kernels.cpu.layer import layer as cpu_layer
+from pagemill.kernels.cpu.matmul.kinds import KindName
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +39,18 @@ class Part(NamedTuple):
 
     name: str
     """One of `cpu_layer.PARTS`."""
-    is_int8: bool
-    """Products are of 8-bit integers."""
+    kind: KindName
+    """Of the products."""
     cache_dtype: torch.dtype
 
     def compile(self) -> None:
         """Compile it, or load it from the disk."""
-        cpu_layer.compile_part(self.name, is_int8=self.is_int8, cache_dtype=self.cache_dtype)
+        cpu_layer.compile_part(self.name, kind=self.kind, cache_dtype=self.cache_dtype)
 
     def arguments(self) -> list[str]:
         """Of a process that compiles it."""
         dtype = str(self.cache_dtype).removeprefix("torch.")
-        return ["-m", __name__, self.name, str(int(self.is_int8)), dtype]
+        return ["-m", __name__, self.name, self.kind, dtype]
 
 
 def compile_apart(parts: Sequence[Part], meanwhile: Callable[[], None]) -> None:
@@ -170,5 +171,5 @@ def _end_with_parent() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    name, is_int8, dtype = sys.argv[1:]
-    Part(name, bool(int(is_int8)), getattr(torch, dtype)).compile()
+    name, kind, dtype = sys.argv[1:]
+    Part(name, cast(KindName, kind), getattr(torch, dtype)).compile()

@@ -1,8 +1,8 @@
 """A whole decoder layer in machine code: norm, attention over the paged cache, norm, gated MLP.
 
 Called operator by operator, a layer of a small model spends a third of a decode step in Python and in fetching
-memory for results. Here the operators of `cpu_matmul` or `cpu_int8_matmul`, `cpu_fused`, `cpu_cache` and the attention
-kernels call one another in machine code, on buffers that all layers share. Numbers are the same to the last bit.
+memory for results. Here the products, the row operators, the cache's writer and the attention kernels call one another
+in machine code, on buffers that all layers share. Numbers are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ import torch
 from pagemill.kernels.cpu.jit.compiler import use_torch_threads
 from pagemill.kernels.cpu.jit.element import ELEMENTS
 from pagemill.kernels.cpu.layer.steps import finish, place_and_attend, project
+from pagemill.kernels.cpu.matmul.kinds import KINDS, KindName
 from pagemill.kernels.cpu.matmul.work_sharing import BLOCK_ROWS
 from pagemill.kernels.types.layer_cache import LayerCache, allocate_layer, largest_number
 from pagemill.kernels.types.metadata import AttentionMetadata, warm_up_metadata
 from pagemill.kernels.types.scoring import Scoring
-
-# A scalar whose numba type stands for how a layer's weights are packed: each kind compiles when it is first used.
-_FLOATS, _INTEGERS = np.float32(0), np.uint8(0)
 
 _ADDRESS = np.int64
 _LAYER = np.dtype(
@@ -55,12 +53,9 @@ class Product:
 
     packed: torch.Tensor
     bias: torch.Tensor
-    weight_format: int | None
-    """Of `cpu_weight_formats`; None: int8, as `cpu_int8_matmul.pack` makes it."""
-
-    @property
-    def is_int8(self) -> bool:
-        return self.weight_format is None
+    kind: KindName
+    weight_format: int = 0
+    """Of `weight_formats`, for fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +148,14 @@ def angles_of(rotation: tuple[torch.Tensor, torch.Tensor]) -> Angles:
 PARTS = ("place_and_attend", "finish", "project")  # what takes longest to compile comes first
 
 
-def compile_part(name: str, *, is_int8: bool, cache_dtype: torch.dtype) -> None:
+def compile_part(name: str, *, kind: KindName, cache_dtype: torch.dtype) -> None:
     """Compile one of the three, or load it from the disk."""
-    kind, element = _INTEGERS if is_int8 else _FLOATS, ELEMENTS[cache_dtype]
+    number, element = KINDS[kind], ELEMENTS[cache_dtype]
     layer, step = np.zeros(1, _LAYER), np.zeros(1, _STEP)
     kernel, arguments = {
-        "project": (project, (kind, layer, step, 0, 1)),
+        "project": (project, (number, layer, step, 0, 1)),
         "place_and_attend": (place_and_attend, (element, layer, step, *NO_ROTATION, 1)),
-        "finish": (finish, (kind, layer, step, 0, 1)),
+        "finish": (finish, (number, layer, step, 0, 1)),
     }[name]
     kernel.compile(tuple(map(numba.typeof, arguments)))
 
@@ -181,12 +176,12 @@ class DecoderLayer:
             tensor = getattr(weights, name)
             assert tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())
             layer[name] = 0 if tensor is None else tensor.data_ptr()
-        self._kind: Any = _INTEGERS if weights.qkv.is_int8 else _FLOATS
+        self._kind: Any = KINDS[weights.qkv.kind]
         for name in ("qkv", "o", "gate_up", "down"):
             product: Product = getattr(weights, name)
-            assert product.is_int8 == weights.qkv.is_int8
+            assert product.kind == weights.qkv.kind
             layer[name], layer[f"{name}_bias"] = product.packed.data_ptr(), product.bias.data_ptr()
-            layer[f"{name}_format"] = product.weight_format or 0
+            layer[f"{name}_format"] = product.weight_format
         for name in ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "eps", "qk_eps"):
             layer[name] = getattr(weights, name)
         layer["hidden_size"] = len(weights.input_norm)

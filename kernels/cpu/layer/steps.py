@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from numba import prange, types
-from numba.extending import overload
+from numba import prange
 
 from pagemill.kernels.cpu.attention.decode import decode
 from pagemill.kernels.cpu.attention.prefill import prefill
@@ -15,7 +14,8 @@ from pagemill.kernels.cpu.fused_rows import rms_norm_parallel, rms_norm_rows, ro
 from pagemill.kernels.cpu.jit import vector
 from pagemill.kernels.cpu.jit.compiler import NUMBERS_PER_THREAD, f32_pointer, i64_pointer, jit
 from pagemill.kernels.cpu.jit.row import F32, VECTOR, ZERO, fill, line_in
-from pagemill.kernels.cpu.matmul import fp32, fp32_mlp, int8, int8_mlp
+from pagemill.kernels.cpu.matmul import converted, converted_mlp, fp32, fp32_mlp
+from pagemill.kernels.cpu.matmul.kinds import by_kind
 from pagemill.kernels.cpu.matmul.work_sharing import (
     BLOCK_ROWS,
     are_rows_taken,
@@ -24,34 +24,11 @@ from pagemill.kernels.cpu.matmul.work_sharing import (
     take,
 )
 
-
-def choose_kernel(kind, floats, integers):
-    """Return a caller of the one of two kernels that is made for this kind of weights."""
-    kernel = integers if kind == types.uint8 else floats
-
-    def run(kind, *arguments):
-        kernel(*arguments)
-
-    return run
-
-
-def _by_kind(floats, integers):
-    """A kernel whose first argument's type says which of the two it is; for compiled callers alone.
-
-    Chosen while compiling, not by a branch: no product is compiled of a kind that the model does not have.
-    """
-
-    def chosen(kind, *arguments):
-        raise NotImplementedError
-
-    overload(chosen)(lambda kind, *arguments: choose_kernel(kind, floats, integers))
-    return chosen
-
-
-_multiply_rows = _by_kind(fp32.multiply_block, int8.multiply_block)
-_multiply_parallel = _by_kind(fp32.multiply_parallel, int8.multiply_parallel)
-_mlp_rows = _by_kind(fp32_mlp.mlp_rows, int8_mlp.mlp_rows)
-_mlp_parallel = _by_kind(fp32_mlp.mlp_parallel, int8_mlp.mlp_parallel)
+# Those of converted rows take the kind themselves.
+_multiply_rows = by_kind(fp32.multiply_block, converted.multiply_block)
+_multiply_parallel = by_kind(fp32.multiply_parallel, converted.multiply_parallel)
+_mlp_rows = by_kind(fp32_mlp.mlp_rows, converted_mlp.mlp_rows)
+_mlp_parallel = by_kind(fp32_mlp.mlp_parallel, converted_mlp.mlp_parallel)
 
 
 @jit

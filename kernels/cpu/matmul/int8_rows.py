@@ -1,21 +1,17 @@
-"""Rows quantised for `cpu_int8_tile`: groups of 8-bit integers with a scale each, where their tiles read them."""
+"""Rows quantised for `int8_tile`: groups of 8-bit integers with a scale each, where their tiles read them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-import torch
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pagemill.kernels import grouped_int8
-from pagemill.kernels.cpu.jit.compiler import f32_pointer, jit
-from pagemill.kernels.cpu.jit.row import F32, VECTOR, address_of
+from pagemill.kernels.cpu.jit.row import F32, VECTOR
 from pagemill.kernels.cpu.jit.vector import F32X16, LANES, call, emit_splat
-from pagemill.kernels.cpu.matmul.fp32_tile import first_row, num_tiles_of
-from pagemill.kernels.cpu.matmul.int8_tile import PRODUCTS, QUAD, ROW_BYTES, ZERO_POINT
+from pagemill.kernels.cpu.matmul.int8_tile import PRODUCTS, QUAD, ZERO_POINT
 from pagemill.kernels.grouped_int8 import GROUP, LIMIT
 from pagemill.kernels.types.layer_cache import SMALLEST_PEAK
 
@@ -76,31 +72,3 @@ def quantise_group(typing_context: Any, source: Any, target: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
-
-
-@jit(exact=True)
-def quantise_rows(first, last, num_rows, x, x_stride, rows, in_features):
-    """Rows first .. last - 1 of x [num_rows, in_features], stride in numbers, to their tiles' places at `rows`."""
-    num_groups = (in_features + GROUP - 1) // GROUP
-    whole = in_features // GROUP
-    rest = np.zeros(GROUP, np.float32)
-    for tile in range(num_tiles_of(num_rows)):
-        begin, end = first_row(tile, num_rows), first_row(tile + 1, num_rows)
-        group_bytes = ROW_BYTES * (end - begin)
-        for row in range(max(first, begin), min(last, end)):
-            source = x + F32 * row * x_stride
-            target = rows + ROW_BYTES * (num_groups * begin + row - begin)
-            for group in range(whole):
-                quantise_group(source + F32 * GROUP * group, target + group_bytes * group)
-            if whole < num_groups:
-                for i in range(in_features - whole * GROUP):
-                    rest[i] = f32_pointer(source)[whole * GROUP + i]
-                quantise_group(address_of(rest), target + group_bytes * whole)
-
-
-def quantised(x: torch.Tensor) -> torch.Tensor:
-    """uint8 [bytes], x [num_rows, in_features] fp32 as the tiles read it: for tests of a tile alone."""
-    num_rows, in_features = x.shape
-    rows = torch.empty(num_rows * grouped_int8.num_groups(in_features) * ROW_BYTES, dtype=torch.uint8)
-    quantise_rows(0, num_rows, num_rows, x.data_ptr(), x.stride(0), rows.data_ptr(), in_features)
-    return rows

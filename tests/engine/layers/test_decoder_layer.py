@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +23,12 @@ from pagemill.kernels.types.metadata import AttentionMetadata
 
 cpu_matmul = pytest.importorskip("pagemill.kernels.cpu.matmul.fp32")
 HAS_FP32_PRODUCTS = cpu_matmul.is_supported() and torch._C._has_mkldnn
-with_every_product = pytest.mark.parametrize("quantization", [None, "int8"])
+with_every_product = pytest.mark.parametrize("kind", ["fp32", "int8", "bf16"])
+LINEAR = {
+    "fp32": LinearOptions(),
+    "int8": LinearOptions("int8"),
+    "bf16": LinearOptions(dtype=torch.bfloat16),
+}
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 4, 96, 4
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -39,10 +45,10 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def fused_model(
-    family: str, quantization: str | None = None, rounding: dict[str, Any] | None = None, **settings: Any
+    family: str, kind: str = "fp32", rounding: dict[str, Any] | None = None, **settings: Any
 ) -> Any:
     """`rounding`: by parts of names, what is done to weights."""
-    if quantization is None and not HAS_FP32_PRODUCTS:
+    if kind == "fp32" and not HAS_FP32_PRODUCTS:
         pytest.skip("layers of fp32 products are compiled where the CPU has AVX2")
     sizes = {
         "vocab_size": 50,
@@ -60,7 +66,7 @@ def fused_model(
         for part, rounded in (rounding or {}).items():
             if part in name and parameter.dim() == 2:
                 parameter.data = rounded(parameter.data)
-    fuse_for_cpu(model, LinearOptions(quantization))
+    fuse_for_cpu(model, LINEAR[kind])
     return model
 
 
@@ -145,8 +151,8 @@ def assert_same(model: Any, metadata: AttentionMetadata, dtype: torch.dtype = to
 
 @with_every_product
 @pytest.mark.parametrize("family", FAMILIES)
-def test_same_numbers_in_every_family(family: str, quantization: str | None) -> None:
-    model = fused_model(family, quantization)
+def test_same_numbers_in_every_family(family: str, kind: str) -> None:
+    model = fused_model(family, kind)
     for query_lens, seq_lens, num_padded in (
         ([1], [1], 0),
         ([1, 1, 1], [9, 1, 17], 0),
@@ -171,26 +177,24 @@ def test_same_numbers_with_every_cache(dtype: torch.dtype) -> None:
 
 
 @with_every_product
-def test_same_numbers_where_heads_are_no_multiple_of_a_vector(quantization: str | None) -> None:
-    model = fused_model("llama", quantization, head_dim=10)
+def test_same_numbers_where_heads_are_no_multiple_of_a_vector(kind: str) -> None:
+    model = fused_model("llama", kind, head_dim=10)
     assert_same(model, step([1, 1, 11], [3, 30, 11], 1))
 
 
 @with_every_product
-def test_same_numbers_where_threads_share_the_rows(quantization: str | None) -> None:
-    model = fused_model("llama", quantization, hidden_size=96, intermediate_size=256, head_dim=16)
+def test_same_numbers_where_threads_share_the_rows(kind: str) -> None:
+    model = fused_model("llama", kind, hidden_size=96, intermediate_size=256, head_dim=16)
     assert_same(model, step([1] * 3 + [200], [5, 6, 7, 300]))
 
 
 @with_every_product
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_threads_take_rows_or_channels(
-    monkeypatch: pytest.MonkeyPatch, num_threads: int, quantization: str | None
-) -> None:
+def test_threads_take_rows_or_channels(monkeypatch: pytest.MonkeyPatch, num_threads: int, kind: str) -> None:
     from pagemill.kernels.cpu.matmul.work_sharing import BLOCK_ROWS
 
     monkeypatch.setattr(f"{__name__}.NUM_BLOCKS", 1024)
-    model = fused_model("llama", quantization)
+    model = fused_model("llama", kind)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -201,22 +205,24 @@ def test_threads_take_rows_or_channels(
 
 
 @with_every_product
-def test_more_inputs_than_the_cache_holds_for_a_block_of_rows(quantization: str | None) -> None:
-    model = fused_model("llama", quantization, hidden_size=2688, intermediate_size=1600, head_dim=16)
+def test_more_inputs_than_the_cache_holds_for_a_block_of_rows(kind: str) -> None:
+    model = fused_model("llama", kind, hidden_size=2688, intermediate_size=1600, head_dim=16)
     for rows in ([1], [40], [90], [150]):
         assert_same(model, step(rows, rows))
 
 
 @with_every_product
-def test_threads_have_fixed_channels_of_rows_that_no_cache_holds(quantization: str | None) -> None:
+def test_threads_have_fixed_channels_of_rows_that_no_cache_holds(kind: str) -> None:
     """Many threads and rows: more than this machine may have, so the kernel is told how many there are."""
-    from pagemill.kernels.cpu.matmul import fp32_mlp, int8_mlp
+    from pagemill.kernels.cpu.matmul import converted_mlp, fp32_mlp
+    from pagemill.kernels.cpu.matmul.kinds import KINDS
 
-    model = fused_model("llama", quantization, hidden_size=96, intermediate_size=224, head_dim=16)
+    model = fused_model("llama", kind, hidden_size=96, intermediate_size=224, head_dim=16)
     layer = model.model.layers[0]
     assert_same(model, step([5], [5]))  # so that it has been told of a step
     record = layer.compiled._record
-    mlp = fp32_mlp if quantization is None else int8_mlp
+    number = KINDS[kind]
+    mlp_parallel = fp32_mlp.mlp_parallel if kind == "fp32" else partial(converted_mlp.mlp_parallel, number)
     x, num_rows = torch.randn(300, 96), 300
     with torch.inference_mode():
         expected = layer.source.mlp(x)
@@ -224,18 +230,16 @@ def test_threads_have_fixed_channels_of_rows_that_no_cache_holds(quantization: s
     address = -(-gated.data_ptr() // 64) * 64
     for num_threads in (1, 2, 5, 16):
         rows = x.clone()
-        mlp.mlp_parallel(record, rows.data_ptr(), address, num_rows, num_threads)
+        mlp_parallel(record, rows.data_ptr(), address, num_rows, num_threads)
         assert torch.equal(rows, expected)
 
 
 @with_every_product
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_last_layer_finishes_what_is_read_and_caches_the_rest(
-    family: str, quantization: str | None
-) -> None:
+def test_the_last_layer_finishes_what_is_read_and_caches_the_rest(family: str, kind: str) -> None:
     # Wider than queries, keys and values together: their buffer holds hidden states here.
     sizes = {"hidden_size": 96, "head_dim": 8} if family == "llama" else {}
-    model = fused_model(family, quantization, **sizes)
+    model = fused_model(family, kind, **sizes)
     layers = list(model.model.layers)
     assert [layer.is_last for layer in layers] == [False] * (len(layers) - 1) + [True]
     metadata = step([1, 1, 6, 3], [4, 12, 6, 19], num_padded=2)
@@ -290,13 +294,16 @@ def test_buffers_shrink_and_grow_with_the_step() -> None:
 def test_a_kind_of_product_compiles_that_product_alone() -> None:
     from numba import types
 
-    from pagemill.kernels.cpu.layer.steps import choose_kernel
-    from pagemill.kernels.cpu.matmul import fp32_mlp, int8_mlp
+    from pagemill.kernels.cpu.matmul.kinds import choose_converted, choose_kernel
 
-    for kind, module in ((types.float32, fp32_mlp), (types.uint8, int8_mlp)):
-        chosen = choose_kernel(kind, fp32_mlp.mlp_rows, int8_mlp.mlp_rows)
+    for chosen, name in (
+        (choose_kernel(types.float32, "fp32", "converted"), "fp32"),
+        (choose_kernel(types.uint8, "fp32", "converted"), "converted"),
+        (choose_converted(types.uint8, "int8", "bf16"), "int8"),
+        (choose_converted(types.uint16, "int8", "bf16"), "bf16"),
+    ):
         names = inspect.getclosurevars(chosen)
-        assert [*names.nonlocals.values()] == [module.mlp_rows]
+        assert [*names.nonlocals.values()] == [name]
         assert not names.globals
 
 

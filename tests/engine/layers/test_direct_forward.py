@@ -81,8 +81,8 @@ def direct_forward(model: Any) -> DirectForward:
 
 @with_every_product
 @pytest.mark.parametrize("family", FAMILIES)
-def test_same_logits_in_every_family(family: str, quantization: str | None) -> None:
-    model = fused_model(family, quantization)
+def test_same_logits_in_every_family(family: str, kind: str) -> None:
+    model = fused_model(family, kind)
     direct = direct_forward(model)
     for query_lens, seq_lens, num_padded in STEPS:
         metadata = step(query_lens, seq_lens, num_padded)

@@ -23,7 +23,9 @@ SMALL_STEPS: dict[str, Any] = {"num_kv_blocks": 64, "block_size": 4, "max_num_ba
 
 
 def make_llm(directory: Path, checkpoint: TinyCheckpoint, **options: Any) -> LLM:
-    return LLM(str(directory), num_threads=1, **(checkpoint.options | options))
+    """In fp32, whatever the configuration names: the tensors of these are."""
+    settings = {"num_threads": 1, "dtype": "float32"}
+    return LLM(str(directory), **(settings | checkpoint.options | options))
 
 
 def run(llm: LLM) -> list[list[int]]:

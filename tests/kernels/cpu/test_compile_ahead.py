@@ -21,7 +21,7 @@ from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
 from pagemill.kernels.cpu.matmul.weight_packing import pack
 from pagemill.kernels.types.scoring import Scoring
 
-PART = Part("project", is_int8=False, cache_dtype=torch.float32)
+PART = Part("project", kind="fp32", cache_dtype=torch.float32)
 
 
 class Broken(Part):
@@ -59,7 +59,9 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
 def tiny_layer() -> cpu_layer.DecoderLayer:
     def product(out_features: int, in_features: int) -> cpu_layer.Product:
         packed = pack(torch.randn(out_features, in_features), formats=())
-        return cpu_layer.Product(packed.panels, torch.zeros(len(packed.panels) * PANEL), packed.weight_format)
+        return cpu_layer.Product(
+            packed.panels, torch.zeros(len(packed.panels) * PANEL), "fp32", packed.weight_format
+        )
 
     weights = cpu_layer.LayerWeights(
         input_norm=torch.ones(16),
@@ -174,7 +176,7 @@ def test_a_python_that_cannot_be_started_is_nobodys_harm(monkeypatch, tmp_path):
 def test_a_layer_runs_what_was_compiled(name):
     """A part is compiled for the very types that a layer calls it with."""
     kernel = getattr(cpu_layer, name)
-    cpu_layer.compile_part(name, is_int8=False, cache_dtype=torch.float32)
+    cpu_layer.compile_part(name, kind="fp32", cache_dtype=torch.float32)
     compiled = set(kernel.signatures)
     assert compiled
     tiny_layer().warm_up(block_size=4, cache_dtype=torch.float32)
@@ -183,9 +185,9 @@ def test_a_layer_runs_what_was_compiled(name):
 
 def test_a_fingerprint_tells_parts_apart():
     prints = {
-        compile_ahead._fingerprint([Part(name, is_int8, dtype)])
+        compile_ahead._fingerprint([Part(name, kind, dtype)])
         for name in ("project", "finish")
-        for is_int8 in (False, True)
+        for kind in ("fp32", "int8", "bf16")
         for dtype in (torch.float32, torch.int8)
     }
-    assert len(prints) == 8
+    assert len(prints) == 12

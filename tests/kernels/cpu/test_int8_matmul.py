@@ -13,18 +13,20 @@ from hypothesis import strategies as st
 from pagemill.kernels import grouped_int8
 from pagemill.kernels.cpu.jit.compiler import compiles_for
 from pagemill.kernels.cpu.matmul import int8
+from pagemill.kernels.cpu.matmul.converted import convert_rows
 from pagemill.kernels.cpu.matmul.fp32_tile import NARROW, PANEL, WIDE, Cut
-from pagemill.kernels.cpu.matmul.int8_rows import quantised
 from pagemill.kernels.cpu.matmul.int8_tile import (
     BYTES,
     PRODUCTS,
     QUAD,
+    ROW_BYTES,
     SHIFTED,
     WORDS,
     ZERO_POINT,
     Products,
     make_tile,
 )
+from pagemill.kernels.cpu.matmul.kinds import INTEGERS
 from pagemill.kernels.grouped_int8 import GROUP
 
 NUM_ROWS = 3
@@ -191,7 +193,9 @@ def runner(products: Products, cut: Cut) -> Any:
 
 def test_rows_are_quantised_as_the_tiles_read_them():
     x = activations(NUM_ROWS, 5 * GROUP)
-    assert torch.equal(quantised(x), rows_for(PRODUCTS, x).flatten())
+    rows = torch.empty(NUM_ROWS * 5 * ROW_BYTES, dtype=torch.uint8)
+    convert_rows(INTEGERS, 0, NUM_ROWS, NUM_ROWS, x.data_ptr(), x.stride(0), rows.data_ptr(), x.shape[1])
+    assert torch.equal(rows, rows_for(PRODUCTS, x).flatten())
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_phi3_splits_where_its_layers_stay_as_they_are(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, **GREEDY)
     found = []
     for size in (1, 2):
-        llm = make_llm(directory, dtype="bfloat16", tensor_parallel_size=size)
+        llm = make_llm(directory, dtype="float16", tensor_parallel_size=size)
         results = llm.generate(PROMPTS, params, use_tqdm=False)
         llm.close()
         scored = [entry for result in results for entry in result.prompt_logprobs or () if entry is not None]

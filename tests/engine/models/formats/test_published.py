@@ -115,7 +115,9 @@ QUICK = ("OPT-125m", "GPT-2")
 
 
 def check(directory: Path, checkpoint: TinyCheckpoint) -> LLM:
-    llm = LLM(str(directory), num_threads=1, num_kv_blocks=64, block_size=4, **checkpoint.options)
+    llm = LLM(
+        str(directory), dtype="float32", num_threads=1, num_kv_blocks=64, block_size=4, **checkpoint.options
+    )
     params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
     results = llm.generate(PROMPTS, params, use_tqdm=False)
     assert [one.outputs[0].token_ids for one in results] == [

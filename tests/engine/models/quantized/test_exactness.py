@@ -64,7 +64,7 @@ def test_half_precision_widens_on_a_cpu(dtype: str, tmp_path: Path, caplog: pyte
     stored, plain = write_pair(tmp_path, FORMATS["gptq"][0])
     with caplog.at_level(logging.INFO, logger="pagemill.engine"):
         assert answers(stored, dtype=dtype) == answers(plain, dtype=dtype)
-    assert any(f"14 linear layers as widened to {dtype}" in line for line in caplog.messages)
+    assert any(f"linear layers as widened to {dtype}" in line for line in caplog.messages)
 
 
 def test_int8_on_top_is_int8_of_the_plain_numbers(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""The gated MLP of a decoder layer with weights of 8-bit integers: `cpu_mlp` for `cpu_int8_matmul`'s products.
+"""The gated MLP of a decoder layer, for the products of converted rows: what `fp32_mlp` is for `fp32`.
 
 A panel pair ends in 32 channels of `silu(gate) * up`, which are a group of the next product's inputs: they are
-quantised where they come up, and never written as floats. Numbers are the same to the last bit as those of
-`cpu_int8_matmul` and `cpu_fused`.
+converted where they come up, and never written as floats. Numbers are the same to the last bit as those of
+`converted` and `fused_rows`.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from pagemill.kernels.cpu.fused_rows import silu_times
 from pagemill.kernels.cpu.jit import vector
 from pagemill.kernels.cpu.jit.compiler import jit
 from pagemill.kernels.cpu.jit.row import F32, VECTOR, line_in
-from pagemill.kernels.cpu.matmul.fp32_panel import SUMS_BYTES, Strided, Tiles, Weight, num_panels_of, sums_at
-from pagemill.kernels.cpu.matmul.fp32_tile import PANEL, first_row, num_tiles_of
-from pagemill.kernels.cpu.matmul.int8 import (
+from pagemill.kernels.cpu.matmul.converted import (
+    GROUP,
     NO_FORMAT,
-    multiply_quantised,
+    convert,
+    convert_group,
+    convert_part,
+    multiply_converted,
     multiply_share,
-    quantise,
-    quantise_part,
+    row_bytes,
     sum_panel,
     tiles_at_once,
     workspace_bytes,
 )
-from pagemill.kernels.cpu.matmul.int8_rows import quantise_group
-from pagemill.kernels.cpu.matmul.int8_tile import ROW_BYTES
+from pagemill.kernels.cpu.matmul.fp32_panel import SUMS_BYTES, Strided, Tiles, Weight, num_panels_of, sums_at
+from pagemill.kernels.cpu.matmul.fp32_tile import PANEL, first_row, num_tiles_of
 from pagemill.kernels.cpu.matmul.work_sharing import new_counter, panels_per_turn, take
-from pagemill.kernels.grouped_int8 import GROUP
 
 assert GROUP == PANEL
 _THREAD_BYTES = 2 * SUMS_BYTES + F32 * GROUP
 
 
 @jit(exact=True)
-def _gate_tile(target, gates, ups, num_rows, gated):
+def _gate_tile(kind, target, gates, ups, num_rows, gated):
     """One group of a tile's rows, from sums [num_rows, PANEL] of both; `gated` is the address of a group of floats."""
     for row in range(num_rows):
         at = F32 * PANEL * row
@@ -44,46 +44,46 @@ def _gate_tile(target, gates, ups, num_rows, gated):
         vector.store(
             gated + VECTOR, silu_times(vector.load(gates + at + VECTOR), vector.load(ups + at + VECTOR))
         )
-        quantise_group(gated, target + ROW_BYTES * row)
+        convert_group(kind, gated, target + row_bytes(kind) * row)
 
 
 @jit
-def _gate_pair(gated, rows, weight, pair, following, tiles, memory):
-    """The group `pair` of silu(gate) * up, quantised. `memory` is the address of _THREAD_BYTES."""
+def _gate_pair(kind, gated, rows, weight, pair, following, tiles, memory):
+    """The group `pair` of silu(gate) * up, converted. `memory` is the address of _THREAD_BYTES."""
     num_groups = num_panels_of(weight) // 2
     gates, ups = sums_at(memory, tiles), sums_at(memory + SUMS_BYTES, tiles)
-    sum_panel(gates, rows, weight, pair, num_groups + pair, tiles)
-    sum_panel(ups, rows, weight, num_groups + pair, following, tiles)
+    sum_panel(kind, gates, rows, weight, pair, num_groups + pair, tiles)
+    sum_panel(kind, ups, rows, weight, num_groups + pair, following, tiles)
     first = first_row(tiles.low, tiles.num_rows)
     for tile in range(tiles.low, tiles.high):
         count = first_row(tile + 1, tiles.num_rows) - first
-        target = gated + ROW_BYTES * (num_groups * first + count * pair)
+        target = gated + row_bytes(kind) * (num_groups * first + count * pair)
         gate, up = gates.rows + gates.stride * first, ups.rows + ups.stride * first
-        _gate_tile(target, gate, up, count, memory + 2 * SUMS_BYTES)
+        _gate_tile(kind, target, gate, up, count, memory + 2 * SUMS_BYTES)
         first += count
 
 
 @jit
-def _gate_blocks(first, last, gated, workspace, num_rows, weight, memory):
+def _gate_blocks(kind, first, last, gated, workspace, num_rows, weight, memory):
     """The pairs first .. last - 1 of every row."""
-    num_tiles, at_once = num_tiles_of(num_rows), tiles_at_once(weight)
+    num_tiles, at_once = num_tiles_of(num_rows), tiles_at_once(kind, weight)
     for low in range(0, num_tiles, at_once):
         tiles = Tiles(low, min(low + at_once, num_tiles), num_rows)
         for pair in range(first, last):
-            _gate_pair(gated, line_in(workspace), weight, pair, pair + 1, tiles, line_in(memory))
+            _gate_pair(kind, gated, line_in(workspace), weight, pair, pair + 1, tiles, line_in(memory))
 
 
 @jit
-def gate_rows(gated, x, num_rows, weight):
-    """gated = silu(gate) * up of every row of x (`Strided`), quantised, by one thread."""
-    workspace = np.empty(workspace_bytes(num_rows, weight), np.uint8)
+def gate_rows(kind, gated, x, num_rows, weight):
+    """gated = silu(gate) * up of every row of x (`Strided`), converted, by one thread."""
+    workspace = np.empty(workspace_bytes(kind, num_rows, weight), np.uint8)
     memory = np.empty(_THREAD_BYTES + VECTOR, np.uint8)
-    quantise_part(0, num_rows, num_rows, x.rows, x.stride // F32, workspace, weight.in_features)
-    _gate_blocks(0, num_panels_of(weight) // 2, gated, workspace, num_rows, weight, memory)
+    convert_part(kind, 0, num_rows, num_rows, x.rows, x.stride // F32, workspace, weight.in_features)
+    _gate_blocks(kind, 0, num_panels_of(weight) // 2, gated, workspace, num_rows, weight, memory)
 
 
 @jit
-def _take_pairs(counter, num_threads, gated, workspace, num_rows, weight, memory):
+def _take_pairs(kind, counter, num_threads, gated, workspace, num_rows, weight, memory):
     tiles, num_pairs = Tiles(0, num_tiles_of(num_rows), num_rows), num_panels_of(weight) // 2
     per_turn = panels_per_turn(num_pairs, num_threads)
     num_turns = (num_pairs + per_turn - 1) // per_turn
@@ -93,29 +93,29 @@ def _take_pairs(counter, num_threads, gated, workspace, num_rows, weight, memory
         last = min((turn + 1) * per_turn, num_pairs)
         for pair in range(turn * per_turn, last):
             following = pair + 1 if pair + 1 < last else next_turn * per_turn
-            _gate_pair(gated, line_in(workspace), weight, pair, following, tiles, line_in(memory))
+            _gate_pair(kind, gated, line_in(workspace), weight, pair, following, tiles, line_in(memory))
         turn = next_turn
 
 
 @jit
-def _gate_part(thread, num_threads, counter, layer, gated, workspace, num_rows):
+def _gate_part(kind, thread, num_threads, counter, layer, gated, workspace, num_rows):
     """One thread's part: pairs are taken as long as the rows stay in a second-level cache, else a share is fixed."""
     memory, weight = np.empty(_THREAD_BYTES + VECTOR, np.uint8), _gate_weight(layer)
-    if num_tiles_of(num_rows) <= tiles_at_once(weight):
-        _take_pairs(counter, num_threads, gated, workspace, num_rows, weight, memory)
+    if num_tiles_of(num_rows) <= tiles_at_once(kind, weight):
+        _take_pairs(kind, counter, num_threads, gated, workspace, num_rows, weight, memory)
     else:
         num_pairs = num_panels_of(weight) // 2
         first, last = num_pairs * thread // num_threads, num_pairs * (thread + 1) // num_threads
-        _gate_blocks(first, last, gated, workspace, num_rows, weight, memory)
+        _gate_blocks(kind, first, last, gated, workspace, num_rows, weight, memory)
 
 
 @jit(parallel=True)
-def _gate_parallel(layer, gated, x, num_rows, num_threads):
+def _gate_parallel(kind, layer, gated, x, num_rows, num_threads):
     counter, size = new_counter(), layer[0].hidden_size
-    workspace = np.empty(workspace_bytes(num_rows, _gate_weight(layer)), np.uint8)
-    quantise(workspace, x, size, num_rows, size, num_threads)
+    workspace = np.empty(workspace_bytes(kind, num_rows, _gate_weight(layer)), np.uint8)
+    convert(kind, workspace, x, size, num_rows, size, num_threads)
     for thread in prange(num_threads):
-        _gate_part(thread, num_threads, counter, layer, gated, workspace, num_rows)
+        _gate_part(kind, thread, num_threads, counter, layer, gated, workspace, num_rows)
 
 
 @jit
@@ -132,28 +132,28 @@ def _down_weight(layer):
 
 
 @jit
-def mlp_rows(layer, x, gated, num_rows):
+def mlp_rows(kind, layer, x, gated, num_rows):
     """x = mlp(x) by one thread; `gated` is the address of a line, with room for F32 * intermediate_size a row."""
     rows = Strided(x, F32 * layer[0].hidden_size)
-    gate_rows(gated, rows, num_rows, _gate_weight(layer))
-    multiply_quantised(rows, gated, num_rows, _down_weight(layer))
+    gate_rows(kind, gated, rows, num_rows, _gate_weight(layer))
+    multiply_converted(kind, rows, gated, num_rows, _down_weight(layer))
 
 
 @jit
-def _down_part(thread, num_threads, counter, layer, x, gated, num_rows):
+def _down_part(kind, thread, num_threads, counter, layer, x, gated, num_rows):
     rows = Strided(x, F32 * layer[0].hidden_size)
-    multiply_share(thread, num_threads, counter, rows, gated, num_rows, _down_weight(layer))
+    multiply_share(kind, thread, num_threads, counter, rows, gated, num_rows, _down_weight(layer))
 
 
 @jit(parallel=True)
-def _down_parallel(layer, x, gated, num_rows, num_threads):
+def _down_parallel(kind, layer, x, gated, num_rows, num_threads):
     counter = new_counter()
     for thread in prange(num_threads):
-        _down_part(thread, num_threads, counter, layer, x, gated, num_rows)
+        _down_part(kind, thread, num_threads, counter, layer, x, gated, num_rows)
 
 
 @jit
-def mlp_parallel(layer, x, gated, num_rows, num_threads):
+def mlp_parallel(kind, layer, x, gated, num_rows, num_threads):
     """`mlp_rows` by all threads, each of which has all rows of some channels."""
-    _gate_parallel(layer, gated, x, num_rows, num_threads)
-    _down_parallel(layer, x, gated, num_rows, num_threads)
+    _gate_parallel(kind, layer, gated, x, num_rows, num_threads)
+    _down_parallel(kind, layer, x, gated, num_rows, num_threads)

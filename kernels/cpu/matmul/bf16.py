@@ -1,0 +1,74 @@
+"""Products with a weight matrix of bfloat16 numbers, packed once: y = x W^T + b, with x rounded as it arrives.
+
+A product of two such numbers is exact in fp32, so each number of the result is one chain of fp32 additions over the
+inputs, the second of every pair before the first. It depends on its row and its channel alone, to the last bit,
+whatever the number of rows or threads.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from pagemill.kernels.cpu.jit.compiler import use_torch_threads
+from pagemill.kernels.cpu.jit.memory import advise_huge_pages
+from pagemill.kernels.cpu.matmul.bf16_tile import GROUP, IS_NATIVE, PAIR, PAIRS
+from pagemill.kernels.cpu.matmul.converted import NO_FORMAT, multiply_parallel
+from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
+from pagemill.kernels.cpu.matmul.kinds import BFLOATS
+
+_PACKED_AT_ONCE = 1 << 22  # weights: packing makes copies of them
+
+
+def is_native() -> bool:
+    """Return True if this CPU multiplies bfloat16 numbers: AVX-512 BF16."""
+    return IS_NATIVE
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """bfloat16 [num_panels, num_groups, pairs, PANEL, 2] of a weight [out_features, in_features].
+
+    Numbers are rounded to nearest, and the ends filled up with zeros.
+    """
+    out_features, in_features = weight.shape
+    num_panels, num_groups = -(-out_features // PANEL), -(-in_features // GROUP)
+    packed = torch.empty(num_panels, num_groups, PAIRS, PANEL, PAIR, dtype=torch.bfloat16)
+    advise_huge_pages(packed)
+    at_once = max(1, _PACKED_AT_ONCE // (PANEL * in_features))
+    for first in range(0, num_panels, at_once):
+        channels = weight[first * PANEL : (first + at_once) * PANEL].to(torch.bfloat16)
+        padding = (0, -in_features % GROUP, 0, -len(channels) % PANEL)
+        pairs = torch.nn.functional.pad(channels, padding).view(-1, PANEL, num_groups, PAIRS, PAIR)
+        packed[first : first + at_once] = pairs.permute(0, 2, 3, 1, 4)
+    return packed
+
+
+def multiply(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor, out_features: int) -> torch.Tensor:
+    """x [num_rows, in_features] fp32 times `pack`ed weights, plus bias [num_panels * PANEL]; fresh and contiguous."""
+    num_rows, in_features = x.shape
+    assert x.dtype is torch.float32
+    assert x.stride(1) == 1 or in_features == 1
+    assert packed.shape[1] == -(-in_features // GROUP)
+    out = torch.empty((num_rows, out_features))
+    if num_rows:
+        multiply_parallel(
+            BFLOATS,
+            out.data_ptr(),
+            x.data_ptr(),
+            x.stride(0),
+            packed.data_ptr(),
+            NO_FORMAT,
+            bias.data_ptr(),
+            num_rows,
+            out_features,
+            in_features,
+            use_torch_threads(),
+        )
+    return out
+
+
+@cache
+def warm_up() -> None:
+    """Compile the kernel, or load it from the disk, so that no step pays for it."""
+    multiply(torch.zeros(1, 1), pack(torch.zeros(1, 1)), torch.zeros(PANEL), 1)

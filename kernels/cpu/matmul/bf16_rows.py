@@ -1,0 +1,53 @@
+"""Rows rounded to bfloat16 for `bf16_tile`, where their tiles read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from pagemill.kernels.cpu.jit.row import VECTOR
+from pagemill.kernels.cpu.jit.vector import F32X16, LANES, call
+from pagemill.kernels.cpu.matmul.bf16_tile import BF16, IS_NATIVE
+
+_ir = cgutils.ir
+_I16X16, _I16X32 = (_ir.VectorType(_ir.IntType(16), lanes) for lanes in (LANES, 2 * LANES))
+_I32X16 = _ir.VectorType(_ir.IntType(32), LANES)
+
+
+def _plainly_rounded(builder: Any, numbers: Any) -> Any:
+    """To nearest, ties to even; what is no number stays none."""
+
+    def splat(value: int) -> Any:
+        return _ir.Constant(_I32X16, [value] * LANES)
+
+    bits = builder.bitcast(numbers, _I32X16)
+    last = builder.and_(builder.lshr(bits, splat(16)), splat(1))
+    rounded = builder.add(bits, builder.add(last, splat(0x7FFF)))
+    is_nan = builder.fcmp_unordered("uno", numbers, numbers)
+    rounded = builder.select(is_nan, splat(0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(rounded, splat(16)), _I16X16)
+
+
+@intrinsic
+def round_group(typing_context: Any, source: Any, target: Any) -> Any:
+    """GROUP floats at `source` as a row's part of a group at `target`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, target = arguments
+
+        def pointer(base: Any, distance: int, kind: Any) -> Any:
+            return builder.inttoptr(builder.add(base, base.type(distance)), kind.as_pointer())
+
+        low, high = (builder.load(pointer(source, at, F32X16), align=4) for at in (0, VECTOR))
+        if IS_NATIVE:
+            both = call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", _I16X32, [high, low])
+            builder.store(both, pointer(target, 0, _I16X32), align=4)
+        else:
+            for numbers, at in ((low, 0), (high, LANES * BF16)):
+                builder.store(_plainly_rounded(builder, numbers), pointer(target, at, _I16X16), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate

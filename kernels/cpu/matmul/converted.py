@@ -1,0 +1,285 @@
+"""Products of rows that are converted as they arrive, to 8-bit integers or to bfloat16: y = x W^T + b.
+
+A row's numbers are converted in groups of 32 inputs, and its part of a group lies where the tiles read it. Each number
+of the result depends on its row and its channel alone, to the last bit, whatever the number of rows or threads. Kernels
+take the kind of numbers first (`kinds`): integers or bfloats.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import prange
+
+from pagemill.kernels import grouped_int8
+from pagemill.kernels.cpu.jit import vector
+from pagemill.kernels.cpu.jit.compiler import NUMBERS_PER_THREAD, f32_pointer, jit
+from pagemill.kernels.cpu.jit.row import F32, VECTOR, address_of, line_in
+from pagemill.kernels.cpu.matmul import bf16_rows, bf16_tile, int8_rows, int8_tile
+from pagemill.kernels.cpu.matmul.fp32_panel import (
+    SUMS_BYTES,
+    Strided,
+    Tiles,
+    Weight,
+    num_panels_of,
+    skip_rows,
+    sums_at,
+)
+from pagemill.kernels.cpu.matmul.fp32_tile import MOST_ROWS, PANEL, first_row, num_tiles_of
+from pagemill.kernels.cpu.matmul.kinds import by_converted_kind, number_by_kind
+from pagemill.kernels.cpu.matmul.weight_formats import ROW
+from pagemill.kernels.cpu.matmul.work_sharing import (
+    BLOCK_ROWS,
+    FEWEST_ROWS,
+    are_rows_taken,
+    new_counter,
+    panels_per_turn,
+    plan_blocks,
+    take,
+)
+
+GROUP = 32
+assert GROUP == grouped_int8.GROUP == bf16_tile.GROUP
+# So much of x stays in the second-level cache while all panels pass by.
+_BLOCK_BYTES = 1 << 19
+# So much of a panel stays in the first-level cache while all tiles of a block pass by.
+_PIECE_GROUPS = 9
+NO_FORMAT = -1  # of `Weight`: all these weights lie alike
+
+row_bytes = number_by_kind(int8_tile.ROW_BYTES, bf16_tile.ROW_BYTES)
+"""Of a row's part of a group."""
+_panel_bytes = number_by_kind(int8_tile.PANEL_BYTES, bf16_tile.PANEL_BYTES)
+_multiply_tile = by_converted_kind(int8_tile.multiply_tile, bf16_tile.multiply_tile)
+convert_group = by_converted_kind(int8_rows.quantise_group, bf16_rows.round_group)
+
+
+@jit(exact=True)
+def convert_rows(kind, first, last, num_rows, x, x_stride, rows, in_features):
+    """Rows first .. last - 1 of x [num_rows, in_features], stride in numbers, to their tiles' places at `rows`."""
+    num_groups = (in_features + GROUP - 1) // GROUP
+    whole = in_features // GROUP
+    rest = np.zeros(GROUP, np.float32)
+    for tile in range(num_tiles_of(num_rows)):
+        begin, end = first_row(tile, num_rows), first_row(tile + 1, num_rows)
+        group_bytes = row_bytes(kind) * (end - begin)
+        for row in range(max(first, begin), min(last, end)):
+            source = x + F32 * row * x_stride
+            target = rows + row_bytes(kind) * (num_groups * begin + row - begin)
+            for group in range(whole):
+                convert_group(kind, source + F32 * GROUP * group, target + group_bytes * group)
+            if whole < num_groups:
+                for i in range(in_features - whole * GROUP):
+                    rest[i] = f32_pointer(source)[whole * GROUP + i]
+                convert_group(kind, address_of(rest), target + group_bytes * whole)
+
+
+@jit
+def num_groups_of(weight):
+    return (weight.in_features + GROUP - 1) // GROUP
+
+
+@jit
+def sum_panel(kind, sums, rows, weight, panel, following, tiles):
+    """sums = the bias of a panel's channels + rows @ the panel, for some tiles; `sums` as `sums_at` makes it.
+
+    A panel passes by in pieces that the first-level cache holds. The tiles fetch a share each of what comes next, the
+    panel `following` at the end: memory works while the registers do.
+    """
+    num_groups = num_groups_of(weight)
+    size = _panel_bytes(kind) * num_groups
+    address, after = weight.panels + size * panel, weight.panels + size * following
+    begin, end = first_row(tiles.low, tiles.num_rows), first_row(tiles.high, tiles.num_rows)
+    bias = weight.bias + F32 * PANEL * panel
+    start0, start1 = vector.load(bias), vector.load(bias + VECTOR)
+    for row in range(begin, end):
+        vector.store(sums.rows + sums.stride * row, start0)
+        vector.store(sums.rows + sums.stride * row + VECTOR, start1)
+    for group in range(0, num_groups, _PIECE_GROUPS):
+        count = min(_PIECE_GROUPS, num_groups - group)
+        ahead = address + _panel_bytes(kind) * (group + count) if group + count < num_groups else after
+        first = begin
+        for tile in range(tiles.low, tiles.high):
+            last = first_row(tile + 1, tiles.num_rows)
+            _multiply_tile(
+                kind,
+                last - first,
+                sums.rows + sums.stride * first,
+                rows + row_bytes(kind) * (num_groups * first + (last - first) * group),
+                address + _panel_bytes(kind) * group,
+                count,
+                ahead + _panel_bytes(kind) * count * (tile - tiles.low) // (tiles.high - tiles.low),
+                ROW // (tiles.high - tiles.low),
+            )
+            first = last
+
+
+@jit
+def _multiply_channels(kind, out, rows, weight, panel, following, tiles, memory):
+    """One panel; `memory` is the address of SUMS_BYTES."""
+    sums = sums_at(memory, tiles)
+    sum_panel(kind, sums, rows, weight, panel, following, tiles)
+    channel = panel * PANEL
+    width = min(PANEL, weight.out_features - channel)
+    for row in range(first_row(tiles.low, tiles.num_rows), first_row(tiles.high, tiles.num_rows)):
+        source, target = sums.rows + sums.stride * row, out.rows + row * out.stride + F32 * channel
+        if width == PANEL:
+            vector.store(target, vector.load(source))
+            vector.store(target + VECTOR, vector.load(source + VECTOR))
+        else:
+            for i in range(width):
+                f32_pointer(target)[i] = f32_pointer(source)[i]
+
+
+@jit
+def tiles_at_once(kind, weight):
+    """As many as stay in the second-level cache while all panels pass by."""
+    by_bytes = _BLOCK_BYTES // (row_bytes(kind) * num_groups_of(weight) * MOST_ROWS)
+    return max(FEWEST_ROWS // MOST_ROWS, min(by_bytes, BLOCK_ROWS // MOST_ROWS))
+
+
+@jit
+def _multiply_blocks(kind, first, last, out, rows, num_rows, weight, memory):
+    """The panels first .. last - 1 of every row."""
+    num_tiles, at_once = num_tiles_of(num_rows), tiles_at_once(kind, weight)
+    num_blocks = (num_tiles + at_once - 1) // at_once
+    for block in range(num_blocks):
+        tiles = Tiles(num_tiles * block // num_blocks, num_tiles * (block + 1) // num_blocks, num_rows)
+        for panel in range(first, last):
+            _multiply_channels(kind, out, rows, weight, panel, panel + 1, tiles, line_in(memory))
+
+
+@jit
+def _take_panels(kind, counter, num_threads, out, rows, num_rows, weight, memory):
+    tiles, num_panels = Tiles(0, num_tiles_of(num_rows), num_rows), num_panels_of(weight)
+    per_turn = panels_per_turn(num_panels, num_threads)
+    num_turns = (num_panels + per_turn - 1) // per_turn
+    turn = take(line_in(counter))
+    while turn < num_turns:
+        next_turn = take(line_in(counter))
+        last = min((turn + 1) * per_turn, num_panels)
+        for panel in range(turn * per_turn, last):
+            following = panel + 1 if panel + 1 < last else next_turn * per_turn
+            _multiply_channels(kind, out, rows, weight, panel, following, tiles, line_in(memory))
+        turn = next_turn
+
+
+@jit
+def multiply_converted(kind, out, rows, num_rows, weight):
+    """All channels of every row, by one thread; `rows` is the address of what `convert_rows` wrote."""
+    memory = np.empty(SUMS_BYTES + VECTOR, np.uint8)
+    _multiply_blocks(kind, 0, num_panels_of(weight), out, rows, num_rows, weight, memory)
+
+
+@jit
+def multiply_share(kind, thread, num_threads, counter, out, rows, num_rows, weight):
+    """One thread's part of a product whose threads have all rows of some panels each.
+
+    Threads take panels as long as the rows stay in their second-level caches. With more of them, shares are fixed.
+    """
+    memory = np.empty(SUMS_BYTES + VECTOR, np.uint8)
+    if num_tiles_of(num_rows) <= tiles_at_once(kind, weight):
+        _take_panels(kind, counter, num_threads, out, rows, num_rows, weight, memory)
+    else:
+        num_panels = num_panels_of(weight)
+        first, last = num_panels * thread // num_threads, num_panels * (thread + 1) // num_threads
+        _multiply_blocks(kind, first, last, out, rows, num_rows, weight, memory)
+
+
+@jit
+def workspace_bytes(kind, num_rows, weight):
+    """Room for converted rows, from a line on."""
+    return num_rows * num_groups_of(weight) * row_bytes(kind) + VECTOR
+
+
+@jit
+def _multiply_block_in(kind, workspace, out, x, num_rows, weight):
+    rows = line_in(workspace)
+    convert_rows(kind, 0, num_rows, num_rows, x.rows, x.stride // F32, rows, weight.in_features)
+    multiply_converted(kind, out, rows, num_rows, weight)
+
+
+@jit
+def multiply_rows(kind, out, x, num_rows, weight):
+    """All channels of every row, converted here, by one thread. `x` and `out` are `Strided`."""
+    workspace = np.empty(workspace_bytes(kind, num_rows, weight), np.uint8)
+    _multiply_block_in(kind, workspace, out, x, num_rows, weight)
+
+
+@jit
+def multiply_block(kind, out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features):
+    """Run `multiply_parallel` on one thread."""
+    weight = Weight(packed, NO_FORMAT, bias, out_features, in_features)
+    multiply_rows(kind, Strided(out, F32 * out_features), Strided(x, F32 * x_stride), num_rows, weight)
+
+
+@jit(exact=True)
+def convert_part(kind, first, last, num_rows, x, x_stride, workspace, in_features):
+    convert_rows(kind, first, last, num_rows, x, x_stride, line_in(workspace), in_features)
+
+
+@jit(parallel=True)
+def _convert_parallel(kind, workspace, x, x_stride, num_rows, in_features, num_threads):
+    for thread in prange(num_threads):
+        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
+        convert_part(kind, first, last, num_rows, x, x_stride, workspace, in_features)
+
+
+@jit
+def convert(kind, workspace, x, x_stride, num_rows, in_features, num_threads):
+    """All rows to their places in the workspace, by one thread or all."""
+    if num_rows * in_features < 2 * NUMBERS_PER_THREAD:
+        convert_part(kind, 0, num_rows, num_rows, x, x_stride, workspace, in_features)
+    else:
+        _convert_parallel(kind, workspace, x, x_stride, num_rows, in_features, num_threads)
+
+
+@jit
+def _multiply_part(
+    kind, thread, num_threads, counter, out, workspace, packed, bias, num_rows, out_features, in_features
+):
+    weight = Weight(packed, NO_FORMAT, bias, out_features, in_features)
+    target = Strided(out, F32 * out_features)
+    multiply_share(kind, thread, num_threads, counter, target, line_in(workspace), num_rows, weight)
+
+
+@jit
+def _multiply_taken_rows(kind, counter, bounds, out, x, x_stride, packed, bias, out_features, in_features):
+    weight = Weight(packed, NO_FORMAT, bias, out_features, in_features)
+    source, target = Strided(x, F32 * x_stride), Strided(out, F32 * out_features)
+    block = take(line_in(counter))
+    while block < len(bounds) - 1:
+        low, high = bounds[block], bounds[block + 1]
+        multiply_rows(kind, skip_rows(target, low), skip_rows(source, low), high - low, weight)
+        block = take(line_in(counter))
+
+
+@jit(parallel=True)
+def multiply_parallel(
+    kind, out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features, num_threads
+):
+    """Takes what `fp32.multiply_parallel` takes, of any format; x is converted here."""
+    counter = new_counter()
+    # As there: rows are shared out where each thread then has a block of them. No thread waits for another's.
+    if are_rows_taken(num_rows, num_threads):
+        bounds = plan_blocks(num_rows, num_threads)
+        for _ in prange(num_threads):
+            _multiply_taken_rows(
+                kind, counter, bounds, out, x, x_stride, packed, bias, out_features, in_features
+            )
+        return
+    weight = Weight(packed, NO_FORMAT, bias, out_features, in_features)
+    workspace = np.empty(workspace_bytes(kind, num_rows, weight), np.uint8)
+    convert(kind, workspace, x, x_stride, num_rows, in_features, num_threads)
+    for thread in prange(num_threads):
+        _multiply_part(
+            kind,
+            thread,
+            num_threads,
+            counter,
+            out,
+            workspace,
+            packed,
+            bias,
+            num_rows,
+            out_features,
+            in_features,
+        )

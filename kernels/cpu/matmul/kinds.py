@@ -1,0 +1,83 @@
+"""The kinds of numbers that products multiply: scalars whose numba type stands for one.
+
+A kernel takes a kind first and passes it down: so each kind compiles to its own machine code, when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+FLOATS, INTEGERS, BFLOATS = np.float32(0), np.uint8(0), np.uint16(0)
+KindName = Literal["fp32", "int8", "bf16"]
+KINDS: dict[KindName, Any] = {"fp32": FLOATS, "int8": INTEGERS, "bf16": BFLOATS}
+"""fp32: weights in any of `weight_formats`; int8 and bf16: weights in one, and rows that are `converted`."""
+
+
+def choose_kernel(kind: Any, floats: Any, converted: Any) -> Any:
+    """Return a caller of the one of two kernels that is made for this kind, given by its numba type.
+
+    That of converted rows takes the kind itself.
+    """
+    if kind == types.float32:
+
+        def run(kind, *arguments):
+            return floats(*arguments)
+
+    else:
+
+        def run(kind, *arguments):
+            return converted(kind, *arguments)
+
+    return run
+
+
+def choose_converted(kind: Any, integers: Any, bfloats: Any) -> Any:
+    """Return a caller of one of two kernels whose rows are converted."""
+    kernel = {types.uint8: integers, types.uint16: bfloats}[kind]
+
+    def run(kind, *arguments):
+        return kernel(*arguments)
+
+    return run
+
+
+def by_kind(floats: Any, converted: Any) -> Any:
+    """A kernel whose first argument's type says which of the two it is; for compiled callers alone.
+
+    Chosen while compiling, not by a branch: no product is compiled of a kind that the model does not have.
+    """
+
+    def chosen(kind, *arguments):
+        raise NotImplementedError
+
+    overload(chosen)(lambda kind, *arguments: choose_kernel(kind, floats, converted))
+    return chosen
+
+
+def by_converted_kind(integers: Any, bfloats: Any) -> Any:
+    """The same for the two kinds whose rows are converted."""
+
+    def chosen(kind, *arguments):
+        raise NotImplementedError
+
+    overload(chosen)(lambda kind, *arguments: choose_converted(kind, integers, bfloats))
+    return chosen
+
+
+def number_by_kind(integers: int, bfloats: int) -> Any:
+    """A constant of each of these, as a kernel of a kind alone."""
+
+    def chosen(kind):
+        raise NotImplementedError
+
+    numbers = {types.uint8: integers, types.uint16: bfloats}
+
+    def choose(number: int) -> Any:
+        return lambda kind: number
+
+    overload(chosen)(lambda kind: choose(numbers[kind]))
+    return chosen

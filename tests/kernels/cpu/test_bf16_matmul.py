@@ -1,0 +1,220 @@
+"""Products of bfloat16 numbers: against a chain of fp32 additions, bit by bit, and against fp64."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numba
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagemill.kernels.cpu.jit.compiler import compiles_for
+from pagemill.kernels.cpu.matmul import bf16
+from pagemill.kernels.cpu.matmul.bf16_tile import GROUP, PAIR, PAIRS, Dots, make_tile, native_dots, plain_dots
+from pagemill.kernels.cpu.matmul.fp32_tile import NARROW, PANEL, WIDE, Cut
+
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+needs_native = pytest.mark.skipif(not bf16.is_native(), reason="needs a CPU with AVX-512 BF16")
+
+
+def make(in_features: int, out_features: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(weight, packed, bias), the bias with NaN where no channel is."""
+    weight = torch.randn(out_features, in_features) * in_features**-0.5
+    packed = bf16.pack(weight)
+    bias = torch.full((len(packed) * PANEL,), torch.nan)
+    bias[:out_features] = torch.randn(out_features)
+    return weight, packed, bias
+
+
+def activations(num_rows: int, in_features: int) -> torch.Tensor:
+    """Rows of different sizes, with outliers and zeros, and a stride of their own."""
+    x = torch.randn(num_rows, in_features + 3)[:, 1:-2] * torch.rand(num_rows, 1) * 10
+    x[torch.rand(x.shape) < 0.01] *= 100
+    x[torch.rand(x.shape) < 0.1] = 0.0
+    return x
+
+
+def twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The definition: rounded operands, whose products fp32 holds, added one by one, of every pair the second first."""
+    x, weight = x.bfloat16().float(), weight.bfloat16().float()
+    if x.shape[1] % PAIR:
+        x, weight = (torch.nn.functional.pad(operand, (0, 1)) for operand in (x, weight))
+    out = bias.expand(len(x), -1).clone()
+    for i in range(0, x.shape[1], PAIR):
+        for j in (i + 1, i):
+            out += x[:, j, None] * weight[:, j]
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_rows=st.integers(1, 60),
+    in_features=st.integers(1, 330),
+    out_features=st.integers(1, 100),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_the_twin_bit_by_bit(num_rows, in_features, out_features, seed):
+    torch.manual_seed(seed)
+    weight, packed, bias = make(in_features, out_features)
+    x = activations(num_rows, in_features)
+    out = bf16.multiply(x, packed, bias, out_features)
+    assert torch.equal(out, twin(x, weight, bias[:out_features]))
+
+
+@pytest.mark.parametrize(("in_features", "out_features"), [(576, 960), (1536, 64), (8192, 40)])
+def test_differs_from_fp64_by_less_than_its_additions_round(in_features, out_features):
+    torch.manual_seed(42)
+    weight, packed, bias = make(in_features, out_features)
+    x = activations(141, in_features)
+    out = bf16.multiply(x, packed, bias, out_features)
+    exact_x, exact_weight = x.bfloat16().double(), weight.bfloat16().double()
+    exact = exact_x @ exact_weight.t() + bias[:out_features]
+    size_of_terms = exact_x.abs() @ exact_weight.abs().t() + bias[:out_features].abs()
+    assert ((out - exact).abs() <= (in_features + GROUP) * 2.0**-24 * size_of_terms).all()
+
+
+def test_a_row_depends_neither_on_its_neighbours_nor_on_the_threads():
+    torch.manual_seed(42)
+    _, packed, bias = make(800, 200)
+    x = activations(300, 800)
+    whole = bf16.multiply(x, packed, bias, 200)
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for num_rows in [*range(1, 31), 56, 57, 141]:
+            first = (37 * num_rows) % (301 - num_rows)
+            part = bf16.multiply(x[first : first + num_rows], packed, bias, 200)
+            assert torch.equal(part, whole[first : first + num_rows])
+
+
+def test_rows_that_do_not_fit_the_cache_together():
+    torch.manual_seed(42)
+    _, packed, bias = make(9000, 33)
+    x = activations(120, 9000)
+    whole = bf16.multiply(x, packed, bias, 33)
+    for row in (0, 57, 58, 119):
+        assert torch.equal(bf16.multiply(x[row : row + 1], packed, bias, 33), whole[row : row + 1])
+
+
+@pytest.mark.parametrize("in_features", [64, 100])
+def test_what_is_not_finite_stays_in_its_row(in_features):
+    torch.manual_seed(42)
+    _, packed, bias = make(in_features, 40)
+    x = activations(20, in_features)
+    clean = bf16.multiply(x, packed, bias, 40)
+    x[3, 5], x[11, 0], x[17, in_features - 1] = torch.nan, -torch.inf, torch.inf
+    out = bf16.multiply(x, packed, bias, 40)
+    bad = [3, 11, 17]
+    assert out[3].isnan().all()
+    assert not out[bad].isfinite().any()
+    others = [row for row in range(20) if row not in bad]
+    assert torch.equal(out[others], clean[others])
+
+
+def test_numbers_at_the_ends_of_the_range():
+    _, packed, bias = make(70, 3)
+    bias[:3] = 0.0
+    x = torch.zeros(4, 70)
+    x[1], x[2, 69], x[3, 0] = 1e-38, 1e-45, 1e37
+    out = bf16.multiply(x, packed, bias, 3)
+    assert (out[:1] == 0.0).all()
+    assert out.isfinite().all()
+
+
+def test_no_rows():
+    _, packed, bias = make(8, 40)
+    assert bf16.multiply(torch.empty(0, 8), packed, bias, 40).shape == (0, 40)
+
+
+def test_weights_are_packed_as_they_are_and_rounded_if_they_must_be():
+    torch.manual_seed(42)
+    weight = torch.randn(960, 576)
+    packed = bf16.pack(weight)
+    assert packed.nbytes == 960 * 576 * 2
+    assert torch.equal(bf16.pack(weight.bfloat16()), packed)
+
+
+def runner(dots: Dots, cut: Cut, num_rows: int) -> Any:
+    tile = make_tile(dots, cut)
+
+    @numba.njit
+    def run(sums, rows, panel, num_groups):
+        tile(num_rows, sums, rows, panel, num_groups, panel, 0)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("dots", "cut"),
+    [
+        pytest.param(native_dots, WIDE, marks=needs_native, id="native"),
+        pytest.param(native_dots, NARROW, marks=needs_native, id="native narrow"),
+        pytest.param(plain_dots, WIDE, id="plain"),
+        pytest.param(plain_dots, NARROW, id="plain narrow"),
+    ],
+)
+def test_every_cpu_computes_the_same(dots, cut):
+    torch.manual_seed(3)
+    num_rows, num_groups = 3, 5
+    x, weight = activations(num_rows, num_groups * GROUP), torch.randn(PANEL, num_groups * GROUP)
+    rows = x.bfloat16().view(num_rows, num_groups, GROUP).transpose(0, 1).contiguous()
+    packed = weight.bfloat16().view(PANEL, num_groups, PAIRS, PAIR).permute(1, 2, 0, 3).contiguous()
+    start = torch.randn(num_rows, PANEL)
+    sums = start.clone()
+    run = runner(dots, cut, num_rows)
+    run(sums.data_ptr(), rows.data_ptr(), packed.data_ptr(), num_groups)
+    assert torch.equal(sums, twin(x, weight, start))
+
+
+TARGET = (
+    "avx512f",
+    "avx512bw",
+    "avx512dq",
+    "avx512vl",
+    "avx512bf16",
+    "avx2",
+    "fma",
+    "f16c",
+    "avx",
+    "evex512",
+)
+INSTRUCTIONS = """
+import json, sys
+import numba
+from pagemill.kernels.cpu.matmul import bf16_tile, fp32_tile
+assert bf16_tile.IS_NATIVE and fp32_tile.CUT == fp32_tile.WIDE
+tile = bf16_tile.make_tile(bf16_tile.native_dots, fp32_tile.WIDE)
+@numba.njit
+def run(sums, rows, panel, num_groups):
+    tile(14, sums, rows, panel, num_groups, panel, 64)
+run.compile("void(int64, int64, int64, int64)")
+code = "".join(run.inspect_asm().values())
+print(json.dumps([line.split() for line in code.splitlines() if line.strip()]))
+"""
+
+
+def test_a_tile_for_such_a_cpu_keeps_its_sums_in_registers(tmp_path):
+    """Compiled for a CPU that this may not be."""
+    features = ",".join(f"+{feature}" for feature in TARGET)
+    cpu = {"NUMBA_CPU_NAME": "cooperlake", "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", INSTRUCTIONS],
+        env=os.environ | cpu,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = json.loads(run.stdout)
+    products = [line for line in lines if line[0] == "vdpbf16ps"]
+    assert len(products) == 28, "a tile is 14 rows by two vectors"
+    assert len({line[-1] for line in products}) == 28, "sums share registers"
+    loop = slice(lines.index(products[0]), lines.index(products[-1]))
+    stores = [line for line in lines[loop] if line[0].startswith("vmov") and line[-1].endswith(")")]
+    assert not stores, "sums leave their registers"
+    assert compiles_for("avx512bf16") == bf16.is_native()

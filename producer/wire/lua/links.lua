@@ -18,6 +18,39 @@ local function is_list_of_ids(text)
   return ids >= 1 and ids <= MAX_PARENTS
 end
 
+local function is_list_of_texts(values)
+  if values == nil then
+    return true
+  elseif type(values) ~= 'table' then
+    return false
+  end
+  for key, value in pairs(values) do
+    if type(key) ~= 'number' or type(value) ~= 'string' then
+      return false
+    end
+  end
+  return true
+end
+
+local function is_number(value)
+  return value == nil or type(value) == 'number'
+end
+
+-- What is wrong in a condition must be told now: the end of another job's run will ask it.
+local function are_conditions(text)
+  local read, when = pcall(cjson.decode, text)
+  if not read or type(when) ~= 'table' then
+    return false
+  end
+  for _, condition in pairs(when) do
+    if type(condition) ~= 'table' or not (is_list_of_texts(condition.label) and is_list_of_texts(condition.text)
+      and is_number(condition.prob_at_least) and is_number(condition.prob_below)) then
+      return false
+    end
+  end
+  return true
+end
+
 -- Whether the job `from` of this call waits for `target`, perhaps through others of this call.
 local function leads_to(from, target, jobs, seen)
   if from == target then
@@ -71,8 +104,7 @@ end
 
 links = {
   is_sound = function(job)
-    local read, when = pcall(cjson.decode, job.when or '{}')
-    return is_list_of_ids(job.after) and read and type(when) == 'table'
+    return is_list_of_ids(job.after) and are_conditions(job.when or '{}')
   end,
 
   -- The word for a job that can't wait for what it names.

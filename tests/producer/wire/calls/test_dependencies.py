@@ -10,7 +10,7 @@ import pytest
 
 from pagemill.producer.wire.calls import batches, dead_letters, reads, registry, transitions
 from pagemill.producer.wire.calls.transitions import PulledJob
-from pagemill.producer.wire.schema.errors import JobCancelled
+from pagemill.producer.wire.schema.errors import JobCancelled, RedisRefused
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import ErrorInfo, Output, Result
 from pagemill.producer.wire.schema.signing import split_payload
@@ -303,6 +303,51 @@ def test_a_parent_whose_result_is_gone_has_none(queue: Queue) -> None:
     assert error_of(queue, "c").code == "payload_too_large"
     queue.submit("d", after=["p"])
     assert queue.state("d") == "queued"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"after": ""},
+        {"after": "a a"},
+        {"after": "a b:c"},
+        {"after": " ".join(f"j{number}" for number in range(17))},
+        {"after": 3},
+        {"after": "p", "when": "{"},
+        {"after": "p", "when": "3"},
+        {"after": "p", "when": '{"p": 3}'},
+        {"after": "p", "when": '{"p": null}'},
+        {"after": "p", "when": '{"p": {"label": "a"}}'},
+        {"after": "p", "when": '{"p": {"text": [1]}}'},
+        {"after": "p", "when": '{"p": {"text": {"a": "b"}}}'},
+        {"after": "p", "when": '{"p": {"prob_below": "0.5"}}'},
+        {"after": "p", "when": '{"p": {"prob_at_least": null}}'},
+        {"after": "p", "otherwise": "perhaps"},
+    ],
+)
+def test_a_header_that_makes_no_sense_harms_nobody(queue: Queue, header: dict[str, Any]) -> None:
+    """Not the job that it names, whose commit would read it."""
+    queue.submit("p")
+    text = json.dumps({"id": "c", "lane": "7:1:default:m", "cost": 1} | header)
+    item = transitions.Submission("c", text.encode(), b"{}", is_linked=True)
+    with pytest.raises(RedisRefused, match="bad header at ARGV 3"):
+        queue.run(transitions.submit(queue.name, [item]))
+    plain = transitions.Submission("c", text.encode(), b"{}")
+    with pytest.raises(RedisRefused, match="bad header at ARGV 3"):
+        queue.run(transitions.submit(queue.name, [plain]))
+    assert queue.commit(queue.pull_one()) == "committed"
+
+
+@pytest.mark.parametrize(
+    "outputs", [None, 3, [], [None], [3], ["x"], [{"text": 3, "label": [], "label_probs": 1}]]
+)
+def test_a_result_of_another_form_harms_nobody(queue: Queue, outputs: object) -> None:
+    queue.submit("p")
+    queue.submit("c", prompt=READS, after=["p"], when={"parent": {"text": ""}})
+    job = queue.pull_one()
+    call = transitions.commit(queue.name, "p", job.token, "succeeded", json.dumps({"outputs": outputs}))
+    assert queue.run(call) == "committed"
+    assert queue.state("c") == "queued"
 
 
 def test_unknown_parents_are_refused(queue: Queue) -> None:

@@ -224,6 +224,10 @@ class Parties:
                 assert word in ("full", "too_large"), f"{job.id}: {word}"
                 assert word == "full" or len(job.payload) > 1000
             if again is not None:
+                if (word, again[i].status) == ("full", "created") and any(job.parents for job, _ in made):
+                    # The first call ended jobs at once whose parents had failed, which made room.
+                    self.enter(job, header)
+                    continue
                 expected = "exists" if word == "created" else word
                 assert again[i].status == expected, f"{job.id}: {word}, then {again[i].status}"
         if self.rng.random() < 0.1 and (known := self.pick(self.ledger.jobs, 3)):

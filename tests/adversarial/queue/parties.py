@@ -229,6 +229,8 @@ class Parties:
                     self.enter(job, header)
                     continue
                 expected = "exists" if word == "created" else word
+                if word == "unknown" and again[i].status == "full":
+                    continue  # later ones of the first call took the room
                 assert again[i].status == expected, f"{job.id}: {word}, then {again[i].status}"
         if self.rng.random() < 0.1 and (known := self.pick(self.ledger.jobs, 3)):
             self.submit_known([job_id for job_id in known if not self.ledger.jobs[job_id].is_freed])

@@ -34,6 +34,7 @@ from pagemill.producer.wire.calls import (
     transitions,
 )
 from pagemill.producer.wire.calls.stored_files import StoredFile
+from pagemill.producer.wire.schema.dependencies import MAX_PARENTS
 from pagemill.producer.wire.schema.job import MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES
 from pagemill.producer.wire.server import scripts
 from pagemill.worker.jobs.admission import MAX_JOBS_PER_PULL
@@ -265,10 +266,29 @@ def store_files(queue: Queue) -> None:
     queue.run(stored_files.read(queue.name, large.id, 0))
 
 
+def release(queue: Queue) -> None:
+    """Jobs that wait for as many as may be and read all of them, large ones, and a chain that is cancelled."""
+    parents = ids("p", MAX_PARENTS)
+    queue.submit(*parents)
+    submit_all(queue, ids("c", 500), after=parents, prompt="{parent1.text}", batch_id="b")
+    for job in queue.pull(MAX_PARENTS):
+        queue.commit(job, "x" * 15_000)
+    queue.submit("large")
+    submit_all(queue, ids("l", 4), after=["large"], prompt="x" * (MAX_PAYLOAD_BYTES - 1024) + "{parent.text}")
+    (job,) = (job for job in queue.pull(2000) if job.job_id == "large")
+    queue.commit(job, "x" * 250_000)
+    queue.submit("begin")
+    for number, before in enumerate(["begin", *ids("n", 200)]):
+        queue.submit(f"n{number}", after=[before])
+    queue.cancel("begin")
+    for _ in range(100):
+        queue.run(transitions.sweep(queue.name))
+
+
 CASES: tuple[Case, ...] = (
     full_submit, pull_payloads, pull_small, pull_past_idle_tenants, pull_through_an_index, pull_a_checkpoint,
     crash_leaders, expire_leaders, purge_batches, commit_shared, read_batches, cancel_leaders, bury, tell, look,
-    look_at_many_lanes, crowd, store_files,
+    look_at_many_lanes, crowd, store_files, release,
 )  # fmt: skip
 
 

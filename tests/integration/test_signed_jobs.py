@@ -60,6 +60,20 @@ def test_signed_jobs_run_and_others_fail_alone(worker: Worker, client: QueueClie
             assert failed.value.code == "unsigned"
 
 
+def test_a_signed_job_is_given_the_outputs_of_those_it_waited_for(
+    worker: Worker, client: QueueClient
+) -> None:
+    with Producer(client.url, queue=client.queue, hmac_key=KEY) as producer:
+        first = producer.submit(prompt="one", model="echo", max_tokens=6)
+        second = producer.submit(prompt="<{a.text}>", model="echo", max_tokens=9, after={"a": first})
+        assert second.result(timeout=120).text == "<one>"
+    with Producer(client.url, queue=client.queue) as producer:
+        unsigned = producer.submit(prompt="<{a.text}>", model="echo", max_tokens=9, after={"a": second})
+        with pytest.raises(JobFailed) as failed:
+            unsigned.result(timeout=120)
+        assert failed.value.code == "unsigned"
+
+
 def test_a_signed_payload_is_worth_nothing_elsewhere_or_changed(worker: Worker, client: QueueClient) -> None:
     envelope = Job.parse({"prompt": "p", "model": "echo"}).to_payload()
     signer = Keys([KEY])

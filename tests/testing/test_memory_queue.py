@@ -42,6 +42,18 @@ def test_jobs_streams_and_batches(queue: MemoryQueue, worker: EchoWorker) -> Non
     }
 
 
+def test_jobs_wait_for_others(queue: MemoryQueue, worker: EchoWorker) -> None:
+    producer = queue.producer()
+    first = producer.submit(prompt="yes", model="echo")
+    second = producer.submit(
+        prompt="{parent.text}!", model="echo", after=[first], when={"parent": {"text": "yes"}}
+    )
+    unwanted = producer.submit(prompt="x", model="echo", after=[first], when={"parent": {"text": "no"}})
+    assert second.result(timeout=PATIENCE_S).text == "yes!"
+    with pytest.raises(JobCancelled, match="is not what it was to run for"):
+        unwanted.result(timeout=PATIENCE_S)
+
+
 def test_structures_have_a_parsed_value(queue: MemoryQueue, worker: EchoWorker) -> None:
     producer = queue.producer()
     label = producer.submit(prompt="?", model="echo", structured_outputs={"choice": ["yes", "no"]})

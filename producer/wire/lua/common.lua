@@ -35,7 +35,11 @@ end
 
 -- Stands in a waiting set in the place of the affinity, for a job whose beginning that worker computed for its parent.
 local function near_name(worker)
-  return 'w' .. string.sub(redis.sha1hex(worker), 1, 5)
+  local hash = 0
+  for i = 1, #worker do
+    hash = (hash * 31 + string.byte(worker, i)) % 1048573
+  end
+  return string.format('w%05x', hash)
 end
 
 local function split_lane(lane)

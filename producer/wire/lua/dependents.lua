@@ -8,6 +8,7 @@ local MAX_RESULT = 1048576 -- bytes of a result that is decoded here
 local MAX_OUTPUTS = 262144 -- bytes of outputs that one job is given
 local SEPARATOR = '\30' -- before each output that is added to a payload; JSON has none
 local TOKEN_BYTES = 3
+local MAX_COMPARED = 4096 -- bytes of a text that conditions compare
 local told, told_bytes = 0, 0
 
 local function plain(value, kind)
@@ -27,7 +28,7 @@ function given_by(id, job, state, outcome)
   elseif state ~= 'succeeded' then
     given.code = plain(found.code, 'string')
   else
-    local output = type(found.outputs) == 'table' and found.outputs[1] or {}
+    local output = type(found.outputs) == 'table' and plain(found.outputs[1], 'table') or {}
     given.text, given.label = plain(output.text, 'string') or '', plain(output.label, 'string')
     if given.label and type(output.label_probs) == 'table' then
       -- As text: cjson writes 14 digits.
@@ -37,11 +38,20 @@ function given_by(id, job, state, outcome)
   return given
 end
 
+-- A pattern for both ends would take quadratic time.
+local function trimmed(text)
+  local last = #text
+  while last > 0 and string.find(text, '^%s', last) do
+    last = last - 1
+  end
+  return string.match(string.sub(text, 1, last), '^%s*(.*)$')
+end
+
 local function is_one_of(values, text)
-  if type(values) ~= 'table' or #text > 4096 then
+  if #text > MAX_COMPARED then
     return false
   end
-  text = string.match(text, '^%s*(.-)%s*$')
+  text = trimmed(text)
   for _, value in ipairs(values) do
     if value == text then
       return true

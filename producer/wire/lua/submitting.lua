@@ -309,6 +309,6 @@ for name, lane in pairs(lanes) do
   end
 end
 if links then
-  links.tell()
+  links.settle()
 end
 return table.concat(words, ' ')

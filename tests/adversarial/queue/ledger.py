@@ -38,6 +38,12 @@ class KnownJob:
     max_attempts: int = 3
     deadline_ms: float = float("inf")
     affinity: str | None = None
+    parents: tuple[str, ...] = ()
+    """The jobs it waits for."""
+    is_lenient: bool = False
+    """It runs whatever their ends are."""
+    reads: bool = False
+    """It is given their outputs."""
 
     token: int = 0
     """The last one that was issued."""
@@ -148,7 +154,14 @@ class Ledger:
         assert not job.has_ended, f"{job_id} is {job.state} and was given to a worker"
         assert token > job.token, f"{job_id} got token {token} after {job.token}"
         assert not self.is_surely_held(job), f"{job_id} was given to two workers"
-        assert payload == job.payload, f"{job_id} has another payload"
+        own, _, _ = payload[len(job.payload) :].partition(b"\x1e")
+        assert payload.startswith(job.payload), f"{job_id} has another payload"
+        assert not own, f"{job_id} has a longer payload"
+        assert job.reads or len(payload) == len(job.payload), f"{job_id} was given what it does not read"
+        for parent in map(self.jobs.__getitem__, job.parents):
+            assert parent.has_ended or parent.is_freed, f"{job_id} runs, and {parent.id} is {parent.state}"
+            is_fine = job.is_lenient or parent.state == "succeeded"
+            assert is_fine, f"{job_id} runs, and {parent.id} is {parent.state}"
         assert list(entries) == job.entries, f"{job_id} lost its checkpoint, or part of it"
         if job.is_held and job.has_stepped and not job.has_advanced:
             job.crashes += 1
@@ -206,6 +219,12 @@ class Ledger:
     def _check_reason(self, job: KnownJob, state: str, leader: KnownJob | None) -> None:
         """A job ends by a commit, a cancel, a deadline, or the death of five workers, and by nothing else."""
         match state:
+            case "cancelled" if job.parents and not job.is_lenient:
+                states = [self.jobs[parent].state for parent in job.parents]
+                is_bereft = any(state != "succeeded" for state in states)
+                assert job.is_cancelled or is_bereft, f"{job.id} was cancelled by nobody"
+            case "failed" if job.reads:
+                pass  # an output may be too large
             case "cancelled":
                 assert job.is_cancelled, f"{job.id} was cancelled by nobody"
             case "expired":

@@ -177,6 +177,8 @@ class Parties:
         if rng.random() < 0.1:
             header["relay"] = rng.choice(RELAYS[1:])
         job.boxes = frozenset(["webhook" in header and "", header.get("relay", False)]) - {False}
+        if rng.random() < 0.1:
+            header |= self.link(job, lane)
         header |= {"n": 3} if rng.random() < 0.3 else {}
         header |= {"stream": 1} if rng.random() < 0.2 else {}
         header |= {"metadata": json.dumps({"m": "x" * rng.randint(0, 16_000)})} if rng.random() < 0.05 else {}
@@ -184,8 +186,23 @@ class Parties:
             header["invalid"] = error_json()
         return job, header
 
+    def link(self, job: KnownJob, lane: str) -> dict[str, Any]:
+        """Let a job wait for others, which may have ended, be gone, or be another tenant's."""
+        recent = list(self.ledger.jobs)[-300:]
+        is_own = self.rng.random() < 0.97
+        pool = [other for other in recent if not is_own or self.ledger.jobs[other].tenant == job.tenant]
+        job.parents = tuple(self.pick(pool, self.rng.randint(1, 3)))
+        if not job.parents:
+            return {}
+        job.is_lenient, job.reads = self.rng.random() < 0.4, self.rng.random() < 0.5
+        header: dict[str, Any] = {"after": " ".join(job.parents), "lane": f"7{lane[1:]}"}
+        header |= {"otherwise": "run"} if job.is_lenient else {}
+        return header | ({"reads": 1} if job.reads else {})
+
     def _submit(self, made: list[tuple[KnownJob, dict[str, Any]]], batch: str | None) -> None:
-        items = [Submission(job.id, write_header(header), job.payload) for job, header in made]
+        items = [
+            Submission(job.id, write_header(header), job.payload, bool(job.parents)) for job, header in made
+        ]
         replies, again = self.send_twice(transitions.submit(self.queue.name, items, batch_id=batch))
         for i, (job, header) in enumerate(made):
             word, other = replies[i].status, replies[i].job_id
@@ -198,11 +215,22 @@ class Parties:
             elif word in ("same", "conflict"):
                 self.observe([other])
                 self.ledger.refused(job.idem or "", job.digest, word, other)
+            elif word == "unknown":
+                assert other in job.parents
+                parent = self.ledger.jobs[other]
+                may_be_gone = self.ledger.latest_ms >= parent.must_live_until_ms()
+                assert may_be_gone or parent.tenant != job.tenant, f"{job.id} may not wait for {other}"
             else:
                 assert word in ("full", "too_large"), f"{job.id}: {word}"
                 assert word == "full" or len(job.payload) > 1000
             if again is not None:
+                if (word, again[i].status) == ("full", "created") and any(job.parents for job, _ in made):
+                    # The first call ended jobs at once whose parents had failed, which made room.
+                    self.enter(job, header)
+                    continue
                 expected = "exists" if word == "created" else word
+                if word == "unknown" and again[i].status == "full":
+                    continue  # later ones of the first call took the room
                 assert again[i].status == expected, f"{job.id}: {word}, then {again[i].status}"
         if self.rng.random() < 0.1 and (known := self.pick(self.ledger.jobs, 3)):
             self.submit_known([job_id for job_id in known if not self.ledger.jobs[job_id].is_freed])
@@ -239,6 +267,7 @@ class Parties:
         lost = self.send(call) if self.rng.random() < 0.03 else None
         reply = self.send(call)
         for pulled in [*(lost.jobs if lost else ()), *reply.jobs]:
+            self.observe(list(self.ledger.jobs[pulled.job_id].parents))
             self.ledger.pulled(
                 pulled.job_id, pulled.token, pulled.payload, pulled.entries, self.asked_before_ms + lease_ms
             )

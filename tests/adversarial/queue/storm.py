@@ -78,6 +78,7 @@ class Storm(Readers):
         call = transitions.pull(self.queue.name, "last", MODELS, 64, PLENTY**3, 600_000)
         for pulled in self.send(call).jobs:
             until_ms = self.asked_before_ms + 600_000
+            self.observe(list(self.ledger.jobs[pulled.job_id].parents))
             self.ledger.pulled(pulled.job_id, pulled.token, pulled.payload, pulled.entries, until_ms)
             self.commit(self.ledger.jobs[pulled.job_id], pulled.token)
         self.sweep()

@@ -10,7 +10,7 @@ import pytest
 
 from pagemill.producer.wire.calls import batches, dead_letters, reads, registry, transitions
 from pagemill.producer.wire.calls.transitions import PulledJob
-from pagemill.producer.wire.schema.errors import JobCancelled
+from pagemill.producer.wire.schema.errors import JobCancelled, RedisRefused
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import ErrorInfo, Output, Result
 from pagemill.producer.wire.schema.signing import split_payload
@@ -305,6 +305,51 @@ def test_a_parent_whose_result_is_gone_has_none(queue: Queue) -> None:
     assert queue.state("d") == "queued"
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"after": ""},
+        {"after": "a a"},
+        {"after": "a b:c"},
+        {"after": " ".join(f"j{number}" for number in range(17))},
+        {"after": 3},
+        {"after": "p", "when": "{"},
+        {"after": "p", "when": "3"},
+        {"after": "p", "when": '{"p": 3}'},
+        {"after": "p", "when": '{"p": null}'},
+        {"after": "p", "when": '{"p": {"label": "a"}}'},
+        {"after": "p", "when": '{"p": {"text": [1]}}'},
+        {"after": "p", "when": '{"p": {"text": {"a": "b"}}}'},
+        {"after": "p", "when": '{"p": {"prob_below": "0.5"}}'},
+        {"after": "p", "when": '{"p": {"prob_at_least": null}}'},
+        {"after": "p", "otherwise": "perhaps"},
+    ],
+)
+def test_a_header_that_makes_no_sense_harms_nobody(queue: Queue, header: dict[str, Any]) -> None:
+    """Not the job that it names, whose commit would read it."""
+    queue.submit("p")
+    text = json.dumps({"id": "c", "lane": "7:1:default:m", "cost": 1} | header)
+    item = transitions.Submission("c", text.encode(), b"{}", is_linked=True)
+    with pytest.raises(RedisRefused, match="bad header at ARGV 3"):
+        queue.run(transitions.submit(queue.name, [item]))
+    plain = transitions.Submission("c", text.encode(), b"{}")
+    with pytest.raises(RedisRefused, match="bad header at ARGV 3"):
+        queue.run(transitions.submit(queue.name, [plain]))
+    assert queue.commit(queue.pull_one()) == "committed"
+
+
+@pytest.mark.parametrize(
+    "outputs", [None, 3, [], [None], [3], ["x"], [{"text": 3, "label": [], "label_probs": 1}]]
+)
+def test_a_result_of_another_form_harms_nobody(queue: Queue, outputs: object) -> None:
+    queue.submit("p")
+    queue.submit("c", prompt=READS, after=["p"], when={"parent": {"text": ""}})
+    job = queue.pull_one()
+    call = transitions.commit(queue.name, "p", job.token, "succeeded", json.dumps({"outputs": outputs}))
+    assert queue.run(call) == "committed"
+    assert queue.state("c") == "queued"
+
+
 def test_unknown_parents_are_refused(queue: Queue) -> None:
     assert submit_refused(queue, "c", after=["nobody"]) == ("unknown", "nobody")
     queue.submit("theirs", tenant="b")
@@ -519,71 +564,6 @@ def test_who_hangs_up_on_the_parent_ends_what_waits(queue: Queue) -> None:
     queue.submit("c", after=["p"])
     assert queue.hang_up("w", "p") == ["cancelled"]
     assert queue.state("c") == "cancelled"
-
-
-def test_a_worker_takes_first_what_waited_for_its_own_jobs(queue: Queue) -> None:
-    for name in "abcdef":
-        queue.submit(name, prompt="p" * 300 + name)
-        queue.submit(f"of-{name}", prompt="p" * 300 + name + " and on", after=[name])
-    for job in queue.pull(3, worker="w1") + queue.pull(3, worker="w2"):
-        queue.commit(job)
-    assert [job.job_id for job in queue.pull(2, worker="w2")] == ["of-d", "of-e"]
-    assert [job.job_id for job in queue.pull(2, worker="w1")] == ["of-a", "of-b"]
-    # Nobody waits for the worker that would be best.
-    assert [job.job_id for job in queue.pull(3, worker="w2")] == ["of-f", "of-c"]
-    assert queue.client.hget(f"{queue.prefix}warm", "w2") == queue.client.hget(f"{queue.prefix}warm", "w1")
-
-
-def test_what_begins_otherwise_goes_to_anybody(queue: Queue) -> None:
-    for name in "ab":
-        queue.submit(name, prompt="p" * 300 + name)
-        queue.submit(f"of-{name}", prompt="q" * 300 + name, after=[name])
-    for job in queue.pull(1, worker="a") + queue.pull(1, worker="b"):
-        queue.commit(job)
-    assert [job.job_id for job in queue.pull(1, worker="b")] == ["of-a"]
-
-
-def with_a_released_job(queue: Queue, **fields: Any) -> None:
-    """A job whose parent ran at worker "home", and others that waited for none."""
-    queue.submit("p", **fields)
-    queue.submit("of-p", after=["p"], **fields)
-    queue.commit(queue.pull_one(worker="home"))
-    queue.submit(*(f"j{number}" for number in range(80)))
-
-
-def test_another_worker_leaves_a_released_job_to_its_own(queue: Queue) -> None:
-    with_a_released_job(queue)
-    taken = [queue.pull_one(worker="other").job_id for _ in range(10)]
-    assert taken == [f"j{number}" for number in range(10)]
-    assert "of-p" in [queue.pull_one(worker="home").job_id for _ in range(2)]
-
-
-def test_it_does_64_times_at_most(queue: Queue) -> None:
-    with_a_released_job(queue)
-    taken = [queue.pull_one(worker="other").job_id for _ in range(81)]
-    # The lanes of the two versions take turns, and at its own the released job is passed over.
-    assert 64 <= taken.index("of-p") <= 80
-
-
-def test_nothing_less_urgent_is_taken_instead(queue: Queue) -> None:
-    with_a_released_job(queue, priority="high")
-    assert queue.pull_one(worker="other").job_id == "of-p"
-
-
-def test_the_oldest_is_overtaken_64_times_at_most(queue: Queue) -> None:
-    names = ["first", *(f"j{number}" for number in range(70))]
-    for name in names:
-        queue.submit(name)
-        queue.submit(f"of-{name}", after=[name])
-    for job in queue.pull(1, worker="other") + queue.pull(70, worker="w1"):
-        queue.commit(job)
-    settle(queue)
-    taken = [job.job_id for _ in range(71) for job in queue.pull(1, worker="w1")]
-    assert taken == [
-        *(f"of-j{number}" for number in range(64)),
-        "of-first",
-        *(f"of-j{n}" for n in range(64, 70)),
-    ]
 
 
 def test_an_adapters_jobs_wait_too(queue: Queue) -> None:

@@ -14,7 +14,7 @@ from tests.producer.driving import Queue
 from tests.producer.queue_sets import check_indexes
 
 LONG = "template " * 40
-REACH = 16384
+REACH = 8192
 """choosing.lua's: a job is not overtaken by one that was submitted further behind."""
 
 

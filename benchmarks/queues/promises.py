@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,6 @@ def main() -> int:
         "question": "the share of jobs that ended by the promised p50 and p90",
         "date": at.isoformat(timespec="seconds"), "machine": machine.describe(), "model": given.model,
         "max_num_seqs": given.rows, "jobs_per_second": round(load.rate, 3), "loads": figures,
-        "jobs": {name: [asdict(one) for one in found] for name, found in measured.items() if name != "all"},
     }  # fmt: skip
     write(path, report)
     return 0

@@ -25,6 +25,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("benchmarks.worker_overhead",),
     ("benchmarks.queues.rates",),
     ("benchmarks.queues.affinity",),
+    ("benchmarks.queues.promises",),
     ("benchmarks.queues.script_times", "--json"),
 )
 QUICK: dict[str, tuple[str, ...]] = {

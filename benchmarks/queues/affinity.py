@@ -112,10 +112,12 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class PullTimes:
-    """Of a pull of 16 jobs, round trip included, in microseconds."""
+    """Of a pull of 16 jobs, in microseconds: of the server's processor, and as a round trip."""
 
     waiting: int
     order: Order
+    processor: float
+    """Median."""
     median: float
     p95: float
     longest: float
@@ -202,23 +204,32 @@ def time_pulls(transport: SyncTransport, order: Order, waiting: int, pulls: int,
     rows = Backlog(prefixes, waiting + 16 * pulls, 300, 16).rows()
     queue.submit(row for _, row in zip(range(waiting), rows, strict=False))
     used_memory(transport.client)  # waits until the server has rewritten its file
-    microseconds = []
+    microseconds, processor = [], []
+    asking = statistics.median(-_processor(transport) + _processor(transport) for _ in range(100))
     for number in range(pulls):
-        started = time.perf_counter()
+        used, started = _processor(transport), time.perf_counter()
         jobs = queue.pull(f"w{number % 2}", 16)
         microseconds.append((time.perf_counter() - started) * 1e6)
+        processor.append((_processor(transport) - used - asking) * 1e6)
         queue.commit(jobs)
         queue.submit(row for _, row in zip(jobs, rows, strict=False))
     index = next(transport.client.scan_iter(f"{keys.prefix(queue.name)}alike:*", 1000), None)
     return PullTimes(
         waiting,
         order,
+        statistics.median(processor),
         statistics.median(microseconds),
         statistics.quantiles(microseconds, n=20)[-1],
         max(microseconds),
         int(transport.client.memory_usage(index, samples=0) or 0) if index else 0,
         int(transport.client.zcard(index)) - 1 if index else 0,
     )
+
+
+def _processor(transport: SyncTransport) -> float:
+    """Seconds of the processor that the server has used."""
+    used = transport.client.info("cpu")
+    return float(used["used_cpu_user"] + used["used_cpu_sys"])
 
 
 def main() -> int:
@@ -292,10 +303,19 @@ def _table(rows: list[tuple[Backlog, Fleet, dict[Order, Figures]]]) -> Table:
 
 def _times_table(times: list[PullTimes]) -> Table:
     table = Table(title="a pull of 16 jobs, us")
-    for column in ("waiting", "order", "median", "p95", "longest", "bytes of the index", "jobs in it"):
+    for column in (
+        "waiting",
+        "order",
+        "processor",
+        "median",
+        "p95",
+        "longest",
+        "bytes of the index",
+        "jobs in it",
+    ):
         table.add_column(column, justify="right")
     for row in times:
-        figures = (row.median, row.p95, row.longest, row.index_bytes, row.indexed)
+        figures = (row.processor, row.median, row.p95, row.longest, row.index_bytes, row.indexed)
         table.add_row(f"{row.waiting:,}", row.order, *(f"{figure:,.0f}" for figure in figures))
     return table
 

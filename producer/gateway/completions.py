@@ -27,15 +27,18 @@ async def answer(gateway: Gateway, request: Request, url: str) -> Response:
     ask = await read_ask(request, url, caller, gateway.config)
     ask = ask.of(await gateway.models.resolve(ask.model, caller))
     await gateway.admit_prompts(caller, len(ask.jobs))
-    waiter = Waiter(gateway)
+    waiter = Waiter(gateway, ask.on_late)
     try:
         await waiter.submit(ask.jobs)
     except QueueFull:
         gateway.metrics.refused["queue_full"] += 1
         raise
     if ask.stream:
-        return await _streamed(gateway, request, ask, waiter, started)
-    return await _whole(gateway, request, ask, waiter)
+        answered = await _streamed(gateway, request, ask, waiter, started)
+    else:
+        answered = await _whole(gateway, request, ask, waiter)
+    answered.headers.update(waiter.promise_headers())
+    return answered
 
 
 async def _whole(gateway: Gateway, request: Request, ask: Ask, waiter: Waiter) -> Response:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from pagemill.producer.wire.schema.errors import (
     AccessDenied,
+    DeadlineUnreachable,
     IdempotencyConflict,
     InvalidJob,
     JobError,
@@ -101,6 +102,9 @@ def as_api_error(error: PagemillError) -> ApiError:
             return ApiError(status, str(error), error.code, error.param)
         case QueueFull():
             return retry_later(429, str(error), "queue_full")
+        case DeadlineUnreachable(promise=promise):
+            late_s = (promise.p50 or 0.0) - (promise.deadline or 0.0)
+            return retry_later(503, str(error), "deadline_unreachable", late_s)
         case RedisUnavailable() | AccessDenied():
             # The address and the cause belong in the log, not in the answer.
             return retry_later(503, "the queue is not reachable now", "queue_unavailable")

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema, create_model
 from pydantic.json_schema import models_json_schema
 
+from pagemill.producer.client.submit_flow import OnLate
 from pagemill.producer.gateway.batches.batches import BATCH_ID, Batch, BatchRequest
 from pagemill.producer.gateway.batches.files import FILE_ID, File
-from pagemill.producer.gateway.request_parsing import TIMEOUT_HEADER
+from pagemill.producer.gateway.request_parsing import PROMISE_HEADER, TIMEOUT_HEADER
 from pagemill.producer.gateway.served_models import Model
 from pagemill.producer.openai import formats, responses
 from pagemill.producer.openai.pooled_schemas import POOLED_OPERATIONS
@@ -214,6 +215,7 @@ def _version() -> str:
 def _paths() -> dict[str, Any]:
     headers = [
         _parameter(TIMEOUT_HEADER, "header", Annotated[float, Field(gt=0)]),
+        _parameter(PROMISE_HEADER, "header", OnLate),
         _parameter("idempotency-key", "header", Annotated[str, Field(min_length=1, max_length=MAX_KEY - 4)]),
     ]
     model = [_parameter("model", "path", Job.model_fields["model"].rebuild_annotation())]

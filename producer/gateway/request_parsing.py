@@ -6,10 +6,11 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast, get_args
 
 from starlette.requests import Request
 
+from pagemill.producer.client.submit_flow import OnLate
 from pagemill.producer.gateway.api_keys import ApiKey
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.errors import ApiError
@@ -19,6 +20,7 @@ from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_KEY, Job
 
 TIMEOUT_HEADER = "x-request-timeout"
+PROMISE_HEADER = "x-promise"
 _STREAM_OPTIONS = {"include_usage": (True, False), "include_obfuscation": (False,)}
 
 
@@ -33,6 +35,8 @@ class Ask:
     timeout_s: float
     response: Mapping[str, Any] | None = None
     """The body of a request for a response, which the chat in `jobs` stands for."""
+    on_late: OnLate | None = None
+    """Whether to estimate when the jobs will end, and what to do if that is after the deadline."""
 
     @property
     def model(self) -> str:
@@ -78,7 +82,7 @@ async def read_ask(request: Request, url: str, caller: ApiKey, config: GatewayCo
             most = f"at most {config.max_stored_bytes} bytes are stored"
             message = f"{len(rows)} prompts, each with the request's settings, are too many: {most}"
             raise ApiError(413, message, "request_too_large", "prompt")
-    return Ask(url, tuple(jobs), is_stream, include_usage, timeout_s, response)
+    return Ask(url, tuple(jobs), is_stream, include_usage, timeout_s, response, _read_on_late(request))
 
 
 async def read_object(request: Request) -> dict[str, Any]:
@@ -144,6 +148,14 @@ def _read_timeout(request: Request, longest_s: float) -> float:
         message = f"{TIMEOUT_HEADER} is a number of seconds, at most {longest_s:g}"
         raise ApiError(400, message, "invalid_timeout", TIMEOUT_HEADER)
     return seconds
+
+
+def _read_on_late(request: Request) -> OnLate | None:
+    given = request.headers.get(PROMISE_HEADER)
+    if given is not None and given not in get_args(OnLate):
+        message = f"{PROMISE_HEADER} is {' or '.join(get_args(OnLate))}"
+        raise ApiError(400, message, "invalid_promise", PROMISE_HEADER)
+    return cast("OnLate | None", given)
 
 
 def _read_idempotency_key(request: Request) -> str | None:

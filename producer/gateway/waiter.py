@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pagemill.producer.client import submit_flow
 from pagemill.producer.client.aio_handles import AsyncJobHandle
 from pagemill.producer.client.preparer import new_job_id
+from pagemill.producer.client.submit_flow import OnLate
 from pagemill.producer.client.tracing import publishing
 from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.wire.calls import waiters
@@ -21,10 +22,12 @@ logger = logging.getLogger(__name__)
 class Waiter:
     """Counted from the submit on. If a gateway dies its waiters stay counted: their jobs run to the end."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, on_late: OnLate | None = None) -> None:
+        """`on_late`: as AsyncProducer.submit's `promise`."""
         self.handles: list[AsyncJobHandle] = []
         """The request's jobs, or earlier ones with the same idempotency keys."""
         self._gateway = gateway
+        self._on_late = on_late
         self._id = secrets.token_hex(6)
 
     async def submit(self, jobs: Iterable[Job]) -> None:
@@ -35,6 +38,14 @@ class Waiter:
         except BaseException:
             self.leave(self.handles)
             raise
+
+    def promise_headers(self) -> dict[str, str]:
+        """Return the headers of an answer that say when its last job was to end; none where that is not known."""
+        promises = [handle.promise for handle in self.handles if handle.promise is not None]
+        last = max(promises, key=lambda promise: promise.p50 or 0.0, default=None)
+        if last is None or last.p50 is None or last.p90 is None:
+            return {}
+        return {"x-promised-p50": f"{last.p50:.3f}", "x-promised-p90": f"{last.p90:.3f}"}
 
     def leave(self, handles: Sequence[AsyncJobHandle]) -> None:
         """Stop waiting, in the background: jobs without another waiter end."""
@@ -47,7 +58,8 @@ class Waiter:
         self.handles.append(handle)  # even if the reply is lost, the submit may have arrived
         with publishing(producer.queue, job) as traceparent:
             item = producer.preparer.job(job, {}, handle.id, traceparent=traceparent, waiter=self._id)
-            handle.id = await producer.run_flow(submit_flow.submit(producer.queue, item, "raise"))
+            flow = submit_flow.submit_with_promise(producer.queue, item, "raise", self._on_late)
+            handle.id, handle.promise = await producer.run_flow(flow)
 
     async def _leave(self, job_ids: list[str]) -> None:
         call = waiters.hang_up(self._gateway.config.queue, self._id, job_ids)

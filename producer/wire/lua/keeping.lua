@@ -1,5 +1,5 @@
 -- @include states
-local KEPT = 256
+local KEPT = 128
 local KEPT_TTL = 7 * DAY
 
 -- A job with a promise has succeeded: its time over the estimate that the promise was made from, for those to come.

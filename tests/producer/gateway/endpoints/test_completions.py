@@ -13,6 +13,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from pagemill import Producer
+from pagemill.producer.wire.calls import registry
 from tests.producer.driving import open_queue
 from tests.producer.gateway.serving import Served, gateway
 from tests.worker.harness import PATIENCE_S, eventually
@@ -231,6 +232,41 @@ def test_the_deadline_is_a_504(valkey_url: str, queue_name: str) -> None:
                 )
             assert late.value.status_code == 504
             assert late.value.code == "deadline_exceeded"
+
+
+def test_what_was_promised_is_in_the_answer(served: Served) -> None:
+    body = {"model": "echo", "prompt": "hello", "max_tokens": 4}
+
+    def ask(promise: str, **more: object) -> httpx.Response:
+        headers = {"x-promise": promise}
+        return httpx.post(
+            f"{served.base_url}/completions", json=body | more, headers=headers, timeout=PATIENCE_S
+        )
+
+    eventually(lambda: "x-promised-p50" in ask("flag").headers, "the worker's speed")
+    for more in ({}, {"stream": True}):
+        answer = ask("refuse", **more)
+        assert answer.status_code == 200
+        assert float(answer.headers["x-promised-p50"]) <= float(answer.headers["x-promised-p90"])
+    wrong = ask("maybe")
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "invalid_promise")
+    assert "x-promised-p50" not in httpx.post(f"{served.base_url}/completions", json=body).headers
+
+
+def test_a_deadline_that_would_be_missed_is_refused_at_once(valkey_url: str, queue_name: str) -> None:
+    queue = open_queue(valkey_url, queue_name)
+    speed = registry.Speed(rows=1, busy_rate=0.01, free_rate=0.01)
+    queue.run(registry.heartbeat(queue_name, registry.WorkerInfo(id="w", models=("m",), speed=speed)))
+    with gateway(valkey_url, queue_name, models=("m",)) as served:
+        refused = httpx.post(
+            f"{served.base_url}/completions",
+            json={"model": "m", "prompt": "x"},
+            headers={"x-promise": "refuse"},
+        )
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "deadline_unreachable")
+    assert int(refused.headers["retry-after"]) > 0
+    assert queue.client.hget(f"{queue.prefix}counts", "queued") is None
+    queue.transport.close()
 
 
 def test_a_full_queue_is_a_429_and_no_worker_a_503(valkey_url: str, queue_name: str) -> None:

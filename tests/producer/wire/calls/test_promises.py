@@ -166,7 +166,7 @@ def test_what_was_learnt_is_bounded(valkey_queue: Queue) -> None:
                 for job in jobs
             ]
         )
-    assert len(queue.run(outlook(queue.name, LANE)).kept["now"]) == 256
+    assert len(queue.run(outlook(queue.name, LANE)).kept["now"]) == 128
 
 
 def test_a_promise_of_another_form_is_refused(valkey_queue: Queue) -> None:

@@ -109,7 +109,14 @@ class RemotePlace:
         if urlsplit(self._uri).query:
             raise DatasetError(f"{self.name}: an output's URI has no query")
         _filesystem(self._uri)
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = self.path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise DatasetError(
+                f"{folder} cannot be made for the run's journal ({error.strerror}): "
+                "name a folder with PAGEMILL_STATE_DIR"
+            ) from None
 
     def claim(self, run_id: str, *, overwrite: bool) -> None:
         fs, path = _filesystem(self._marker)

@@ -55,16 +55,22 @@ class Stream:
         return self._size
 
     def _read_on(self) -> None:
+        again = "run the same command again; nothing that was done is lost"
         try:
             data = self._read(CHUNK_BYTES)
-            self._kept.seek(0, io.SEEK_END)
-            self._size += self._kept.write(data)
         except Exception as error:  # of whatever library reads it; its message may hold a secret
             kind = type(error).__name__
+            raise DiskFailed(f"{self.name} broke off after {self._size:,} bytes ({kind}): {again}") from None
+        try:
+            self._kept.seek(0, io.SEEK_END)
+            self._size += self._kept.write(data)
+            self._kept.flush()
+        except OSError as error:
+            place = tempfile.gettempdir()
             raise DiskFailed(
-                f"{self.name} broke off after {self._size:,} bytes ({kind}). Run the same command again; "
-                "nothing that was done is lost"
-            ) from None
+                f"{place} has no room for what was read of {self.name} ({error.strerror}): name another folder "
+                f"with TMPDIR, and {again}"
+            ) from error
         self.is_whole = not data
 
 

@@ -303,6 +303,15 @@ def test_an_output_that_cannot_be_written_is_told_before_anything_runs(
     assert bucket.names() == set()
 
 
+def test_without_room_for_a_journal_it_says_so(
+    bucket: Bucket, producer: Producer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PAGEMILL_STATE_DIR", str(tmp_path / "file"))
+    with pytest.raises(DatasetError, match=r"cannot be made .* PAGEMILL_STATE_DIR"):
+        simple().run(bucket.put("in.jsonl", JSONL), out=bucket("out.jsonl"), producer=producer)
+
+
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
     class Handler(SimpleHTTPRequestHandler):

@@ -108,6 +108,26 @@ def test_a_stream_that_breaks_off_stops_the_run_and_loses_nothing(
     assert set(ran.values()) == {1}
 
 
+def test_a_full_disk_is_told_from_a_broken_stream(tmp_path: Path) -> None:
+    """On a process whose files may not grow."""
+    program = (
+        "import io, resource, signal\n"
+        "from pathlib import PurePath\n"
+        "from pagemill.producer.dataset.errors import DiskFailed\n"
+        "from pagemill.producer.dataset.tables.streams import Stream\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try:\n    Stream(io.BytesIO(bytes(300_000)), PurePath('x.jsonl'), 'a pipe').size()\n"
+        "except DiskFailed as error:\n    print(error)\n"
+    )
+    settings = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=settings
+    )
+    assert done.stdout.startswith(
+        f"{tmp_path} has no room for what was read of a pipe (File too large): name another"
+    )
+
+
 def test_work_on_standard_input_begins_before_its_end(
     valkey_url: str, queue_name: str, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from pyarrow import parquet
 
 from pagemill import Producer
 from pagemill.producer.dataset import report
+from pagemill.producer.dataset.bar import RunBar
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.labels.columns import scaled
 from pagemill.producer.dataset.pipeline import Pipeline
@@ -399,3 +400,17 @@ def test_killed_in_the_middle_of_escalations_it_pays_for_nothing_twice(
     assert kills >= 3
     assert set(workers.ran.values()) == {1}, "something was paid for twice"
     check(out, 300, 0.8, ["small", "big", "huge"])
+
+
+@pytest.mark.parametrize(("total", "rows_done"), [(None, "5 rows"), (10, "5 of 10 rows")])
+def test_the_progress_tells_each_later_stage(
+    total: int | None, rows_done: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are those of the first stage; without a total where the input has not been read to its end."""
+    monkeypatch.setattr("pagemill.producer.dataset.bar.LOG_INTERVAL_S", 0.0)
+    stages = {"big": Tally(submitted=4, succeeded=2, failed=1), "huge": Tally()}
+    with RunBar(total) as bar:
+        bar.update(Tally(submitted=6, succeeded=4, failed=1, in_flight=2, stages=stages))
+    said = capsys.readouterr().err
+    assert said.startswith(rows_done)
+    assert said.endswith("2 in flight  big: 3 of 4  huge: 0 of 0  2 errors\n")

@@ -58,7 +58,6 @@ WORDS = (
     "music",
 )
 QUEUE = "sizing"
-_BESIDES = ("mem_clients_normal", "mem_aof_buffer", "used_memory_vm_eval", "used_memory_scripts_eval")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,12 +145,14 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 def _server(client: redis.Redis) -> dict[str, float]:
-    cpu, memory = client.info("cpu"), client.info("memory")
+    cpu = client.info("cpu")
     scripts = client.info("commandstats").get("cmdstat_evalsha", {})
-    # Of the queue alone: buffers of clients and of the file, and scripts, are the server's.
-    besides = sum(memory.get(name, 0) for name in _BESIDES)
     return {
-        "memory": memory["used_memory"] - besides,
+        # Key by key: with few jobs, what the server has for itself is more.
+        "memory": sum(
+            client.memory_usage(key, samples=0) or 0
+            for key in client.scan_iter(f"pagemill:{{{QUEUE}}}:*", 1000)
+        ),
         "scripts": scripts.get("calls", 0),
         "cpu_s": cpu["used_cpu_user"] + cpu["used_cpu_sys"],
     }

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pagemill.engine.devices.cpu import CpuBackend
+from pagemill.engine.layers.cuda_fusion import CudaFusion
 from pagemill.engine.llm import LLM
 from pagemill.engine.models import loader
 from pagemill.engine.outputs import EngineStats, SampleState
@@ -98,12 +99,14 @@ def case(
     return checkpoint, str(checkpoint.write(tmp_path)), windows
 
 
-@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("how", ["compiled", "fused as on CUDA", "transformers' own"])
 def test_tokens_are_transformers(
-    case: tuple[TinyCheckpoint, str, tuple[int | None, ...]], is_fused: bool, monkeypatch: pytest.MonkeyPatch
+    case: tuple[TinyCheckpoint, str, tuple[int | None, ...]], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, directory, windows = case
-    if not is_fused:
+    if how == "fused as on CUDA":
+        monkeypatch.setattr(CpuBackend, "fusion", lambda _self, traits, _, make: CudaFusion(traits, make))
+    elif how == "transformers' own":
         monkeypatch.setattr(CpuBackend, "fuse", lambda *_: None)
     llm = LLM(directory, **OPTIONS)
     poison_free_blocks(llm)

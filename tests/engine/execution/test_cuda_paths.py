@@ -42,7 +42,7 @@ from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels.types.layer_cache import LayerCache
 from pagemill.kernels.types.metadata import AttentionMetadata
 from tests.engine.layers.test_decoder_layer import traits_of
-from tests.engine.tiny_model import VOCAB_SIZE, save_tiny_llama
+from tests.engine.tiny_model import EOS, VOCAB_SIZE, save_tiny_llama, save_tiny_ministral
 from tests.monitoring.snapshots import metrics, scrape, value
 
 _CPU = torch.device("cpu")
@@ -56,10 +56,14 @@ _PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    save_tiny_llama(path)
+@pytest.fixture(scope="module", params=["one group of layers", "groups by window"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    if request.param == "one group of layers":
+        save_tiny_llama(path)
+    else:
+        kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+        save_tiny_ministral(path, kinds, std=0.6, vocab_size=VOCAB_SIZE, eos=EOS)
     return path
 
 

@@ -169,6 +169,8 @@ class ProgressReporter:
         self._events.put([])
         if self._thread.ident is not None:
             self._thread.join(timeout + 1.0)
+        if self._results is not None:
+            self._results.stop()
         return not self._ended and not self._table.running() and not self._thread.is_alive()
 
     @property

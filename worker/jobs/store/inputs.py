@@ -29,7 +29,7 @@ class StoredInputs:
     def __init__(self, store: Store, timeout_s: float) -> None:
         self._store = store
         self._timeout_s = timeout_s
-        self._wanted: SimpleQueue[tuple[PulledJob, Reference]] = SimpleQueue()
+        self._wanted: SimpleQueue[tuple[PulledJob, Reference] | None] = SimpleQueue()
         self._arrived: SimpleQueue[Fetched] = SimpleQueue()
         self._pending: dict[int, tuple[PulledJob, float]] = {}
         """By fencing token: the job, and `time.monotonic()` when it is given up."""
@@ -71,11 +71,13 @@ class StoredInputs:
         """Return the jobs that are still on their way; they will not arrive."""
         pulled = [pulled for pulled, _ in self._pending.values()]
         self._pending.clear()
+        for _ in self._threads:
+            self._wanted.put(None)
         return pulled
 
     def _run(self) -> None:
-        while True:
-            pulled, reference = self._wanted.get()
+        while (wanted := self._wanted.get()) is not None:
+            pulled, reference = wanted
             try:
                 payload = self._store.read(reference)
             except StoreError as error:

@@ -35,6 +35,7 @@ _JOB_STATUS = {
     "unknown_adapter": 404,
     "payload_too_large": 413,
     "out_of_memory": 503,
+    "store_unavailable": 503,
     "cancelled": 410,
     "unsigned": 500,
 }

@@ -20,6 +20,7 @@ from pagemill.producer.wire.schema.errors import (
     RedisUnavailable,
     ResultExpired,
     ResultTimeout,
+    StoreError,
 )
 
 RETRY_AFTER_S = 1
@@ -100,6 +101,8 @@ def as_api_error(error: PagemillError) -> ApiError:
             return ApiError(status, str(error), error.code, error.param)
         case QueueFull():
             return retry_later(429, str(error), "queue_full")
+        case StoreError(kind="away"):
+            return retry_later(503, "the store of large requests is not reachable now", "store_unavailable")
         case RedisUnavailable() | AccessDenied():
             # The address and the cause belong in the log, not in the answer.
             return retry_later(503, "the queue is not reachable now", "queue_unavailable")

@@ -63,7 +63,7 @@ class StoredInputs:
         for token, (pulled, give_up_at) in list(self._pending.items()):
             if now >= give_up_at:
                 del self._pending[token]
-                late = StoreError(f"the store did not answer within {self._timeout_s:g} s", retryable=True)
+                late = StoreError(f"the store did not answer within {self._timeout_s:g} s", "away")
                 found.append(Fetched(pulled, late))
         return found
 
@@ -83,7 +83,7 @@ class StoredInputs:
             except StoreError as error:
                 self._arrived.put(Fetched(pulled, error))
             except Exception as error:
-                problem = StoreError(f"the store fails with {type(error).__name__}", retryable=True)
+                problem = StoreError(f"the store fails with {type(error).__name__}", "away")
                 self._arrived.put(Fetched(pulled, problem))
             else:
                 self._arrived.put(Fetched(replace(pulled, payload=payload, fetched_for=reference.tenant)))

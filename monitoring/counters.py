@@ -12,7 +12,7 @@ from pagemill.error_codes import FINAL_CODES
 
 Delivery = Literal["first", "redelivered"]
 Outcome = Literal["succeeded", "failed", "cancelled", "expired", "dead"]
-RetryReason = Literal["engine_error", "output_invalid"]
+RetryReason = Literal["engine_error", "output_invalid", "store_unavailable"]
 RenewalResult = Literal["renewed", "lost", "error"]
 CommitResult = Literal["committed", "fenced", "already_done", "error"]
 ProgressResult = Literal["written", "refused"]

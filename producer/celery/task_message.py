@@ -24,7 +24,9 @@ def whole(outcome: Outcome) -> Outcome:
         return outcome
     store = Store.from_environment()
     if store is None:
-        raise StoreError(f"the result lies in a store, and none is configured here: set {URL_VARIABLE}")
+        raise StoreError(
+            f"the result lies in a store, and none is configured here: set {URL_VARIABLE}", "unset"
+        )
     return outcome.loaded(store.read(outcome.stored.reference))
 
 

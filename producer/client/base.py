@@ -78,7 +78,9 @@ class ProducerBase:
 
     def _reached_store(self) -> Store:
         if self.store is None:
-            raise StoreError(f"it lies in a store, and none is configured here: set {URL_VARIABLE} or store=")
+            raise StoreError(
+                f"it lies in a store, and none is configured here: set {URL_VARIABLE} or store=", "unset"
+            )
         return self.store
 
     def _init_connection(self) -> None:

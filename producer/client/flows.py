@@ -94,14 +94,18 @@ def loaded(found: Outcome) -> Flow[Outcome]:
 
 
 def page(queue: str, batch_id: str, position: int, *, ordered: bool) -> Flow[Page]:
-    """Return the next ends of a batch. One whose result can't be read from its store says so as its error."""
+    """Return the next ends of a batch. One whose result its store has lost says so as its error.
+
+    Raises StoreError where the store does not answer, or none is configured.
+    """
     found: Page = yield batches.page(queue, batch_id, position, ordered=ordered)
     for at, end in found.stored.items():
         try:
             whole_end = yield from loaded(end)
         except StoreError as error:
-            code = "store_unavailable" if error.retryable else "payload_lost"
-            problem = ErrorInfo(code=code, message=str(error), retryable=error.retryable)
+            if error.kind != "lost":
+                raise
+            problem = ErrorInfo(code="payload_lost", message=str(error))
             found.items[at] = found.items[at].model_copy(update={"error": problem})
         else:
             found.items[at] = found.items[at].model_copy(update={"result": whole_end.result})

@@ -80,7 +80,8 @@ class BatchHandle:
         """Yield each end as it happens (ordered: in the order of submission), until all jobs have ended.
 
         Never raises for a job: an item holds a result or an error. `after` is the cursor of the last item
-        processed, so that another reader, or a later one, continues from there. Raises ResultTimeout when jobs
+        processed, so that another reader, or a later one, continues from there. Raises StoreError where results lie
+        in a store that does not answer, or that is not configured here; ResultTimeout when jobs
         have not ended `timeout` seconds after the first was asked for; those that have are delivered first.
         """
         return self._producer.iterate_flow(

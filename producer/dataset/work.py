@@ -15,7 +15,7 @@ from pagemill.producer.client.effects import Flow, Wait
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.journal import Failure, Journal
 from pagemill.producer.wire.calls import batches
-from pagemill.producer.wire.schema.errors import JobNotFound, RedisUnavailable
+from pagemill.producer.wire.schema.errors import JobNotFound, RedisUnavailable, StoreError
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import BatchItem
 
@@ -206,8 +206,8 @@ class WorkLoop:
         while True:
             try:
                 self._producer.submit_many(chunk, batch_id=self._batch_id)
-            except RedisUnavailable:
-                if time.monotonic() > give_up:
+            except (RedisUnavailable, StoreError) as error:
+                if time.monotonic() > give_up or not _may_pass(error):
                     raise
                 time.sleep(WAIT_S)
             else:
@@ -251,8 +251,8 @@ class WorkLoop:
         while True:
             try:
                 page = self._producer.run_flow(_page(self._producer.queue, self._batch_id, self._position))
-            except RedisUnavailable:
-                if time.monotonic() - self._reached > PATIENCE_S:
+            except (RedisUnavailable, StoreError) as error:
+                if time.monotonic() - self._reached > PATIENCE_S or not _may_pass(error):
                     raise
                 time.sleep(WAIT_S)
                 return collected
@@ -306,6 +306,10 @@ class WorkLoop:
             tally.failed += 1
             tally.codes[failure.code] = tally.codes.get(failure.code, 0) + 1
             self.tally.latest = f"{failure.code}: {failure.message}"
+
+
+def _may_pass(error: Exception) -> bool:
+    return not isinstance(error, StoreError) or error.retryable
 
 
 def _page(queue: str, batch_id: str, position: int) -> Flow[batches.Page]:

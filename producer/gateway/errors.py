@@ -21,6 +21,7 @@ from pagemill.producer.wire.schema.errors import (
     RedisUnavailable,
     ResultExpired,
     ResultTimeout,
+    StoreError,
 )
 
 RETRY_AFTER_S = 1
@@ -36,6 +37,7 @@ _JOB_STATUS = {
     "unknown_adapter": 404,
     "payload_too_large": 413,
     "out_of_memory": 503,
+    "store_unavailable": 503,
     "cancelled": 410,
     "parent_failed": 410,
     "condition_false": 410,
@@ -105,6 +107,8 @@ def as_api_error(error: PagemillError) -> ApiError:
         case DeadlineUnreachable(promise=promise):
             late_s = (promise.p50 or 0.0) - (promise.deadline or 0.0)
             return retry_later(503, str(error), "deadline_unreachable", late_s)
+        case StoreError(kind="away"):
+            return retry_later(503, "the store of large requests is not reachable now", "store_unavailable")
         case RedisUnavailable() | AccessDenied():
             # The address and the cause belong in the log, not in the answer.
             return retry_later(503, "the queue is not reachable now", "queue_unavailable")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pagemill import Producer
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.reads import Outcome
 from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.store.store import Store
 from tests.conftest import ROOT
 from tests.golden.cases import JOBS
 from tests.golden.released import Release
@@ -191,3 +194,18 @@ def test_jobs_that_wait_for_others_live_beside_the_released_version(
     told = json.loads(released.command(client.url, client.queue, "result", child, "--json"))
     assert told["outputs"][0]["text"] == "<0123>"
     assert not client.redis.keys(f"{keys.prefix(client.queue)}children:*")
+
+
+def test_a_job_in_a_store_is_never_taken_by_a_worker_that_could_not_read_it(
+    releases: dict[str, Release], client: QueueClient, tmp_path: Path
+) -> None:
+    """Nor its result given to a reader of that release, unless a worker was told to put results there."""
+    prompt = "large " * 300
+    with Producer(client.url, queue=client.queue, store=Store(f"file://{tmp_path}", 1500)) as producer:
+        handle = producer.submit(prompt=prompt, model="echo", max_tokens=1900, priority="high")
+        with worker_of(releases["released"], client, model="echo"):
+            client.wait(client.submit({"prompt": "a"}))
+            assert handle.status().state == "queued"
+        with worker_of(releases["this"], client, model="echo", store_url=f"file://{tmp_path}"):
+            assert handle.result(timeout=60).text == prompt
+    assert client.redis.strlen(keys.outcome(client.queue, handle.id)) > len(prompt)

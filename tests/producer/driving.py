@@ -67,7 +67,7 @@ class Queue:
         cost: int = PLENTY,
         lease_ms: int = 60_000,
         models: tuple[str, ...] = ("m",),
-        **options: int,
+        **options: Any,
     ) -> list[PulledJob]:
         call = transitions.pull(self.name, worker, models, max_jobs, cost, lease_ms, **options)
         return self.run(call).jobs

@@ -170,6 +170,8 @@ class ProgressReporter:
         self._events.put([])
         if self._thread.ident is not None:
             self._thread.join(timeout + 1.0)
+        if self._results is not None:
+            self._results.stop()
         return not self._ended and not self._table.running() and not self._thread.is_alive()
 
     @property
@@ -234,7 +236,7 @@ class ProgressReporter:
 
     def _wait_s(self) -> float:
         now = time.monotonic()
-        if self._ended:
+        if any(not self._is_storing(key, now) for key in self._ended):
             return min(TICK_S, max(0.0, self._retry_at - now))
         if any(job.is_saved_often and job.unsaved_tokens for job in self._table.running()):
             return min(TICK_S, self._config.stream_checkpoint_s)
@@ -309,6 +311,11 @@ class ProgressReporter:
             self._storing[write.key] = time.monotonic() + self._config.store_timeout_s
             self._results.write(write)
 
+    def _is_storing(self, key: str, now: float) -> bool:
+        """Return whether a result is still on its way to the store. Close to the end of a drain, none is waited for."""
+        is_late = self._give_up_at is not None and now >= self._give_up_at - RELEASE_PATIENCE_S
+        return not is_late and now < self._storing.get(key, 0.0)
+
     def _discard(self, write: FinalWrite) -> None:
         if self._results is not None and write.stored:
             self._results.discard(write.stored)
@@ -374,7 +381,7 @@ class ProgressReporter:
         ended = [
             write
             for key, write in self._ended.items()
-            if not self._lacks_checkpoint(write) and now >= self._storing.get(key, 0.0)
+            if not self._lacks_checkpoint(write) and not self._is_storing(key, now)
         ]
         for start in range(0, len(ended), MAX_WRITES):
             self._write_ends(ended[start : start + MAX_WRITES])

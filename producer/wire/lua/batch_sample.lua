@@ -5,6 +5,6 @@
 -- @include common
 local ids = {}
 for i = 2, #ARGV do
-  ids[#ids + 1] = redis.call('LINDEX', P .. 'bjobs:' .. ARGV[1], ARGV[i]) or nil
+  ids[#ids + 1] = redis.call('LRANGE', P .. 'bjobs:' .. ARGV[1], ARGV[i], ARGV[i])[1]
 end
 return ids

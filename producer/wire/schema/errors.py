@@ -24,7 +24,7 @@ PagemillError
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pagemill.producer.wire.schema.base_error import InvalidOutput as InvalidOutput
 from pagemill.producer.wire.schema.base_error import PagemillError as PagemillError
@@ -135,14 +135,19 @@ class ResultExpired(PagemillError):
 
 
 class StoreError(PagemillError):
-    """A payload or result in a store is missing, not what was written, or out of reach (`retryable`).
+    """A payload or result in a store can't be read or written. The message quotes neither names nor credentials.
 
-    The message quotes neither names nor credentials.
+    `kind`: lost, it is missing or not what was written; away, the store does not answer, and may later (`retryable`);
+    unset, no store is configured here, or another one.
     """
 
-    def __init__(self, message: str, *, retryable: bool = False) -> None:
+    def __init__(self, message: str, kind: Literal["lost", "away", "unset"] = "lost") -> None:
         super().__init__(message)
-        self.retryable = retryable
+        self.kind = kind
+
+    @property
+    def retryable(self) -> bool:
+        return self.kind == "away"
 
 
 class Unverifiable(PagemillError):

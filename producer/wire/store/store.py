@@ -91,12 +91,12 @@ class Store:
 
     def _at(self, uri: str, operation: Callable[[Any, str], T]) -> T:
         if not self.owns(uri):
-            raise StoreError("a stored file lies outside the store that is configured here")
+            raise StoreError("a stored file lies outside the store that is configured here", "unset")
         try:
             from fsspec.core import url_to_fs
         except ImportError:
             raise StoreError(
-                "fsspec is missing: pip install 'pagemill[s3]', or fsspec itself for files", retryable=True
+                "fsspec is missing: pip install 'pagemill[s3]', or fsspec itself for files", "away"
             ) from None
         try:
             fs, path = url_to_fs(uri, **_options(self.url))
@@ -105,7 +105,7 @@ class Store:
             raise StoreError("a stored file is missing") from error
         except Exception as error:
             # Never the message: it may hold addresses, or what a request was signed with.
-            raise StoreError(f"the store fails with {type(error).__name__}", retryable=True) from error
+            raise StoreError(f"the store fails with {type(error).__name__}", "away") from error
 
 
 def reference_to(uri: str, data: bytes, tenant: str = "default") -> Reference:

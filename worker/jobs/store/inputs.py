@@ -29,7 +29,7 @@ class StoredInputs:
     def __init__(self, store: Store, timeout_s: float) -> None:
         self._store = store
         self._timeout_s = timeout_s
-        self._wanted: SimpleQueue[tuple[PulledJob, Reference]] = SimpleQueue()
+        self._wanted: SimpleQueue[tuple[PulledJob, Reference] | None] = SimpleQueue()
         self._arrived: SimpleQueue[Fetched] = SimpleQueue()
         self._pending: dict[int, tuple[PulledJob, float]] = {}
         """By fencing token: the job, and `time.monotonic()` when it is given up."""
@@ -63,7 +63,7 @@ class StoredInputs:
         for token, (pulled, give_up_at) in list(self._pending.items()):
             if now >= give_up_at:
                 del self._pending[token]
-                late = StoreError(f"the store did not answer within {self._timeout_s:g} s", retryable=True)
+                late = StoreError(f"the store did not answer within {self._timeout_s:g} s", "away")
                 found.append(Fetched(pulled, late))
         return found
 
@@ -71,17 +71,19 @@ class StoredInputs:
         """Return the jobs that are still on their way; they will not arrive."""
         pulled = [pulled for pulled, _ in self._pending.values()]
         self._pending.clear()
+        for _ in self._threads:
+            self._wanted.put(None)
         return pulled
 
     def _run(self) -> None:
-        while True:
-            pulled, reference = self._wanted.get()
+        while (wanted := self._wanted.get()) is not None:
+            pulled, reference = wanted
             try:
                 payload = self._store.read(reference)
             except StoreError as error:
                 self._arrived.put(Fetched(pulled, error))
             except Exception as error:
-                problem = StoreError(f"the store fails with {type(error).__name__}", retryable=True)
+                problem = StoreError(f"the store fails with {type(error).__name__}", "away")
                 self._arrived.put(Fetched(pulled, problem))
             else:
                 self._arrived.put(Fetched(replace(pulled, payload=payload, fetched_for=reference.tenant)))

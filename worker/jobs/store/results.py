@@ -31,8 +31,8 @@ class StoredResults:
     def __init__(self, store: Store, new_queue: Callable[[], JobQueue]) -> None:
         self._store = store
         self._queues = [new_queue() for _ in range(NUM_THREADS)]
-        self._wanted: SimpleQueue[FinalWrite | str] = SimpleQueue()
-        """Results to write, and URIs to delete."""
+        self._wanted: SimpleQueue[FinalWrite | str | None] = SimpleQueue()
+        """Results to write, and URIs to delete; None ends a thread."""
         self._on_written: Callable[[FinalWrite], None] = lambda write: None
 
     def start(self, on_written: Callable[[FinalWrite], None]) -> None:
@@ -41,6 +41,11 @@ class StoredResults:
         for queue in self._queues:
             # A daemon: a store that never answers must not keep the process.
             threading.Thread(target=self._run, args=(queue,), name="pagemill-store", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the threads once they are idle."""
+        for _ in self._queues:
+            self._wanted.put(None)
 
     def takes(self, write: FinalWrite) -> bool:
         """Return whether a write is of a result that belongs into the store."""
@@ -54,8 +59,7 @@ class StoredResults:
         self._wanted.put(uri)
 
     def _run(self, queue: JobQueue) -> None:
-        while True:
-            wanted = self._wanted.get()
+        while (wanted := self._wanted.get()) is not None:
             try:
                 if isinstance(wanted, str):
                     queue.run(stored.announce(queue.queue, [wanted], within_ms=0))

@@ -381,7 +381,7 @@ def load_outline(config: EngineConfig, device: DeviceBackend) -> LoadedModel:
     raw = read_config(directory)
     family = find_family(raw)
     model_config = _build_config(family, raw, directory)
-    dtype = resolve_dtype(config, model_config, device)
+    dtype = resolve_dtype(config, model_config, device, read_scheme(directory))
     context_length = _context_length(model_config)
     module_class: Any = causal_lm_class(model_config)
     # What a model of no registered family computes is only seen where it runs.

@@ -10,14 +10,14 @@ local REACH = 8192
 local FRONT = 16
 local MAX_CHUNKS = 4
 local MAX_STALE = 256
-local MAX_WANTED = 1000
+local MAX_CHANGES = 1000
 local PULLER_TTL = 600000
 local worker = ARGV[1]
 local PULLER = P .. 'puller:' .. worker
 local meta = redis.call('HMGET', P .. 'meta', 'turn', 'paused', 'rate', 'burst', 'level', 'level_at', 'cursor')
 -- Each worker has turns of its own: of two that pull by turns, one would get every second turn of a common count. A new
 -- one begins where the last new one was after its first pull, so that many who pull once each take turns as well.
-local own = redis.call('HMGET', PULLER, 'turn', 'cursor')
+local own = redis.call('HMGET', PULLER, 'turn', 'cursor', 'changes')
 local is_new = not own[1]
 local first_turn = tonumber(own[1] or meta[1] or 0)
 local turn = first_turn
@@ -163,7 +163,7 @@ local at_end = {}
 local function first_alike(lane, affinity, rank_of_oldest)
   local limit = rank_of_oldest + REACH
   while stale > 0 do
-    local place = redis.call('ZRANGEBYLEX', alike_key(lane), '[' .. affinity .. ' ', '(' .. affinity .. '!', 'LIMIT', 0, 1)[1]
+    local place = redis.call('ZRANGE', alike_key(lane), '[' .. affinity .. ' ', '(' .. affinity .. '!', 'BYLEX', 'LIMIT', 0, 1)[1]
     local rank = place and rank_of(place)
     if rank then
       local name = rank <= limit and redis.call('ZRANGEBYSCORE', P .. 'wait:' .. lane, rank, rank)[1]
@@ -251,14 +251,19 @@ local function save_choices()
   if turn == first_turn then
     return
   end
-  if redis.call('HLEN', PULLER) > MAX_WANTED then
-    redis.call('UNLINK', PULLER)
-  end
   local fields = {'turn', turn, 'cursor', cursor}
   for lane in pairs(changed) do
     fields[#fields + 1] = lane
     fields[#fields + 1] = wanted[lane]
   end
+  local changes = tonumber(own[3] or 0) + (#fields - 4) / 2
+  if changes > MAX_CHANGES then
+    -- Lanes may be many, and few of them are what the cache still has.
+    redis.call('UNLINK', PULLER)
+    changes = 0
+  end
+  fields[#fields + 1] = 'changes'
+  fields[#fields + 1] = changes
   redis.call('HSET', PULLER, unpack(fields))
   redis.call('PEXPIRE', PULLER, PULLER_TTL)
   if is_new then

@@ -269,6 +269,19 @@ def test_index_entries_of_jobs_that_left_unseen_do_no_harm(queue: Queue) -> None
     assert not any(name.startswith("alike:") for name in queue.names())
 
 
+def test_what_a_worker_wants_of_many_lanes_is_forgotten_in_time(queue: Queue) -> None:
+    record = f"{queue.prefix}puller:w1"
+    queue.submit("a", prompt=LONG)
+    queue.pull_one()
+    assert queue.client.hkeys(record) == [b"turn", b"cursor", b"1:1:default:m", b"changes"]
+    queue.client.hset(record, "changes", 1000)
+    queue.submit("b", tenant="other", prompt=LONG)
+    queue.pull_one()
+    assert set(queue.client.hkeys(record)) == {b"turn", b"cursor", b"1:1:other:m", b"changes"}
+    assert queue.client.hget(record, "turn") == b"2"
+    assert queue.client.pttl(record) > 0
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_workers_of_two_releases_share_a_lane(queue: Queue, seed: int) -> None:
     """Every job comes once, whoever pulls, and what is left of the index goes by itself."""

@@ -144,7 +144,7 @@ def test_a_real_model_is_restarted(start: Start, client: QueueClient, tmp_path: 
     jobs = [
         {
             "model": "tiny",
-            "prompt_token_ids": [5, 6, 7 + i],
+            "prompt_token_ids": [5, 6, 7 + i % 8, 7 + i // 8],
             "max_tokens": 40,
             "ignore_eos": True,
             "temperature": 0,

@@ -422,13 +422,15 @@ class KVCacheManager:
         blocks = self.pool.blocks
         return [i for i in range(first, first + self._num_groups) if blocks[table[i]].ref_count > 1]
 
-    def _append_to_column(self, sequence: Sequence, column: int, offset: int) -> bool:
-        table, count = sequence.block_ids, self._num_groups
-        blocks = [self.pool.blocks[block_id] for block_id in table[column * count : (column + 1) * count]]
-        if any(block.ref_count > 1 for block in blocks):
-            return False
-        for block in blocks:
-            self.pool.fill(block, offset + 1)
+    def _append_to_column(self, sequence: Sequence, index: int, offset: int) -> bool:
+        pool, blocks, first = self.pool, self.pool.blocks, index * self._num_groups
+        column = [blocks[block_id] for block_id in sequence.block_ids[first : first + self._num_groups]]
+        for block in column:
+            if block.ref_count > 1:
+                return False
+        for block in column:  # `pool.fill`, inlined as in `append_slot`
+            pool.filled_slots += offset + 1 - block.num_filled
+            block.num_filled = offset + 1
         return True
 
     def _acquire(self, table: list[int]) -> None:

@@ -21,7 +21,7 @@ from pagemill.engine.devices.backend import NO_BATCH_INVARIANCE, DeviceBackend
 from pagemill.engine.devices.quantized_products import packed_product
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.layers.converted_products import ConvertedProduct, PackedBf16Product, PackedInt8Product
-from pagemill.engine.layers.cpu_fusion import CpuFusion
+from pagemill.engine.layers.cpu_fusion import CpuFusion, RotaryAttention
 from pagemill.engine.layers.decoder_layer import FusedDecoderLayer
 from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.layers.fusion import Fusion
@@ -162,7 +162,11 @@ def _warm_up_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) -> 
             layer.warm_up(shape.block_size, shape.dtype)
         else:
             warm_up_operators()
-            cpu.warm_up_layers(num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size, shape.dtype)
+            rounds = any(
+                isinstance(m, RotaryAttention) and m.scoring.rounds_to_cache for m in module.modules()
+            )
+            heads = (num_heads, shape.num_kv_heads, shape.head_dim)
+            cpu.warm_up_layers(*heads, shape.block_size, shape.dtype, rounds_to_cache=rounds)
     logger.info("CPU kernels ready after %.1f s", time.monotonic() - started)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from pagemill.engine.layers.attention import attend
+from pagemill.engine.layers.converted_products import PackedBf16Product
 from pagemill.engine.layers.decoder_layer import FusedDecoderLayer, can_be_compiled
 from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.layers.fusion import Fusion, MergedAttention, RMSNorm
@@ -21,6 +23,8 @@ class RotaryAttention(MergedAttention):
         super().__init__(source, traits, make_product)
         from pagemill.kernels.cpu import fused_rows
 
+        rounds = isinstance(self.qkv_proj.product, PackedBf16Product)
+        self.scoring = replace(self.scoring, rounds_to_cache=rounds)
         self._rotate = fused_rows.rotary_embedding
 
     def forward(

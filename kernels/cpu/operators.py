@@ -14,7 +14,7 @@ from pagemill.kernels.cpu import fused_rows
 from pagemill.kernels.cpu.attention.decode import decode
 from pagemill.kernels.cpu.attention.prefill import prefill
 from pagemill.kernels.cpu.jit.compiler import NUMBERS_PER_THREAD, run_rows, use_torch_threads
-from pagemill.kernels.cpu.jit.element import ELEMENTS
+from pagemill.kernels.cpu.jit.element import element_of
 from pagemill.kernels.cpu.jit.memory import advise_huge_pages
 from pagemill.kernels.cpu.matmul import fp32, fp32_tile, low_rank, weight_packing
 from pagemill.kernels.cpu.sampling import noise as cpu_noise
@@ -46,7 +46,7 @@ def reshape_and_cache(
     assert slot_mapping.dtype == torch.int64
     num_tokens, num_kv_heads, head_dim = key.shape
     arguments = (
-        ELEMENTS[cache.keys.dtype],
+        element_of(cache.keys.dtype),
         key.data_ptr(),
         key.stride(0),
         key.stride(1),
@@ -97,7 +97,7 @@ def paged_attention(
         query.data_ptr(),
         query.stride(0),
         query.stride(1),
-        ELEMENTS[cache.keys.dtype],
+        element_of(cache.keys.dtype, rounds=scoring.rounds_to_cache),
         *_addresses(cache),
         tables.data_ptr(),
         tables.stride(0),
@@ -146,6 +146,7 @@ def warm_up_layers(
     head_dim: int,
     block_size: int,
     cache_dtype: torch.dtype = torch.float32,
+    rounds_to_cache: bool = False,
 ) -> None:
     """The same for the operators of layers that are called one by one."""
     many = -(-2 * NUMBERS_PER_THREAD // (num_kv_heads * head_dim))
@@ -159,4 +160,4 @@ def warm_up_layers(
         reshape_and_cache(key[:n], value[:n], cache, torch.full((n,), -1))
         fused_rows.rotary_embedding(query[:n], key[:n], angles[:n], angles[:n])
         fused_rows.silu_and_mul(rows[:n])
-    paged_attention(query[:3], cache, warm_up_metadata(), Scoring(scale=1.0))
+    paged_attention(query[:3], cache, warm_up_metadata(), Scoring(1.0, rounds_to_cache=rounds_to_cache))

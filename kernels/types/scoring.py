@@ -21,3 +21,6 @@ class Scoring:
     sliding_window: int | None = None
     """Key j is visible to query position i if i - sliding_window < j <= i; None: if j <= i."""
     softcap: float | None = None
+    rounds_to_cache: bool = False
+    """A prompt's queries and the weights of values are rounded to bfloat16, where the cache holds such numbers and the
+    CPU multiplies them."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from pagemill.kernels import dispatch, reference
 from pagemill.kernels.cpu import operators as cpu
+from pagemill.kernels.cpu.matmul import bf16
+from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
 from pagemill.kernels.types.layer_cache import FP8, LayerCache, allocate_layer, as_bytes, largest_number
 from tests.kernels.paged_case import assert_close, dense_attention, make_case
 
@@ -60,6 +63,49 @@ def test_attention_computes_with_exactly_what_is_stored(dtype, shape, options):
     assert_close(out, truth, case, 1e-5)
     twin = reference.paged_attention(case.query, case.cache, case.metadata, case.scoring)
     assert_close(twin, truth, case, 1e-5)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (96, 8), (128, 64), (80, 16)])
+@pytest.mark.parametrize(
+    "options", [{}, {"alibi": True, "softcap": 2.0, "sliding_window": 37}], ids=["plain", "biased"]
+)
+def test_a_bfloat16_models_prompts_round_queries_and_weights(head_dim, block_size, options):
+    """Near the exact result; single tokens as ever."""
+    lengths = [1, 1, 40, 7, 130], [5, 300, 70, 200, 130]
+    shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": head_dim, "block_size": block_size}
+    case = make_case(
+        *lengths, cache_dtype=torch.bfloat16, padded_tokens=3, free_outside_window=True, **shape, **options
+    )
+    scoring = replace(case.scoring, rounds_to_cache=True)
+    out = cpu.paged_attention(case.query, case.cache, case.metadata, scoring)
+    plain = cpu.paged_attention(case.query, case.cache, case.metadata, case.scoring)
+    assert_close(out, dense_attention(case.in_double()), case, 0.02)
+    assert torch.equal(out[:2], plain[:2]), "single tokens are not rounded"
+    is_rounded = bf16.is_native() and head_dim % PANEL == 0
+    assert torch.equal(out, plain) is not is_rounded
+
+
+@pytest.mark.parametrize("window", [None, 37])
+def test_rounded_prompts_do_not_depend_on_their_chunks(window):
+    shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "sliding_window": window}
+    case = make_case([1, 230], [5, 230], cache_dtype=torch.bfloat16, **shape)
+    scoring = replace(case.scoring, rounds_to_cache=True)
+    whole = cpu.paged_attention(case.query, case.cache, case.metadata, scoring)[1:]
+    for first, last in ((0, 70), (70, 71), (71, 129), (129, 230)):
+        chunk = replace(
+            case.metadata,
+            block_tables=case.metadata.block_tables[1:],
+            query_start_loc=torch.tensor([0, last - first], dtype=torch.int32),
+            seq_lens=torch.tensor([last], dtype=torch.int32),
+            query_lens_host=[last - first],
+            seq_lens_host=[last],
+            num_decode_rows=0,
+            max_query_len=last - first,
+            max_seq_len=last,
+            work_lists={},
+        )
+        out = cpu.paged_attention(case.query[1 + first : 1 + last], case.cache, chunk, scoring)
+        assert torch.equal(out, whole[first:last])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,11 +1,12 @@
-"""Keys and values of some cache slots as panels of fp32: what `cpu_matmul_tile` multiplies with."""
+"""Keys and values of some cache slots as panels of fp32: what the products' tiles multiply with."""
 
 from __future__ import annotations
 
 from pagemill.kernels.cpu.jit.compiler import f32_pointer, jit
 from pagemill.kernels.cpu.jit.element import load_number, load_vector, size_of, transpose
-from pagemill.kernels.cpu.jit.row import F32
+from pagemill.kernels.cpu.jit.row import F32, VECTOR
 from pagemill.kernels.cpu.jit.vector import LANES, store
+from pagemill.kernels.cpu.matmul.bf16_rows import pair_lines
 from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
 
 PANEL_ROW = F32 * PANEL  # bytes
@@ -66,6 +67,20 @@ def gather_values(
             for i in range(whole, head_dim):
                 to = target + PANEL_ROW * num_keys * (i // PANEL) + F32 * (i % PANEL)
                 f32_pointer(to)[0] = load_number(element, source + size * i)
+
+
+@jit
+def pair_rows(panels, num_panels, num_rows):
+    """Pack panels [num_panels, num_rows, PANEL] of bfloat16 numbers for `bf16_tile`, each in its own place.
+
+    Two rows become one of pairs; the second half of a panel's place is left over.
+    """
+    for panel in range(num_panels):
+        base = panels + PANEL_ROW * num_rows * panel
+        for pair in range(num_rows // 2):
+            first, target = base + 2 * PANEL_ROW * pair, base + PANEL_ROW * pair
+            for at in range(0, PANEL_ROW, VECTOR):
+                pair_lines(first + at, first + PANEL_ROW + at, target + at)
 
 
 @jit

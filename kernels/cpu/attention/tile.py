@@ -3,17 +3,28 @@
 A tile holds the queries of some tokens for one KV head, token by token and, within a token, head by head; it
 meets the keys in tiles counted from key 0. So what a token gets depends neither on its batch nor on how a prompt
 was cut into chunks.
+
+Where a bfloat16 model's cache holds such numbers and the CPU multiplies them, so do the tiles: queries and the weights
+of values are rounded. Scores, sums and the softmax are fp32 all the same.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from pagemill.kernels.cpu.attention.panels import PANEL_ROW, gather_keys, gather_scales, gather_values
+from pagemill.kernels.cpu.attention.panels import (
+    PANEL_ROW,
+    gather_keys,
+    gather_scales,
+    gather_values,
+    pair_rows,
+)
 from pagemill.kernels.cpu.jit import vector
 from pagemill.kernels.cpu.jit.compiler import f32_pointer, jit
-from pagemill.kernels.cpu.jit.element import size_of
+from pagemill.kernels.cpu.jit.element import is_rounding, size_of
 from pagemill.kernels.cpu.jit.row import F32, LOG2_E, ONE, VECTOR, ZERO, cap_vector, fill, store_scaled
+from pagemill.kernels.cpu.matmul import bf16_tile
+from pagemill.kernels.cpu.matmul.bf16_rows import round_lines
 from pagemill.kernels.cpu.matmul.fp32_tile import MOST_ROWS, PANEL, multiply_lined_tile
 
 KEYS = 4 * vector.LANES  # columns of a tile
@@ -35,7 +46,46 @@ def _rows_of(part, num_rows):
 
 
 @jit
-def _score(scores, q, key_panels, num_rows, depth, zeros):
+def _multiply(
+    is_paired, count, out, out_stride, out_half, start, start_stride, start_half, x, panel, num_lines
+):
+    """A tile of lines of fp32 numbers, or of `_pair_up`'s and a panel of pairs: `num_lines` are of fp32."""
+    # All of the panel is at hand: nothing to fetch ahead.
+    if is_paired:
+        bf16_tile.multiply_lined_tile(
+            count,
+            out,
+            out_stride,
+            out_half,
+            start,
+            start_stride,
+            start_half,
+            x,
+            panel,
+            num_lines // 2,
+            panel,
+            0,
+        )
+    else:
+        multiply_lined_tile(
+            count, out, out_stride, out_half, start, start_stride, start_half, x, panel, num_lines, panel, 0
+        )
+
+
+@jit
+def _pair_up(lines, num_rows, num_lines):
+    """Round rows to bfloat16, in place: of each part, every two lines of a row become one."""
+    for part in range(_num_parts(num_rows)):
+        first, last = _rows_of(part, num_rows)
+        count, base = last - first, lines + VECTOR * num_lines * first
+        for line in range(0, num_lines, 2):  # what is written lies before what is still to be read
+            for row in range(count):
+                low = base + VECTOR * (line * count + row)
+                round_lines(low, low + VECTOR * count, base + VECTOR * (line // 2 * count + row))
+
+
+@jit
+def _score(is_paired, scores, q, key_panels, num_rows, depth, zeros):
     """scores = q @ keys: KEYS columns of every row. `depth` is that of the panels; `zeros` the address of a vector."""
     num_parts, num_lines = _num_parts(num_rows), depth // vector.LANES
     for panel in range(KEYS // PANEL):
@@ -43,7 +93,8 @@ def _score(scores, q, key_panels, num_rows, depth, zeros):
         for part in range(num_parts):
             first, last = _rows_of(part, num_rows)
             line = VECTOR * (last - first)
-            multiply_lined_tile(
+            _multiply(
+                is_paired,
                 last - first,
                 scores + VECTOR * LINES * first + 2 * line * panel,
                 VECTOR,
@@ -54,21 +105,23 @@ def _score(scores, q, key_panels, num_rows, depth, zeros):
                 q + VECTOR * num_lines * first,
                 keys,
                 num_lines,
-                keys,  # all of it is at hand: nothing to fetch ahead
-                0,
             )
 
 
 @jit
-def _add_values(acc, acc_stride, scores, value_panels, num_rows, num_panels, first_line, end_line):
+def _add_values(is_paired, acc, acc_stride, scores, value_panels, num_rows, num_panels, first_line, end_line):
     """acc += weights @ values, over the lines first_line .. end_line - 1 of the weights that scores have become."""
-    num_parts = _num_parts(num_rows)
+    num_parts, first_row, place = _num_parts(num_rows), vector.LANES * first_line, first_line
+    if is_paired:  # whole pairs of lines, half as many
+        first_line, end_line = first_line // 2 * 2, (end_line + 1) // 2 * 2
+        first_row, place = vector.LANES * first_line // 2, first_line // 2
     for panel in range(num_panels):
-        values = value_panels + PANEL_ROW * (KEYS * panel + vector.LANES * first_line)
+        values = value_panels + PANEL_ROW * (KEYS * panel + first_row)
         for part in range(num_parts):
             first, last = _rows_of(part, num_rows)
             target = acc + acc_stride * first + PANEL_ROW * panel
-            multiply_lined_tile(
+            _multiply(
+                is_paired,
                 last - first,
                 target,
                 acc_stride,
@@ -76,11 +129,9 @@ def _add_values(acc, acc_stride, scores, value_panels, num_rows, num_panels, fir
                 target,
                 acc_stride,
                 VECTOR,
-                scores + VECTOR * (LINES * first + (last - first) * first_line),
+                scores + VECTOR * (LINES * first + (last - first) * place),
                 values,
                 end_line - first_line,
-                values,
-                0,
             )
 
 
@@ -260,6 +311,8 @@ def attend_tile(
 ):
     """Attention of one tile of queries. Returns how many tiles of keys, from key 0 on, now lie in their slots."""
     num_rows, depth = num_tokens * group, _depth(head_dim)
+    # Of heads whose panels are filled: what is left over from packing would be taken for their ends.
+    is_paired = bf16_tile.IS_NATIVE and is_rounding(element) and head_dim % PANEL == 0
     block_bytes = size_of(element) * num_kv_heads * block_size * head_dim
     scale_stride = F32 * num_kv_heads * block_size
     acc_stride = F32 * _padded(head_dim)
@@ -275,6 +328,8 @@ def attend_tile(
     fill(acc, (scores - acc) // F32, ZERO)
     fill(key_factors, (stats - key_factors) // F32, ONE)
     _load_queries(q, query, query_token_stride, query_head_stride, num_rows, group, head_dim, query_scale)
+    if is_paired:
+        _pair_up(q, num_rows, depth // vector.LANES)
     for part in range(_num_parts(num_rows)):
         vector.store(stats + 2 * VECTOR * part, vector.splat(HIDDEN))
         vector.store(stats + 2 * VECTOR * part + VECTOR, vector.splat(ZERO))
@@ -295,17 +350,22 @@ def attend_tile(
             gather_values(
                 value_panels, KEYS, element, values, table, low, high, tile, head_dim, block_size, block_bytes
             )
+            if is_paired:
+                pair_rows(key_panels, KEYS // PANEL, depth)
+                pair_rows(value_panels, head_dim // PANEL, KEYS)
         if key_scales != 0:
             gather_scales(key_factors, key_scales, table, low, high, tile, scale_stride, block_size)
         if value_scales != 0:
             gather_scales(value_factors, value_scales, table, low, high, tile, scale_stride, block_size)
-        _score(scores, q, key_panels, num_rows, depth, zeros)
+        _score(is_paired, scores, q, key_panels, num_rows, depth, zeros)
         _softmax_tile(
             scores, stats, acc, acc_stride, num_rows, tile, position, group, window, slopes, softcap,
             key_factors if key_scales != 0 else 0, value_factors if value_scales != 0 else 0, work,
         )  # fmt: skip
+        if is_paired:
+            _pair_up(scores, num_rows, LINES)
         _add_values(
-            acc, acc_stride, scores, value_panels, num_rows, _padded(head_dim) // PANEL,
+            is_paired, acc, acc_stride, scores, value_panels, num_rows, _padded(head_dim) // PANEL,
             (low - tile) // vector.LANES, (high - tile + vector.LANES - 1) // vector.LANES,
         )  # fmt: skip
 

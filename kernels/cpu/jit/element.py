@@ -27,7 +27,14 @@ ELEMENTS: dict[torch.dtype, Any] = {
     torch.int8: np.int8(0),
     torch.float8_e4m3fn: np.uint8(0),
 }
-_BITS = {types.float32: 32, types.int16: 16, types.uint16: 16, types.int8: 8, types.uint8: 8}
+_ROUNDING_BFLOAT = np.uint32(0)
+_BFLOATS = (types.uint16, types.uint32)
+_BITS = {types.float32: 32, types.int16: 16, types.int8: 8, types.uint8: 8, **dict.fromkeys(_BFLOATS, 16)}
+
+
+def element_of(dtype: torch.dtype, *, rounds: bool = False) -> Any:
+    """Return the element of a cache of this dtype; `rounds`: `Scoring.rounds_to_cache`."""
+    return _ROUNDING_BFLOAT if rounds and dtype is torch.bfloat16 else ELEMENTS[dtype]
 
 
 class _Lanes:
@@ -59,7 +66,7 @@ class _Lanes:
             return read(_FLOAT)
         if element == types.int16:
             return builder.fpext(read(_HALF), self.type(_FLOAT))
-        if element == types.uint16:
+        if element in _BFLOATS:
             bits = builder.zext(read(_I16), self.type(_I32))
             return builder.bitcast(builder.shl(bits, self.constant(_I32, 16)), self.type(_FLOAT))
         if element == types.int8:
@@ -76,7 +83,7 @@ class _Lanes:
         builder = self._builder
         if element == types.int16:
             value = builder.fptrunc(value, self.type(_HALF))
-        elif element == types.uint16:
+        elif element in _BFLOATS:
             value = self._to_bf16(value)
         elif element == types.int8:
             whole = builder.fptosi(self.call("rint", value), self.type(_I32))
@@ -113,6 +120,13 @@ class _Lanes:
         sign = builder.shl(sign, self.constant(_I32, 7))
         code = builder.or_(sign, builder.select(is_small, subnormal, normal))
         return builder.trunc(code, self.type(_I8))
+
+
+@intrinsic
+def is_rounding(typing_context: Any, element: Any) -> Any:
+    """Whether numbers are bfloat16, and are multiplied by such numbers; known when a kernel is compiled."""
+    found = _ir.IntType(1)(element == types.uint32)
+    return types.boolean(element), lambda context, builder, signature, arguments: found
 
 
 @intrinsic

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from pagemill.kernels.cpu.jit.compiler import use_torch_threads
-from pagemill.kernels.cpu.jit.element import ELEMENTS
+from pagemill.kernels.cpu.jit.element import element_of
 from pagemill.kernels.cpu.layer.steps import finish, place_and_attend, project
 from pagemill.kernels.cpu.matmul.kinds import KINDS, KindName
 from pagemill.kernels.cpu.matmul.work_sharing import BLOCK_ROWS
@@ -150,7 +150,7 @@ PARTS = ("place_and_attend", "finish", "project")  # what takes longest to compi
 
 def compile_part(name: str, *, kind: KindName, cache_dtype: torch.dtype) -> None:
     """Compile one of the three, or load it from the disk."""
-    number, element = KINDS[kind], ELEMENTS[cache_dtype]
+    number, element = KINDS[kind], element_of(cache_dtype, rounds=kind == "bf16")
     layer, step = np.zeros(1, _LAYER), np.zeros(1, _STEP)
     kernel, arguments = {
         "project": (project, (number, layer, step, 0, 1)),
@@ -169,7 +169,8 @@ class DecoderLayer:
         self.weights, self._slopes = weights, slopes  # kept: the record holds addresses only
         self.buffers = buffers
         self._cache: LayerCache | None = None
-        self._element = ELEMENTS[torch.float32]
+        self._rounds = scoring.rounds_to_cache
+        self._element = element_of(torch.float32)
         self._record = np.zeros(1, _LAYER)
         layer = self._record[0]
         for name in ("input_norm", "post_attention_norm", "q_norm", "k_norm"):
@@ -230,7 +231,7 @@ class DecoderLayer:
 
     def _point_at(self, cache: LayerCache) -> None:
         assert all(tensor.is_contiguous() for tensor in cache.tensors())
-        self._cache, self._element = cache, ELEMENTS[cache.keys.dtype]
+        self._cache, self._element = cache, element_of(cache.keys.dtype, rounds=self._rounds)
         layer = self._record[0]
         for name, tensor in (
             ("key_cache", cache.keys),

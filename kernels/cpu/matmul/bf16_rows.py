@@ -8,6 +8,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from pagemill.kernels.cpu.jit.compiler import jit
 from pagemill.kernels.cpu.jit.row import VECTOR
 from pagemill.kernels.cpu.jit.vector import F32X16, LANES, call
 from pagemill.kernels.cpu.matmul.bf16_tile import BF16, IS_NATIVE
@@ -32,22 +33,42 @@ def _plainly_rounded(builder: Any, numbers: Any) -> Any:
 
 
 @intrinsic
-def round_group(typing_context: Any, source: Any, target: Any) -> Any:
-    """GROUP floats at `source` as a row's part of a group at `target`."""
+def round_lines(typing_context: Any, low: Any, high: Any, target: Any) -> Any:
+    """LANES floats at `low` and as many at `high` as a row's part of a group at `target`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, target = arguments
+        def pointer(address: Any, distance: int, kind: Any) -> Any:
+            return builder.inttoptr(builder.add(address, address.type(distance)), kind.as_pointer())
 
-        def pointer(base: Any, distance: int, kind: Any) -> Any:
-            return builder.inttoptr(builder.add(base, base.type(distance)), kind.as_pointer())
-
-        low, high = (builder.load(pointer(source, at, F32X16), align=4) for at in (0, VECTOR))
+        first, second = (builder.load(pointer(address, 0, F32X16), align=4) for address in arguments[:2])
+        target = arguments[2]
         if IS_NATIVE:
-            both = call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", _I16X32, [high, low])
+            both = call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", _I16X32, [second, first])
             builder.store(both, pointer(target, 0, _I16X32), align=4)
         else:
-            for numbers, at in ((low, 0), (high, LANES * BF16)):
+            for numbers, at in ((first, 0), (second, LANES * BF16)):
                 builder.store(_plainly_rounded(builder, numbers), pointer(target, at, _I16X16), align=4)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64), generate
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@jit
+def round_group(source, target):
+    """GROUP floats at `source` as a row's part of a group at `target`."""
+    round_lines(source, source + VECTOR, target)
+
+
+@intrinsic
+def pair_lines(typing_context: Any, first: Any, second: Any, target: Any) -> Any:
+    """LANES pairs at `target`: of a number at `first` and one at `second`, floats that bfloat16 holds exactly."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointers = [builder.inttoptr(address, _I32X16.as_pointer()) for address in arguments]
+        low, high = (builder.load(pointer, align=4) for pointer in pointers[:2])
+        low = builder.lshr(low, _ir.Constant(_I32X16, [16] * LANES))
+        high = builder.and_(high, _ir.Constant(_I32X16, [-(1 << 16)] * LANES))
+        builder.store(builder.or_(low, high), pointers[2], align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate

@@ -13,10 +13,10 @@ from typing import Any
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pagemill.kernels.cpu.jit.compiler import compiles_for, external, prefetch_line
+from pagemill.kernels.cpu.jit.compiler import compiles_for, external, jit, prefetch_line
 from pagemill.kernels.cpu.jit.row import F32, I32, VECTOR
 from pagemill.kernels.cpu.jit.vector import F32X16, LANES, call, emit_splat
-from pagemill.kernels.cpu.matmul.fp32_tile import CUT, PANEL, Cut, by_height
+from pagemill.kernels.cpu.matmul.fp32_tile import CUT, PANEL, Cut, Rows, by_height, summed
 
 GROUP = 32
 """Inputs of a row that fill a cache line. Zeros fill up the last one."""
@@ -59,73 +59,62 @@ def plain_dots(builder: Any, sums: Any, weights: Any, numbers: Any) -> Any:
 IS_NATIVE = compiles_for("avx512bf16") and compiles_for("avx512f")
 
 
-class _Tile:
-    """Emits a tile of some height, one of the passes of a panel's halves after the other."""
+def _emit_tile(dots: Dots, builder: Any, num_rows: int, arguments: list[Any], halves: range) -> None:
+    """A tile of some height: one pass of a panel's halves."""
+    x, panel, num_groups, ahead, ahead_step = arguments[6:]
+    int64 = x.type
+    with (
+        summed(builder, num_rows, halves, Rows(*arguments[:3]), Rows(*arguments[3:6])) as sums,
+        cgutils.for_range(builder, num_groups, intp=int64) as groups,
+    ):
+        rows = builder.add(x, builder.mul(groups.index, int64(num_rows * ROW_BYTES)))
+        weights = builder.add(panel, builder.mul(groups.index, int64(PANEL_BYTES)))
+        first = builder.mul(groups.index, int64(PAIRS))
+        with cgutils.for_range(builder, int64(PAIRS), intp=int64) as pairs:
+            if halves[0] == 0:
+                index = builder.add(first, pairs.index)
+                prefetch_line(builder, builder.add(ahead, builder.mul(index, ahead_step)))
+            at = builder.add(weights, builder.mul(pairs.index, int64(PANEL * PAIR * BF16)))
+            vectors = [_load(builder, _I32X16, at, VECTOR * half) for half in halves]
+            numbers = builder.add(rows, builder.mul(pairs.index, int64(I32)))
+            for row, totals in enumerate(sums):
+                pair = emit_splat(builder, _load(builder, _I32, numbers, ROW_BYTES * row))
+                for vector, total in zip(vectors, totals, strict=True):
+                    builder.store(dots(builder, builder.load(total), vector, pair), total)
 
-    def __init__(self, dots: Dots, builder: Any, num_rows: int, arguments: list[Any]) -> None:
-        self._dots, self._builder, self._num_rows = dots, builder, num_rows
-        self._sums, self._rows, self._panel, self._num_groups, self._ahead, self._ahead_step = arguments
 
-    def emit(self, halves: range) -> None:
-        builder, int64 = self._builder, self._sums.type
-        places = [[PANEL * F32 * row + VECTOR * half for half in halves] for row in range(self._num_rows)]
-        totals = [
-            [
-                cgutils.alloca_once_value(builder, builder.load(self._at(F32X16, self._sums, place), align=4))
-                for place in row
-            ]
-            for row in places
-        ]
-        with cgutils.for_range(builder, self._num_groups, intp=int64) as groups:
-            rows = builder.add(self._rows, builder.mul(groups.index, int64(self._num_rows * ROW_BYTES)))
-            weights = builder.add(self._panel, builder.mul(groups.index, int64(PANEL_BYTES)))
-            first = builder.mul(groups.index, int64(PAIRS))
-            with cgutils.for_range(builder, int64(PAIRS), intp=int64) as pairs:
-                if halves[0] == 0:
-                    index = builder.add(first, pairs.index)
-                    prefetch_line(builder, builder.add(self._ahead, builder.mul(index, self._ahead_step)))
-                self._add_pair(pairs.index, rows, weights, halves, totals)
-        for row_places, row_totals in zip(places, totals, strict=True):
-            for place, total in zip(row_places, row_totals, strict=True):
-                builder.store(builder.load(total), self._at(F32X16, self._sums, place), align=4)
-
-    def _at(self, kind: Any, address: Any, distance: int) -> Any:
-        builder = self._builder
-        return builder.inttoptr(builder.add(address, address.type(distance)), kind.as_pointer())
-
-    def _add_pair(self, index: Any, rows: Any, weights: Any, halves: range, totals: list[list[Any]]) -> None:
-        builder = self._builder
-        panel = builder.add(weights, builder.mul(index, index.type(PANEL * PAIR * BF16)))
-        vectors = [builder.load(self._at(_I32X16, panel, VECTOR * half), align=4) for half in halves]
-        numbers = builder.add(rows, builder.mul(index, index.type(I32)))
-        for row, row_totals in enumerate(totals):
-            pair = emit_splat(builder, builder.load(self._at(_I32, numbers, ROW_BYTES * row), align=4))
-            for vector, total in zip(vectors, row_totals, strict=True):
-                builder.store(self._dots(builder, builder.load(total), vector, pair), total)
+def _load(builder: Any, kind: Any, address: Any, distance: int) -> Any:
+    at = builder.add(address, address.type(distance))
+    return builder.load(builder.inttoptr(at, kind.as_pointer()), align=4)
 
 
 def make_tile(dots: Dots, cut: Cut) -> Any:
-    """An intrinsic: sums[r, 0..PANEL) += rows[r] @ panel for 1 to `cut.most_rows` rows.
+    """An intrinsic: out[r, 0..PANEL) = start[r] + rows[r] @ panel for 1 to `cut.most_rows` rows.
 
-    With every pair of inputs it asks for the cache line at `ahead`, `ahead_step` bytes further each time.
+    What it takes is what `fp32_tile.make_lined_tile`'s takes, a line being a group. With every pair of inputs it asks
+    for the cache line at `ahead`, `ahead_step` bytes further each time.
     """
 
     def body(builder: Any, num_rows: int, arguments: list[Any]) -> None:
-        tile = _Tile(dots, builder, num_rows, arguments)
         for halves in cut.passes():
-            tile.emit(halves)
+            _emit_tile(dots, builder, num_rows, arguments, halves)
 
     def tile(
         typing_context: Any,
         num_rows: Any,
-        sums: Any,
-        rows: Any,
+        out: Any,
+        out_stride: Any,
+        out_half: Any,
+        start: Any,
+        start_stride: Any,
+        start_half: Any,
+        x: Any,
         panel: Any,
         num_groups: Any,
         ahead: Any,
         ahead_step: Any,
     ) -> Any:
-        return by_height(range(1, cut.most_rows + 1), 7, body)
+        return by_height(range(1, cut.most_rows + 1), 12, body)
 
     return intrinsic(tile)
 
@@ -134,6 +123,41 @@ _tile = make_tile(native_dots if IS_NATIVE else plain_dots, CUT)
 
 
 @external
-def multiply_tile(num_rows, sums, rows, panel, num_groups, ahead, ahead_step):
+def multiply_lined_tile(
+    num_rows,
+    out,
+    out_stride,
+    out_half,
+    start,
+    start_stride,
+    start_half,
+    x,
+    panel,
+    num_groups,
+    ahead,
+    ahead_step,
+):
     """`make_tile` for this CPU."""
-    _tile(num_rows, sums, rows, panel, num_groups, ahead, ahead_step)
+    _tile(
+        num_rows,
+        out,
+        out_stride,
+        out_half,
+        start,
+        start_stride,
+        start_half,
+        x,
+        panel,
+        num_groups,
+        ahead,
+        ahead_step,
+    )
+
+
+@jit
+def multiply_tile(num_rows, sums, rows, panel, num_groups, ahead, ahead_step):
+    """sums[r] += rows[r] @ panel, for sums [num_rows, PANEL]."""
+    stride = F32 * PANEL
+    multiply_lined_tile(
+        num_rows, sums, stride, VECTOR, sums, stride, VECTOR, rows, panel, num_groups, ahead, ahead_step
+    )

@@ -75,7 +75,7 @@ def _add_input(
             builder.store(call(builder, "llvm.fma.v16f32", F32X16, operands), total)
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """The layout of rows of PANEL numbers, in bytes: the first row, the distance of rows, and of their halves."""
 
     first: Any
@@ -84,12 +84,10 @@ class _Rows(NamedTuple):
 
 
 @contextmanager
-def _summed(
-    builder: Any, num_rows: int, halves: range, out: _Rows, start: _Rows
-) -> Iterator[list[list[Any]]]:
+def summed(builder: Any, num_rows: int, halves: range, out: Rows, start: Rows) -> Iterator[list[list[Any]]]:
     """Sums of these halves of a panel that begin as `start` says and end in `out`."""
 
-    def addresses(rows: _Rows) -> list[list[Any]]:
+    def addresses(rows: Rows) -> list[list[Any]]:
         firsts = _rows_from(builder, rows.first, rows.stride, num_rows)
         return [
             [builder.add(first, builder.mul(rows.half, rows.half.type(half))) for half in halves]
@@ -130,10 +128,10 @@ def _strided_body(cut: Cut) -> Body:
         out, out_stride, x, x_stride, panel, start, start_stride, depth, ahead, ahead_step = arguments
         int64 = out.type
         rows, half = _rows_from(builder, x, x_stride, num_rows), int64(VECTOR)
-        to, origin = _Rows(out, out_stride, half), _Rows(start, start_stride, half)
+        to, origin = Rows(out, out_stride, half), Rows(start, start_stride, half)
         for halves in cut.passes():
             with (
-                _summed(builder, num_rows, halves, to, origin) as sums,
+                summed(builder, num_rows, halves, to, origin) as sums,
                 cgutils.for_range(builder, depth, intp=int64) as loop,
             ):
                 distance = builder.mul(loop.index, int64(F32))
@@ -149,10 +147,10 @@ def _lined_body(cut: Cut) -> Body:
     def emit(builder: Any, num_rows: int, arguments: list[Any]) -> None:
         x, panel, num_lines, ahead, ahead_step = arguments[6:]
         int64 = x.type
-        to, origin = _Rows(*arguments[:3]), _Rows(*arguments[3:6])
+        to, origin = Rows(*arguments[:3]), Rows(*arguments[3:6])
         for halves in cut.passes():
             with (
-                _summed(builder, num_rows, halves, to, origin) as sums,
+                summed(builder, num_rows, halves, to, origin) as sums,
                 cgutils.for_range(builder, num_lines, intp=int64) as line,
             ):
                 lines = builder.add(x, builder.mul(line.index, int64(num_rows * VECTOR)))

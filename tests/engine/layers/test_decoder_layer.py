@@ -176,6 +176,12 @@ def test_same_numbers_with_every_cache(dtype: torch.dtype) -> None:
     assert_same(fused_model("qwen3"), step([1, 1, 6], [9, 3, 15]), dtype)
 
 
+def test_same_numbers_where_prompts_are_rounded() -> None:
+    model = fused_model("llama", "bf16", head_dim=32)
+    for lengths in (([9], [21]), ([1, 1, 40, 3], [9, 30, 100, 3])):
+        assert_same(model, step(*lengths, num_padded=2), torch.bfloat16)
+
+
 @with_every_product
 def test_same_numbers_where_heads_are_no_multiple_of_a_vector(kind: str) -> None:
     model = fused_model("llama", kind, head_dim=10)

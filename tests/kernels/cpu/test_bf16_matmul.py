@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill.kernels.cpu.jit.compiler import compiles_for
+from pagemill.kernels.cpu.jit.row import F32, VECTOR
 from pagemill.kernels.cpu.matmul import bf16
 from pagemill.kernels.cpu.matmul.bf16_tile import GROUP, PAIR, PAIRS, Dots, make_tile, native_dots, plain_dots
 from pagemill.kernels.cpu.matmul.fp32_tile import NARROW, PANEL, WIDE, Cut
@@ -145,7 +146,9 @@ def runner(dots: Dots, cut: Cut, num_rows: int) -> Any:
 
     @numba.njit
     def run(sums, rows, panel, num_groups):
-        tile(num_rows, sums, rows, panel, num_groups, panel, 0)
+        tile(
+            num_rows, sums, F32 * PANEL, VECTOR, sums, F32 * PANEL, VECTOR, rows, panel, num_groups, panel, 0
+        )
 
     return run
 
@@ -192,7 +195,7 @@ assert bf16_tile.IS_NATIVE and fp32_tile.CUT == fp32_tile.WIDE
 tile = bf16_tile.make_tile(bf16_tile.native_dots, fp32_tile.WIDE)
 @numba.njit
 def run(sums, rows, panel, num_groups):
-    tile(14, sums, rows, panel, num_groups, panel, 64)
+    tile(14, sums, 128, 64, sums, 128, 64, rows, panel, num_groups, panel, 64)
 run.compile("void(int64, int64, int64, int64)")
 code = "".join(run.inspect_asm().values())
 print(json.dumps([line.split() for line in code.splitlines() if line.strip()]))

@@ -114,7 +114,7 @@ def check_split(config: EngineConfig) -> None:
     model_config = _build_config(family, raw, directory)
     _sharding_plan(family, model_config, Share(0, size))
     scheme, device = read_scheme(directory), find_device(config.device)
-    device.check(config, resolve_dtype(config, model_config, device, scheme))
+    device.check(config, resolve_dtype(config, model_config, device, is_quantised=scheme is not None))
 
 
 def _sharding_plan(family: Family, model_config: Any, share: Share) -> ShardingPlan:
@@ -142,7 +142,7 @@ def load_model(
     family = find_family(raw)
     _refuse_unshown(family, config)
     model_config = _build_config(family, raw, directory)
-    dtype = resolve_dtype(config, model_config, device, scheme)
+    dtype = resolve_dtype(config, model_config, device, is_quantised=scheme is not None)
     device.check(config, dtype)
     if is_outline:
         config = replace(config, load_format="dummy")
@@ -185,17 +185,17 @@ def _refuse_unshown(family: Family, config: EngineConfig) -> None:
 
 
 def resolve_dtype(
-    config: EngineConfig, model_config: Any, device: DeviceBackend, scheme: Scheme | None = None
+    config: EngineConfig, model_config: Any, device: DeviceBackend, *, is_quantised: bool = False
 ) -> torch.dtype:
-    """Return the model's dtype; `scheme`: that of a quantised checkpoint."""
+    """Return the model's dtype; `is_quantised`: the checkpoint is."""
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
     declared = getattr(model_config, "dtype", None)
-    is_quantised = scheme is not None or config.quantization is not None
     return device.default_dtype(
-        declared if isinstance(declared, torch.dtype) else None, is_quantised=is_quantised
+        declared if isinstance(declared, torch.dtype) else None,
+        is_quantised=is_quantised or config.quantization is not None,
     )
 
 
@@ -381,7 +381,7 @@ def load_outline(config: EngineConfig, device: DeviceBackend) -> LoadedModel:
     raw = read_config(directory)
     family = find_family(raw)
     model_config = _build_config(family, raw, directory)
-    dtype = resolve_dtype(config, model_config, device, read_scheme(directory))
+    dtype = resolve_dtype(config, model_config, device, is_quantised=bool(raw.get("quantization_config")))
     context_length = _context_length(model_config)
     module_class: Any = causal_lm_class(model_config)
     # What a model of no registered family computes is only seen where it runs.

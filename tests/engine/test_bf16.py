@@ -39,9 +39,10 @@ def test_auto_follows_the_cpu_and_the_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cpu, "_has_bf16_products", lambda: multiplies)
-    scheme: Any = object() if is_stored_quantised else None
     config = EngineConfig(model="smollm2", quantization=quantization)
-    dtype = resolve_dtype(config, SimpleNamespace(dtype=declared), CpuBackend(), scheme)
+    dtype = resolve_dtype(
+        config, SimpleNamespace(dtype=declared), CpuBackend(), is_quantised=scheme is not None
+    )
     is_plain = quantization is None and not is_stored_quantised
     assert dtype is (
         torch.bfloat16 if declared is torch.bfloat16 and multiplies and is_plain else torch.float32

@@ -18,6 +18,10 @@ from tests.engine import tiny_model
 
 POOL_BYTES = 3_000_000
 MAKERS = sorted(name for name in dir(tiny_model) if name.startswith("save_tiny_"))
+WINDOWS: dict[str, Any] = {
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "std": 0.3, "vocab_size": 61, "eos": [3],
+}  # fmt: skip
 
 
 def blocks_planned(config: EngineConfig) -> tuple[int, int]:
@@ -40,7 +44,7 @@ def check(config: EngineConfig) -> None:
 @pytest.mark.parametrize("name", MAKERS)
 def test_blocks_of_tiny_checkpoints(name: str, tmp_path: Path) -> None:
     make: Callable[[Path], Any] = getattr(tiny_model, name)
-    make(tmp_path)
+    make(tmp_path, **(WINDOWS if name == "save_tiny_ministral" else {}))
     config = EngineConfig(
         model=str(tmp_path),
         skip_tokenizer_init=True,

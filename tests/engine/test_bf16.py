@@ -41,7 +41,7 @@ def test_auto_follows_the_cpu_and_the_checkpoint(
     monkeypatch.setattr(cpu, "_has_bf16_products", lambda: multiplies)
     config = EngineConfig(model="smollm2", quantization=quantization)
     dtype = resolve_dtype(
-        config, SimpleNamespace(dtype=declared), CpuBackend(), is_quantised=scheme is not None
+        config, SimpleNamespace(dtype=declared), CpuBackend(), is_quantised=is_stored_quantised
     )
     is_plain = quantization is None and not is_stored_quantised
     assert dtype is (

@@ -14,6 +14,7 @@ from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import GENERATE, Generate, Pool, Score, Task
 from pagemill.engine.text.chat import ChatOptions
 from pagemill.fingerprint import digest_of, may_continue, with_adapter
+from pagemill.producer.wire.calls.rendering import rendered
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.chat import NamedToolChoice
 from pagemill.producer.wire.schema.errors import InvalidJob
@@ -27,7 +28,6 @@ from pagemill.worker.engine_thread import EngineThread
 from pagemill.worker.jobs.context import WorkerContext
 from pagemill.worker.jobs.logprob_columns import LogprobColumns
 from pagemill.worker.jobs.pooled_rows import encoded_bytes
-from pagemill.worker.jobs.rendering import rendered
 from pagemill.worker.jobs.running_job import (
     MAX_LOGPROBS,
     MAX_RESULT_BYTES,

@@ -16,6 +16,7 @@ from pagemill.producer.client.replay.verification import Verification, has_plain
 from pagemill.producer.wire.calls import batches, reads, registry
 from pagemill.producer.wire.calls.reads import Recorded
 from pagemill.producer.wire.calls.registry import WorkerInfo
+from pagemill.producer.wire.calls.rendering import rendered
 from pagemill.producer.wire.schema.errors import (
     InvalidJob,
     JobError,
@@ -27,6 +28,7 @@ from pagemill.producer.wire.schema.errors import (
 )
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Output, Result
+from pagemill.producer.wire.schema.signing import split_payload
 from pagemill.producer.wire.store.store import MAX_STORED_BYTES
 
 MAX_COPIES = 8
@@ -144,7 +146,11 @@ def _submitted_job(found: Recorded, preparer: Preparer, job_id: str) -> Flow[Job
     try:
         envelope = preparer.checked(found.payload, job_id, found.submitted_at)
         envelope = yield from flows.whole(envelope)
-        return Job.from_payload(envelope, MAX_STORED_BYTES)
+        job = Job.from_payload(envelope, MAX_STORED_BYTES)
+        if job.after is None:
+            return job
+        alone = {"after": None, "when": None, "on_parent_failure": "cancel"}
+        return rendered(job, split_payload(found.payload).outputs).model_copy(update=alone)
     except (InvalidJob, StoreError) as error:
         raise Unverifiable(f"the input of job {job_id} can't be used: {error}") from None
 

@@ -65,6 +65,9 @@ def ran(valkey_url: str, smollm2: Any) -> Iterator[Ran]:
     with Producer(valkey_url, queue=QUEUE, model="smollm2") as producer:
         with running_worker(smollm2(QUEUE, batch_invariant=True), load_patience_s=LOADING_S):
             handles = {name: producer.submit(fields, keep_input=True) for name, fields in JOBS.items()}
+            after = {"story": handles["greedy"]}
+            fields = {"prompt": "{story.text} And then", "temperature": 0.0, "max_tokens": 12}
+            handles["dependent"] = producer.submit(fields, after=after, keep_input=True)
             rows = [{"prompt": f"Row {row}:", "max_tokens": 4, "keep_input": row != 3} for row in range(6)]
             rows.append({"prompt": "too long", "max_tokens": 4, "prompt_logprobs": 1, "stop": "x" * 100_000})
             batch = producer.submit_many(rows)
@@ -82,7 +85,7 @@ def again(ran: Ran) -> Iterator[Ran]:
         yield ran
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", [*JOBS, "dependent"])
 def test_another_worker_gives_the_same_to_the_bit(again: Ran, name: str) -> None:
     beside = [again.producer.submit(prompt=f"Beside {row}", max_tokens=16) for row in range(3)]
     found = again.producer.verify(again.ids[name], timeout=300)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pagemill import InvalidJob, Job, escape_places
 from pagemill.producer.client.preparer import Preparer, item_id
 from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls.rendering import rendered
 from pagemill.producer.wire.schema.signing import Keys
 from pagemill.producer.wire.schema.templates import ParentOutput, places, render
-from pagemill.worker.jobs.rendering import rendered
 
 LABEL = ParentOutput(id="l", state="succeeded", text=" positive", label="positive", prob=0.5)
 BOOK = ParentOutput(

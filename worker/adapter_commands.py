@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ from pagemill.producer.wire.calls import adapters
 from pagemill.producer.wire.calls.adapters import AdapterAnswer, AdapterCommand, AdapterInfo
 from pagemill.producer.wire.process.repeated_errors import IN_LOOP, RepeatedErrors
 from pagemill.producer.wire.schema.errors import InvalidJob, RedisUnavailable
+from pagemill.worker.background import BackgroundThread
 from pagemill.worker.engine_thread import EngineThread
 from pagemill.worker.job_queue import Backoff, JobQueue
 from pagemill.worker.jobs.context import WorkerContext
@@ -26,27 +26,18 @@ _MAX_SKEW_S = 600.0
 """Most seconds between a signed command's time and its arrival, so that a recorded one can't be sent again."""
 
 
-class AdapterCommands:
+class AdapterCommands(BackgroundThread):
     """The thread. `changed` is called after the adapters have changed."""
 
     def __init__(
         self, context: WorkerContext, queue: JobQueue, engine: EngineThread, changed: Callable[[], None]
     ) -> None:
+        super().__init__("pagemill-adapter-commands")
         self._queue = queue
         self._engine = engine
         self._clock = context.clock
         self._keys = context.hmac_keys
         self._changed = changed
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pagemill-adapter-commands", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self, timeout: float) -> None:
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
 
     def _run(self) -> None:
         backoff = Backoff()

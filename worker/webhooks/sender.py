@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import ssl
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from pagemill.producer.wire.calls import outbox
 from pagemill.producer.wire.calls.outbox import Notice
 from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
 from pagemill.producer.wire.schema.errors import RedisUnavailable
+from pagemill.worker.background import BackgroundThread
 from pagemill.worker.job_queue import Backoff, JobQueue
 from pagemill.worker.webhooks.delivery import TIMEOUT_S, DeliveryFailed, body_of, deliver
 from pagemill.worker.webhooks.policy import Refused, Unresolved, WebhookPolicy
@@ -31,7 +31,7 @@ FIRST_RETRY_S = 5.0
 LAST_RETRY_S = 3600.0
 
 
-class WebhookSender:
+class WebhookSender(BackgroundThread):
     def __init__(
         self,
         queue: JobQueue,
@@ -43,23 +43,13 @@ class WebhookSender:
         first_retry_s: float = FIRST_RETRY_S,
     ) -> None:
         """`secrets`: the signing keys, the current one first. `ca_file`: replaces the system's CAs."""
+        super().__init__("pagemill-webhooks")
         self._queue = queue
         self._policy = policy
         self._secrets = tuple(secrets)
         self._counters = counters
         self._first_retry_s = first_retry_s
         self._tls = ssl.create_default_context(cafile=ca_file)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pagemill-webhooks", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self, timeout: float) -> None:
-        """Start no more deliveries. Another worker repeats one that was under way, if needed."""
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
 
     def _run(self) -> None:
         backoff = Backoff()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
 
 from pagemill.producer.wire.calls import stored
 from pagemill.producer.wire.process.repeated_errors import IN_LOOP, RepeatedErrors
 from pagemill.producer.wire.schema.errors import PagemillError, StoreError
 from pagemill.producer.wire.store.store import Store
+from pagemill.worker.background import BackgroundThread
 from pagemill.worker.job_queue import JobQueue
 
 logger = logging.getLogger(__name__)
@@ -19,22 +19,13 @@ CLAIM_MS = 60_000
 LOOK_S = 5.0
 
 
-class StoreSweeper:
+class StoreSweeper(BackgroundThread):
     """The sweeping thread. Any number of workers may sweep a queue: each file is one's at a time."""
 
     def __init__(self, store: Store, queue: JobQueue) -> None:
+        super().__init__("pagemill-store-sweep")
         self._store = store
         self._queue = queue
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pagemill-store-sweep", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self, timeout: float) -> None:
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
 
     def sweep(self) -> int:
         """Delete files that are due; returns how many were looked at."""

@@ -1,0 +1,25 @@
+"""A thread beside the worker's own, which looks for work until it is told to stop."""
+
+from __future__ import annotations
+
+import threading
+
+
+class BackgroundThread:
+    """Subclasses implement `_run`, which returns soon after `_stop` is set."""
+
+    def __init__(self, name: str) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """Begin nothing more, and wait up to `timeout` seconds for what is under way."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        raise NotImplementedError

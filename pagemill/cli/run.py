@@ -10,7 +10,7 @@ import contextlib
 import json
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -103,6 +103,7 @@ PIPE_WIDTH = 200
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
+    context: typer.Context
     sources: options.Rows
     out: options.Output
     template: options.Template = None
@@ -219,10 +220,11 @@ def _dataset(given: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:
 
 
 def _recipe_run(given: RunOptions, recipe: Path, source: Source) -> DatasetRun:
-    for option in fields(given):
-        if option.name in SAID_BY_RECIPES and getattr(given, option.name) != option.default:
+    for name in sorted(SAID_BY_RECIPES):
+        how = given.context.get_parameter_source(name)
+        if how is not None and how.name != "DEFAULT":
             raise typer.BadParameter(
-                f"--{option.name.replace('_', '-')} is for runs of one step: {recipe} says it by step"
+                f"--{name.replace('_', '-')} is for runs of one step: {recipe} says it by step"
             )
     chain = read_recipe(recipe)
     return RecipeRun(

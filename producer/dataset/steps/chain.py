@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
@@ -99,12 +98,13 @@ def _steps(listed: list[Any], defaults: Mapping[str, Any]) -> Iterator[Step]:
 
 
 def _check_columns(steps: list[Step]) -> None:
-    counts = Counter(column for step in steps for column in step.columns)
+    taken: set[str] = set()
     for index, step in enumerate(steps):
-        if twice := next((column for column in step.columns if counts[column] > 1), None):
+        if twice := next((column for column in step.columns if column in taken), None):
             raise RecipeInvalid(
                 f"step {step.name}: another step has a column {twice} too", "steps", index, "column"
             )
+        taken |= step.columns.keys()
 
 
 def _check_probabilities(steps: list[Step]) -> None:

@@ -48,12 +48,13 @@ def prompt_limit(model: str | None, url: str | None, queue: str, worker_options:
 
 def preview(dataset: DatasetRun, counter: TokenCounter, limit: int | None, *, as_json: bool) -> bool:
     """Print the first prompts, and what is wrong with any; returns whether all rows are fit to be submitted."""
-    tokens = rows = bad = skipped = 0
+    tokens = rows = jobs = bad = skipped = last = 0
     longest, long_rows, first_long = 0, 0, 0
-    for row, job in dataset.previews():
-        rows += 1
+    for row, step, job in dataset.previews():
+        rows, last = rows + (row.number != last), row.number
         size = 0
         if isinstance(job, Job):
+            jobs += 1
             size = counter.count(job)
             if limit is not None and size + 1 > limit:  # at least one token of output
                 long_rows, first_long = long_rows + 1, first_long or row.number
@@ -61,8 +62,7 @@ def preview(dataset: DatasetRun, counter: TokenCounter, limit: int | None, *, as
             bad, skipped = bad + (not job.is_skipped), skipped + job.is_skipped
         tokens, longest = tokens + size, max(longest, size)
         if rows <= PREVIEW_ROWS:
-            _print(row.number, job, size, counter, as_json=as_json)
-    jobs = rows - bad - skipped
+            _print(row.number, step, job, size, counter, as_json=as_json)
     total = dataset.count()
     parts = [
         f"{rows:,}{f' of {total:,} rows' if total is not None else ' rows'} looked at: {bad:,} bad",
@@ -88,15 +88,19 @@ def prompt_text(job: Job) -> str:
     return _visible(job.prompt) if job.prompt is not None else f"{len(job.prompt_token_ids or ())} token ids"
 
 
-def _print(number: int, job: Job | RowError, size: int, counter: TokenCounter, *, as_json: bool) -> None:
+def _print(
+    number: int, step: str, job: Job | RowError, size: int, counter: TokenCounter, *, as_json: bool
+) -> None:
     if as_json:
         shown: dict[str, Any] = {"row": number, "prompt_tokens": size, "exact": counter.is_exact}
+        if step:
+            shown["step"] = step
         shown["error" if isinstance(job, RowError) else "job"] = (
             job.message if isinstance(job, RowError) else json.loads(job.to_payload())
         )
         typer.echo(json.dumps(shown, ensure_ascii=False))
         return
-    typer.echo(f"--- row {number}, {counter.about}{size:,} prompt tokens")
+    typer.echo(f"--- row {number}, {f'step {step}, ' if step else ''}{counter.about}{size:,} prompt tokens")
     if isinstance(job, Job):
         typer.echo(prompt_text(job))
     else:

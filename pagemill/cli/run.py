@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path, PurePath
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import typer
@@ -33,6 +32,7 @@ from pagemill.cli.app import (
     say,
     scored,
 )
+from pagemill.cli.dataset_input import recipe_and_rows, source_of_rows
 from pagemill.cli.dry_run import preview, prompt_limit
 from pagemill.cli.local_worker import (
     LocalWorker,
@@ -52,13 +52,13 @@ from pagemill.producer.dataset import report
 from pagemill.producer.dataset.bar import RunBar
 from pagemill.producer.dataset.errors import DatasetError, DiskFailed
 from pagemill.producer.dataset.labels.columns import LabelTemperature
-from pagemill.producer.dataset.recipe import OnRow, Recipe
-from pagemill.producer.dataset.run import DatasetRun, OnCut
+from pagemill.producer.dataset.recipe import NO_MODEL, OnCut, OnRow, Recipe
+from pagemill.producer.dataset.recipe_run import RecipeRun
+from pagemill.producer.dataset.run import DatasetRun
+from pagemill.producer.dataset.steps.recipe_file import read_recipe
 from pagemill.producer.dataset.summary import Summary
-from pagemill.producer.dataset.tables.compressed import compression_of
-from pagemill.producer.dataset.tables.places import Place, local_path, open_stream, place_of, uri_of
-from pagemill.producer.dataset.tables.rows import Format, Source, open_source
-from pagemill.producer.dataset.tables.streams import Stream
+from pagemill.producer.dataset.tables.places import Place, place_of, uri_of
+from pagemill.producer.dataset.tables.rows import Format, Source
 from pagemill.producer.dataset.tokens import TokenCounter
 from pagemill.producer.dataset.work import WINDOW, TooManyErrors
 from pagemill.producer.wire.calls.registry import WorkerInfo
@@ -69,6 +69,32 @@ from pagemill.producer.wire.server.discovery import find_redis
 EXIT_INCOMPLETE = 1
 EXIT_FAILED_ROWS = 4
 TRIAL_ROWS = 100
+SAID_BY_RECIPES = frozenset(
+    {
+        "template",
+        "template_file",
+        "system",
+        "no_chat",
+        "choices",
+        "label_probs",
+        "label_temperature",
+        "escalate_below",
+    }
+    | {
+        "to",
+        "json_schema",
+        "regex",
+        "max_tokens",
+        "temperature",
+        "seed",
+        "stop",
+        "adapter",
+        "continuation",
+        "field",
+    }
+    | {"gold", "output_column", "schema_columns"}
+)
+"""Options of what a recipe has in its steps."""
 GRACE_S = 1
 """Drain seconds of a worker started here, after Ctrl-C; its jobs continue later from their checkpoints."""
 PIPE_WIDTH = 200
@@ -77,7 +103,8 @@ PIPE_WIDTH = 200
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    source: options.Rows
+    context: typer.Context
+    sources: options.Rows
     out: options.Output
     template: options.Template = None
     template_file: options.TemplateFile = None
@@ -134,19 +161,20 @@ def run(given: RunOptions) -> None:
     with reported(place_of(out).path), contextlib.ExitStack() as inputs:
         dataset = _dataset(given, inputs)
         if given.dry_run:
-            limit = prompt_limit(given.model, given.redis_url, given.queue, given.worker_option or [])
+            limit = prompt_limit(
+                _models(given, dataset)[0], given.redis_url, given.queue, given.worker_option or []
+            )
             if not preview(dataset, TokenCounter(given.model), limit, as_json=given.as_json):
                 raise typer.Exit(EXIT_FAILED_ROWS)
             return
         with contextlib.ExitStack() as stack:
             worker_options = given.worker_option or []
-            url, metrics_url = server(
-                stack, given.redis_url, given.queue, given.model, worker_options, given.quiet
-            )
-            for model in given.to or []:
+            first, *others = _models(given, dataset)
+            url, metrics_url = server(stack, given.redis_url, given.queue, first, worker_options, given.quiet)
+            for model in others:
                 server(stack, url, given.queue, model, worker_options, given.quiet)
-            name = served_name(given.model) if given.model else default_model(url, given.queue)
-            dataset.recipe = replace(dataset.recipe, model=name)
+            if NO_MODEL in dataset.models:
+                dataset.use_model(default_model(url, given.queue))
             producer = stack.enter_context(Producer(url, queue=given.queue))
             if given.cancel or given.detach:
                 _leave(dataset, producer, cancel=given.cancel, as_json=given.as_json)
@@ -156,11 +184,21 @@ def run(given: RunOptions) -> None:
         _finish(dataset, summary, estimate=given.estimate)
 
 
+def _models(given: RunOptions, dataset: DatasetRun) -> list[str | None]:
+    """Return the models that are to be served, as they were given; None: whatever is."""
+    named = {served_name(model): model for model in (given.model, *(given.to or [])) if model}
+    return [named.get(name, None if name == NO_MODEL else name) for name in dataset.models]
+
+
 def _dataset(given: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:
-    model = served_name(given.model) if given.model else "-"
+    model = served_name(given.model) if given.model else NO_MODEL
+    recipe, rows = recipe_and_rows(given.sources)
+    source = source_of_rows(rows, inputs, cast("Format | None", given.kind), given.encoding)
+    if recipe is not None:
+        return _recipe_run(given, recipe, source)
     text = _template_text(given.template, given.template_file)
     return DatasetRun(
-        source=_source(given, inputs),
+        source=source,
         out=uri_of(given.out) or given.out,
         recipe=Recipe(model, text, given.system, not given.no_chat, _job_fields(given)),
         limit=TRIAL_ROWS if given.estimate and given.limit is None else given.limit,
@@ -181,17 +219,28 @@ def _dataset(given: RunOptions, inputs: contextlib.ExitStack) -> DatasetRun:
     )
 
 
-def _source(given: RunOptions, inputs: contextlib.ExitStack) -> Source:
-    """Open the input. Standard input and what a server sends is kept in a file, since rows are read twice."""
-    kind = cast("Format | None", given.kind)
-    if (uri := uri_of(given.source)) is not None:
-        return open_source(inputs.enter_context(open_stream(uri)), kind, given.encoding)
-    if str(given.source) != "-":
-        return open_source(local_path(given.source), kind, given.encoding)
-    start = sys.stdin.buffer.read(4)
-    path = PurePath(f"rows.{kind or 'jsonl'}{compression_of(start)}")
-    stream = Stream(sys.stdin.buffer, path, "standard input", start)
-    return open_source(inputs.enter_context(contextlib.closing(stream)), kind, given.encoding)
+def _recipe_run(given: RunOptions, recipe: Path, source: Source) -> DatasetRun:
+    for name in sorted(SAID_BY_RECIPES):
+        how = given.context.get_parameter_source(name)
+        if how is not None and how.name != "DEFAULT":
+            raise typer.BadParameter(
+                f"--{name.replace('_', '-')} is for runs of one step: {recipe} says it by step"
+            )
+    chain = read_recipe(recipe)
+    return RecipeRun(
+        source=source,
+        out=uri_of(given.out) or given.out,
+        chain=chain if given.model is None else chain.with_model(served_name(given.model)),
+        limit=TRIAL_ROWS if given.estimate and given.limit is None else given.limit,
+        max_errors=given.max_errors,
+        window=given.window,
+        overwrite=given.overwrite,
+        price_per_hour=given.price_per_hour,
+        where=given.where,
+        on_null=cast("OnRow", given.on_null),
+        on_empty=cast("OnRow", given.on_empty),
+        on_cut=cast("OnCut | None", given.on_cut),
+    )
 
 
 def _leave(dataset: DatasetRun, producer: Producer, *, cancel: bool, as_json: bool) -> None:
@@ -367,6 +416,14 @@ def _finish(dataset: DatasetRun, summary: Summary, *, estimate: bool) -> None:
         rows = "1 row" if summary.failed == 1 else f"{summary.failed:,} rows"
         say(
             f"{rows} failed, the first: {summary.first_failure}\nAll reasons are in {dataset.place.name}.errors.jsonl"
+        )
+        raise typer.Exit(EXIT_FAILED_ROWS)
+    if summary.steps is not None and summary.steps.failed:
+        rows = "1 row" if summary.steps.failed == 1 else f"{summary.steps.failed:,} rows"
+        say(
+            f"a step failed for {rows}, the first: {summary.steps.first_failure}\n"
+            "What other steps gave is kept; the same command tries again. "
+            f"All reasons are in {dataset.place.name}.errors.jsonl"
         )
         raise typer.Exit(EXIT_FAILED_ROWS)
     if summary.stages is not None and summary.stages.failed:

@@ -60,7 +60,7 @@ class RunBar:
         """Show the tally."""
         now = time.monotonic()
         text = self._figures(tally, max(1e-3, now - self._started))
-        done = tally.settled + tally.succeeded + tally.failed
+        done = tally.settled + tally.succeeded + tally.failed + tally.skipped
         self._progress.update(self._task, completed=done, figures=text)
         if self._progress.disable and not self._is_quiet and now - self._logged >= LOG_INTERVAL_S:
             self._logged = now
@@ -77,8 +77,8 @@ class RunBar:
         if self._kv.ratio is not None:
             parts.append(f"KV {self._kv.ratio:.0%}")
         parts += [
-            f"{model}: {stage.succeeded + stage.failed:,} of {stage.submitted:,}"
-            for model, stage in tally.stages.items()
+            f"{name}: {stage.succeeded + stage.failed + stage.skipped:,} of {stage.submitted:,}"
+            for name, stage in tally.stages.items()
         ]
         if failed := tally.all_failed:
             parts.append("1 error" if failed == 1 else f"{failed:,} errors")

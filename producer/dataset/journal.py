@@ -155,12 +155,17 @@ class Journal:
         """
         if self._execute("SELECT 1 FROM outputs WHERE key = ?", (key,)).fetchone():
             return None
-        failed = self._execute("SELECT retryable, tries FROM failures WHERE key = ?", (key,)).fetchone()
+        failed = self._execute("SELECT retryable FROM failures WHERE key = ?", (key,)).fetchone()
         if failed is not None and failed[0] != 2:
             return None
         if not self._execute("INSERT OR IGNORE INTO pending VALUES (?)", (key,)).rowcount:
             return None
-        return key if failed is None else f"{key}~{failed[1]}"
+        return self.name(key)
+
+    def name(self, key: str) -> str:
+        """Return the name under which work that has not ended was, or will be, submitted."""
+        failed = self._execute("SELECT tries FROM failures WHERE key = ?", (key,)).fetchone()
+        return key if failed is None else f"{key}~{failed[0]}"
 
     def record(self, name: str, result: dict[str, Any] | None, failure: Failure | None) -> bool:
         """Store the end of a job; returns whether it was pending."""

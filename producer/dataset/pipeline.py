@@ -1,11 +1,10 @@
-"""`Pipeline`: a dataset run from Python, with callbacks."""
+"""`Pipeline` and `RecipePipeline`: dataset runs from Python, with callbacks."""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -15,8 +14,11 @@ from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.frames import FrameSource, labelled, source_of
 from pagemill.producer.dataset.labels.columns import LabelTemperature
-from pagemill.producer.dataset.recipe import OnRow, Recipe
-from pagemill.producer.dataset.run import DatasetRun, OnCut
+from pagemill.producer.dataset.recipe import NO_MODEL, OnCut, OnRow, Recipe
+from pagemill.producer.dataset.recipe_run import RecipeRun
+from pagemill.producer.dataset.run import DatasetRun
+from pagemill.producer.dataset.steps.chain import Chain
+from pagemill.producer.dataset.steps.recipe_file import read_recipe
 from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.tables.places import open_stream, uri_of
 from pagemill.producer.dataset.tables.rows import Source, open_source
@@ -71,8 +73,9 @@ class Pipeline:
         given = {name: value for name, value in shape.items() if value is not None}
         if given:
             fields["structured_outputs"] = given
-        self.model = model
-        self.recipe = Recipe(model or "-", template, system, chat, {"temperature": temperature, **fields})
+        self.recipe = Recipe(
+            model or NO_MODEL, template, system, chat, {"temperature": temperature, **fields}
+        )
         self.recipe.check(None)
 
     def run(
@@ -104,8 +107,9 @@ class Pipeline:
                     raise DatasetError("say where the output goes: out='labelled.jsonl'")
                 out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "out.jsonl"
             producer = producer or stack.enter_context(Producer())
-            model = self.model or producer.model or producer.run_flow(flows.served_model(producer.queue))
-            dataset = DatasetRun(source, out, replace(self.recipe, model=model), **options)
+            dataset = self._dataset(source, out, options)
+            if NO_MODEL in dataset.models:
+                dataset.use_model(producer.model or producer.run_flow(flows.served_model(producer.queue)))
             outputs: dict[int, Mapping[str, Any]] = {}
             if on_progress is not None:
                 dataset.on_news = on_progress
@@ -117,3 +121,25 @@ class Pipeline:
             if isinstance(source, FrameSource):
                 summary.frame = labelled(source, dataset, outputs)
             return summary
+
+    def _dataset(self, source: Source, out: str | Path, options: RunFields) -> DatasetRun:
+        return DatasetRun(source, out, self.recipe, **options)
+
+
+class RecipePipeline(Pipeline):
+    """The processing of every row in several steps; `run` is that of a `Pipeline`.
+
+        pipeline = RecipePipeline("recipe.yaml")
+        df = pipeline.run(df, out="out.parquet").frame
+
+    A recipe is a YAML file, or a mapping of what such a file holds (docs/recipes.md). `model` is that of steps that
+    name none. Raises DatasetError for an invalid recipe.
+    """
+
+    def __init__(self, recipe: str | Path | Mapping[str, Any], *, model: str | None = None) -> None:
+        chain = Chain.of(recipe) if isinstance(recipe, Mapping) else read_recipe(Path(recipe))
+        self.chain = chain.with_model(model or NO_MODEL)
+        self.recipe = self.chain.first.recipe
+
+    def _dataset(self, source: Source, out: str | Path, options: RunFields) -> DatasetRun:
+        return RecipeRun(source, out, chain=self.chain, **options)

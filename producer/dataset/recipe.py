@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from pagemill.bounds import InvalidParameter
 from pagemill.producer.dataset.errors import DatasetError
+from pagemill.producer.dataset.journal import Failure
 from pagemill.producer.dataset.tables.rows import Row, RowError, shorten
 from pagemill.producer.dataset.template import NullRendered, PromptTemplate, TemplateFailed, is_blank
 from pagemill.producer.wire.schema.chat import CHAT_FIELDS
@@ -21,6 +22,10 @@ from pagemill.structured_outputs import StructuredOutputs, is_model
 
 OnRow: TypeAlias = Literal["fail", "skip", "label"]
 """What becomes of a row: an error, left out, or a job like others."""
+OnCut: TypeAlias = Literal["fail", "label"]
+"""What becomes of an output that ended at max_tokens: an error, or an output like others."""
+NO_MODEL: Final = "-"
+"""The model until the run knows which is served."""
 PROMPT_COLUMNS = ("messages", "prompt", "prompt_token_ids")
 """Columns for the prompt without a template; the first one present is used."""
 NO_SETTINGS = frozenset(
@@ -45,6 +50,10 @@ class Recipe:
     """A row of which the template prints a null; `label` prints nothing."""
     on_empty: OnRow = "fail"
     """A row whose columns that the template names, or whose prompt, are all null or blank."""
+    places: Mapping[str, object] = field(default_factory=dict)
+    """Names in the templates that stand for no column, and what is printed for them."""
+    examples: tuple[Mapping[str, Any], ...] = ()
+    """Rows with an `output`, shown to the model as earlier turns of the chat."""
 
     def __post_init__(self) -> None:
         if self.is_pooled:
@@ -99,8 +108,18 @@ class Recipe:
 
     def settings(self) -> dict[str, Any]:
         """Return everything that an output depends on but its row."""
-        about = {"model": self.model, "template": self.template, "system": self.system, "chat": self.chat}
+        about: dict[str, Any] = {
+            "model": self.model, "template": self.template, "system": self.system, "chat": self.chat
+        }  # fmt: skip
+        if self.examples:
+            about["examples"] = self.examples
         return about | {name: value for name, value in self.fields.items() if name not in NO_SETTINGS}
+
+    @property
+    def placed(self) -> frozenset[tuple[str, str]]:
+        """The places that the templates name, and what of each."""
+        made = (self._template, self._system)
+        return frozenset().union(*(template.placed for template in made if template is not None))
 
     @cached_property
     def _template(self) -> PromptTemplate | None:
@@ -111,7 +130,28 @@ class Recipe:
         return self._made(self.system)
 
     def _made(self, source: str | None) -> PromptTemplate | None:
-        return None if source is None else PromptTemplate(source, nulls_are_empty=self.on_null == "label")
+        if source is None:
+            return None
+        return PromptTemplate(source, nulls_are_empty=self.on_null == "label", places=self.places)
+
+    @cached_property
+    def _turns(self) -> list[dict[str, Any]]:
+        """The examples as turns of a chat. Raises DatasetError."""
+        turns = []
+        for number, example in enumerate(self.examples, 1):
+            if "output" not in example:
+                raise DatasetError(f"example {number} has no output")
+            if self._template is None or not self.chat:
+                raise DatasetError("examples need a template, and the chat form")
+            given = {name: value for name, value in example.items() if name != "output"}
+            output = example["output"]
+            try:
+                text = self._template.render(given, {})
+            except TemplateFailed as error:
+                raise DatasetError(f"example {number}: {error}") from None
+            answer = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
+            turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        return turns
 
     @cached_property
     def _is_repeatable(self) -> bool:
@@ -135,6 +175,7 @@ class Recipe:
         if self.system is not None and not self.chat:
             raise DatasetError("a system message needs the chat form: leave --no-chat out")
         columns = {} if first is None or first.fields is None else first.fields
+        assert self._turns is not None, "they are made"
         for template in (self._template, self._system):
             if template is not None and columns:
                 template.check_columns(columns)
@@ -144,8 +185,10 @@ class Recipe:
                 f"the columns are: {', '.join(columns)}"
             )
 
-    def job(self, row: Row) -> Job | RowError:
-        """Return the job of a row, or the error that prevents it."""
+    def job(
+        self, row: Row, finish: Callable[[dict[str, Any]], dict[str, Any]] = lambda prompt: prompt
+    ) -> Job | RowError:
+        """Return the job of a row, or the error that prevents it. `finish` makes the job's fields of its prompt's."""
         if row.error is not None:
             return row.error
         assert row.fields is not None
@@ -156,13 +199,22 @@ class Recipe:
             fields = {"dedupe": self._is_repeatable, "model": self.model, **self.fields}
             if self.task == "rerank" and "documents" not in fields:
                 fields["documents"] = row.fields.get("documents")
-            return Job.parse(fields | self._prompt(row.fields))
+            return Job.parse(fields | finish(self._prompt(row.fields)))
         except NullRendered as error:
             return RowError("null_in_prompt", str(error), raw_text(row.fields), self.on_null == "skip")
         except TemplateFailed as error:
             return RowError("template_error", str(error), raw_text(row.fields))
         except InvalidJob as error:
             return RowError(error.code, str(error), raw_text(row.fields))
+
+    def cut_off(self, kept: Mapping[str, Any], on_cut: OnCut | None) -> Failure | None:
+        """Return the failure of a result that ended at max_tokens, if such are failures."""
+        samples = kept["outputs"]
+        choices = (self.fields.get("structured_outputs") or {}).get("choice") or ()
+        is_cut = any(s.get("finish_reason") == "length" and s.get("text") not in choices for s in samples)
+        if not is_cut or on_cut == "label" or (on_cut is None and not self.has_shape):
+            return None
+        return Failure("output_cut_off", "the output was cut off at max_tokens; raise --max-tokens")
 
     def _is_empty(self, columns: Mapping[str, Any]) -> bool:
         if self._template is not None:
@@ -192,7 +244,7 @@ class Recipe:
         return {name: value}
 
     def _as_chat(self, text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
-        messages = [{"role": "user", "content": text}]
+        messages = [*self._turns, {"role": "user", "content": text}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system.render(columns)})
         return {"messages": messages}

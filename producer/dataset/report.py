@@ -57,6 +57,7 @@ def figures(summary: Summary) -> list[tuple[str, str]]:
         lines.append(("calibration error", _calibration(calibration)))
     if (cascade := facts["cascade"]) is not None:
         lines += [line for number, stage in enumerate(cascade["stages"], 1) for line in _stage(number, stage)]
+    lines += [line for step in facts["steps"] or () for line in _recipe_step(step)]
     if summary.e2e_s.count:
         e2e = facts["e2e_s"]
         lines.append(
@@ -159,6 +160,20 @@ def _stage(number: int, stage: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append((f"stage {number}: calibration error", _calibration(stage["calibration"])))
     return lines + [
         (f"stage {number}: failed: {code}", f"{count:,}") for code, count in stage["failed"].items()
+    ]
+
+
+def _recipe_step(step: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the lines of one step of a recipe."""
+    name = f"step {step['name']}"
+    parts = [f"{step['rows']:,} rows"]
+    if step["skipped"]:
+        parts.append(f"{sum(step['skipped'].values()):,} skipped")
+    parts.append(f"{step['prompt_tokens']:,} prompt + {step['completion_tokens']:,} output tokens")
+    if step["accuracy"] is not None:
+        parts.append(f"{_percent(step['accuracy'])} equal to {step['gold']}")
+    return [(name, "; ".join(parts))] + [
+        (f"{name}: failed: {code}", f"{count:,}") for code, count in step["failed"].items()
     ]
 
 

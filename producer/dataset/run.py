@@ -8,26 +8,26 @@ to a temporary file that is renamed to OUT. A later run takes OUT as work done, 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias, cast, get_args
+from typing import Any, cast, get_args
 
 from pagemill.producer.client.sync import Producer
-from pagemill.producer.dataset.errors import DatasetError, DiskFailed, EmptyFile
+from pagemill.producer.dataset.errors import DatasetError, EmptyFile
 from pagemill.producer.dataset.journal import Failure, Journal
 from pagemill.producer.dataset.labels.calibration import Calibration, GoldSample
 from pagemill.producer.dataset.labels.cascade import cascade_of
 from pagemill.producer.dataset.labels.columns import LABEL, LabelTemperature, as_label, by_label
 from pagemill.producer.dataset.labels.stages import StageFigures
 from pagemill.producer.dataset.lines import OutputLines
-from pagemill.producer.dataset.recipe import OnRow, Recipe, raw_text
+from pagemill.producer.dataset.recipe import OnCut, OnRow, Recipe, raw_text
 from pagemill.producer.dataset.record import Mean, Record, Totals, differences
 from pagemill.producer.dataset.schema_fields import schema_fields
+from pagemill.producer.dataset.stopwatch import Stopwatch
 from pagemill.producer.dataset.summary import Summary
 from pagemill.producer.dataset.tables.places import place_of
 from pagemill.producer.dataset.tables.rows import MemorySource, Row, RowError, Source, open_source
@@ -36,9 +36,7 @@ from pagemill.producer.dataset.template import Condition, TemplateFailed
 from pagemill.producer.dataset.work import WINDOW, Tally, Work, WorkLoop
 from pagemill.producer.wire.schema.job import Job
 
-OnCut: TypeAlias = Literal["fail", "label"]
 SPOOL_ROWS = 1_000
-STORE_INTERVAL_S = 5.0
 
 
 @dataclass
@@ -134,8 +132,8 @@ class DatasetRun:
                 loop = WorkLoop(
                     producer, journal, window=self.window, max_errors=self.max_errors, on_news=tell
                 )
-                loop.complaint = self._cut_off
-                loop.tally.stages = {model: Tally() for model in self._cascade.models}
+                loop.complaint = self._complaint
+                loop.tally.stages = {name: Tally() for name in self._stage_names()}
                 loop.run(lambda: self._works(journal), self._cascade.followers(journal, self._plain_jobs))
             return self._finish(journal)
 
@@ -152,11 +150,20 @@ class DatasetRun:
         with Journal(self.journal_path) as journal:
             return WorkLoop(producer, journal).cancel()
 
-    def previews(self, count: int | None = None) -> Iterator[tuple[Row, Job | RowError]]:
-        """Yield the first rows and their jobs, without a server."""
+    def previews(self) -> Iterator[tuple[Row, str, Job | RowError]]:
+        """Yield the rows and their jobs, with the name of a recipe's step, without a server."""
         self._check(self._first_row())
-        for row in islice(self._rows(), count):
-            yield row, self.recipe.job(row)
+        for row in self._rows():
+            yield row, "", self.recipe.job(row)
+
+    @property
+    def models(self) -> list[str]:
+        """The models of all jobs; NO_MODEL for what `use_model` will name."""
+        return [self.recipe.model, *self._cascade.models]
+
+    def use_model(self, name: str) -> None:
+        """Take this model for the rows."""
+        self.recipe = replace(self.recipe, model=name)
 
     def _opened(self, producer: Producer) -> Journal:
         self.place.prepare()
@@ -217,6 +224,9 @@ class DatasetRun:
     def _plain_jobs(self) -> Iterator[Job]:
         return (job for job in map(self.recipe.job, self._rows()) if isinstance(job, Job))
 
+    def _stage_names(self) -> Sequence[str]:
+        return self._cascade.models
+
     def _works(self, journal: Journal) -> Iterator[Work | None]:
         for _, job, name in self._jobs(journal):
             yield Work(_work_key(job, name), job) if isinstance(job, Job) else None
@@ -232,8 +242,7 @@ class DatasetRun:
                 digest = job.digest()
                 yield row, job, f"{digest}-{journal.occurrence(digest)}"
 
-    def _finish(self, journal: Journal) -> Summary:
-        totals = Totals.of(json.loads(journal.fact("totals") or Totals().to_json()))
+    def _summary(self, journal: Journal, totals: Totals) -> Summary:
         summary = Summary(
             gold=self.gold,
             price_per_hour=self.price_per_hour,
@@ -244,6 +253,14 @@ class DatasetRun:
             summary.stages = StageFigures(self._cascade, self.recipe.model)
         elif self._labels is not None:
             self._calibrate(journal, summary)
+        return summary
+
+    def _more_meta(self) -> Sequence[str]:
+        return ("logprobs",) if self.recipe.fields.get("logprobs") is not None else ()
+
+    def _finish(self, journal: Journal) -> Summary:
+        totals = Totals.of(json.loads(journal.fact("totals") or Totals().to_json()))
+        summary = self._summary(journal, totals)
         samples = (row.fields for row in self._rows() if row.fields is not None)
         with (
             replacing(self.errors_path) as errors,
@@ -253,12 +270,11 @@ class DatasetRun:
                 self.output_column,
                 self.more_columns,
                 gives_vectors=self.recipe.gives_vectors,
-                has_logprobs=self.recipe.fields.get("logprobs") is not None,
+                more_meta=self._more_meta(),
             ) as output,
         ):
-            for row, job, name in self._jobs(journal):
-                self._write_row(journal, summary, output, errors, row, job, name)
-        if not summary.failed:
+            self._write_rows(journal, summary, output, errors)
+        if not (summary.failed or summary.failed_steps):
             self.errors_path.unlink(missing_ok=True)
         is_complete = summary.unfinished == 0
         if is_complete:
@@ -283,6 +299,10 @@ class DatasetRun:
             self._labels = replace(self._labels, temperature=fitted or 1.0)
         summary.calibration = Calibration(sample, fitted, self._labels.temperature)
 
+    def _write_rows(self, journal: Journal, summary: Summary, output: Writer, errors: Writer) -> None:
+        for row, job, name in self._jobs(journal):
+            self._write_row(journal, summary, output, errors, row, job, name)
+
     def _write_row(
         self,
         journal: Journal,
@@ -298,7 +318,7 @@ class DatasetRun:
         else:
             key = _work_key(job, name)
             kept = self._cascade.kept(journal, key, job.model)
-            failure = journal.failure(key) if kept is None else self._cut_off(kept)
+            failure = journal.failure(key) if kept is None else self._complaint(key, kept)
             if kept is not None and failure is None:
                 line = self._lines.make(row, name, kept)
                 output.write(line)
@@ -317,6 +337,10 @@ class DatasetRun:
                 summary.add_unfinished()
                 return
             error = RowError(failure.code, failure.message, raw_text(row.fields or {}))
+        self._write_error(summary, errors, row, error)
+
+    def _write_error(self, summary: Summary, errors: Writer, row: Row, error: RowError) -> None:
+        """Count a row that has no line in the output."""
         self.on_end(row.number, {})
         if error.is_skipped:
             summary.add_skipped(error.code)
@@ -324,14 +348,8 @@ class DatasetRun:
         summary.add_failure(row.number, error.code, error.message)
         errors.write({"row": row.number, "raw": error.raw, "code": error.code, "message": error.message})
 
-    def _cut_off(self, kept: Mapping[str, Any]) -> Failure | None:
-        """Return the failure of a result that ended at max_tokens, if such are failures."""
-        samples = kept["outputs"]
-        choices = (self.recipe.fields.get("structured_outputs") or {}).get("choice") or ()
-        is_cut = any(s.get("finish_reason") == "length" and s.get("text") not in choices for s in samples)
-        if not is_cut or self.on_cut == "label" or (self.on_cut is None and not self.recipe.has_shape):
-            return None
-        return Failure("output_cut_off", "the output was cut off at max_tokens; raise --max-tokens")
+    def _complaint(self, key: str, kept: Mapping[str, Any]) -> Failure | None:
+        return self.recipe.cut_off(kept, self.on_cut)
 
     def _begin(self, journal: Journal) -> None:
         """Record the work in an existing output, and that it has been read, atomically."""
@@ -359,26 +377,36 @@ class DatasetRun:
                 )
         rows = tokens = 0
         for row in open_source(self.path).rows():
-            line = self._lines.read(row.fields or {}, self.path)
+            line = self._take(journal, row.fields or {})
             if line is None:
                 raise DatasetError(
                     f"{self.place.name} is there already and was not written by a run (row {row.number}); "
                     "choose another --out, or replace it with --overwrite"
                 )
-            name, kept = line
-            digest, _, occurrence = name.partition("-")
-            answers = dict(self._cascade.recorded(kept, digest))
-            tokens += sum(answer["usage"].get("completion_tokens") or 0 for answer in answers.values())
-            journal.record(name, answers[digest], None)
-            for key, answer in answers.items() if occurrence == "1" else ():
-                journal.record(key, answer, None)
+            tokens += line
             rows += 1
-        if rows and not any(journal.output(name) for _, _, name in self._jobs(journal) if name):
+        if rows and not self._knows_a_row(journal):
             raise DatasetError(
                 f"{self.place.name} has none of these rows with this prompt, model and sampling: it is the output of "
                 "another run. Choose another --out, or replace it with --overwrite"
             )
         return Totals(untimed_rows=rows, untimed_tokens=tokens) if record is None else record.totals
+
+    def _take(self, journal: Journal, fields: Mapping[str, Any]) -> int | None:
+        """Record a line's work as done, and return its output tokens; None for no line of a run."""
+        line = self._lines.read(fields, self.path)
+        if line is None:
+            return None
+        name, kept = line
+        digest, _, occurrence = name.partition("-")
+        answers = dict(self._cascade.recorded(kept, digest))
+        journal.record(name, answers[digest], None)
+        for key, answer in answers.items() if occurrence == "1" else ():
+            journal.record(key, answer, None)
+        return sum(answer["usage"].get("completion_tokens") or 0 for answer in answers.values())
+
+    def _knows_a_row(self, journal: Journal) -> bool:
+        return any(journal.output(name) for _, _, name in self._jobs(journal) if name)
 
     def _continue(self, journal: Journal, producer: Producer) -> None:
         """Check that the journal is of the same work; with `overwrite` other work is cancelled and forgotten."""
@@ -414,40 +442,6 @@ class DatasetRun:
         }
         settings = {**self.recipe.settings(), **about}
         return cast("dict[str, Any]", json.loads(json.dumps(settings, default=str)))
-
-
-class Stopwatch:
-    """Adds the time of a start and its KV use to the journal's totals: now and then, and even if the block raises."""
-
-    def __init__(self, journal: Journal, kv: Callable[[], tuple[Mean, Mean]]) -> None:
-        self._journal = journal
-        self._kv = kv
-        self._before = Totals.of(json.loads(journal.fact("totals") or Totals().to_json()))
-        self._started = self._stored = time.monotonic()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        with contextlib.suppress(DiskFailed):  # a full disk is already being reported, or will be
-            self._store()
-
-    def tick(self) -> None:
-        """Store the totals, if that was long ago: a start that is killed loses no more than that."""
-        if time.monotonic() - self._stored >= STORE_INTERVAL_S:
-            self._store()
-
-    def _store(self) -> None:
-        self._stored = time.monotonic()
-        utilization, waste = self._kv()
-        totals = replace(
-            self._before,
-            seconds=self._before.seconds + self._stored - self._started,
-            starts=self._before.starts + 1,
-            kv_utilization=self._before.kv_utilization.plus(utilization),
-            kv_waste=self._before.kv_waste.plus(waste),
-        )
-        self._journal.set_facts(totals=totals.to_json())
 
 
 def _work_key(job: Job, name: str) -> str:

@@ -12,6 +12,7 @@ from pagemill.producer.dataset.labels.calibration import Calibration, macro_f1
 from pagemill.producer.dataset.labels.columns import as_label
 from pagemill.producer.dataset.labels.stages import StageFigures
 from pagemill.producer.dataset.record import Totals
+from pagemill.producer.dataset.steps.figures import StepFigures
 from pagemill.producer.dataset.tables.rows import Row
 from pagemill.producer.dataset.tables.writers import META
 
@@ -110,6 +111,8 @@ class Summary:
     """Of a run with `label_probs` and one model; a cascade has one for each stage."""
     stages: StageFigures | None = None
     """Of a cascade."""
+    steps: StepFigures | None = None
+    """Of a recipe."""
     ttft_s: Distribution = field(default_factory=Distribution)
     e2e_s: Distribution = field(default_factory=Distribution)
     output_tokens: Distribution = field(default_factory=Distribution)
@@ -186,6 +189,11 @@ class Summary:
         self.unfinished += 1
 
     @property
+    def failed_steps(self) -> int:
+        """Rows of a recipe that have a line in the output, and of which a step has failed."""
+        return 0 if self.steps is None else self.steps.failed
+
+    @property
     def accuracy(self) -> float | None:
         """Return the share of rows with a gold value whose output equals it."""
         return self.agreed / self.compared if self.compared else None
@@ -259,6 +267,7 @@ class Summary:
             "macro_f1": self.macro_f1,
             "calibration": None if self.calibration is None else self.calibration.as_json(),
             "cascade": None if self.stages is None else self.stages.as_json(),
+            "steps": None if self.steps is None else self.steps.as_json(),
             "confusion": [
                 {"gold": gold, "output": output, "rows": count}
                 for (gold, output), count in self.confusion.most_common()

@@ -15,6 +15,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pagemill.producer.dataset.errors import DatasetError
+from pagemill.producer.dataset.output_places import placed
 
 ROW_NAME = "row"
 """The whole row, for columns whose names are not identifiers: {{ row["review text"] }}."""
@@ -43,17 +44,25 @@ class PromptTemplate:
     `tojson` see it as it is.
     """
 
-    def __init__(self, source: str, *, nulls_are_empty: bool = False) -> None:
+    def __init__(
+        self, source: str, *, nulls_are_empty: bool = False, places: Mapping[str, object] | None = None
+    ) -> None:
+        """`places`: names that stand for no column, and what `render` prints for them."""
         self.source = source
+        self._places = places or {}
         environment = _environment(nulls_are_empty)
         try:
             self._template = environment.from_string(source)
-            self.names = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+            tree = environment.parse(source)
+            self.names = frozenset(meta.find_undeclared_variables(tree)) - self._places.keys()
+            self.placed = placed(tree, self._places.keys())
         except TemplateSyntaxError as error:
             raise DatasetError(f"the template's line {error.lineno}: {error.message}") from None
 
     def check_columns(self, columns: Mapping[str, Any]) -> None:
         """Raise DatasetError if the row lacks a column of the template, naming the existing ones."""
+        if shared := sorted(self._places.keys() & columns.keys()):
+            raise DatasetError(f"{shared[0]} is a column and a step; give the step another name")
         _check_columns("the template", self.names, columns)
 
     def is_empty(self, fields: Mapping[str, Any]) -> bool:
@@ -61,11 +70,12 @@ class PromptTemplate:
         names = fields.keys() if ROW_NAME in self.names else self.names
         return bool(names) and all(name in fields and is_blank(fields[name]) for name in names)
 
-    def render(self, fields: Mapping[str, Any]) -> str:
-        """Return the text for one row. Raises TemplateFailed."""
+    def render(self, fields: Mapping[str, Any], places: Mapping[str, object] | None = None) -> str:
+        """Return the text for one row, perhaps with other values for the places. Raises TemplateFailed."""
         try:
             pieces, size = [], 0
-            for piece in self._template.generate({ROW_NAME: fields, **fields}):
+            named = self._places if places is None else places
+            for piece in self._template.generate({ROW_NAME: fields, **fields, **named}):
                 size += len(piece)
                 if size > MAX_RENDERED_CHARACTERS:
                     raise TemplateFailed(f"the prompt has more than {MAX_RENDERED_CHARACTERS} characters")

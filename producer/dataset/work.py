@@ -33,6 +33,9 @@ LOST_AFTER_S = 10.0
 """Seconds without news after which the server is asked whether it still knows the jobs under way."""
 
 
+CONDITION_FALSE: Final = "condition_false"
+PARENT_FAILED: Final = "parent_failed"
+"""The codes of jobs that ended by how another one ended, which has been counted."""
 _NOT_KEPT: Any = {"id": True, "metadata": True, "fingerprint": True, "outputs": {"__all__": {"token_ids"}}}
 
 
@@ -52,13 +55,16 @@ class Tally:
     in_flight: int = 0
     succeeded: int = 0
     failed: int = 0
+    skipped: int = 0
+    """Jobs that were not to run, by how an earlier step of their row ended."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     latest: str = ""
     codes: dict[str, int] = field(default_factory=dict)
     stages: dict[str, Tally] = field(default_factory=dict)
-    """Of a cascade, the later stages by their models: jobs, not rows. Only `in_flight` is of all stages together."""
+    """The later stages of a cascade by their models, or the later steps of a recipe: jobs, not rows. Only `in_flight`
+    is of all together."""
 
     @property
     def all_failed(self) -> int:
@@ -99,8 +105,8 @@ class WorkLoop:
         on_news: Callable[[Tally], None] = lambda tally: None,
     ) -> None:
         self.tally = Tally()
-        self.complaint: Callable[[Mapping[str, Any]], Failure | None] = lambda kept: None
-        """Tells why a result, as the journal keeps it, counts as failed."""
+        self.complaint: Callable[[str, Mapping[str, Any]], Failure | None] = lambda key, kept: None
+        """Tells why a result, by its work's key and as the journal keeps it, counts as failed."""
         self._producer = producer
         self._journal = journal
         self._window = window
@@ -173,12 +179,13 @@ class WorkLoop:
             if item is not None:
                 yield item
             elif is_first:
-                self.tally.settled += 1
+                (self.tally if work is None else self.tally.of(work.key)).settled += 1
 
     def _submit(self, items: Iterator[Job], *, collect: bool) -> None:
         while chunk := list(itertools.islice(items, CHUNK)):
             self._send(chunk)
-            self.tally.submitted += len(chunk)
+            for job in chunk:
+                self.tally.of(job.key or "").submitted += 1
             if collect:
                 self._collect()
                 while self.tally.in_flight > self._window:
@@ -283,18 +290,22 @@ class WorkLoop:
 
     def _record(self, item: BatchItem) -> None:
         tally, result = self.tally.of(item.key), item.result
-        failure = None
+        failure, is_skip = None, False
         if result is None:
             error = item.error
             code, message = (error.code, error.message) if error else (item.state, item.state)
+            is_skip = code in (CONDITION_FALSE, PARENT_FAILED)
             failure = Failure(
-                code, message, retryable=item.state != "failed" or bool(error and error.retryable)
+                code,
+                message,
+                retryable=code != CONDITION_FALSE
+                and (item.state != "failed" or bool(error and error.retryable)),
             )
         kept = None
         if result is not None:
             # Without token ids: they are unused, and the largest part.
             kept = result.model_dump(exclude=_NOT_KEPT) | {"created": int(time.time())}
-            failure = self.complaint(kept)
+            failure = self.complaint(item.key, kept)
         if self._journal.record(item.key, kept, failure):
             self.tally.in_flight -= 1
         if result is not None:
@@ -302,7 +313,9 @@ class WorkLoop:
             tally.prompt_tokens += result.usage.prompt_tokens
             tally.completion_tokens += result.usage.completion_tokens
             tally.cached_tokens += result.usage.cached_tokens
-        if failure is not None:
+        if is_skip:
+            tally.skipped += 1
+        elif failure is not None:
             tally.failed += 1
             tally.codes[failure.code] = tally.codes.get(failure.code, 0) + 1
             self.tally.latest = f"{failure.code}: {failure.message}"

@@ -9,8 +9,7 @@ import typer
 
 from pagemill.cli.terminal.checked import MAX_TEMPERATURE, Encoding, ModelOrPath, Text, between, checked
 from pagemill.producer.dataset.labels.columns import LabelTemperature
-from pagemill.producer.dataset.recipe import OnRow
-from pagemill.producer.dataset.run import OnCut
+from pagemill.producer.dataset.recipe import OnCut, OnRow
 from pagemill.producer.dataset.tables.rows import Format
 from pagemill.producer.wire.schema.chat import FunctionName
 from pagemill.producer.wire.schema.keys import AdapterName, ModelName
@@ -99,10 +98,11 @@ CancelRun = Annotated[bool, typer.Option("--cancel", help="Cancel what an earlie
 
 # `pagemill run` alone
 Rows = Annotated[
-    Path,
+    list[Path],
     typer.Argument(
-        metavar="IN",
-        help="JSONL, CSV or TSV (also .gz, .zst), Parquet, a Hugging Face dataset directory, or - for standard input.",
+        metavar="[RECIPE.yaml] IN",
+        help="Perhaps a recipe of several steps; then JSONL, CSV or TSV (also .gz, .zst), Parquet, "
+        "a Hugging Face dataset directory, or - for standard input.",
     ),
 ]
 Output = Annotated[

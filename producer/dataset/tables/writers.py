@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -17,6 +17,8 @@ from pagemill.producer.dataset.tables.compressed import check_supported, compres
 PARQUET_ROWS = 4_096
 OUTPUT = "output"
 META = "_pagemill"
+STEPS = "steps"
+"""The field of `_pagemill` with what is known of each step of a recipe; JSON text in Parquet."""
 TEXT_CELLS = (".csv", ".tsv", ".parquet")
 """File types whose cells hold values other than text as JSON text."""
 _VECTOR = "vector"
@@ -37,20 +39,20 @@ def replacing(
     fields: Mapping[str, str] | None = None,
     *,
     gives_vectors: bool = False,
-    has_logprobs: bool = False,
+    more_meta: Collection[str] = (),
 ) -> Iterator[Writer]:
     """Open a writer whose file replaces `path` at the end of the block; an error leaves `path` as it was.
 
     `samples`: for Parquet, every input row, to find the columns' types. `fields`: further columns of the
     output, and their types. `gives_vectors`: outputs are lists of numbers, in Parquet a column of
-    lists of float32. `has_logprobs`: `_pagemill` has them, for Parquet. Raises DatasetError.
+    lists of float32. `more_meta`: what `_pagemill` has beside the usual, for Parquet. Raises DatasetError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if data_suffix(path) == ".parquet":
             columns = {output_column: _VECTOR if gives_vectors else ""}
             columns |= fields or {}
-            parquet = ParquetWriter(temporary, _schema(samples, columns, has_logprobs), columns)
+            parquet = ParquetWriter(temporary, _schema(samples, columns, more_meta), columns)
             try:
                 yield parquet
             finally:
@@ -124,7 +126,10 @@ class ParquetWriter:
         self._lines: list[dict[str, Any]] = []
 
     def write(self, line: Mapping[str, Any]) -> None:
-        self._lines.append({**line, **{name: _text(line[name]) for name in self._texts}})
+        added = {name: _text(line[name]) for name in self._texts}
+        if STEPS in line[META]:
+            added[META] = line[META] | {STEPS: _text(line[META][STEPS])}
+        self._lines.append({**line, **added})
         if len(self._lines) == PARQUET_ROWS:
             self._flush()
 
@@ -151,7 +156,9 @@ def _text_writer(file: TextIO, suffix: str) -> Writer:
     return JsonLinesWriter(file)
 
 
-def _schema(samples: Iterable[Mapping[str, Any]], added: Mapping[str, str], has_logprobs: bool) -> Any:
+def _schema(
+    samples: Iterable[Mapping[str, Any]], added: Mapping[str, str], more_meta: Collection[str]
+) -> Any:
     """Return every column's type, found by reading all rows: one guessed from the first may not hold.
 
     `added`: the output's columns and their types in a JSON schema; "" for values as JSON text.
@@ -185,7 +192,9 @@ def _schema(samples: Iterable[Mapping[str, Any]], added: Mapping[str, str], has_
         ("finish_reason", pyarrow.string()),
         ("usage", pyarrow.struct(usage)),
     ]
-    if has_logprobs:
+    if STEPS in more_meta:
+        meta.append((STEPS, pyarrow.string()))
+    if "logprobs" in more_meta:
         token = pyarrow.struct(
             [("token_id", pyarrow.int64()), ("logprob", pyarrow.float64()), ("text", pyarrow.string())]
         )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pagemill import Producer
-from pagemill.producer.dataset import report, run
+from pagemill.producer.dataset import report, run, stopwatch
 from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.dataset.record import Mean, Record
@@ -153,7 +153,7 @@ def test_time_until_an_interruption_counts(producer: Producer, out: Path) -> Non
 
 def test_time_until_a_kill_counts_too(producer: Producer, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The totals are stored while the run goes on: nothing is left to do at its end, which a killed one never has."""
-    monkeypatch.setattr(run, "STORE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(stopwatch, "STORE_INTERVAL_S", 0.0)
     with monkeypatch.context() as killed:
         killed.setattr(run.Stopwatch, "__exit__", lambda self, *exception: None)
         interrupt(simple(), producer, out, ROWS)

@@ -1,0 +1,39 @@
+"""What `pagemill run` reads: a recipe, perhaps, and rows."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path, PurePath
+
+import typer
+
+from pagemill.producer.dataset.steps.recipe_file import SUFFIXES
+from pagemill.producer.dataset.tables.compressed import compression_of
+from pagemill.producer.dataset.tables.places import local_path, open_stream, uri_of
+from pagemill.producer.dataset.tables.rows import Format, Source, open_source
+from pagemill.producer.dataset.tables.streams import Stream
+
+
+def recipe_and_rows(given: list[Path]) -> tuple[Path | None, Path]:
+    """Return the recipe's file, if there is one, and the rows. Raises BadParameter."""
+    match given:
+        case [rows] if rows.suffix not in SUFFIXES:
+            return None, rows
+        case [recipe, rows] if recipe.suffix in SUFFIXES:
+            return recipe, rows
+    raise typer.BadParameter(
+        "give one file of rows, after a recipe (.yaml) if there is one: [RECIPE.yaml] IN"
+    )
+
+
+def source_of_rows(path: Path, inputs: contextlib.ExitStack, kind: Format | None, encoding: str) -> Source:
+    """Open the input. Standard input and what a server sends is kept in a file, since rows are read twice."""
+    if (uri := uri_of(path)) is not None:
+        return open_source(inputs.enter_context(open_stream(uri)), kind, encoding)
+    if str(path) != "-":
+        return open_source(local_path(path), kind, encoding)
+    start = sys.stdin.buffer.read(4)
+    named = PurePath(f"rows.{kind or 'jsonl'}{compression_of(start)}")
+    stream = Stream(sys.stdin.buffer, named, "standard input", start)
+    return open_source(inputs.enter_context(contextlib.closing(stream)), kind, encoding)

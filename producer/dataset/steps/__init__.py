@@ -1,0 +1,1 @@
+"""Runs of several steps a row: recipes, their jobs, and what they write."""

@@ -1,0 +1,188 @@
+"""One step of a recipe: what it asks, when it runs, and where its output goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from pagemill.producer.client.job_fields import RowFields
+from pagemill.producer.dataset.errors import DatasetError
+from pagemill.producer.dataset.labels.columns import LabelColumns
+from pagemill.producer.dataset.lines import OutputLines
+from pagemill.producer.dataset.output_places import StepPlace
+from pagemill.producer.dataset.recipe import NO_MODEL, Recipe
+from pagemill.producer.dataset.tables.writers import META
+from pagemill.producer.wire.schema.dependencies import Condition
+
+NOT_FOR_STEPS = frozenset(
+    {"task", "continuations", "inputs", "documents", "dimensions", "prompt_name", "rows_dtype", "truncate"}
+    | {"idempotency_key", "key", "dedupe", "keep_input", "webhook", "traceparent", "tenant"}
+    | {"n", "best_of", "beam_width"}
+)
+"""Fields of a job that a step cannot have: it generates one text, and its jobs are the run's own."""
+JOB_KEYS = frozenset(RowFields.__annotations__) - NOT_FOR_STEPS | {"temperature"}
+SHAPES = {"choices": "choice", "json_schema": "json", "regex": "regex"}
+STEP_KEYS = JOB_KEYS | SHAPES.keys() | {"model", "system", "chat"}
+"""What `defaults` may hold as well."""
+OWN_KEYS = frozenset({"name", "prompt", "column", "after", "when", "examples", "gold"})
+_conditions: TypeAdapter[Condition] = TypeAdapter(Condition)
+
+
+class RecipeInvalid(DatasetError):
+    """Something in a recipe is wrong. `place`: the keys and indexes that lead to it."""
+
+    def __init__(self, message: str, *place: str | int) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+@dataclass(frozen=True)
+class Step:
+    """`after`: the steps whose ends it waits for, by name; `when`: what their outputs must be."""
+
+    name: str
+    recipe: Recipe
+    column: str
+    after: tuple[str, ...] = ()
+    when: Mapping[str, Condition] = field(default_factory=dict)
+    gold: str | None = None
+
+    @cached_property
+    def labels(self) -> LabelColumns | None:
+        return LabelColumns(self.column) if self.recipe.has_label_probs else None
+
+    @cached_property
+    def lines(self) -> OutputLines:
+        return OutputLines(self.recipe, self.column, {}, self.labels)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns of its output, and their types."""
+        return {self.column: "", **(self.labels.types if self.labels is not None else {})}
+
+    def settings(self) -> dict[str, Any]:
+        """Return everything that its output depends on but the row, as JSON."""
+        when = {name: condition.model_dump(exclude_none=True) for name, condition in self.when.items()}
+        about = {"column": self.column, "after": sorted(self.after), "when": when}
+        settings: dict[str, Any] = json.loads(json.dumps(self.recipe.settings() | about, default=str))
+        return settings
+
+
+def step_of(given: Mapping[str, Any], defaults: Mapping[str, Any], names: Collection[str]) -> Step:
+    """Return the step that a recipe describes; `names` are those of all its steps. Raises RecipeInvalid."""
+    name = given["name"]
+    check_keys(given, STEP_KEYS | OWN_KEYS, f"step {name}")
+    for key, kind in (
+        ("prompt", str),
+        ("system", str),
+        ("column", str),
+        ("model", str),
+        ("chat", bool),
+        ("gold", str),
+    ):
+        if key in given and not isinstance(given[key], kind):
+            raise RecipeInvalid(f"step {name}: {key} is {'true or false' if kind is bool else 'a text'}", key)
+    if not given.get("prompt"):
+        raise RecipeInvalid(f"step {name} has no prompt")
+    others = [other for other in names if other != name]
+    own = {**defaults, **given}
+    shapes = [key for key in SHAPES if own.get(key) is not None]
+    if len(shapes) > 1:
+        raise RecipeInvalid(f"step {name}: give one of {', '.join(shapes)}", shapes[1])
+    fields = {"temperature": 0.0} | {key: own[key] for key in own if key in JOB_KEYS}
+    if shapes:
+        fields["structured_outputs"] = {SHAPES[shapes[0]]: own[shapes[0]]}
+    recipe = Recipe(
+        own.get("model", NO_MODEL),
+        own["prompt"],
+        own.get("system"),
+        own.get("chat", True),
+        fields,
+        places={other: StepPlace(other) for other in names},
+        examples=_examples(given.get("examples"), others),
+    )
+    try:
+        read = recipe.placed
+    except DatasetError as error:
+        raise RecipeInvalid(f"step {name}: {error}", "prompt") from None
+    try:
+        recipe.check(None)
+    except DatasetError as error:
+        raise RecipeInvalid(f"step {name}: {error}") from None
+    when = _when(given.get("when"), name, others)
+    after = dict.fromkeys(
+        [*_after(given.get("after"), name, others), *when, *sorted({other for other, _ in read})]
+    )
+    column = given.get("column", name)
+    if column == META:
+        raise RecipeInvalid(f"step {name}: a column is not called {META}", "column")
+    return Step(name, recipe, column, tuple(after), when, given.get("gold"))
+
+
+def check_keys(given: Mapping[str, Any], known: Collection[str], what: str) -> None:
+    """Raise RecipeInvalid for a key that is none of the known."""
+    for key in given:
+        if key not in known:
+            alike = get_close_matches(str(key), sorted(known), 1)
+            hint = f"; did you mean {alike[0]}?" if alike else ""
+            raise RecipeInvalid(f"{what}: there is no key {key!r}{hint}", key)
+
+
+def _after(given: Any, name: str, others: list[str]) -> list[str]:
+    listed = [given] if isinstance(given, str) else given or []
+    if not isinstance(listed, list) or any(each not in others for each in listed):
+        raise RecipeInvalid(
+            f"step {name}: after lists other steps: {', '.join(others) or 'there are none'}", "after"
+        )
+    return listed
+
+
+def _when(given: Any, name: str, others: list[str]) -> dict[str, Condition]:
+    """Return a step's conditions; a bare label, or a list of them, stands for {label: ...}."""
+    conditions = {}
+    if given is not None and not isinstance(given, Mapping):
+        raise RecipeInvalid(
+            f"step {name}: when has a condition for each step's name: {{STEP: {{label: yes}}}}", "when"
+        )
+    for other, condition in (given or {}).items():
+        if other not in others:
+            raise RecipeInvalid(
+                f"step {name}: when: there is no other step {other}; there are {', '.join(others) or 'none'}",
+                "when",
+                other,
+            )
+        try:
+            asked = condition if isinstance(condition, Mapping) else {"label": condition}
+            conditions[other] = _conditions.validate_python(asked)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            message = first["msg"].removeprefix("Value error, ")
+            raise RecipeInvalid(
+                f"step {name}: when: {other}{'.' if where else ''}{where}: {message}", "when", other
+            ) from None
+    return conditions
+
+
+def _examples(given: Any, others: Collection[str]) -> tuple[dict[str, Any], ...]:
+    """Return examples with the outputs of other steps as a template reads them."""
+    if given is None:
+        return ()
+    if not isinstance(given, list) or not all(isinstance(example, Mapping) for example in given):
+        raise RecipeInvalid("examples are a list of rows, each with an output", "examples")
+    return tuple(
+        {key: _read_by(value) if key in others else value for key, value in each.items()} for each in given
+    )
+
+
+def _read_by(output: Any) -> Any:
+    if isinstance(output, Mapping) and {"text", "label", "parsed"} & output.keys():
+        return output
+    text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
+    return {"text": text, "label": text, "parsed": output}

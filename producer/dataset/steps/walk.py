@@ -1,0 +1,178 @@
+"""How far the steps of a row are, by what the journal has, and the jobs that are to come.
+
+The jobs of all steps are submitted together, and wait for each other in the queue. Work is known by its content: a
+step's key is a hash of its own job, with places for the outputs that it takes, and of the keys of what it waits for.
+What the journal has an output of is put into the prompt here, as the server may have forgotten its job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pagemill.producer.dataset.journal import Failure, Journal
+from pagemill.producer.dataset.output_places import fill
+from pagemill.producer.dataset.recipe import OnCut
+from pagemill.producer.dataset.steps.chain import Chain
+from pagemill.producer.dataset.steps.step import Step
+from pagemill.producer.dataset.tables.rows import Row, RowError
+from pagemill.producer.dataset.work import CONDITION_FALSE, PARENT_FAILED, stage_key
+from pagemill.producer.wire.schema.dependencies import ITEM_PREFIX, Condition
+from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.templates import ParentOutput
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """One step of one row: ended with `kept` (as the journal keeps it) or `failure`, skipped, or with a `job` to do."""
+
+    step: Step
+    key: str = ""
+    kept: dict[str, Any] | None = None
+    failure: Failure | None = None
+    skipped: str = ""
+    """The code of why it was not to run."""
+    job: Job | None = None
+    is_merged: bool = False
+    """Done by the job of an equal row."""
+    is_repeatable: bool = True
+
+    @property
+    def output(self) -> ParentOutput:
+        """What it gives to other steps."""
+        assert self.kept is not None
+        sample = self.kept["outputs"][0]
+        label = sample.get("label")
+        prob = None if label is None else (sample.get("label_probs") or {}).get(label)
+        return ParentOutput(id=self.step.name, state="succeeded", text=sample["text"], label=label, prob=prob)
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Goes through the steps of rows. `on_cut`: the run's."""
+
+    chain: Chain
+    journal: Journal
+    on_cut: OnCut | None = None
+
+    def states(self, row: Row) -> Iterator[StepState]:
+        """Yield each step's state; what comes after one is found when the next is asked for."""
+        known: dict[str, StepState] = {}
+        for step in self.chain.steps:
+            parents = {name: self._looked_up(known[name]) for name in step.after}
+            known[step.name] = state = self._state(row, step, parents)
+            yield state
+
+    def _looked_up(self, state: StepState) -> StepState:
+        """Return a state as it is by now: between two steps of a row its job may have been collected, and forgotten."""
+        end = None if state.job is None else self.journal.end(state.key)
+        return state if end is None else self._ended(replace(state, job=None), end)
+
+    def _ended(self, state: StepState, end: dict[str, Any] | Failure) -> StepState:
+        if isinstance(end, Failure):
+            is_unmet = end.code == CONDITION_FALSE
+            return replace(state, skipped=end.code) if is_unmet else replace(state, failure=end)
+        failure = state.step.recipe.cut_off(end, self.on_cut)
+        return replace(state, kept=None if failure else end, failure=failure)
+
+    def _state(self, row: Row, step: Step, parents: Mapping[str, StepState]) -> StepState:
+        if (blocked := _blocked(step, parents)) is not None:
+            return blocked
+        plain = plain_job(row, step)
+        if isinstance(plain, RowError):
+            return _refused(step, plain)
+        repeatable = plain.is_repeatable and all(parent.is_repeatable for parent in parents.values())
+        digest = _digest(plain, parents)
+        count = self.journal.occurrence(f"{digest}@{step.name}")
+        key = digest if repeatable else f"{digest}-{count}"
+        if step is not self.chain.first:
+            key = stage_key(key, step.name)
+        state = StepState(step, key, is_merged=repeatable and count > 1, is_repeatable=repeatable)
+        if (end := self.journal.end(key)) is not None:
+            return self._ended(state, end)
+        is_unmet = any(
+            not is_met(condition, parents[name].output)
+            for name, condition in step.when.items()
+            if parents[name].kept is not None
+        )
+        if is_unmet:
+            return replace(state, skipped=CONDITION_FALSE)
+        job = self._job(row, step, parents)
+        if isinstance(job, RowError):
+            return _refused(step, job)
+        return replace(state, job=job)
+
+    def _job(self, row: Row, step: Step, parents: Mapping[str, StepState]) -> Job | RowError:
+        """Return the job of a step whose parents have not failed, with what is known of their outputs in its prompt."""
+        known = {name: parent.output for name, parent in parents.items() if parent.kept is not None}
+        after = {
+            name: ITEM_PREFIX + self.journal.name(parent.key)
+            for name, parent in parents.items()
+            if name not in known
+        }
+        when = {name: condition for name, condition in step.when.items() if name in after}
+
+        def finish(prompt: dict[str, Any]) -> dict[str, Any]:
+            filled = _filled(prompt, known, is_waiting=bool(after))
+            return filled | ({"after": after} if after else {}) | ({"when": when} if when else {})
+
+        return step.recipe.job(row, finish)
+
+
+def plain_job(row: Row, step: Step) -> Job | RowError:
+    """Return the job of a step with places for all that it takes from others, and without `after`: its content."""
+    return step.recipe.job(row, lambda prompt: _filled(prompt, {}, is_waiting=True))
+
+
+def is_met(condition: Condition, given: ParentOutput) -> bool:
+    """Return whether an output is what a condition asks for, as the queue decides it (wire/lua/dependents.lua)."""
+    label = (given.text if given.label is None else given.label).strip()
+    return (
+        (condition.label is None or label in condition.label)
+        and (condition.text is None or given.text.strip() in condition.text)
+        and (
+            condition.prob_at_least is None
+            or (given.prob is not None and given.prob >= condition.prob_at_least)
+        )
+        and (condition.prob_below is None or (given.prob is not None and given.prob < condition.prob_below))
+    )
+
+
+def _filled(
+    prompt: Mapping[str, Any], known: Mapping[str, ParentOutput], *, is_waiting: bool
+) -> dict[str, Any]:
+    if "messages" not in prompt:
+        return {**prompt, "prompt": fill(prompt["prompt"], known, is_waiting=is_waiting)}
+    messages = [
+        {**message, "content": fill(message["content"], known, is_waiting=is_waiting)}
+        for message in prompt["messages"]
+    ]
+    return {**prompt, "messages": messages}
+
+
+def _digest(job: Job, parents: Mapping[str, StepState]) -> str:
+    if not parents:
+        return job.digest()
+    given = [job.digest(), *(f"{name}={parent.key}" for name, parent in sorted(parents.items()))]
+    return hashlib.sha256("\n".join(given).encode()).hexdigest()
+
+
+def _blocked(step: Step, parents: Mapping[str, StepState]) -> StepState | None:
+    """Return the state that follows from a step that was waited for, if it has failed or was skipped."""
+    for parent in parents.values():
+        if parent.failure is not None:
+            error = f"{parent.failure.code}: {parent.failure.message}"
+            message = f"step {parent.step.name} has failed: {error}"
+            if parent.failure.code == PARENT_FAILED:
+                message = parent.failure.message
+            return StepState(step, failure=Failure(PARENT_FAILED, message))
+    skipped = next((parent.skipped for parent in parents.values() if parent.skipped), "")
+    return StepState(step, skipped=skipped) if skipped else None
+
+
+def _refused(step: Step, error: RowError) -> StepState:
+    if error.is_skipped:
+        return StepState(step, skipped=error.code)
+    return StepState(step, failure=Failure(error.code, error.message))

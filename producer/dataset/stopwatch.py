@@ -1,0 +1,50 @@
+"""The time of a run's start and its use of the KV cache, kept in the journal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Self
+
+from pagemill.producer.dataset.errors import DiskFailed
+from pagemill.producer.dataset.journal import Journal
+from pagemill.producer.dataset.record import Mean, Totals
+
+STORE_INTERVAL_S = 5.0
+
+
+class Stopwatch:
+    """Adds the time of a start and its KV use to the journal's totals: now and then, and even if the block raises."""
+
+    def __init__(self, journal: Journal, kv: Callable[[], tuple[Mean, Mean]]) -> None:
+        self._journal = journal
+        self._kv = kv
+        self._before = Totals.of(json.loads(journal.fact("totals") or Totals().to_json()))
+        self._started = self._stored = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with contextlib.suppress(DiskFailed):  # a full disk is already being reported, or will be
+            self._store()
+
+    def tick(self) -> None:
+        """Store the totals, if that was long ago: a start that is killed loses no more than that."""
+        if time.monotonic() - self._stored >= STORE_INTERVAL_S:
+            self._store()
+
+    def _store(self) -> None:
+        self._stored = time.monotonic()
+        utilization, waste = self._kv()
+        totals = replace(
+            self._before,
+            seconds=self._before.seconds + self._stored - self._started,
+            starts=self._before.starts + 1,
+            kv_utilization=self._before.kv_utilization.plus(utilization),
+            kv_waste=self._before.kv_waste.plus(waste),
+        )
+        self._journal.set_facts(totals=totals.to_json())

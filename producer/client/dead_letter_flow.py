@@ -15,7 +15,7 @@ from pagemill.producer.wire.calls import dead_letters, transitions
 from pagemill.producer.wire.calls.dead_letters import DeadLetter, LetterPage, OpenedLetter
 from pagemill.producer.wire.calls.transitions import Submission
 from pagemill.producer.wire.schema.errors import InvalidJob, JobNotFound, QueueFull, StoreError
-from pagemill.producer.wire.schema.signing import split_payload
+from pagemill.producer.wire.schema.signing import OUTPUT_SEPARATOR, split_payload
 
 OPEN_AT_ONCE = 50
 """Letters whose payloads are read in one call; each payload may be a megabyte."""
@@ -137,8 +137,9 @@ def _whole(
     for job_id, letter in zip(ids, opened, strict=True):
         try:
             if letter is not None:
-                payload = yield from flows.whole(split_payload(letter.payload).envelope)
-                letter = replace(letter, payload=payload)
+                parts = split_payload(letter.payload)
+                envelope = yield from flows.whole(parts.envelope)
+                letter = replace(letter, payload=OUTPUT_SEPARATOR.join((envelope, *parts.outputs)))
         except StoreError as error:
             done.refused[job_id] = str(error)
             letter = None

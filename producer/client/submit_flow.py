@@ -111,7 +111,8 @@ def _promised(queue: str, item: Submission) -> Flow[tuple[Submission, Promise]]:
     """Return the promise, and the job with it in its header, so that it can be scored."""
     seen: Outlook = yield outlook(queue, json.loads(item.header)["lane"])
     asked = Asked.of(item.header, seen.now)
-    found = estimate(seen, asked)
+    # When the jobs that it waits for will end is not known.
+    found = None if item.is_linked else estimate(seen, asked)
     if found is None:
         return item, Promise(deadline=None if asked.deadline is None else asked.deadline / 1000)
     header = item.header[:-1] + f',"promise":"{found}"}}'.encode()

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from pagemill.worker.jobs.intake import Intake
 from pagemill.worker.jobs.leases import LeaseKeeper
 from pagemill.worker.jobs.reporter import ProgressReporter
 from pagemill.worker.jobs.running_job import PRIORITIES, RunningJob, sample_states
-from pagemill.worker.jobs.store.inputs import StoredInputs
+from pagemill.worker.jobs.store.inputs import NUM_THREADS, StoredInputs
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
@@ -44,6 +44,8 @@ FETCHING_S = 0.05
 LONG_STEP_S = 2.0
 """While a step takes longer than this, jobs are left to other workers."""
 MAX_JOBS_PER_PULL = 64
+MAX_FETCHING = 2 * NUM_THREADS
+"""Payloads on their way from the store."""
 JOBS_PER_START = 16
 """Jobs announced and started at a time: the engine begins while the rest are prepared."""
 OUTPUT_RATIO_WEIGHT = 0.05
@@ -229,22 +231,23 @@ class Admission:
         self._take_in_fetched()
         room = credit(self._engine, self._table.running(), self._forecast)
         num_fetching = self._inputs.num_pending if self._inputs is not None else 0
-        if room.blocked is None and num_fetching >= room.jobs:
-            room = replace(room, blocked="rows")
         if room.blocked is not None:
             self._blocked_for(room.blocked, FETCHING_S if num_fetching else BLOCKED_POLL_S)
             return
         self._counters.credit_sequences = room.jobs
         self._counters.credit_blocks = room.tokens // room.block_size
         lanes = self._servable_lanes()
+        may_fetch = self._inputs is not None and num_fetching < MAX_FETCHING
+        # What is fetched has at most half of the room: a store that hangs stops nobody else's jobs.
+        num_jobs = room.jobs - min(num_fetching, room.jobs // 2)
         reply = self._queue.pull(
             lanes,
-            room.jobs - num_fetching,
+            min(num_jobs, MAX_FETCHING - num_fetching) if may_fetch else num_jobs,
             room.tokens,
             holding=len(self._table),
             longest=self._engine.engine.limits.max_model_len,
             urgent_only=room.urgent_only,
-            has_store=self._inputs is not None,
+            has_store=may_fetch,
         )
         for pulled in reply.jobs:
             self._table.hold(pulled.job_id, pulled.token)

@@ -363,8 +363,8 @@ class ProgressReporter:
         job = self._table.by_job(job_id)
         if not self._table.let_go(job_id, token):
             return
-        if (unwritten := self._ended.pop(f"{job_id}#{token}", None)) is not None:
-            self._discard(unwritten)
+        # Its commit may have come, and only the reply been lost: a file that nothing took goes within the hour.
+        self._ended.pop(f"{job_id}#{token}", None)
         self._counters.leases_lost.inc()
         self._journal.lost(job_id, token, job)
         if job is not None and self._engine is not None:

@@ -191,8 +191,11 @@ def _copy_of(job: Job, job_id: str, result: Result, options: ReplayOptions) -> J
 
 
 def _submit(queue: str, preparer: Preparer, copy: Job) -> Flow[str]:
-    item = preparer.job(copy, {}, new_job_id())
-    return (yield from submit_flow.submit(queue, item, "raise"))
+    try:
+        item = preparer.job(copy, {}, new_job_id())
+        return (yield from submit_flow.submit(queue, item, "raise"))
+    except (InvalidJob, StoreError) as error:
+        raise Unverifiable(f"a copy can't be submitted: {error}") from error
 
 
 def _finish(

@@ -101,10 +101,12 @@ def _page(letter: str, reply: list[Any]) -> Page:
     position, rows = reply
     items: list[BatchItem] = []
     stored: dict[int, Outcome] = {}
+    stored_bytes = 0
     for at, record in rows:
         outcome = read_outcome(record)
         if outcome.stored is not None:
             stored[len(items)] = outcome
+            stored_bytes += outcome.stored.reference.size
         items.append(
             BatchItem(
                 id=outcome.job_id,
@@ -116,4 +118,6 @@ def _page(letter: str, reply: list[Any]) -> Page:
                 error=outcome.error,
             )
         )
+        if stored_bytes > PAGE_BYTES:
+            return Page(at, items, stored)
     return Page(position, items, stored)

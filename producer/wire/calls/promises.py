@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.promise import Promise
-from pagemill.producer.wire.schema.tasks import VERSIONS
+from pagemill.producer.wire.schema.tasks import STORED_VERSION, VERSIONS
 from pagemill.producer.wire.server.scripts import Call
 
 Kind = Literal["now", "later"]
@@ -107,7 +107,9 @@ class Estimate:
 
 def outlook(queue: str, lane: str) -> Call[Outlook]:
     """Read what decides when a job of that lane would end, were it submitted now."""
-    return Call("promise", (keys.prefix(queue),), (lane, ",".join(map(str, VERSIONS))), _outlook)
+    return Call(
+        "promise", (keys.prefix(queue),), (lane, ",".join(map(str, (*VERSIONS, STORED_VERSION)))), _outlook
+    )
 
 
 def estimate(seen: Outlook, asked: Asked) -> Estimate | None:

@@ -120,7 +120,12 @@ class JobForms:
 
     def learn(self, shape: bytes, job: Job) -> None:
         """Learn a shape from `job`, a valid row of it."""
-        if not shape or job.idempotency_key is not None or job.prompt_token_ids is not None:
+        if (
+            not shape
+            or job.after is not None
+            or job.idempotency_key is not None
+            or job.prompt_token_ids is not None
+        ):
             return
         if not all(message.is_plain for message in job.messages or ()):
             return  # its version is due to its messages, which are not part of the shape

@@ -33,7 +33,7 @@ for version in string.gmatch(ARGV[7], '%d+') do
   if version ~= '5' then
     versions[#versions + 1] = version
   end
-  if version == '5' or version == '7' then
+  if version == '5' or version == '7' or version == '8' then
     adapted[#adapted + 1] = version
   end
 end

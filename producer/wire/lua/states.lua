@@ -219,8 +219,8 @@ local function record_end(id, job, state, out)
   if job.deadline then
     redis.call('ZREM', P .. 'deadlines', id)
   end
-  if job.ending or job.due_at then
-    redis.call('HDEL', P .. 'job:' .. id, 'ending', 'due_at')
+  if job.ending or job.due_at or job.waits then
+    redis.call('HDEL', P .. 'job:' .. id, 'ending', 'due_at', 'waits')
   end
   if job.progress then
     redis.call('HSET', P .. 'job:' .. id, 'state', state, 'finished_at', int(NOW),

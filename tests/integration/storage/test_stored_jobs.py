@@ -20,6 +20,7 @@ from pagemill.producer.wire.calls import reads
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.store.store import Store
 from pagemill.producer.wire.store.stub import Reference, payload_stub
+from pagemill.worker.jobs.admission import MAX_FETCHING
 from tests.integration.storage.conftest import (
     OVER,
     TestedStore,
@@ -266,6 +267,27 @@ def test_a_store_that_hangs_delays_only_its_own_jobs(
             assert all("did not answer within 0.5 s" in reason for reason in statuses)
             hangs.set()
             monkeypatch.undo()
+
+
+def test_many_jobs_whose_store_hangs_leave_room(
+    client: QueueClient, files: TestedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, read = threading.Event(), Store.read
+
+    def hanging(store: Store, reference: Reference) -> bytes:
+        hangs.wait()
+        return read(store, reference)
+
+    monkeypatch.setattr(Store, "read", hanging)
+    with producer_of(client, files) as producer:
+        stuck = [producer.submit(JOB, priority="low") for _ in range(80)]
+        with running_worker(storing(client, files, store_timeout_s=600.0)):
+            eventually(lambda: any(job.status().state == "running" for job in stuck), "a fetch")
+            others = [producer.submit(prompt=f"{row}", model="echo") for row in range(20)]
+            assert [job.result(timeout=60).text for job in others] == [str(row) for row in range(20)]
+            assert sum(job.status().state == "running" for job in stuck) <= MAX_FETCHING
+            hangs.set()
+            assert {job.result(timeout=60).text for job in stuck} == {LARGE}
 
 
 def test_where_the_store_fails_results_go_into_redis(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from pagemill import AsyncProducer, Condition, InvalidJob, Job, JobCancelled, Producer
+from pagemill import AsyncProducer, Condition, InvalidJob, Job, JobCancelled, JobDead, Producer
 from pagemill.__main__ import app
 from pagemill.producer.wire.calls.rendering import rendered
 from pagemill.producer.wire.calls.transitions import PulledJob
@@ -40,6 +40,41 @@ def test_a_chain(queue: Queue) -> None:
             with pytest.raises(JobCancelled) as cancelled:
                 unwanted.result(timeout=60)
     assert cancelled.value.code == "condition_false"
+
+
+def test_a_dead_job_is_replayed_with_the_outputs_that_it_was_given(queue: Queue) -> None:
+    given: list[str] = []
+
+    def die_once(queue: Queue, pulled: PulledJob) -> None:
+        payload = split_payload(pulled.payload)
+        prompt = rendered(WireJob.from_payload(pulled.payload), payload.outputs).prompt or ""
+        given.append(prompt)
+        if prompt == "<one>" and given.count(prompt) == 1:
+            queue.retry(pulled)
+        else:
+            queue.commit(pulled, prompt)
+
+    with Producer(queue.url, queue=queue.name, model="m") as producer:
+        first = producer.submit(prompt="one")
+        second = producer.submit(prompt="<{parent.text}>", after=[first], max_attempts=1)
+        with scripted_worker(queue.url, queue.name, die_once):
+            with pytest.raises(JobDead):
+                second.result(timeout=60)
+            assert second.status().waits_for == ()
+            replayed = producer.dead_letters().replay([second.id])
+            again = replayed.jobs[second.id]
+            assert producer.job(again).result(timeout=60).text == "<one>"
+
+
+def test_every_job_of_a_producer_waits(queue: Queue) -> None:
+    """However many rows there are: what is filled in quickly must wait too."""
+    with Producer(queue.url, queue=queue.name, model="m") as producer:
+        first = producer.submit(prompt="one")
+        with Producer(queue.url, queue=queue.name, model="m", defaults={"after": {"a": first.id}}) as waiting:
+            batch = waiting.submit_many([{"prompt": f"{row} {{a.text}}"} for row in range(8)])
+        with scripted_worker(queue.url, queue.name, echo):
+            texts = {item.result.text for item in batch.results(timeout=60) if item.result is not None}
+    assert texts == {f"{row} one" for row in range(8)}
 
 
 async def test_a_chain_on_an_event_loop(queue: Queue) -> None:

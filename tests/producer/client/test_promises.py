@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
 from pagemill import AsyncProducer, DeadlineUnreachable, Producer
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import Speed, WorkerInfo
+from pagemill.producer.wire.store.store import Store
 from tests.producer.driving import Queue
 
 
@@ -67,6 +69,28 @@ def test_an_earlier_job_is_not_promised_again(queue: Queue) -> None:
         again = producer.submit(prompt="p", model="m", seed=1, idempotency_key="k", promise="flag")
     assert first.promise is not None
     assert (again.id, again.promise) == (first.id, None)
+
+
+def test_nothing_is_promised_of_a_job_that_waits_for_others(queue: Queue) -> None:
+    announce(queue)
+    with Producer(queue.url, queue=queue.name) as producer:
+        first = producer.submit(prompt="p", model="m", max_tokens=1000)
+        handle = producer.submit(prompt="q", model="m", after=[first], ttl=1.0, promise="refuse")
+    assert handle.promise is not None
+    assert (handle.promise.p50, handle.promise.misses_deadline) == (None, None)
+
+
+def test_jobs_in_a_store_wait_too(queue: Queue, tmp_path: Path) -> None:
+    announce(queue)
+    store = Store(f"file://{tmp_path}", 100)
+    with Producer(queue.url, queue=queue.name, store=store) as producer:
+        alone = producer.submit(prompt="p", model="m", max_tokens=10, promise="flag").promise
+        for _ in range(20):
+            producer.submit(prompt="large " * 50, model="m", max_tokens=1000)
+        behind = producer.submit(prompt="p", model="m", max_tokens=10, promise="flag").promise
+    assert alone is not None
+    assert behind is not None
+    assert (behind.p50 or 0.0) > (alone.p50 or 0.0) + 100
 
 
 async def test_a_submit_of_asyncio_says_the_same(queue: Queue) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pandas
 import polars
 import pytest
+from pagemill.worker.jobs.rendering import rendered
 
 from pagemill import Producer
 from pagemill.producer.dataset import report
@@ -29,7 +30,6 @@ from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Output, Result, Timing, Usage
 from pagemill.producer.wire.schema.signing import split_payload
-from pagemill.worker.jobs.rendering import rendered
 from tests.producer.driving import Queue, open_queue
 from tests.producer.scripted_worker import scripted_worker
 

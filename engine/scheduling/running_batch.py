@@ -70,8 +70,6 @@ class RunningBatch:
         """Add these running sequences in order, within the budget; returns those preempted."""
         preempted: list[Sequence] = []
         search: Request | None = None
-        if self.drafter is not None:
-            self.drafter.begin_step(len(self.sequences))
         for sequence in list(candidates):
             if not step.budget:
                 break
@@ -139,6 +137,11 @@ class RunningBatch:
             self._preempt([victim], preempted)
         self.num_displaced += len(preempted)
         return preempted
+
+    def begin_drafts(self) -> None:
+        """Begin a step in which rows may draft."""
+        if self.drafter is not None:
+            self.drafter.begin_step(len(self.sequences))
 
     def settle_drafts(self, sequence: Sequence, num_accepted: int) -> None:
         """Keep a running sequence's first drafts, which it sampled too, and forget the others."""
@@ -214,12 +217,13 @@ class RunningBatch:
 
     def _add_drafts(self, step: StepBuilder, sequence: Sequence, drafter: Drafter) -> bool:
         """Compute a plain sequence's newest token and drafts of those to come; no other row goes short for them."""
+        rows = self._config.max_num_seqs - len(self.sequences)
         room = min(
             sequence.request.max_num_tokens - sequence.num_known_tokens - 1,
-            step.budget - len(self.sequences),
-            self._config.max_num_seqs - len(self.sequences) - step.num_drafts,
+            step.budget // 2 - len(self.sequences),  # prompts, and requests that wait, need some too
+            max(rows, self._config.num_speculative_tokens) - step.num_drafts,
         )
-        drafts = drafter.draft(sequence, room) if room > 0 and not step.is_short else []
+        drafts = drafter.draft(sequence, room) if room > 0 and not step.is_short and step.may_draft else []
         if not drafts:
             return False
         needed = self._kv.num_blocks_needed(sequence, len(drafts) + 1)

@@ -106,8 +106,10 @@ class Scheduler:
         step = StepBuilder(self._next_step_id, self._config.max_num_batched_tokens)
         self._labelling.enqueue()
         if self._suspects:
+            step.may_draft = False  # what raises alone must be the request's own doing
             self._schedule_suspects(step)
         else:
+            self._batch.begin_drafts()
             self._schedule_running(step, self._admit_urgent(step))
             while (first := self._next_waiting()) is not None and self._admit(step, first):
                 pass

@@ -64,6 +64,7 @@ class StepBuilder:
     """A sequence did not get the blocks it needed: none after it may take any."""
     promised_blocks: int = 0
     """Blocks that rows whose prefill the budget cuts short will need before they can sample."""
+    may_draft: bool = True
     num_drafts: int = 0
     """Tokens drafted for all rows."""
     _new_rows: list[NewRow] = field(default_factory=list)

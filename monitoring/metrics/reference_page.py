@@ -40,7 +40,6 @@ MISSING = """\
 | metric | why |
 | --- | --- |
 | submits that were refused | they are refused in the producer's process, which has no `/metrics`; its errors say so |
-| speculative decoding, LoRA | not built |
 | engine restarts | an engine that fails ends its process; the supervisor counts restarts |
 | progress events dropped | none is: what Redis does not take yet is held and merged |
 | GPU clocks, power, temperature | the DCGM exporter has them |

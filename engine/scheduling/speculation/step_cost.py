@@ -6,6 +6,10 @@ _WEIGHT = 0.02
 """The weight of the newest step in the moving averages."""
 _PRIOR_TOKENS = 16.0
 """Before steps of different sizes were seen, this many tokens double a step's time."""
+_LEAST_SLOPE = 0.25
+"""Times the prior: a step that was slow for other reasons must not make tokens free."""
+_MOST_OF_MEAN = 4.0
+"""Times the mean: what a step took beyond it is not its tokens' doing."""
 _PRIOR_STRENGTH = 1.0
 """The variance of step sizes, in tokens squared, at which measurements weigh as much as the prior."""
 
@@ -21,6 +25,8 @@ class StepCost:
         self._covariance = 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
+        if self._num_observed:
+            seconds = min(seconds, _MOST_OF_MEAN * self._mean_seconds)
         self._num_observed += 1
         weight = max(_WEIGHT, 1.0 / self._num_observed)
         tokens, time = num_tokens - self._mean_tokens, seconds - self._mean_seconds
@@ -34,7 +40,7 @@ class StepCost:
         """Seconds that another token adds to a step."""
         prior = self._mean_seconds / (_PRIOR_TOKENS + self._mean_tokens)
         measured = self._covariance + _PRIOR_STRENGTH * prior
-        return max(0.0, measured / (self._variance + _PRIOR_STRENGTH))
+        return max(_LEAST_SLOPE * prior, measured / (self._variance + _PRIOR_STRENGTH))
 
     def seconds(self, num_tokens: int) -> float:
         slope = self.slope

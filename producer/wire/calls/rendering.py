@@ -8,17 +8,17 @@ from pydantic import ValidationError
 
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_PAYLOAD_BYTES, Job
-from pagemill.producer.wire.schema.templates import ParentOutput, render
+from pagemill.producer.wire.schema.templates import ParentOutput, places, render
 
 
 def rendered(job: Job, stored: Sequence[bytes]) -> Job:
     """Return a job as the engine takes it: with a prompt of its own.
 
     Args:
-        stored: what the queue put behind its envelope. The output of a parent that is missing there is empty.
+        stored: what the queue put behind its envelope.
 
     Raises:
-        InvalidJob: an output can't be read or lacks a field, or the prompt becomes empty or too large.
+        InvalidJob: an output is missing, can't be read or lacks a field, or the prompt becomes empty or too large.
     """
     found: dict[str, ParentOutput] = {}
     try:
@@ -27,10 +27,11 @@ def rendered(job: Job, stored: Sequence[bytes]) -> Job:
             found[output.id] = output
     except ValidationError:
         raise InvalidJob("the output of a job that it waited for can't be read", param="after") from None
-    named = {
-        name: found.get(parent, ParentOutput(id=parent, state="gone"))
-        for name, parent in (job.after or {}).items()
-    }
+    after = job.after or {}
+    reads = any(True for _, text in job.templates() for _ in places(text))
+    if reads and (missing := sorted(set(after.values()) - found.keys())):
+        raise InvalidJob(f"the output of job {missing[0]}, which it waited for, is not there", param="after")
+    named = {name: found[parent] for name, parent in after.items() if parent in found}
     room = MAX_PAYLOAD_BYTES
     if job.prompt is not None:
         prompt = render(job.prompt, named, room)

@@ -120,6 +120,8 @@ def describe(error: PagemillError) -> str:
                 f"{error}\nIs the server running, and is the address right (--redis-url, {URL_VARIABLE})? "
                 "A worker can bring its own: pagemill worker --model smollm2"
             )
+        case InvalidJob() if str(error).startswith("after."):
+            return f"--{error}"
         case InvalidAddress():
             return f"--redis-url ({URL_VARIABLE}): {error}"
         case QueueFull():

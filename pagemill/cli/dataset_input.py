@@ -32,7 +32,10 @@ def source_of_rows(path: Path, inputs: contextlib.ExitStack, kind: Format | None
     if (uri := uri_of(path)) is not None:
         return open_source(inputs.enter_context(open_stream(uri)), kind, encoding)
     if str(path) != "-":
-        return open_source(local_path(path), kind, encoding)
+        try:
+            return open_source(local_path(path), kind, encoding)
+        except OSError as error:
+            raise typer.BadParameter(f"{str(path)[:100]}: {error.strerror}") from None
     start = sys.stdin.buffer.read(4)
     named = PurePath(f"rows.{kind or 'jsonl'}{compression_of(start)}")
     stream = Stream(sys.stdin.buffer, named, "standard input", start)

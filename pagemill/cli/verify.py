@@ -57,7 +57,9 @@ def verify(
     queue: Queue = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Run a job again and compare: bitwise, token or neither, and whether that is what was promised.
+    """Run a job again and compare the two results.
+
+    They are equal bitwise, in their tokens or neither, and that is held against what was promised.
 
     Exit code 0: as promised. 1: less. 4: no verdict.
     """

@@ -30,14 +30,14 @@ CONTENT = {
     "prompt", "system", "stop", "choice", "continuation", "field", "template", "choices", "json_schema", "regex",
     "where",
     # Paths that a command makes, or says are not there once it opens them.
-    "source", "out", "template_file", "report_file", "keys", "run_dir",
+    "source", "sources", "out", "template_file", "report_file", "keys", "run_dir",
     # TENANT=WEIGHT, and names of settings: tried by themselves below.
     "pairs", "option", "worker_option",
 }  # fmt: skip
 WITH_SPACES = {"gold", "output_column"}
 SECRET_VARIABLES = {f"PAGEMILL_{name.upper()}" for name in SECRETS}
 FILLED = {
-    "PROMPT": "hello", "ID": "an-id", "IN": "rows.jsonl", "REQUESTS": "pyproject.toml", "NAME": "shop",
+    "PROMPT": "hello", "ID": "an-id", "[RECIPE.yaml] IN": "rows.jsonl", "REQUESTS": "pyproject.toml", "NAME": "shop",
     "NAME=FOLDER": "shop=folder",
     "--out": "out.jsonl", "--model": "echo", "--celery-app": "shop:app",
 }  # fmt: skip

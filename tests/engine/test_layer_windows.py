@@ -42,7 +42,7 @@ CASES: dict[str, tuple[Callable[[], TinyCheckpoint], tuple[int | None, ...]]] = 
     "mistral": (lambda: native_checkpoint(MISTRAL), (9,)),
 }
 OPTIONS: dict[str, Any] = {
-    "num_threads": 1, "block_size": 4, "num_kv_blocks": 400, "max_num_batched_tokens": 24,
+    "num_threads": 1, "block_size": 4, "num_kv_blocks": 400, "max_num_batched_tokens": 24, "num_speculative_tokens": 0,
 }  # fmt: skip
 NUM_OUTPUT_TOKENS = 12
 NUM_TIGHT_BLOCKS = {"gemma3": 84, "mistral": 22}

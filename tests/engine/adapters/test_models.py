@@ -102,7 +102,7 @@ def test_layers_that_the_model_is_not_run_with(case: Any, path: str, shape: str,
     tensors = load_file(file)
     tensors[f"{path}.weight"] += b @ a
     save_file(tensors, file, metadata={"format": "pt"})
-    options: dict[str, Any] = {"skip_tokenizer_init": True, "num_kv_blocks": 64}
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "num_kv_blocks": 64, "dtype": "float32"}
     prompts = [list(prompt) for prompt in PROMPTS]
     wanted = generated(LLM(str(merged), **options), prompts, [None] * len(prompts))
     llm = LLM(str(model), adapters=(f"x={folder}",), **options)

@@ -139,7 +139,7 @@ def test_every_family_s_head_can_be_run_alone(name: str, tmp_path: Path) -> None
     prompt = PROMPT[:9]
     llm = LLM(
         str(case.write(tmp_path / "model")),
-        **({"num_kv_blocks": 32, "block_size": 4, "num_threads": 1} | case.options),
+        **({"num_kv_blocks": 32, "block_size": 4, "num_threads": 1, "dtype": "float32"} | case.options),
     )
     (result,) = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=NUM_TOP), use_tqdm=False)
     rows = [case.logits(prompt[:end]).log_softmax(-1) for end in range(1, len(prompt))]

@@ -17,7 +17,6 @@ from typing import Any
 import pandas
 import polars
 import pytest
-from pagemill.worker.jobs.rendering import rendered
 
 from pagemill import Producer
 from pagemill.producer.dataset import report
@@ -26,6 +25,7 @@ from pagemill.producer.dataset.pipeline import RecipePipeline
 from pagemill.producer.dataset.tables.rows import open_source
 from pagemill.producer.dataset.work import Tally, TooManyErrors
 from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls.rendering import rendered
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Output, Result, Timing, Usage

@@ -164,9 +164,12 @@ def test_a_job_is_rendered_with_what_it_was_given() -> None:
     stored = [b'{"id":"x","state":"succeeded","text":"t","more":1}']
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "<{p.text}{q.text}>"}]
     asked = Job.parse({"messages": turns, "model": "m", "after": {"p": "x", "q": "y"}})
-    assert [message.content for message in rendered(asked, stored).messages or ()] == ["s", "<t>"]
+    both = [*stored, b'{"id":"y","state":"failed"}']
+    assert [message.content for message in rendered(asked, both).messages or ()] == ["s", "<t>"]
+    with pytest.raises(InvalidJob, match="the output of job y, which it waited for, is not there"):
+        rendered(asked, stored)
     assert rendered(job(prompt="{p.text}", after={"p": "x"}), stored).prompt == "t"
     with pytest.raises(InvalidJob, match="is empty"):
-        rendered(job(prompt="{p.text}", after={"p": "x"}), [])
+        rendered(job(prompt="{p.text}", after={"p": "x"}), [b'{"id":"x","state":"failed"}'])
     with pytest.raises(InvalidJob, match="can't be read"):
         rendered(job(prompt="{p.text}", after={"p": "x"}), [b"{"])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from pagemill import Producer
 from pagemill.engine.outputs import EngineStats, HistogramSnapshot
 from pagemill.monitoring.metrics.engine import ENGINE_METRICS
 from pagemill.monitoring.metrics.kv_cache import KV_CACHE_METRICS
@@ -166,9 +167,14 @@ class Load:
         self._client.redis.close()
 
     def _run(self) -> None:
+        with Producer(self._client.url, queue=self._client.queue) as producer:
+            self._submit(producer)
+
+    def _submit(self, producer: Producer) -> None:
         while not self._stop.is_set():
             started = self._client.submit(*self._jobs())
-            self._job_ids += started
+            promised = producer.submit(prompt=PREFIX, model="echo", max_tokens=20, promise="flag")
+            self._job_ids += [*started, promised.id]
             self._job_ids.append(self._client.submit_raw(b"no json"))
             if self._count % 3 == 0:
                 self._client.cancel(started[0])

@@ -11,10 +11,9 @@ from functools import cache
 
 import torch
 
-from pagemill.kernels.cpu.jit.compiler import use_torch_threads
 from pagemill.kernels.cpu.jit.memory import advise_huge_pages
 from pagemill.kernels.cpu.matmul.bf16_tile import GROUP, IS_NATIVE, PAIR, PAIRS
-from pagemill.kernels.cpu.matmul.converted import NO_FORMAT, multiply_parallel
+from pagemill.kernels.cpu.matmul.converted_product import multiply_packed
 from pagemill.kernels.cpu.matmul.fp32_tile import PANEL
 from pagemill.kernels.cpu.matmul.kinds import BFLOATS
 
@@ -46,26 +45,8 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 def multiply(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor, out_features: int) -> torch.Tensor:
     """x [num_rows, in_features] fp32 times `pack`ed weights, plus bias [num_panels * PANEL]; fresh and contiguous."""
-    num_rows, in_features = x.shape
-    assert x.dtype is torch.float32
-    assert x.stride(1) == 1 or in_features == 1
-    assert packed.shape[1] == -(-in_features // GROUP)
-    out = torch.empty((num_rows, out_features))
-    if num_rows:
-        multiply_parallel(
-            BFLOATS,
-            out.data_ptr(),
-            x.data_ptr(),
-            x.stride(0),
-            packed.data_ptr(),
-            NO_FORMAT,
-            bias.data_ptr(),
-            num_rows,
-            out_features,
-            in_features,
-            use_torch_threads(),
-        )
-    return out
+    assert packed.shape[1] == -(-x.shape[1] // GROUP)
+    return multiply_packed(BFLOATS, x, packed, bias, out_features)
 
 
 @cache

@@ -147,7 +147,7 @@ def memory_mb(process: WorkerProcess) -> float:
 @contextmanager
 def watched(process: WorkerProcess) -> Iterator[list[float]]:
     """The worker's memory, twenty times a second."""
-    found: list[float] = []
+    found = [memory_mb(process)]
     stop = threading.Event()
 
     def watch() -> None:

@@ -137,12 +137,18 @@ def worker_config(url: str, queue: str, **settings: Any) -> WorkerConfig:
 
 @contextmanager
 def running_worker(config: WorkerConfig, load_patience_s: float = PATIENCE_S) -> Iterator[Worker]:
-    """A worker on threads of this process; handed back and gone at the end."""
+    """A worker on threads of this process, known to clients; handed back and gone at the end."""
     assert config.redis_url is not None
     worker = Worker(config, config.redis_url)
+    client = QueueClient(config.redis_url, config.queue)
+
+    def is_listed() -> bool:
+        return any(each.id == worker.worker_id and each.state == "ready" for each in client.workers())
+
     try:
         worker.start()
         assert worker.wait_ready(timeout=load_patience_s)
+        eventually(is_listed, "the worker's entry in the registry")
         yield worker
         assert worker.failure() is None
     finally:

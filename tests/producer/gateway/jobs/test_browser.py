@@ -156,6 +156,7 @@ def test_a_job_s_timeline_metadata_and_errors_are_text(scene: Scene) -> None:
 
 
 def test_only_web_addresses_become_links_to_workers(scene: Scene) -> None:
+    eventually(lambda: len(scene.browser.rows("workers")) == 2, "both workers")
     links = scene.browser.run("return [...document.querySelectorAll('#workers a')].map(link => link.href)")
     assert links == ["http://gpu1:9790/"]
     assert {row[0] for row in scene.browser.rows("workers")} == {"w-good", "w-evil"}

@@ -9,21 +9,17 @@ from __future__ import annotations
 from pagemill.cli import (  # noqa: F401 - they register their commands
     adapter,
     batch,
-    celery,
     dead,
     doctor,
-    exporter,
-    gateway,
     inspect,
     models,
     queue,
     run,
     top,
-    up,
     verify,
-    worker,
 )
 from pagemill.cli.app import app
+from pagemill.cli.processes import celery, exporter, gateway, up, worker  # noqa: F401
 
 
 def main() -> None:

@@ -24,16 +24,9 @@ from benchmarks.queues.server import kinds, start_server
 from benchmarks.report import RESULTS
 from pagemill.producer.client.flows import STATUS_CHUNK
 from pagemill.producer.client.submit_flow import CHUNK_BYTES, CHUNK_JOBS
-from pagemill.producer.wire.calls import (
-    batches,
-    dead_letters,
-    outbox,
-    reads,
-    registry,
-    stored_files,
-    transitions,
-)
-from pagemill.producer.wire.calls.stored_files import StoredFile
+from pagemill.producer.wire.calls import batches, dead_letters, outbox, reads, registry, transitions
+from pagemill.producer.wire.calls.gateway import stored_files
+from pagemill.producer.wire.calls.gateway.stored_files import StoredFile
 from pagemill.producer.wire.schema.dependencies import MAX_PARENTS
 from pagemill.producer.wire.schema.job import MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES
 from pagemill.producer.wire.server import scripts

@@ -26,9 +26,9 @@ from pagemill.cli.app import (
     default_model,
     say,
 )
+from pagemill.cli.processes.worker import check_options
 from pagemill.cli.terminal import options, views
 from pagemill.cli.terminal.checked import YEAR_S, Cursor, between, checked, served_name
-from pagemill.cli.worker import check_options
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.bar import RunBar
 from pagemill.producer.openai.batch_file import BatchFile

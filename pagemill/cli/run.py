@@ -42,11 +42,11 @@ from pagemill.cli.local_worker import (
     live_workers,
     serving_workers,
 )
+from pagemill.cli.processes.worker import check_options
 from pagemill.cli.terminal import options
 from pagemill.cli.terminal.checked import served_name
 from pagemill.cli.terminal.grouped import grouped
 from pagemill.cli.terminal.waiting import Waiting
-from pagemill.cli.worker import check_options
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset import report
 from pagemill.producer.dataset.bar import RunBar

@@ -29,7 +29,7 @@ from pagemill.producer.wire.schema.outputs import (
     Result,
     StreamEvent,
 )
-from pagemill.producer.wire.schema.parsed_text import ParsedText, begins_with, new_call_parts
+from pagemill.producer.wire.schema.text.parsed_text import ParsedText, begins_with, new_call_parts
 from pagemill.producer.wire.server.scripts import Call
 from pagemill.producer.wire.store.stub import read_payload_stub
 

@@ -14,10 +14,10 @@ from pagemill.producer.dataset.errors import DatasetError
 from pagemill.producer.dataset.journal import Failure
 from pagemill.producer.dataset.tables.rows import Row, RowError, shorten
 from pagemill.producer.dataset.template import NullRendered, PromptTemplate, TemplateFailed, is_blank
-from pagemill.producer.wire.schema.chat import CHAT_FIELDS
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.tasks import POOLED_TASKS
+from pagemill.producer.wire.schema.text.chat import CHAT_FIELDS
 from pagemill.structured_outputs import StructuredOutputs, is_model
 
 OnRow: TypeAlias = Literal["fail", "skip", "label"]

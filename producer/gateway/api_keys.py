@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from pagemill.producer.gateway.errors import ApiError
-from pagemill.producer.wire.calls.rates import Rate
+from pagemill.producer.wire.calls.gateway.rates import Rate
 from pagemill.producer.wire.schema import keys
 
 logger = logging.getLogger(__name__)

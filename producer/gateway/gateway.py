@@ -18,8 +18,8 @@ from pagemill.producer.gateway.guard.limits import ClientGone
 from pagemill.producer.gateway.guard.origin import LOOPBACK, check_host, check_origin
 from pagemill.producer.gateway.metrics import GatewayMetrics
 from pagemill.producer.gateway.served_models import ServedModels
-from pagemill.producer.wire.calls import rates
-from pagemill.producer.wire.calls.rates import Rate
+from pagemill.producer.wire.calls.gateway import rates
+from pagemill.producer.wire.calls.gateway.rates import Rate
 from pagemill.producer.wire.server.scripts import Call
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from pagemill.producer.gateway.served_models import Model
 from pagemill.producer.openai import formats, responses
 from pagemill.producer.openai.pooled_schemas import POOLED_OPERATIONS
 from pagemill.producer.wire.schema import keys
-from pagemill.producer.wire.schema.chat import ToolCall
 from pagemill.producer.wire.schema.job import MAX_KEY, MAX_MESSAGES, Job
+from pagemill.producer.wire.schema.text.chat import ToolCall
 
 _REF = "#/components/schemas/"
 

@@ -29,9 +29,9 @@ from pagemill.producer.openai.formats import (
     total_usage,
     usage_body,
 )
-from pagemill.producer.wire.schema.chat import ToolCallDelta
 from pagemill.producer.wire.schema.errors import PagemillError, ResultTimeout
 from pagemill.producer.wire.schema.outputs import Output, PositionLogprobs, Result, StreamEvent, Usage
+from pagemill.producer.wire.schema.text.chat import ToolCallDelta
 
 GRACE_S = 5.0
 """Margin after the deadline, at which the queue itself ends a job, for a queue that does not."""

@@ -12,7 +12,7 @@ from pagemill.producer.client.preparer import new_job_id
 from pagemill.producer.client.submit_flow import OnLate
 from pagemill.producer.client.tracing import publishing
 from pagemill.producer.gateway.gateway import Gateway
-from pagemill.producer.wire.calls import waiters
+from pagemill.producer.wire.calls.gateway import waiters
 from pagemill.producer.wire.schema.errors import PagemillError
 from pagemill.producer.wire.schema.job import Job
 

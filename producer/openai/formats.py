@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from pagemill.producer.openai.pooled_formats import EMBEDDINGS_URL, POOLED_URLS, encoding_of, read_pooled
-from pagemill.producer.wire.schema.chat import CHAT_FIELDS
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_METADATA_BYTES, SAMPLING_FIELDS, Job
 from pagemill.producer.wire.schema.outputs import Output, PositionLogprobs, TokenLogprob, Usage
+from pagemill.producer.wire.schema.text.chat import CHAT_FIELDS
 
 Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
 URLS: tuple[str, ...] = get_args(Url)

@@ -16,8 +16,8 @@ from pagemill.cli.app import app
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.calls.transitions import PulledJob
-from pagemill.producer.wire.schema.chat import NamedToolChoice
 from pagemill.producer.wire.schema.job import Job
+from pagemill.producer.wire.schema.text.chat import NamedToolChoice
 from pagemill.producer.wire.server.discovery import STATE_DIR_VARIABLE, URL_VARIABLE
 from tests.producer.driving import Queue, delta, open_queue
 from tests.producer.scripted_worker import scripted_worker

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pagemill.__main__ import app
-from pagemill.cli import worker as worker_command
+from pagemill.cli.processes import worker as worker_command
 from pagemill.engine.llm import LLM
 from pagemill.worker.config import WorkerConfig
 

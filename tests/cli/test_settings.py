@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from pagemill import LLM, AsyncProducer, ConfigError, Producer
 from pagemill.__main__ import app
-from pagemill.cli import worker as worker_command
+from pagemill.cli.processes import worker as worker_command
 from pagemill.engine.config import EngineConfig
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.wire.schema.errors import InvalidAddress, InvalidJob

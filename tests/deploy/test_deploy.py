@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from pagemill.__main__ import app
-from pagemill.cli.gateway import DEFAULT_PORT
+from pagemill.cli.processes.gateway import DEFAULT_PORT
 from pagemill.producer.gateway.config import GatewayConfig
 from pagemill.producer.gateway.gateway import CLOSE_S
 from tests.conftest import ROOT

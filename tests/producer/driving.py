@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import redis
 
 from pagemill.producer.wire.calls import reads, transitions
+from pagemill.producer.wire.calls.gateway.waiters import HangUpReply, hang_up
 from pagemill.producer.wire.calls.transitions import PulledJob
-from pagemill.producer.wire.calls.waiters import HangUpReply, hang_up
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Delta, ErrorInfo, JobStatus, Output, Progress, Result, Usage

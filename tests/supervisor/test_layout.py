@@ -186,9 +186,8 @@ def test_by_default_workers_leave_the_exporter_its_port() -> None:
 def test_it_imports_no_model_library() -> None:
     modules = [path.stem for path in (ROOT / "pagemill/supervisor").glob("*.py") if path.stem != "__init__"]
     program = "import sys; " + "; ".join(f"import pagemill.supervisor.{name}" for name in modules)
-    program += (
-        "; import pagemill.cli.up; heavy = {'torch', 'transformers', 'numba', 'triton'} & set(sys.modules)"
-    )
+    program += "; import pagemill.cli.processes.up"
+    program += "; heavy = {'torch', 'transformers', 'numba', 'triton'} & set(sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program + "; print(sorted(heavy))"],
         cwd=ROOT,

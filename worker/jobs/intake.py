@@ -16,12 +16,12 @@ from pagemill.engine.text.chat import ChatOptions
 from pagemill.fingerprint import digest_of, may_continue, with_adapter
 from pagemill.producer.wire.calls.rendering import rendered
 from pagemill.producer.wire.calls.transitions import PulledJob
-from pagemill.producer.wire.schema.chat import NamedToolChoice
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Checkpoint
 from pagemill.producer.wire.schema.signing import Keys, SignedPayload, split_payload
 from pagemill.producer.wire.schema.tasks import POOLED_TASKS
+from pagemill.producer.wire.schema.text.chat import NamedToolChoice
 from pagemill.producer.wire.store.store import MAX_STORED_BYTES
 from pagemill.producer.wire.store.stub import Reference, read_payload_stub
 from pagemill.worker.engine_thread import EngineThread

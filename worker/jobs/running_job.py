@@ -30,7 +30,7 @@ from pagemill.producer.wire.schema.outputs import (
     Timing,
     Usage,
 )
-from pagemill.producer.wire.schema.parsed_text import ParsedText
+from pagemill.producer.wire.schema.text.parsed_text import ParsedText
 from pagemill.worker.jobs.logprob_columns import LogprobColumns, TokenText, prompt_logprobs_json
 from pagemill.worker.jobs.pooled_rows import rows_of
 

@@ -11,8 +11,8 @@ from pagemill.cli.terminal.checked import MAX_TEMPERATURE, Encoding, ModelOrPath
 from pagemill.producer.dataset.labels.columns import LabelTemperature
 from pagemill.producer.dataset.recipe import OnCut, OnRow
 from pagemill.producer.dataset.tables.rows import Format
-from pagemill.producer.wire.schema.chat import FunctionName
 from pagemill.producer.wire.schema.keys import AdapterName, ModelName
+from pagemill.producer.wire.schema.text.chat import FunctionName
 from pagemill.sampling_fields import LabelProbs
 
 Texts = list[str] | None

@@ -19,8 +19,8 @@ from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.gateway.pagination import page_body, read_paging
 from pagemill.producer.gateway.request_parsing import check_json, read_object
 from pagemill.producer.openai.formats import URLS, Url
-from pagemill.producer.wire.calls import api_batches
-from pagemill.producer.wire.calls.api_batches import ApiBatch, BatchStatus
+from pagemill.producer.wire.calls.gateway import api_batches
+from pagemill.producer.wire.calls.gateway.api_batches import ApiBatch, BatchStatus
 
 BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 LONGEST_WINDOW_H = 168

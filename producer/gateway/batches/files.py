@@ -21,8 +21,8 @@ from pagemill.producer.gateway.config import DAY_S
 from pagemill.producer.gateway.errors import ApiError, JsonResponse, not_found, retry_later
 from pagemill.producer.gateway.gateway import Gateway
 from pagemill.producer.gateway.pagination import page_body, read_paging
-from pagemill.producer.wire.calls import stored_files
-from pagemill.producer.wire.calls.stored_files import CHUNK_BYTES, StoredFile
+from pagemill.producer.wire.calls.gateway import stored_files
+from pagemill.producer.wire.calls.gateway.stored_files import CHUNK_BYTES, StoredFile
 
 FILE_ID = re.compile(r"file-[0-9a-f]{24}")
 LONGEST_TTL_S = 30 * DAY_S

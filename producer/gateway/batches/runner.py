@@ -32,8 +32,8 @@ from pagemill.producer.openai.lines import (
     BatchSummary,
     RefusedFile,
 )
-from pagemill.producer.wire.calls import api_batches, stored_files
-from pagemill.producer.wire.calls.api_batches import Claim
+from pagemill.producer.wire.calls.gateway import api_batches, stored_files
+from pagemill.producer.wire.calls.gateway.api_batches import Claim
 from pagemill.producer.wire.schema.errors import JobNotFound, PagemillError
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import BatchItem

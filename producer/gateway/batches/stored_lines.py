@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from pagemill.producer.gateway.gateway import Gateway
-from pagemill.producer.wire.calls import stored_files
-from pagemill.producer.wire.calls.stored_files import CHUNK_BYTES, StoredFile
+from pagemill.producer.wire.calls.gateway import stored_files
+from pagemill.producer.wire.calls.gateway.stored_files import CHUNK_BYTES, StoredFile
 from pagemill.producer.wire.schema.errors import QueueFull
 
 _IN_MEMORY = 1 << 20

@@ -26,7 +26,7 @@ from pagemill.producer.wire.schema.job import (
     too_large,
     work_digest,
 )
-from pagemill.producer.wire.schema.token_estimates import text_tokens, turn_tokens
+from pagemill.producer.wire.schema.text.token_estimates import text_tokens, turn_tokens
 
 MAX_FORMS = 64
 _VARYING: Final = {"prompt", "messages", "key", "metadata"}

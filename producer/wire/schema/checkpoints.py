@@ -12,8 +12,8 @@ from pagemill.producer.wire.schema.outputs import (
     Output,
     PositionLogprobs,
 )
-from pagemill.producer.wire.schema.parsed_text import ParsedText
 from pagemill.producer.wire.schema.signing import unsigned_entry
+from pagemill.producer.wire.schema.text.parsed_text import ParsedText
 
 
 def read_deltas(entries: Iterable[bytes]) -> list[Delta]:

@@ -23,13 +23,6 @@ from pagemill.producer.wire.schema.affinity import (
     prompt_affinity,
     token_affinity,
 )
-from pagemill.producer.wire.schema.chat import (
-    CHAT_FIELDS,
-    CHAT_VERSION,
-    ChatFields,
-    Message,
-    history_tokens_text,
-)
 from pagemill.producer.wire.schema.dependencies import DependencyFields
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job_complaints import invalid_job
@@ -70,7 +63,14 @@ from pagemill.producer.wire.schema.tasks import (
     VERSIONS,
     TaskName,
 )
-from pagemill.producer.wire.schema.token_estimates import text_tokens, turn_tokens
+from pagemill.producer.wire.schema.text.chat import (
+    CHAT_FIELDS,
+    CHAT_VERSION,
+    ChatFields,
+    Message,
+    history_tokens_text,
+)
+from pagemill.producer.wire.schema.text.token_estimates import text_tokens, turn_tokens
 from pagemill.producer.wire.schema.webhook_url import WebhookUrl
 from pagemill.sampling_fields import (
     DEFAULT_PROMPT_MAX_TOKENS,

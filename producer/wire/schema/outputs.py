@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from pagemill.producer.wire.schema.base_error import InvalidOutput
-from pagemill.producer.wire.schema.chat import ToolCall, ToolCallDelta
+from pagemill.producer.wire.schema.text.chat import ToolCall, ToolCallDelta
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from pagemill.producer.wire.schema.chat import CHAT_FIELDS, CHAT_VERSION
+from pagemill.producer.wire.schema.text.chat import CHAT_FIELDS, CHAT_VERSION
 from pagemill.sampling_fields import SAMPLING_FIELDS
 
 TaskName = Literal["generate", "score", "embed", "classify", "rerank"]

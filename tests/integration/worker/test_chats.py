@@ -11,8 +11,8 @@ import pytest
 
 from pagemill import Producer
 from pagemill.producer.dataset.pipeline import Pipeline
-from pagemill.producer.wire.schema.chat import Tool
 from pagemill.producer.wire.schema.errors import JobError
+from pagemill.producer.wire.schema.text.chat import Tool
 from tests.worker.harness import PATIENCE_S, eventually, running_worker, worker_config
 
 WEATHER = {

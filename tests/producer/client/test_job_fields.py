@@ -13,8 +13,8 @@ import pytest
 
 from pagemill import InvalidJob, Job, Message, StructuredOutputs
 from pagemill.producer.client import job_fields
-from pagemill.producer.wire.schema.chat import NamedToolChoice, Tool
 from pagemill.producer.wire.schema.dependencies import Condition
+from pagemill.producer.wire.schema.text.chat import NamedToolChoice, Tool
 from tests.conftest import ROOT
 
 OF_A_ROW = (
@@ -38,7 +38,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from pagemill.producer.wire.schema.chat import Message, NamedToolChoice, Tool
+from pagemill.producer.wire.schema.text.chat import Message, NamedToolChoice, Tool
 from pagemill.producer.wire.schema.dependencies import Condition, HasId
 from pagemill.structured_outputs import StructuredOutputs
 

@@ -16,7 +16,7 @@ from openai import OpenAI
 from openai.types import Batch, Completion
 
 from pagemill.producer.gateway.batches.files import SHORTEST_TTL_S
-from pagemill.producer.wire.calls import api_batches, stored_files
+from pagemill.producer.wire.calls.gateway import api_batches, stored_files
 from tests.producer.driving import Queue, open_queue
 from tests.producer.gateway.serving import Served, gateway, gateway_process, write_keys
 from tests.producer.scripted_worker import scripted_worker

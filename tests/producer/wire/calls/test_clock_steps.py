@@ -7,16 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pagemill.producer.wire.calls import (
-    api_batches,
-    limits,
-    outbox,
-    rates,
-    registry,
-    stored_files,
-    transitions,
-)
-from pagemill.producer.wire.calls.stored_files import StoredFile
+from pagemill.producer.wire.calls import limits, outbox, registry, transitions
+from pagemill.producer.wire.calls.gateway import api_batches, rates, stored_files
+from pagemill.producer.wire.calls.gateway.stored_files import StoredFile
 from tests.producer.driving import Queue, open_queue
 from tests.server_clock import ClockedServer, clocked_server
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pagemill import InvalidJob, Job
-from pagemill.producer.wire.schema.chat import CHAT_FIELDS, CHAT_VERSION
+from pagemill.producer.wire.schema.text.chat import CHAT_FIELDS, CHAT_VERSION
 
 TURNS: list[Any] = [{"role": "user", "content": "x"}]
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from pagemill.producer.wire.calls.rates import Rate, RateReply, take
+from pagemill.producer.wire.calls.gateway.rates import Rate, RateReply, take
 from tests.producer.driving import Queue
 
 SLOW = Rate(0.01, 10)

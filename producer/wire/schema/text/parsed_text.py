@@ -6,7 +6,7 @@ from typing import Any
 
 from pagemill.chat.parser import ChatParser, ChatSyntax
 from pagemill.chat.pieces import Answer
-from pagemill.producer.wire.schema.chat import FunctionCall, ToolCall, ToolCallDelta, call_id
+from pagemill.producer.wire.schema.text.chat import FunctionCall, ToolCall, ToolCallDelta, call_id
 
 
 class ParsedText:

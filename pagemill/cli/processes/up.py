@@ -25,9 +25,9 @@ from pagemill.cli.app import (
     check_url,
     say,
 )
+from pagemill.cli.processes.worker import pairs
 from pagemill.cli.terminal.checked import LogFormat, LogLevel, checked
 from pagemill.cli.terminal.grouped import grouped
-from pagemill.cli.worker import pairs
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.server.clients import redacted
 from pagemill.producer.wire.server.discovery import state_dir, with_credentials

@@ -17,10 +17,10 @@ import typer
 
 from pagemill.cli.app import RedisUrl, app, say
 from pagemill.cli.local_worker import LocalWorker, has_server, serving_workers
+from pagemill.cli.processes.worker import check_options
 from pagemill.cli.terminal import options
 from pagemill.cli.terminal.checked import AppName, CeleryQueue, ModelOrPath, Transport, checked, served_name
 from pagemill.cli.terminal.waiting import Waiting
-from pagemill.cli.worker import check_options
 from pagemill.producer.wire.process.stop_signals import stop_signals
 from pagemill.producer.wire.schema.keys import QueueName
 from pagemill.producer.wire.server.discovery import find_redis

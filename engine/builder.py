@@ -15,9 +15,9 @@ from pagemill.engine.adapters.pool import AdapterLimits, AdapterPool, NoAdapters
 from pagemill.engine.adapters.source import obtain_adapter
 from pagemill.engine.config import (
     EngineConfig,
-    SchedulerConfig,
     StepDefaults,
     parse_adapter,
+    resolve_limits,
     resolve_max_model_len,
 )
 from pagemill.engine.errors import ConfigError
@@ -77,7 +77,7 @@ def _load_parts(config: EngineConfig, model: LocalModel | None) -> EngineParts:
 def describe_model(config: EngineConfig) -> str:
     """Return the log line on a model's parts on one device, without its weights. Raises `ConfigError`."""
     from pagemill.engine.devices.registry import find_device
-    from pagemill.engine.execution.model_runner import rewrite
+    from pagemill.engine.execution.prepared_model import rewrite
     from pagemill.engine.models.loader import load_model
 
     if not is_echo(config.model) and read_pooling_folder(obtain_model(config.model).directory) is not None:
@@ -142,13 +142,13 @@ def _build_echo(config: EngineConfig) -> EngineParts:
     tokenizer = ByteTokenizer()
     assert tokenizer.eos_token_id is not None
     max_model_len = resolve_max_model_len(config, ECHO_MAX_MODEL_LEN, ECHO_MAX_MODEL_LEN)
-    limits = _limits(
+    limits = resolve_limits(
         config,
         max_model_len,
-        _ECHO_KV_BLOCKS,
         (tokenizer.eos_token_id,),
         StepDefaults(num_speculative_tokens=0),
     )
+    limits = replace(limits, num_kv_blocks=limits.num_kv_blocks or _ECHO_KV_BLOCKS)
     return EngineParts(
         executor=EchoRunner(echo_step_seconds(config.model)),
         tokenizer=None if config.skip_tokenizer_init else tokenizer,
@@ -167,6 +167,8 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
     from pagemill.engine.execution.host_cache import measure_link
     from pagemill.engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
     from pagemill.engine.execution.model_runner import ModelRunner
+    from pagemill.engine.execution.prepared_model import PreparedModel
+    from pagemill.engine.execution.rehearsal import step_bytes
     from pagemill.engine.models.loader import load_model
 
     device, group = find_device(config.device), None if ranks is None else ranks.group
@@ -179,9 +181,11 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
     eos = list(model.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos:
         eos.append(tokenizer.eos_token_id)
-    num_blocks = num_blocks_for(config, shape, device)
-    limits = _limits(config, max_model_len, num_blocks, tuple(eos), device.step_defaults)
+    limits = resolve_limits(config, max_model_len, tuple(eos), device.step_defaults)
     limits = replace(limits, kv_windows=shape.windows)
+    prepared = PreparedModel.of(model, config, shape, max_model_len)
+    room = step_bytes(prepared, config, limits, shape, group)
+    limits = replace(limits, num_kv_blocks=num_blocks_for(config, shape, device, room))
     if num_host_blocks := num_host_blocks_for(config, shape):
         limits = replace(
             limits,
@@ -201,7 +205,7 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
     )
     if shape.windows != (None,):
         logger.info("groups of layers with blocks of their own, by window: %s", list(shape.windows))
-    executor: Executor = (runner := ModelRunner(model, config, limits, shape, group))
+    executor: Executor = (runner := ModelRunner(prepared, config, limits, shape, group))
     weight_bytes = model.weight_bytes()
     if ranks is not None:
         from pagemill.engine.execution.parallel.executor import TensorParallelExecutor
@@ -220,7 +224,7 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
         kv_block_bytes=shape.block_bytes * config.tensor_parallel_size,
         kv_dtype=str(shape.dtype).removeprefix("torch."),
         weight_bytes=weight_bytes,
-        model_parts=runner.parts,
+        model_parts=prepared.parts,
         adapters=_adapter_pool(config, model),
         ranks=ranks,
     )
@@ -258,27 +262,3 @@ def _tier(config: EngineConfig, dtype: torch.dtype, cache_dtype: torch.dtype) ->
         return "bitwise"
     is_exact = dtype is cache_dtype is torch.float32 and config.quantization is None
     return "token" if is_exact else "continues"
-
-
-def _limits(
-    config: EngineConfig, max_model_len: int, num_kv_blocks: int, eos: tuple[int, ...], defaults: StepDefaults
-) -> SchedulerConfig:
-    overlapped = defaults.overlapped if config.async_scheduling is None else config.async_scheduling
-    num_drafts = config.num_speculative_tokens
-    if num_drafts and overlapped:
-        message = "num_speculative_tokens: drafts follow tokens that are known; set async_scheduling to false"
-        raise ConfigError(message, setting="num_speculative_tokens")
-    if num_drafts is None:
-        num_drafts = 0 if overlapped else defaults.num_speculative_tokens
-    return SchedulerConfig(
-        block_size=config.block_size,
-        num_kv_blocks=config.num_kv_blocks or num_kv_blocks,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs or defaults.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or defaults.max_num_batched_tokens,
-        long_prefill_token_threshold=config.long_prefill_token_threshold,
-        enable_prefix_caching=config.enable_prefix_caching,
-        num_speculative_tokens=num_drafts,
-        depth=1 if overlapped else 0,
-        eos_token_ids=eos,
-    )

@@ -250,3 +250,28 @@ def resolve_max_model_len(config: EngineConfig, context_length: int, longest_con
     if longest_context is not None and asked > longest_context:
         raise ConfigError(f"max_model_len {asked} is past the model's context of {longest_context}")
     return asked
+
+
+def resolve_limits(
+    config: EngineConfig, max_model_len: int, eos: tuple[int, ...], defaults: StepDefaults
+) -> SchedulerConfig:
+    """Return the limits for a pool of the configured size, or of none yet."""
+    overlapped = defaults.overlapped if config.async_scheduling is None else config.async_scheduling
+    num_drafts = config.num_speculative_tokens
+    if num_drafts and overlapped:
+        message = "num_speculative_tokens: drafts follow tokens that are known; set async_scheduling to false"
+        raise ConfigError(message, setting="num_speculative_tokens")
+    if num_drafts is None:
+        num_drafts = 0 if overlapped else defaults.num_speculative_tokens
+    return SchedulerConfig(
+        block_size=config.block_size,
+        num_kv_blocks=config.num_kv_blocks or 0,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs or defaults.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or defaults.max_num_batched_tokens,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        enable_prefix_caching=config.enable_prefix_caching,
+        num_speculative_tokens=num_drafts,
+        depth=1 if overlapped else 0,
+        eos_token_ids=eos,
+    )

@@ -315,9 +315,13 @@ class Engine:
         return self._parts.ranks.failure() if self._parts.ranks is not None else None
 
     def close(self) -> None:
-        """End the processes of a model spread over several; nothing else needs closing. Don't step after it."""
+        """Free the device's memory, and end the processes of a model spread over several. Don't step after it."""
         if self._parts.ranks is not None:
             self._parts.ranks.close()
+        self._in_flight.clear()
+        self._parts.executor.close()
+        self._parts = replace(self._parts, adapters=NoAdapters("the engine is closed"))
+        self._lost = self._lost or DeviceLost("the engine is closed")
 
     def load_grammar_vocabulary(self) -> None:
         """Start preparing for regex, JSON and grammar outputs now instead of at the first such request."""

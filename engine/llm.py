@@ -149,7 +149,10 @@ class LLM:
         self.engine.adapters.add(name, obtain_adapter(source))
 
     def close(self) -> None:
-        """End the other processes of a model spread over several; they also end with this object."""
+        """Free the weights and the KV cache, and end the other processes of a model spread over several.
+
+        All that also goes with this object. Later calls of `generate` raise `DeviceLost`.
+        """
         self.engine.close()
 
     @staticmethod

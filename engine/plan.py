@@ -183,3 +183,7 @@ class Executor(Protocol):
     def is_device_alive(self) -> bool:
         """Return True if the device still works; called after a step raised. Out of memory is not dead."""
         ...
+
+    def close(self) -> None:
+        """Free the device's memory. Nothing may be launched after it."""
+        ...

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -74,6 +74,8 @@ class DeviceBackend(ABC):
     """Decode steps are recorded once and replayed."""
     draws_on_device = False
     """Random rows are drawn by `pagemill.kernels.dispatch.sample_tokens`, which neither sorts nor waits."""
+    rehearses = False
+    """The largest steps run before a model serves, to measure their memory and to compile their kernels."""
     int8_scale_span: str
     """The extent of one scale in int8 products."""
 
@@ -138,6 +140,10 @@ class DeviceBackend(ABC):
     @abstractmethod
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
         """Allocate zeros of the shape and dtype of a tensor without memory, for the KV pool."""
+
+    def peak_bytes(self, run: Callable[[], None]) -> int:
+        """Return the most memory that `run` takes at a time, beside what is taken before; a device that rehearses."""
+        raise NotImplementedError
 
     @abstractmethod
     def free_bytes(self, config: EngineConfig) -> int:

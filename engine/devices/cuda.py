@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +27,7 @@ _FP8_CAPABILITY = (8, 9)
 class CudaBackend(DeviceBackend):
     device = torch.device("cuda")
     step_defaults = StepDefaults(max_num_seqs=256, max_num_batched_tokens=8192, overlapped=True)
-    is_apart = captures_graphs = draws_on_device = True
+    is_apart = captures_graphs = draws_on_device = rehearses = True
     int8_scale_span = "row"
 
     def check(self, config: EngineConfig, dtype: torch.dtype) -> None:
@@ -67,6 +67,13 @@ class CudaBackend(DeviceBackend):
 
     def total_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[1])
+
+    def peak_bytes(self, run: Callable[[], None]) -> int:
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        run()
+        torch.cuda.synchronize(self.device)
+        return int(torch.cuda.max_memory_allocated(self.device)) - before
 
     def free_bytes(self, config: EngineConfig) -> int:
         torch.cuda.empty_cache()  # counts what loading has released as free

@@ -72,16 +72,21 @@ def resolve_cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
     return FP8
 
 
-def num_blocks_for(config: EngineConfig, shape: KVCacheShape, device: DeviceBackend) -> int:
+def num_blocks_for(
+    config: EngineConfig, shape: KVCacheShape, device: DeviceBackend, step_bytes: int = 0
+) -> int:
     """Return the number of blocks in the pool, including the null block.
+
+    Args:
+        step_bytes: what a step takes of the free memory.
 
     Raises:
         ConfigError: the configured or available memory holds fewer than two blocks, or fewer than configured.
     """
     num_blocks = config.num_kv_blocks
     if num_blocks is None:
-        free = config.kv_cache_memory_bytes or device.free_bytes(config) - reserved_bytes(config, device)
-        budget = max(0, free)
+        taken = reserved_bytes(config, device) + step_bytes
+        budget = max(0, config.kv_cache_memory_bytes or device.free_bytes(config) - taken)
         num_blocks = min(MAX_KV_BLOCKS, budget // shape.block_bytes)
         if num_blocks < 2:
             raise ConfigError(

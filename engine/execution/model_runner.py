@@ -13,7 +13,7 @@ from pagemill.engine.execution.cuda_graphs import DecodeGraphs
 from pagemill.engine.execution.forward_pass import Forwarded, ForwardPass, ModelForward, transformers_logits
 from pagemill.engine.execution.input_batch import InputBatch, StepInputs
 from pagemill.engine.execution.kv_cache import KVCache
-from pagemill.engine.execution.model_probe import ModelProbe
+from pagemill.engine.execution.prepared_model import PreparedModel
 from pagemill.engine.execution.prompt_scorer import PromptScorer
 from pagemill.engine.execution.sampling.device_draws import StagedDraws
 from pagemill.engine.execution.sampling.logprobs import PromptLogprobs, ReadLogprobs
@@ -21,10 +21,8 @@ from pagemill.engine.execution.sampling.processors import SampleWork
 from pagemill.engine.execution.sampling.sampler import Sampler, SamplerOutput
 from pagemill.engine.execution.staging import DirectTransfer, StagedTransfer
 from pagemill.engine.layers.attention import AttentionContext, attention_context, check_windows
-from pagemill.engine.layers.direct_forward import DirectForward
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
-from pagemill.engine.layers.linear import LinearOptions, adapter_rows
-from pagemill.engine.layers.part_report import how_parts_run
+from pagemill.engine.layers.linear import adapter_rows
 from pagemill.engine.layers.rank_group import RankGroup
 from pagemill.engine.models.loader import LoadedModel
 from pagemill.engine.plan import StepPlan, StepResult
@@ -64,21 +62,12 @@ class LaunchedStep:
         return result
 
 
-def rewrite(model: LoadedModel, config: EngineConfig) -> tuple[DirectForward | None, str]:
-    """Let the device replace modules; returns its forward pass, if any, and a report of how each part runs."""
-    linear = LinearOptions(config.quantization, config.batch_invariant, model.dtype)
-    traits = model.family.decoder
-    model.device.fuse(model.module, traits, model.dtype, linear)
-    direct = DirectForward.of(model.module, traits)
-    return direct, how_parts_run(model.module, is_direct=direct is not None)
-
-
 class ModelRunner:
     """An `Executor` on a device. Owned by one thread."""
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: PreparedModel,
         config: EngineConfig,
         limits: SchedulerConfig,
         shape: KVCacheShape,
@@ -86,14 +75,8 @@ class ModelRunner:
     ) -> None:
         """`group`: the ranks that share `model`; each runs the same plans, and the first one samples."""
         self._group = group
-        self._module = model.module
-        self._device = device = model.device
-        probe = ModelProbe.of(model, config, limits.max_model_len)
-        direct, self.parts = rewrite(model, config)
-        logger.info("%s: %s", model.served_name, self.parts)
-        device.warm_up(model.module, model.dtype, model.num_heads, shape)
-        if probe is not None:
-            probe.check(shape)
+        self._device = device = model.loaded.device
+        module, direct = model.loaded.module, model.direct
         self.kv_cache = KVCache(shape, limits.num_kv_blocks, device, limits.num_host_blocks)
         stages = device.is_apart if config.stage_inputs is None else config.stage_inputs
         self._transfer = StagedTransfer(device) if stages else DirectTransfer(device)
@@ -109,29 +92,37 @@ class ModelRunner:
         )
         self._sampler = Sampler(limits.eos_token_ids, draws_on_device=device.draws_on_device)
         caches = self.kv_cache.layers
-        check_windows(model.module, caches)
+        check_windows(module, caches)
         self._forward_passes: list[ForwardPass] = [
-            PromptScorer(model.module, caches, self._batch, direct),
-            PromptScorer(model.module, caches, self._batch),
-            ModelForward(model.module, caches, direct),
+            PromptScorer(module, caches, self._batch, direct),
+            PromptScorer(module, caches, self._batch),
+            ModelForward(module, caches, direct),
         ]
         # Not with several ranks: their communication is not made of kernels.
         if device.captures_graphs and group is None and not config.enforce_eager:
-            self._replay_graphs(model, limits)
+            self._replay_graphs(model.loaded, limits)
 
     def _replay_graphs(self, model: LoadedModel, limits: SchedulerConfig) -> None:
         """Put replayed graphs first. A model of which we know nothing may not be capturable: it runs without."""
         try:
-            self._forward_passes.insert(0, self._captured_graphs(limits))
+            self._forward_passes.insert(0, self._captured_graphs(model.module, limits))
         except Exception as error:
             if not model.family.is_generic:
                 raise
             logger.warning("%s runs without CUDA graphs: %s", model.served_name, error)
 
     @torch.inference_mode()
-    def _captured_graphs(self, limits: SchedulerConfig) -> DecodeGraphs:
+    def _captured_graphs(self, module: torch.nn.Module, limits: SchedulerConfig) -> DecodeGraphs:
+        caches = self.kv_cache.layers
+
+        def logits_of_all(
+            inputs: StepInputs,
+        ) -> torch.Tensor:  # not a method: graphs would keep this runner alive
+            with attention_context(AttentionContext(inputs.metadata, caches)):
+                return transformers_logits(module, inputs)
+
         graphs = DecodeGraphs(
-            self._logits_of_all,
+            logits_of_all,
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
             block_size=limits.block_size,
@@ -140,11 +131,6 @@ class ModelRunner:
         )
         graphs.capture()
         return graphs
-
-    def _logits_of_all(self, inputs: StepInputs) -> torch.Tensor:
-        """Return logits [num_tokens, vocab_size] of every token: the function that graphs capture."""
-        with attention_context(AttentionContext(inputs.metadata, self.kv_cache.layers)):
-            return transformers_logits(self._module, inputs)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -175,6 +161,13 @@ class ModelRunner:
 
     def is_device_alive(self) -> bool:
         return self._device.is_alive()
+
+    def close(self) -> None:
+        """Let go of weights, caches and graphs, whoever still holds this object. Nothing may be launched after it."""
+        if not self._forward_passes:
+            return
+        self._forward_passes.clear()
+        del self.kv_cache, self._batch, self._sampler, self._transfer
 
     def _choose_tokens(
         self, inputs: StepInputs, computed: Forwarded, work: list[SampleWork], draws: StagedDraws | None

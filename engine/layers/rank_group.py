@@ -6,7 +6,8 @@ process that has another engine, or that uses torch.distributed itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +29,16 @@ class RankGroup:
         self.rank = rank
         self.size = size
         self._backend: Any = None
+        self._is_alone = False
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Exchange nothing meanwhile: for steps whose numbers nobody reads, also before the ranks have met."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
 
     @property
     def is_first(self) -> bool:
@@ -45,15 +56,19 @@ class RankGroup:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""
-        self._backend.allreduce([tensor]).wait()
+        if not self._is_alone:
+            self._backend.allreduce([tensor]).wait()
         return tensor
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Copy rank 0's tensor into every rank's."""
-        self._backend.broadcast(tensor, 0).wait()
+        if not self._is_alone:
+            self._backend.broadcast(tensor, 0).wait()
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor on rank 0; on other ranks, none."""
+        if self._is_alone:
+            return [tensor] * self.size if self.is_first else []
         tensors = [torch.empty_like(tensor) for _ in range(self.size)] if self.is_first else []
         options = dist.GatherOptions()
         options.rootRank = 0

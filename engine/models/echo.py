@@ -100,6 +100,9 @@ class EchoRunner:
     def is_device_alive(self) -> bool:
         return True
 
+    def close(self) -> None:
+        pass
+
     def _next(self, sample: Sample) -> int:
         row = self._rows[sample.row]
         words = self._words[sample.row]

@@ -69,6 +69,9 @@ class DyingRunner:
         self.num_probes += 1
         return self._survives
 
+    def close(self) -> None:
+        pass
+
 
 class _DyingStep:
     def __init__(self, plan: StepPlan, error: Exception) -> None:

@@ -216,6 +216,9 @@ class FailingRunner:
     def is_device_alive(self) -> bool:
         return True
 
+    def close(self) -> None:
+        pass
+
 
 class _FailingStep:
     def __init__(self, plan: StepPlan) -> None:

@@ -36,6 +36,9 @@ class TensorParallelExecutor:
     def is_device_alive(self) -> bool:
         return self._runner.is_device_alive()
 
+    def close(self) -> None:
+        self._runner.close()
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelStep:

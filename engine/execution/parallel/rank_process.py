@@ -66,11 +66,13 @@ def main(connection: Connection) -> NoReturn:
 
 def _get_ready(connection: Connection, task: Any) -> tuple[Any, Inbox]:
     """Load the rank's share, agree on limits, connect; returns the `ModelRunner` and its plans' inbox."""
-    from pagemill.engine.config import resolve_max_model_len
+    from pagemill.engine.config import resolve_limits, resolve_max_model_len
     from pagemill.engine.devices.registry import find_device
     from pagemill.engine.execution.kv_cache import num_blocks_for, num_host_blocks_for, resolve_cache_dtype
     from pagemill.engine.execution.model_runner import ModelRunner
     from pagemill.engine.execution.parallel.messages import Loaded, Ready
+    from pagemill.engine.execution.prepared_model import PreparedModel
+    from pagemill.engine.execution.rehearsal import step_bytes
     from pagemill.engine.layers.rank_group import RankGroup
     from pagemill.engine.models.loader import load_model
 
@@ -82,13 +84,19 @@ def _get_ready(connection: Connection, task: Any) -> tuple[Any, Inbox]:
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, model.dtype)
     max_model_len = resolve_max_model_len(config, model.context_length, model.longest_context)
     shape = replace(model.kv_cache_shape(config.block_size, max_model_len), dtype=cache_dtype)
-    connection.send(Loaded(num_blocks_for(config, shape, device), num_host_blocks_for(config, shape)))
+    prepared = PreparedModel.of(model, config, shape, max_model_len)
+    limits = replace(
+        resolve_limits(config, max_model_len, (), device.step_defaults), kv_windows=shape.windows
+    )
+    room = step_bytes(prepared, config, limits, shape, group)
+    num_blocks = num_blocks_for(config, shape, device, room)
+    connection.send(Loaded(num_blocks, num_host_blocks_for(config, shape)))
     limits = connection.recv()
     plans = Inbox(
         connection
     )  # already now: waiting for the others and compiling kernels must stop if rank 0 dies
     group.connect(task.rendezvous, device.collectives)
-    runner = ModelRunner(model, config, limits, shape, group)
+    runner = ModelRunner(prepared, config, limits, shape, group)
     connection.send(Ready(model.weight_bytes()))
     return runner, plans
 

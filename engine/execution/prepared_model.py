@@ -1,0 +1,49 @@
+"""A model as it will run: its modules rewritten for the device, and compared with transformers' own."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.execution.model_probe import ModelProbe
+from pagemill.engine.layers.direct_forward import DirectForward
+from pagemill.engine.layers.kv_cache_shape import KVCacheShape
+from pagemill.engine.layers.linear import LinearOptions
+from pagemill.engine.layers.part_report import how_parts_run
+from pagemill.engine.models.loader import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A loaded model whose weights have the layout, and the memory, that they keep."""
+
+    loaded: LoadedModel
+    direct: DirectForward | None
+    """Replaces transformers' forward."""
+    parts: str
+    """How each part runs."""
+
+    @classmethod
+    def of(
+        cls, model: LoadedModel, config: EngineConfig, shape: KVCacheShape, max_model_len: int
+    ) -> PreparedModel:
+        """Rewrite the model in place. Raises `ModelLoadError`: it then computes something else."""
+        probe = ModelProbe.of(model, config, max_model_len)
+        direct, parts = rewrite(model, config)
+        logger.info("%s: %s", model.served_name, parts)
+        model.device.warm_up(model.module, model.dtype, model.num_heads, shape)
+        if probe is not None:
+            probe.check(shape)
+        return cls(model, direct, parts)
+
+
+def rewrite(model: LoadedModel, config: EngineConfig) -> tuple[DirectForward | None, str]:
+    """Let the device replace modules; returns its forward pass, if any, and a report of how each part runs."""
+    linear = LinearOptions(config.quantization, config.batch_invariant, model.dtype)
+    traits = model.family.decoder
+    model.device.fuse(model.module, traits, model.dtype, linear)
+    direct = DirectForward.of(model.module, traits)
+    return direct, how_parts_run(model.module, is_direct=direct is not None)

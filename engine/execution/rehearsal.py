@@ -1,0 +1,105 @@
+"""The largest steps, run before a model serves: they show how much memory a step takes, and compile its kernels.
+
+What is computed means nothing: all rows share one KV block. A device that compiles ahead of its first step, and
+takes memory from the host's, needs none of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+import torch
+
+from pagemill.engine.config import EngineConfig, SchedulerConfig
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.execution.model_runner import ModelRunner
+from pagemill.engine.execution.prepared_model import PreparedModel
+from pagemill.engine.layers.kv_cache_shape import KVCacheShape
+from pagemill.engine.layers.rank_group import RankGroup
+from pagemill.engine.plan import NewRow, RowWork, Sample, StepPlan
+from pagemill.engine.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_BLOCK = 1
+"""The block of every row; block 0 is never written."""
+_GREEDY = SamplingParams(temperature=0.0)
+_FILTERED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, logprobs=1)
+_PLAIN = SamplingParams(temperature=0.9)
+
+
+def step_bytes(
+    model: PreparedModel,
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    shape: KVCacheShape,
+    group: RankGroup | None = None,
+) -> int:
+    """Return the most memory that a step takes beside weights and caches; 0 on a device that rehearses nothing.
+
+    The steps: as many prompt tokens as fit, every row drawing from a filtered distribution; one token for every row;
+    one for a row with the longest context; both kinds together.
+
+    Raises:
+        ConfigError: the largest step does not fit.
+    """
+    device = model.loaded.device
+    if not device.rehearses:
+        return 0
+    started = time.perf_counter()
+    small = replace(limits, num_kv_blocks=_BLOCK + 1, num_host_blocks=0)
+    runner = ModelRunner(model, replace(config, enforce_eager=True), small, shape, group)
+
+    def run() -> None:
+        for plan in _plans(limits, shape):
+            runner.launch(plan).wait()
+
+    try:
+        if group is None:
+            num_bytes = device.peak_bytes(run)
+        else:
+            with group.alone():  # the others may still be loading
+                num_bytes = device.peak_bytes(run)
+    except torch.OutOfMemoryError as error:
+        message = (
+            f"a step of max_num_batched_tokens={limits.max_num_batched_tokens} tokens in "
+            f"max_num_seqs={limits.max_num_seqs} rows does not fit beside the weights: lower either"
+        )
+        raise ConfigError(message, setting="max_num_batched_tokens") from error
+    finally:
+        runner.close()
+    seconds = time.perf_counter() - started
+    logger.info("a step takes up to %.2f GiB; kernels compiled in %.1f s", num_bytes / 2**30, seconds)
+    return num_bytes
+
+
+def _plans(limits: SchedulerConfig, shape: KVCacheShape) -> list[StepPlan]:
+    count = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    length = max(1, min(limits.max_num_batched_tokens // count, limits.max_model_len - 1))
+    blocks = [_BLOCK] * (-(-limits.max_model_len // shape.block_size) * len(shape.windows))
+    new_rows = [
+        NewRow(row, str(row), 0, [0] * length, length, list(blocks), params, seed=row)
+        for row, params in enumerate(_kinds(count))
+    ]
+    plain = [
+        NewRow(row, str(row), 0, [0] * length, length, list(blocks), _PLAIN, seed=row) for row in range(count)
+    ]
+    ends = [(row + 1) * length - 1 for row in range(count)]
+    prompts = [RowWork(row, 0, length) for row in range(count)]
+    each = [Sample(row, ends[row], length) for row in range(count)]
+    decode = [RowWork(row, length, 1) for row in range(count)]
+    last = limits.max_model_len - 1
+    mixed = [RowWork(0, length, 1), *prompts[1:]] if length > 1 else decode
+    return [
+        StepPlan(0, new_rows=new_rows, work=prompts, samples=each, block_copies=[(_BLOCK, _BLOCK)]),
+        StepPlan(1, work=decode, samples=[Sample(row, row, length + 1) for row in range(count)]),
+        StepPlan(2, work=[RowWork(0, last, 1)], samples=[Sample(0, 0, last + 1)]),
+        StepPlan(3, new_rows=plain, work=mixed, samples=[Sample(0, 0, length + 1)]),
+    ]
+
+
+def _kinds(count: int) -> list[SamplingParams]:
+    """Return rows of every kind of sampling that has kernels of its own; most take the most memory."""
+    return [_GREEDY if row % 8 == 7 else _FILTERED for row in range(count)]

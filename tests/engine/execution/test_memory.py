@@ -13,7 +13,7 @@ import torch
 
 from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.errors import ConfigError, DeviceLost
-from pagemill.engine.execution import cuda_graphs, rehearsal
+from pagemill.engine.execution import cuda_graphs
 from pagemill.engine.execution.model_runner import ModelRunner
 from pagemill.engine.llm import LLM
 from pagemill.engine.plan import StepPlan
@@ -120,7 +120,9 @@ def test_a_pool_leaves_room_for_the_largest_step(
     assert whole == 2**22 // block_bytes
     assert set(watched.cache_blocks) == {2}, "the pool is not allocated before it is sized"
     assert max(plan.num_tokens for plan in watched.plans) == budget
-    assert {plan.kind for plan in watched.plans} >= {"prefill", "decode"} - ({"prefill"} if budget == 5 else set())
+    assert {plan.kind for plan in watched.plans} >= {"prefill", "decode"} - (
+        {"prefill"} if budget == 5 else set()
+    )
     seen = len(watched.plans)
     (result,) = llm.generate([[1, 2, 3]], [SamplingParams(temperature=0, max_tokens=4)], use_tqdm=False)
     (expected,) = without.generate([[1, 2, 3]], [SamplingParams(temperature=0, max_tokens=4)], use_tqdm=False)
@@ -152,5 +154,3 @@ def test_a_step_that_does_not_fit_is_a_setting(directory: Path, monkeypatch: pyt
     monkeypatch.setattr(CpuBackend, "peak_bytes", peak_bytes)
     with pytest.raises(ConfigError, match="max_num_batched_tokens=512 tokens in max_num_seqs=8 rows"):
         LLM(str(directory), **_SETTINGS, max_num_batched_tokens=512)
-
-

@@ -1,0 +1,49 @@
+"""On CUDA's path every kernel is compiled at the start: a request that waits for the compiler makes all rows wait."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+pytest.importorskip("triton")
+
+
+def test_requests_compile_nothing(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=1003,
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+    )
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.execution.fake_gpu", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rounds = json.loads(done.stdout.splitlines()[-1])
+    start = rounds.pop("start")
+    assert {name for name in start if "attention" in name} == {
+        "paged_attention_decode_kernel",
+        "paged_attention_prefill_kernel",
+    }
+    assert {
+        "sampling_cuts_kernel",
+        "gumbel_argmax_kernel",
+        "copy_blocks_kernel",
+        "merge_splits_kernel",
+    } <= set(start)
+    assert len(rounds) >= 4
+    assert not any(rounds.values()), f"compiled while serving: {rounds}"

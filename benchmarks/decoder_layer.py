@@ -32,7 +32,7 @@ class Switch:
     def __init__(self, llm: LLM) -> None:
         runner = llm.engine._parts.executor
         assert isinstance(runner, ModelRunner)
-        self._layers = runner._module.model.layers
+        self._layers = runner._model.loaded.module.model.layers
         self._compiled = [layer for layer in self._layers if isinstance(layer, FusedDecoderLayer)]
         if len(self._compiled) != len(self._layers):
             raise SystemExit(

@@ -184,7 +184,7 @@ class ModelProbe:
             device=self._model.device.device,
             pad_to_bucket=bool(self._config.pad_to_bucket),
             split_decodes=not self._config.batch_invariant,
-            transfer=DirectTransfer(self._model.device),
+            transfer=DirectTransfer(self._model.device.device),
             num_groups=len(shape.windows),
         )
         cache = KVCache(shape, 1 + count * blocks_per_row, self._model.device)

@@ -15,10 +15,9 @@ from pagemill.engine.execution.input_batch import InputBatch, StepInputs
 from pagemill.engine.execution.kv_cache import KVCache
 from pagemill.engine.execution.prepared_model import PreparedModel
 from pagemill.engine.execution.prompt_scorer import PromptScorer
-from pagemill.engine.execution.sampling.device_draws import StagedDraws
 from pagemill.engine.execution.sampling.logprobs import PromptLogprobs, ReadLogprobs
 from pagemill.engine.execution.sampling.processors import SampleWork
-from pagemill.engine.execution.sampling.sampler import Sampler, SamplerOutput
+from pagemill.engine.execution.sampling.sampler import Sampler, SamplerOutput, StagedSamples
 from pagemill.engine.execution.staging import DirectTransfer, StagedTransfer
 from pagemill.engine.layers.attention import AttentionContext, attention_context, check_windows
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
@@ -75,11 +74,13 @@ class ModelRunner:
     ) -> None:
         """`group`: the ranks that share `model`; each runs the same plans, and the first one samples."""
         self._group = group
+        self._model = model
         self._device = device = model.loaded.device
         module, direct = model.loaded.module, model.direct
         self.kv_cache = KVCache(shape, limits.num_kv_blocks, device, limits.num_host_blocks)
-        stages = device.is_apart if config.stage_inputs is None else config.stage_inputs
-        self._transfer = StagedTransfer(device) if stages else DirectTransfer(device)
+        self._stages = device.is_apart if config.stage_inputs is None else config.stage_inputs
+        self._vocab_size = model.loaded.vocab_size
+        self._transfer = StagedTransfer(device) if self._stages else DirectTransfer(device.device)
         self._batch = InputBatch(
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
@@ -138,7 +139,8 @@ class ModelRunner:
         forward = next(each for each in self._forward_passes if each.covers(plan))
         staged = self._batch.stage(plan, pad=forward.replays)
         work = [SampleWork(sample, self._batch.row(sample.row)) for sample in plan.samples]
-        draws = self._sampler.stage(work, self._transfer)
+        # On a device that shares the host's memory nothing crosses: `sample` stages what it needs, if it is called.
+        staged_work = self._sampler.stage(work, self._vocab_size, self._transfer) if self._stages else None
         self._transfer.send()
         inputs = self._batch.lay_out(staged)
         self.kv_cache.move_blocks(plan)
@@ -146,7 +148,7 @@ class ModelRunner:
         with adapter_rows(inputs.adapters):
             computed = forward.run(plan, inputs, work)
         forwarded = time.perf_counter()
-        output = self._choose_tokens(inputs, computed, work, draws) if work else None
+        output = self._choose_tokens(inputs, computed, work, staged_work) if work else None
         sampled = time.perf_counter()
         return LaunchedStep(
             plan,
@@ -167,16 +169,16 @@ class ModelRunner:
         if not self._forward_passes:
             return
         self._forward_passes.clear()
-        del self.kv_cache, self._batch, self._sampler, self._transfer
+        del self._model, self.kv_cache, self._batch, self._sampler, self._transfer
 
     def _choose_tokens(
-        self, inputs: StepInputs, computed: Forwarded, work: list[SampleWork], draws: StagedDraws | None
+        self, inputs: StepInputs, computed: Forwarded, work: list[SampleWork], staged: StagedSamples | None
     ) -> SamplerOutput | None:
         """Sample, write the tokens into the token table, and broadcast them to ranks that don't sample."""
         output = None
         if self._group is None or self._group.is_first:
             if computed.vocabulary is None:
-                output = self._sampler.sample(computed.logits, work, self._batch.token_table, draws)
+                output = self._sampler.sample(computed.logits, work, self._batch.token_table, staged)
             else:
                 output = self._sampler.sample_narrow(computed.logits, work, computed.vocabulary)
             output.start_copy(self._device)

@@ -36,8 +36,8 @@ class Transfer(Protocol):
 class DirectTransfer:
     """Copies each array separately, at once; on the CPU not at all."""
 
-    def __init__(self, device: DeviceBackend) -> None:
-        self._device = device.device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.num_copies = 0
 
     def put(self, array: npt.NDArray[Any]) -> torch.Tensor:

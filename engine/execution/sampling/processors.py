@@ -1,25 +1,36 @@
-"""Applies a request's parameters to its logits before temperature: bias, penalties, and barred tokens.
+"""A request's parameters that change its logits before temperature: bias, penalties, and barred tokens.
 
 The order is logit_bias, then penalties, then bars. Bars come from a grammar, `allowed_token_ids`,
 `bad_words`, and EOS and stop tokens before `min_tokens`. None overrides another: if they leave no token, none
 is sampled, and the request fails. But a structure that can only end may do so before `min_tokens`.
 
-Everything is per row, so a row's result does not depend on its batch, and nothing waits for the device.
+Here a step's samples are put together on the host; `StagedChanges` applies them. What the host does not know yet,
+the newest tokens of a row, only the device looks at.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
+from pagemill.engine.execution.sampling.staged_changes import (
+    Bars,
+    Biases,
+    Penalties,
+    StagedChanges,
+    Whitelists,
+)
+from pagemill.engine.execution.staging import Transfer
 from pagemill.engine.plan import NewRow, Sample
 from pagemill.engine.sampling_params import SamplingParams
 
-_ROWS_AT_ONCE = 64
-"""Penalties count tokens in tables of this many rows by the vocabulary."""
 _ANY_TOKEN = -1
-_NO_TOKEN = -2
+
+Bits = npt.NDArray[np.uint8]
+"""A bit per token id, lowest bit first; tokens past the end are not in the set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,175 +50,157 @@ class SampleWork:
         return self.sample.position - self.row.num_prompt_tokens
 
 
-class BadWords:
-    """Token sequences that may not be generated: the last token is barred right after all the others.
-
-    Only output is compared, as in vLLM: the prompt may end in the beginning of a bad word.
-    """
-
-    def __init__(self, sequences: tuple[tuple[int, ...], ...], device: torch.device) -> None:
-        self._width = max(map(len, sequences)) - 1
-        padded = [[_ANY_TOKEN] * (self._width + 1 - len(ids)) + list(ids) for ids in sequences]
-        table = torch.tensor(padded, dtype=torch.int64, device=device)
-        self._prefixes = table[:, :-1]  # [num_sequences, width], aligned to the right
-        self._lasts = table[:, -1]
-
-    def bar(self, barred: torch.Tensor, tokens: torch.Tensor, num_prompt_tokens: int, position: int) -> None:
-        """Mark tokens in `barred` [vocab_size], given the row's `tokens` [max_len] up to `position`."""
-        window = torch.full((self._width,), _NO_TOKEN, dtype=torch.int64, device=barred.device)
-        num_known = min(self._width, position - num_prompt_tokens)
-        window[self._width - num_known :] = tokens[position - num_known : position]
-        has_come = ((self._prefixes == window) | (self._prefixes == _ANY_TOKEN)).all(dim=1)
-        # Several words may end in one token: a sum has no order in which they could overwrite each other.
-        hits = torch.zeros(barred.shape, dtype=torch.int32, device=barred.device)
-        barred |= hits.index_add_(0, self._lasts, has_come.to(torch.int32)) > 0
-
-
 class RowConstraints:
-    """A row's parameters as tensors on the device, built once."""
+    """A row's parameters as sets of tokens, built once."""
 
-    def __init__(
-        self, row: NewRow, eos_token_ids: tuple[int, ...], vocab_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, row: NewRow, eos_token_ids: tuple[int, ...]) -> None:
         params = row.params
         self.row = row
-        self.bias: tuple[torch.Tensor, torch.Tensor] | None = None
-        if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
-            self.bias = (
-                ids,
-                torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device),
-            )
         self.penalises = bool(
             params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         )
-        self.allowed: torch.Tensor | None = None
-        if params.allowed_token_ids is not None:
-            self.allowed = _as_mask(params.allowed_token_ids, vocab_size, device)
-        self.ends: torch.Tensor | None = None
-        if params.min_tokens:
-            ends = [t for t in (*eos_token_ids, *params.stop_token_ids) if t < vocab_size]
-            self.ends = _as_mask(ends, vocab_size, device)
-        self.bad_words = BadWords(row.bad_word_ids, device) if row.bad_word_ids else None
+        self.allowed = None if params.allowed_token_ids is None else as_bits(params.allowed_token_ids)
+        self.ends = frozenset((*eos_token_ids, *params.stop_token_ids)) if params.min_tokens else frozenset()
 
-    def bars(self, work: SampleWork) -> bool:
-        """Return True if any token may be barred for this sample."""
-        sample = work.sample
-        return (
-            sample.allowed_token_ids is not None
-            or sample.token_mask is not None
-            or self.allowed is not None
-            or self.bad_words is not None
-            or (self.ends is not None and work.output_position < work.params.min_tokens)
-        )
+    def whitelist(self, sample: Sample) -> Bits | None:
+        """Return the only tokens that the grammar and `allowed_token_ids` leave; None: all."""
+        grammar = grammar_bits(sample)
+        if grammar is None or self.allowed is None:
+            return self.allowed if grammar is None else grammar
+        width = min(len(grammar), len(self.allowed))
+        return grammar[:width] & self.allowed[:width]
+
+    def barred_ends(self, work: SampleWork) -> Iterable[int]:
+        """Return the tokens that would end the sequence too early, unless its grammar allows no others."""
+        if not self.ends or work.output_position >= work.params.min_tokens:
+            return ()
+        grammar = grammar_bits(work.sample)
+        if grammar is not None and not _has_others(grammar, self.ends):
+            return ()
+        return self.ends
 
 
 class LogitsProcessors:
-    """Applies the parameters of each sample to its logits."""
+    """Puts together what the parameters of a step's samples do to their logits."""
 
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self._eos_token_ids = eos_token_ids
         self._constraints: dict[int, RowConstraints] = {}
         """Constraints by row; rebuilt when the row goes to another sequence."""
 
-    def apply(self, logits: torch.Tensor, work: list[SampleWork], token_table: torch.Tensor) -> list[int]:
-        """Change `logits` in place.
+    def stage(self, work: Sequence[SampleWork], vocab_size: int, transfer: Transfer) -> StagedChanges | None:
+        """Stage the changes; None: there are none."""
+        own = [self._of(item.row) for item in work]
+        biased = [number for number, item in enumerate(work) if item.params.logit_bias]
+        penalised = [number for number, constraints in enumerate(own) if constraints.penalises]
+        lists = {
+            number: bits
+            for number, (item, constraints) in enumerate(zip(work, own, strict=True))
+            if (bits := constraints.whitelist(item.sample)) is not None
+        }
+        bars: list[tuple[int, tuple[int, ...]]] = [
+            (number, (token,))
+            for number, (item, constraints) in enumerate(zip(work, own, strict=True))
+            for token in constraints.barred_ends(item)
+            if token < vocab_size
+        ]
+        bars += [(number, word) for number, item in enumerate(work) for word in item.row.bad_word_ids]
+        changed = sorted({*biased, *penalised, *lists, *(number for number, _ in bars)})
+        if not changed:
+            return None
+        return StagedChanges(
+            transfer.put(np.array(changed, dtype=np.int64)),
+            _biases(work, biased, transfer) if biased else None,
+            _penalties(work, penalised, transfer) if penalised else None,
+            _whitelists(lists, transfer) if lists else None,
+            _bars(work, bars, transfer) if bars else None,
+        )
 
-        Args:
-            logits: [num_samples, vocab_size] float32.
-            token_table: [num_rows, max_len], the tokens so far.
-
-        Returns:
-            The changed samples, in order.
-        """
-        constraints = [self._of(item.row, logits) for item in work]
-        biased = [number for number, own in enumerate(constraints) if own.bias is not None]
-        penalised = [number for number, own in enumerate(constraints) if own.penalises]
-        barred = [number for number, own in enumerate(constraints) if own.bars(work[number])]
-        for number in biased:
-            bias = constraints[number].bias
-            assert bias is not None
-            logits[number].index_add_(0, *bias)
-        for begin in range(0, len(penalised), _ROWS_AT_ONCE):
-            numbers = penalised[begin : begin + _ROWS_AT_ONCE]
-            _penalise(logits, numbers, [work[number] for number in numbers], token_table)
-        for number in barred:
-            _bar(logits[number], work[number], constraints[number], token_table)
-        return sorted({*biased, *penalised, *barred})
-
-    def _of(self, row: NewRow, logits: torch.Tensor) -> RowConstraints:
+    def _of(self, row: NewRow) -> RowConstraints:
         known = self._constraints.get(row.row)
         if known is None or known.row is not row:
-            known = RowConstraints(row, self._eos_token_ids, logits.shape[-1], logits.device)
-            self._constraints[row.row] = known
+            known = self._constraints[row.row] = RowConstraints(row, self._eos_token_ids)
         return known
 
 
-def _penalise(
-    logits: torch.Tensor, numbers: list[int], work: list[SampleWork], token_table: torch.Tensor
-) -> None:
-    """Apply repetition penalty over prompt and output, presence and frequency over output, in place.
-
-    Only tokens that have occurred are touched. A token that occurred several times is computed several times,
-    to the same value.
-    """
-    device = logits.device
-
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, device=device)[:, None]
-
-    index = torch.tensor(numbers, device=device)[:, None]
-    rows = torch.tensor([item.sample.row for item in work], device=device)
-    seen = token_table[rows, : max(item.sample.position for item in work)]
-    at = torch.arange(seen.shape[1], device=device)
-    is_known = at < column([item.sample.position for item in work])
-    seen = torch.where(is_known, seen, seen[:, :1])  # ignores leftovers of a longer row
-    scores = logits[index, seen]
-    if any(item.params.repetition_penalty != 1.0 for item in work):
-        factor = column([item.params.repetition_penalty for item in work])
-        scores = torch.where(scores > 0, scores / factor, scores * factor)
-    if any(item.params.presence_penalty or item.params.frequency_penalty for item in work):
-        is_output = is_known & (at >= column([item.row.num_prompt_tokens for item in work]))
-        table = torch.zeros(len(work), logits.shape[1], dtype=torch.int32, device=device)
-        counts = table.scatter_add_(1, seen, is_output.to(torch.int32)).gather(1, seen)
-        scores -= column([item.params.presence_penalty for item in work]) * (counts > 0)
-        scores -= column([item.params.frequency_penalty for item in work]) * counts
-    logits[index, seen] = scores
+def _biases(work: Sequence[SampleWork], numbers: list[int], transfer: Transfer) -> Biases:
+    pairs = [(number, *pair) for number in numbers for pair in (work[number].params.logit_bias or {}).items()]
+    samples, tokens, values = zip(*pairs, strict=True)
+    return Biases(
+        transfer.put(np.array(samples, dtype=np.int64)),
+        transfer.put(np.array(tokens, dtype=np.int64)),
+        transfer.put(np.array(values, dtype=np.float32)),
+    )
 
 
-def _bar(row: torch.Tensor, work: SampleWork, own: RowConstraints, token_table: torch.Tensor) -> None:
-    """Set barred tokens to minus infinity, in place."""
-    grammar = _grammar_mask(work.sample, row)
-    allowed = torch.ones(row.shape, dtype=torch.bool, device=row.device) if grammar is None else grammar
-    if own.ends is not None and work.output_position < work.params.min_tokens:
-        ends = own.ends
-        if grammar is not None:
-            ends = ends & (grammar & ~ends).any()
-        allowed = allowed & ~ends
-    if own.allowed is not None:
-        allowed = allowed & own.allowed
-    if own.bad_words is not None:
-        barred = torch.zeros_like(allowed)
-        tokens = token_table[work.sample.row]
-        own.bad_words.bar(barred, tokens, work.row.num_prompt_tokens, work.sample.position)
-        allowed = allowed & ~barred
-    row.masked_fill_(~allowed, -torch.inf)
+def _penalties(work: Sequence[SampleWork], numbers: list[int], transfer: Transfer) -> Penalties:
+    items = [work[number] for number in numbers]
+    params = [item.params for item in items]
+
+    def integers(values: list[int]) -> npt.NDArray[np.int64]:
+        return np.array(values, dtype=np.int64)
+
+    def floats(values: list[float]) -> npt.NDArray[np.float32]:
+        return np.array(values, dtype=np.float32)
+
+    put = transfer.put
+    return Penalties(
+        samples=put(integers(numbers)),
+        rows=put(integers([item.sample.row for item in items])),
+        positions=put(integers([item.sample.position for item in items])),
+        prompt_lens=put(integers([item.row.num_prompt_tokens for item in items])),
+        repetition=put(floats([each.repetition_penalty for each in params])),
+        presence=put(floats([each.presence_penalty for each in params])),
+        frequency=put(floats([each.frequency_penalty for each in params])),
+        longest=max(item.sample.position for item in items),
+        scales=any(each.repetition_penalty != 1.0 for each in params),
+        counts=any(each.presence_penalty or each.frequency_penalty for each in params),
+    )
 
 
-def _grammar_mask(sample: Sample, like: torch.Tensor) -> torch.Tensor | None:
-    """Return the tokens that the sequence's grammar allows, [vocab_size] bool; None without a grammar."""
+def _whitelists(lists: dict[int, Bits], transfer: Transfer) -> Whitelists:
+    packed = np.zeros((len(lists), max(map(len, lists.values()))), dtype=np.uint8)
+    for place, bits in enumerate(lists.values()):
+        packed[place, : len(bits)] = bits
+    return Whitelists(transfer.put(np.array(list(lists), dtype=np.int64)), transfer.put(packed))
+
+
+def _bars(work: Sequence[SampleWork], bars: list[tuple[int, tuple[int, ...]]], transfer: Transfer) -> Bars:
+    width = max(len(word) for _, word in bars) - 1
+    prefixes = np.full((len(bars), width), _ANY_TOKEN, dtype=np.int64)
+    facts = np.empty((5, len(bars)), dtype=np.int64)
+    for place, (number, word) in enumerate(bars):
+        if len(word) > 1:
+            prefixes[place, width + 1 - len(word) :] = word[:-1]
+        item = work[number]
+        facts[:, place] = (
+            number,
+            item.sample.row,
+            word[-1],
+            item.sample.position,
+            item.row.num_prompt_tokens,
+        )
+    samples, rows, token_ids, positions, prompt_lens = transfer.put(facts)
+    return Bars(samples, rows, token_ids, positions, prompt_lens, transfer.put(prefixes))
+
+
+def as_bits(token_ids: Sequence[int]) -> Bits:
+    bits = np.zeros((max(token_ids, default=-1) >> 3) + 1, dtype=np.uint8)
+    ids = np.asarray(token_ids, dtype=np.int64)
+    np.bitwise_or.at(bits, ids >> 3, (1 << (ids & 7)).astype(np.uint8))
+    return bits
+
+
+def grammar_bits(sample: Sample) -> Bits | None:
+    """Return the tokens that the sequence's grammar allows; None without a grammar."""
     if sample.allowed_token_ids is not None:
-        return _as_mask(sample.allowed_token_ids, like.shape[0], like.device)
+        return as_bits(sample.allowed_token_ids)
     if sample.token_mask is None:
         return None
-    packed = torch.frombuffer(bytearray(sample.token_mask), dtype=torch.uint8).to(like.device)
-    shifts = torch.arange(8, dtype=torch.uint8, device=like.device)
-    bits = (packed[:, None] >> shifts & 1).flatten()[: like.shape[0]]
-    # The model's vocabulary may be padded past the tokenizer's: those tokens have no text.
-    return torch.nn.functional.pad(bits, (0, like.shape[0] - bits.shape[0])).to(torch.bool)
+    return np.frombuffer(sample.token_mask, dtype=np.uint8)
 
 
-def _as_mask(token_ids: list[int] | tuple[int, ...], vocab_size: int, device: torch.device) -> torch.Tensor:
-    mask = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-    mask[torch.tensor(list(token_ids), dtype=torch.int64, device=device)] = True
-    return mask
+def _has_others(bits: Bits, tokens: frozenset[int]) -> bool:
+    """Return True if the set holds a token that is none of these."""
+    inside = sum(1 for token in tokens if token >> 3 < len(bits) and bits[token >> 3] >> (token & 7) & 1)
+    return int(np.unpackbits(bits).sum()) > inside

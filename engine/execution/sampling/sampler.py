@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from pagemill.engine.devices.backend import DeviceBackend, HostCopy
@@ -17,7 +18,8 @@ from pagemill.engine.execution.sampling.filters import filter_logits
 from pagemill.engine.execution.sampling.logprobs import TopLogprobs
 from pagemill.engine.execution.sampling.narrow_head import NarrowVocabulary
 from pagemill.engine.execution.sampling.processors import LogitsProcessors, SampleWork
-from pagemill.engine.execution.staging import Transfer
+from pagemill.engine.execution.sampling.staged_changes import StagedChanges
+from pagemill.engine.execution.staging import DirectTransfer, Transfer
 from pagemill.engine.plan import StepResult, TokenLogprobs
 from pagemill.kernels.noise import argmax_of_sums, noise_keys
 from pagemill.kernels.selection import argmax_with_noise, largest
@@ -74,54 +76,69 @@ class SamplerOutput:
         result.without_choice = frozenset(number for number, has_any in enumerate(has_choice) if not has_any)
 
 
+@dataclass(frozen=True, slots=True)
+class StagedSamples:
+    """What a step's samples need beside their logits, on the device once the transfer has been sent."""
+
+    changes: StagedChanges | None
+    draws: StagedDraws | None
+    """None: every sample is greedy, or drawn on the host."""
+    asking: torch.Tensor | None
+    """[num_asking] int64, the samples that asked for log probabilities; None: there are none."""
+
+
 class Sampler:
     def __init__(self, eos_token_ids: tuple[int, ...], *, draws_on_device: bool = False) -> None:
         """`draws_on_device`: draw by `pagemill.kernels.dispatch.sample_tokens`, with no sort and no wait."""
         self._processors = LogitsProcessors(eos_token_ids)
         self._draws_on_device = draws_on_device
 
-    def stage(self, work: list[SampleWork], transfer: Transfer) -> StagedDraws | None:
-        """Stage what `sample` needs beside the logits; None: nothing."""
-        return stage_draws(work, transfer) if self._draws_on_device else None
+    def stage(self, work: list[SampleWork], vocab_size: int, transfer: Transfer) -> StagedSamples:
+        """Put what `sample` needs beside the logits into the transfer."""
+        asking = _asking(work)
+        return StagedSamples(
+            self._processors.stage(work, vocab_size, transfer),
+            stage_draws(work, transfer) if self._draws_on_device else None,
+            transfer.put(np.array(asking, dtype=np.int64)) if asking else None,
+        )
 
     def sample(
         self,
         logits: torch.Tensor,
         work: list[SampleWork],
         token_table: torch.Tensor,
-        draws: StagedDraws | None = None,
+        staged: StagedSamples | None = None,
     ) -> SamplerOutput:
         """Choose one token per sample.
 
         Args:
             logits: [num_samples, vocab_size]; may be overwritten.
             token_table: [num_rows, max_model_len + 1], the tokens so far, for penalties and bad words.
-            draws: the result of `stage` for this work.
+            staged: the result of `stage` for this work; None: it is staged here.
         """
         logits = logits.float()
+        staged = staged or self.stage(work, logits.shape[1], DirectTransfer(logits.device))
         peaks, chosen = largest(logits)
         is_valid = torch.isfinite(peaks)  # max propagates NaN
         output = SamplerOutput(chosen, is_valid, torch.ones_like(is_valid))
-        asking = [number for number, item in enumerate(work) if item.params.logprobs is not None]
-        raw = logits[torch.tensor(asking, device=logits.device)].log_softmax(dim=-1) if asking else None
+        raw = logits[staged.asking].log_softmax(dim=-1) if staged.asking is not None else None
         searching = [number for number, item in enumerate(work) if item.sample.num_candidates]
         for number in searching:
             logits[number] = logits[number].log_softmax(dim=-1)
-        changed = self._processors.apply(logits, work, token_table)
-        if changed:
-            index = torch.tensor(changed, device=logits.device)
-            peaks, chosen[index] = largest(logits[index])
-            output.has_choice[index] = torch.isfinite(peaks)
-        random = [number for number, item in enumerate(work) if not item.params.is_greedy]
-        if draws is not None:
-            chosen[draws.index] = draw(logits, draws)
-        elif random:
+        if (changes := staged.changes) is not None:
+            changes.apply(logits, token_table)
+            peaks, best = largest(logits[changes.samples])
+            chosen[changes.samples] = best
+            output.has_choice[changes.samples] = torch.isfinite(peaks)
+        if staged.draws is not None:
+            chosen[staged.draws.index] = draw(logits, staged.draws)
+        elif random := [number for number, item in enumerate(work) if not item.params.is_greedy]:
             index = torch.tensor(random, device=logits.device)
             chosen[index] = self._draw(logits[index], [work[number] for number in random])
-        if raw is not None:
+        if raw is not None and staged.asking is not None:
+            output.logprob_samples = asking = tuple(_asking(work))
             counts = [work[number].params.logprobs or 0 for number in asking]
-            output.logprob_samples = tuple(asking)
-            output.top_logprobs = TopLogprobs.of(raw, chosen[torch.tensor(asking, device=raw.device)], counts)
+            output.top_logprobs = TopLogprobs.of(raw, chosen[staged.asking], counts)
         output.best = [(number, *_best(logits[number], work[number])) for number in searching]
         return output
 
@@ -148,6 +165,10 @@ class Sampler:
         logits = _cooled(logits, work)
         filter_logits(logits, [item.params for item in work])
         return argmax_with_noise(logits, _keys(work, logits.device))
+
+
+def _asking(work: list[SampleWork]) -> list[int]:
+    return [number for number, item in enumerate(work) if item.params.logprobs is not None]
 
 
 def _cooled(logits: torch.Tensor, work: list[SampleWork]) -> torch.Tensor:

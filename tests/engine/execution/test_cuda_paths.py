@@ -211,8 +211,8 @@ def test_draws_on_the_device_are_the_ones_on_the_cpu() -> None:
     table = torch.ones(len(_PARAMS), 16, dtype=torch.int64)
     here = Sampler(()).sample(logits.clone(), work, table)
     for part in (slice(0, 5), slice(3, 5), slice(0, 1)):  # some are drawn, all are, none is
-        sampler, transfer = Sampler((), draws_on_device=True), DirectTransfer(CpuBackend())
-        draws = sampler.stage(work[part], transfer)
+        sampler, transfer = Sampler((), draws_on_device=True), DirectTransfer(_CPU)
+        draws = sampler.stage(work[part], logits.shape[1], transfer)
         there = sampler.sample(logits[part].clone(), work[part], table, draws)
         assert there.token_ids.tolist() == here.token_ids[part].tolist()
 

@@ -7,7 +7,6 @@ from collections import defaultdict
 import pytest
 import torch
 
-from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.execution.input_batch import InputBatch, StepInputs, bucket_size
 from pagemill.engine.execution.staging import DirectTransfer
 from pagemill.engine.plan import NewRow, RowWork, Sample, StepPlan
@@ -65,7 +64,7 @@ def test_tables_and_slots_follow_the_plans(pad: bool) -> None:
         block_size=BLOCK_SIZE,
         device=torch.device("cpu"),
         pad_to_bucket=pad,
-        transfer=DirectTransfer(CpuBackend()),
+        transfer=DirectTransfer(torch.device("cpu")),
     )
     plans = [
         StepPlan(0, new_rows=[new_row(3, 6, [9, 4]), new_row(0, 1, [30])],

@@ -45,7 +45,7 @@ def no_collector() -> Iterator[None]:
 def tensors_of(llm: LLM) -> list[weakref.ref[torch.Tensor]]:
     runner = llm.engine._parts.executor
     assert isinstance(runner, ModelRunner)
-    module = runner._forward_passes[-1]._module  # type: ignore[attr-defined]
+    module = runner._model.loaded.module
     layers = [tensor for layer in runner.kv_cache.layers for tensor in layer.tensors()]
     return [weakref.ref(tensor) for tensor in [*module.parameters(), *module.buffers(), *layers]]
 

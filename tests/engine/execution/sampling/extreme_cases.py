@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.errors import InvalidRequest
 from pagemill.engine.execution.sampling.processors import SampleWork
 from pagemill.engine.execution.sampling.sampler import Sampler
@@ -112,9 +111,9 @@ def check(cases: list[Case], *, draws_on_device: bool = False) -> None:
     for case, work in accepted:
         known = [*PROMPT, *case.output]
         table[work.row.row, : len(known)] = torch.tensor(known)
-    sampler, transfer = Sampler(EOS, draws_on_device=draws_on_device), DirectTransfer(CpuBackend())
+    sampler, transfer = Sampler(EOS, draws_on_device=draws_on_device), DirectTransfer(torch.device("cpu"))
     works = [work for _, work in accepted]
-    draws = sampler.stage(works, transfer)
+    draws = sampler.stage(works, VOCAB_SIZE, transfer)
     transfer.send()
     result = StepResult(0, [])
     sampler.sample(torch.tensor([case.logits for case, _ in accepted]), works, table, draws).fill(result)

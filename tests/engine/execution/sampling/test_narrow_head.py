@@ -315,7 +315,7 @@ def test_labels_are_the_same_in_every_order(
 def test_a_row_that_computes_nan_fails_alone_in_a_narrow_step(tmp_path: Path, widths: list[int]) -> None:
     llm = LLM(str(write_llama(tmp_path)), num_threads=1, num_kv_blocks=64, block_size=4)
     runner: Any = llm.engine._parts.executor  # the embedding of one token becomes NaN
-    embedding = runner._module.get_input_embeddings().weight
+    embedding = runner._model.loaded.module.get_input_embeddings().weight
     with torch.inference_mode():
         embedding[50] = torch.nan
     params = SamplingParams(temperature=0.0, max_tokens=3, allowed_token_ids=(1, 2, 9))

@@ -22,6 +22,7 @@ from transformers.generation.logits_process import (
 from pagemill.engine.execution.sampling.filters import filter_logits
 from pagemill.engine.execution.sampling.processors import LogitsProcessors, SampleWork
 from pagemill.engine.execution.sampling.sampler import Sampler
+from pagemill.engine.execution.staging import DirectTransfer
 from pagemill.engine.plan import NewRow, Sample
 from pagemill.engine.sampling_params import SamplingParams
 
@@ -62,7 +63,10 @@ def apply(logits: torch.Tensor, work: list[SampleWork], outputs: list[list[int]]
         table[item.row.row, : len(tokens)] = torch.tensor(tokens)
     logits = logits.clone()
     before = logits.clone()
-    changed = LogitsProcessors(EOS).apply(logits, work, table)
+    changes = LogitsProcessors(EOS).stage(work, VOCAB_SIZE, DirectTransfer(logits.device))
+    if changes is not None:
+        changes.apply(logits, table)
+    changed = [] if changes is None else changes.samples.tolist()
     for number in range(len(work)):
         assert number in changed or torch.equal(logits[number], before[number])
     return logits
@@ -186,7 +190,9 @@ def test_a_row_s_constraints_are_those_of_the_sequence_that_holds_it() -> None:
     second = make_work(SamplingParams(allowed_token_ids=(2,)), [])
     for work, token in ((first, 1), (second, 2), (first, 1)):
         logits = torch.zeros(1, VOCAB_SIZE)
-        processors.apply(logits, [work], table)
+        changes = processors.stage([work], VOCAB_SIZE, DirectTransfer(logits.device))
+        assert changes is not None
+        changes.apply(logits, table)
         assert logits[0].isfinite().nonzero().flatten().tolist() == [token]
 
 

@@ -18,6 +18,8 @@ MODEL_NAME_RULE = "a served model's name is 1 to 128 of the characters A-Z a-z 0
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 """What an adapter may be called."""
 ADAPTER_NAME_RULE = "an adapter's name is 1 to 64 of the characters A-Z a-z 0-9 . _ -"
+REVISION_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+REVISION_NAME_RULE = "a revision is 1 to 64 of the characters A-Z a-z 0-9 . _ -"
 
 
 class InvalidParameter(ValueError):

@@ -9,9 +9,16 @@ other way round.
 from __future__ import annotations
 
 import hashlib
+import re
 from functools import lru_cache
 
 COMMIT_DIGITS = 12
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def shortened(revision: str) -> str:
+    """Return a whole commit as fingerprints name it, and any other revision as it is."""
+    return revision[:COMMIT_DIGITS] if _COMMIT.fullmatch(revision) else revision
 
 
 def with_commit(digest: str, commit: str | None) -> str:
@@ -37,3 +44,9 @@ def may_continue(stored: str, own: str) -> bool:
         return False
     commits = {fingerprint.partition("@")[2] for fingerprint in (stored, own)} - {""}
     return len(commits) < 2
+
+
+def revision_of(fingerprint: str) -> str:
+    """Return the name of a model's revision: the hub's commit, shortened, or the digest where there is none."""
+    digest, _, commit = fingerprint.partition("@")
+    return commit or digest

@@ -25,7 +25,7 @@ from pagemill.engine.errors import ConfigError, complaint
 from pagemill.engine.models.directory import check_model
 from pagemill.engine.models.source import ModelSource
 from pagemill.producer.wire.schema.host_names import HostName, HostPatterns
-from pagemill.producer.wire.schema.keys import ModelName, QueueName
+from pagemill.producer.wire.schema.keys import ModelName, QueueName, RevisionName
 from pagemill.producer.wire.schema.signing import Keys
 from pagemill.producer.wire.server.clients import RedisAddress
 from pagemill.producer.wire.server.durability import Durability
@@ -88,6 +88,9 @@ class WorkerConfig(BaseSettings):
     redis_url: RedisAddress | None = Field(default=None, repr=False)
     """None: an embedded Valkey server under `state_dir`."""
     queue: QueueName = "default"
+    revision_name: RevisionName | None = None
+    """The name of its model's revision, for jobs that pin one and for rollouts. None: the hub's commit, or a digest
+    of the weights and the settings that change numbers."""
     state_dir: Directory | None = None
     """The embedded server's data directory. None: `~/.local/state/pagemill`."""
     http_host: HostName = "127.0.0.1"

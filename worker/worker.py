@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from pagemill.engine.errors import DeviceLost
-from pagemill.fingerprint import with_adapter
+from pagemill.fingerprint import revision_of, with_adapter
 from pagemill.monitoring.counters import WorkerCounters, WorkerState
 from pagemill.monitoring.live.assets import is_loopback
 from pagemill.monitoring.live.feed import LiveFeed, LiveSources, Surroundings, WorkerFacts
@@ -351,7 +351,11 @@ class Worker:
             max_model_len=self.engine.engine.limits.max_model_len if self._is_serving else None,
             speed=self._speed.speed(stats.loaded.max_num_seqs) if stats is not None else None,
             fingerprints=self._fingerprints() if self._is_serving else {},
+            revision=self._revision() if self._is_serving else "",
         )
+
+    def _revision(self) -> str:
+        return self.config.revision_name or revision_of(self.engine.engine.fingerprint)
 
     def _fingerprints(self) -> dict[str, str]:
         engine = self.engine.engine

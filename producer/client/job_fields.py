@@ -59,6 +59,7 @@ class RowFields(TypedDict, total=False):
     rows_dtype: Literal["float32", "float16"]
     truncate: bool
     adapter: str | None
+    revision: str | None
     priority: Literal["high", "normal", "low"]
     tenant: str
     deadline: float | None

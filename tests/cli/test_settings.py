@@ -61,6 +61,7 @@ SETTINGS = [*(option.name for option in fields(EngineConfig)), *WorkerConfig.mod
 SETTINGS.remove("engine")
 SPECIAL = {
     "model": ("/no/such/model", "echo:nan", "echo:-1", "echo:x", "/tmp"),
+    "revision_name": ("a~b", "a b", "x" * 65),
     "served_model_name": ("x" * 300, "a!b", "a b!", ",", " ".join(f"name-{number}" for number in range(33))),
     "adapters": ("a", "=x", "a!=x"),
     "chat_template": ("/no/such/file", "/tmp", "a b", "x.jinja"),

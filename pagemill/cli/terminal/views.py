@@ -133,11 +133,23 @@ def print_workers(workers: Sequence[WorkerInfo], as_json: bool) -> None:
         typer.echo(json.dumps([worker.model_dump() for worker in workers]))
         return
     rows = [
-        (w.id, w.state, ",".join(w.models), w.running, w.host, w.pid, ago(w.started_at), w.url or "")
+        (
+            w.id,
+            w.state,
+            ",".join(w.models),
+            w.revision,
+            w.running,
+            w.host,
+            w.pid,
+            ago(w.started_at),
+            w.url or "",
+        )
         for w in workers
     ]
     if rows:
-        print_rows(("worker", "state", "models", "jobs", "host", "pid", "started", "metrics"), rows)
+        print_rows(
+            ("worker", "state", "models", "revision", "jobs", "host", "pid", "started", "metrics"), rows
+        )
 
 
 def print_queue(queue: str, stats: QueueStats, as_json: bool) -> None:

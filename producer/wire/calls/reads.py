@@ -212,11 +212,11 @@ def _statuses(queue: str, job_ids: tuple[str, ...], reply: list[list[Any]]) -> l
 def _status(queue: str, job_id: str, row: list[Any]) -> JobStatus:
     (state, lane, attempt, crashes, created_at, started_at, finished_at, deadline,
      worker, progress, progress_at, leader, replay_of, position, live_workers, error, metadata,
-     waits) = row  # fmt: skip
+     waits, revisions) = row  # fmt: skip
     _, priority, tenant, model = keys.split_lane(lane.decode())
     reason = ErrorInfo.model_validate_json(error).message if error else None
     if state == b"queued" and not leader and not live_workers:
-        reason = f"no live worker serves it (model {model})"
+        reason = _unserved(model, keys.pinned_revision(lane.decode()), (revisions or b"").decode().split())
     waits_for = tuple(waits.decode().split()) if waits else ()
     if waits_for:
         others = f" and {len(waits_for) - 1} more" if len(waits_for) > 1 else ""
@@ -243,6 +243,13 @@ def _status(queue: str, job_id: str, row: list[Any]) -> JobStatus:
         waits_for=waits_for,
         metadata=_object(metadata),
     )
+
+
+def _unserved(model: str, revision: str | None, served: Sequence[str]) -> str:
+    if revision is None:
+        return f"no live worker serves it (model {model})"
+    others = f"live workers serve {', '.join(served)}" if served else "no live worker names one"
+    return f"no live worker serves revision {revision} of model {model}: {others}"
 
 
 def _seconds(milliseconds: str | bytes | None) -> float | None:

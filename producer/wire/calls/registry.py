@@ -57,10 +57,16 @@ class WorkerInfo(WireModel):
     fingerprints: Mapping[str, str] = Field(default_factory=dict)
     """What it computes: the fingerprint of its results without an adapter, under "", and with each of its adapters."""
 
+    revision: str = ""
+    """The revision of its model: a hub's commit, a digest, or the operator's name for it; empty in earlier releases."""
+
     def lanes(self) -> list[str]:
         """Return the last parts of the lanes it pulls from (`keys.lane_model`)."""
         return [
-            keys.lane_model(model, adapter) for adapter in (None, *self.adapters) for model in self.models
+            keys.lane_model(model, adapter, revision)
+            for revision in (None, *filter(None, [self.revision]))
+            for adapter in (None, *self.adapters)
+            for model in self.models
         ]
 
 

@@ -208,7 +208,8 @@ def prepare(
 
 
 def lane_of(job: Job) -> str:
-    return keys.lane(job.version, job.priority, job.tenant, keys.lane_model(job.model, job.adapter))
+    model = keys.lane_model(job.model, job.adapter, job.revision)
+    return keys.lane(job.version, job.priority, job.tenant, model)
 
 
 def header_options(job: Job) -> dict[str, str | int]:

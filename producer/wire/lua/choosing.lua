@@ -23,21 +23,28 @@ local first_turn = tonumber(own[1] or meta[1] or 0)
 local turn = first_turn
 
 -- A job with an adapter waits in a lane of its own, `<model>#<adapter>`, of version 5, or 7 if it waited for others, and
--- nothing else does: there is no need to look at the other versions for each of perhaps hundreds of adapters.
-local versions, adapted, classes, models = {}, {}, {}, {unpack(ARGV, 9)}
+-- nothing else does: there is no need to look at the other versions for each of perhaps hundreds of adapters. One that
+-- names a revision waits in `<model>[#<adapter>]~<revision>`, of version 9.
+local versions, adapted, pinned, classes, models = {}, {}, {}, {}, {unpack(ARGV, 9)}
 for class in string.gmatch(ARGV[8], '%d') do
   classes[#classes + 1] = class
 end
 local is_urgent = #classes == 1
 for version in string.gmatch(ARGV[7], '%d+') do
-  if version ~= '5' then
+  if version ~= '5' and version ~= '9' then
     versions[#versions + 1] = version
   end
   if version == '5' or version == '7' or version == '8' then
     adapted[#adapted + 1] = version
   end
+  if version == '8' or version == '9' then
+    pinned[#pinned + 1] = version
+  end
 end
 local function versions_of(model)
+  if string.find(model, '~.') then
+    return pinned
+  end
   return string.find(model, '#', 1, true) and adapted or versions
 end
 

@@ -54,7 +54,7 @@ local ids, places, after = ids_of()
 local rows, looked = {}, #ids
 for i, id in ipairs(ids) do
   local job = redis.call('HMGET', P .. 'job:' .. id, unpack(FIELDS))
-  local _, _, own_tenant, own_model = split_lane(job[2] or '')
+  local _, _, own_tenant, own_model = split_lane(string.match(job[2] or '', '^[^~]*')) -- without a pinned revision
   if own_tenant and (state == '' or job[1] == state) and (tenant == '' or own_tenant == tenant)
     and (model == '' or own_model == model)
     and (key == '' or job[11] == key or job[14] == own_tenant .. ':' .. key) then

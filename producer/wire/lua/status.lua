@@ -3,9 +3,11 @@
 -- ARGV job ids
 -- Returns per id an empty list (no such job) or {state, lane, attempt, crashes, created_at, started_at, finished_at,
 --   deadline, worker, progress, progress_at, the equal job it follows or copied, the dead job it replays, position,
---   live workers for its model, last error, metadata, ids of jobs it still waits for}
+--   live workers for its model, last error, metadata, ids of jobs it still waits for, and if it names a revision that nobody
+--   serves: those that are served}
 -- @include states
 -- @include records
+-- @include revisions
 local replies = {}
 for i, id in ipairs(ARGV) do
   expire_if_late(id)
@@ -24,6 +26,7 @@ for i, id in ipairs(ARGV) do
     job[16] = failed ~= '' and failed
     job[17] = redis.call('GET', P .. 'md:' .. id)
     job[18] = waits_for
+    job[19] = waits and job[15] == 0 and live_revisions(model)
     replies[i] = job
   end
 end

@@ -57,6 +57,7 @@ from pagemill.producer.wire.schema.tasks import (
     ADAPTER_VERSION,
     AFTER_VERSION,
     LABEL_VERSION,
+    PINNED_VERSION,
     POOLED_TASKS,
     REFUSED_FIELDS,
     TASKS,
@@ -85,35 +86,11 @@ from pagemill.sampling_fields import (
 from pagemill.structured_outputs import StructuredOutputs, is_model
 
 __all__ = [
-    "Job",
-    "Message",
-    "StructuredOutputs",
-    "SAMPLING_FIELDS",
-    "DEFAULT_PROMPT_MAX_TOKENS",
-    "JobStatus",
-    "Progress",
-    "Phase",
-    "State",
-    "EndState",
-    "ACTIVE_STATES",
-    "END_STATES",
-    "Result",
-    "Output",
-    "FinishReason",
-    "PositionLogprobs",
-    "TokenLogprob",
-    "Usage",
-    "Timing",
-    "ErrorInfo",
-    "StreamEvent",
-    "BatchCounts",
-    "BatchInfo",
-    "BatchItem",
-    "Checkpoint",
-    "CheckpointSample",
-    "Delta",
-    "WireModel",
-]
+    "Job", "Message", "StructuredOutputs", "SAMPLING_FIELDS", "DEFAULT_PROMPT_MAX_TOKENS", "JobStatus",
+    "Progress", "Phase", "State", "EndState", "ACTIVE_STATES", "END_STATES", "Result", "Output",
+    "FinishReason", "PositionLogprobs", "TokenLogprob", "Usage", "Timing", "ErrorInfo", "StreamEvent",
+    "BatchCounts", "BatchInfo", "BatchItem", "Checkpoint", "CheckpointSample", "Delta", "WireModel",
+]  # fmt: skip
 
 DEFAULT_MAX_ATTEMPTS = 3
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -175,6 +152,8 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
     """The served name, never a path."""
     adapter: Annotated[str, StringConstraints(strict=True, pattern=f"^{ADAPTER_NAME.pattern}$")] | None = None
     """The name of an adapter that workers of the model have; None: the model as it is."""
+    revision: keys.PinnedRevision | None = None
+    """The revision of the model that must run it, as workers announce it, or a whole commit; None: any."""
     priority: Literal["high", "normal", "low"] = "normal"
     tenant: Annotated[str, StringConstraints(strict=True, pattern=f"^{keys.TENANT_PATTERN.pattern}$")] = (
         "default"
@@ -263,6 +242,8 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
     @property
     def version(self) -> int:
         """The version of the envelope."""
+        if self.revision is not None:
+            return PINNED_VERSION
         if self.after is not None:
             return AFTER_VERSION
         if self.adapter is not None:
@@ -473,7 +454,7 @@ class Job(WireModel, ChatFields, DependencyFields, SamplingFields):  # type: ign
             raise ValueError("documents go with a prompt, the first text of each pair")
 
 
-_WORK_FIELDS = {*SAMPLING_FIELDS, "model", *DependencyFields.model_fields}.union(
+_WORK_FIELDS = {*SAMPLING_FIELDS, "model", "revision", *DependencyFields.model_fields}.union(
     ["task"], *(task.fields for task in TASKS.values())
 )
 

@@ -9,9 +9,17 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, StringConstraints
 
-from pagemill.bounds import ADAPTER_NAME, ADAPTER_NAME_RULE, MODEL_NAME, MODEL_NAME_RULE
+from pagemill.bounds import (
+    ADAPTER_NAME,
+    ADAPTER_NAME_RULE,
+    MODEL_NAME,
+    MODEL_NAME_RULE,
+    REVISION_NAME,
+    REVISION_NAME_RULE,
+)
+from pagemill.fingerprint import shortened
 from pagemill.producer.wire.schema.errors import InvalidJob
 
 QUEUE_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -40,6 +48,13 @@ QueueName = Annotated[str, _named(QUEUE_PATTERN, QUEUE_RULE)]
 TenantName = Annotated[str, _named(TENANT_PATTERN, TENANT_RULE)]
 ModelName = Annotated[str, _named(MODEL_PATTERN, MODEL_RULE)]
 AdapterName = Annotated[str, _named(ADAPTER_NAME, ADAPTER_NAME_RULE)]
+RevisionName = Annotated[str, _named(REVISION_NAME, REVISION_NAME_RULE)]
+PinnedRevision = Annotated[
+    str,
+    StringConstraints(strict=True, pattern=f"^{REVISION_NAME.pattern}$"),
+    AfterValidator(shortened),
+]
+"""As workers announce it: a whole commit is shortened."""
 Id = Annotated[str, _named(ID_PATTERN, ID_RULE)]
 
 PRIORITY_CLASSES = {"high": "0", "normal": "1", "low": "2"}
@@ -59,16 +74,25 @@ def lane(version: int, priority: str, tenant: str, model: str) -> str:
     return f"{version}:{PRIORITY_CLASSES[priority]}:{tenant}:{model}"
 
 
-def lane_model(model: str, adapter: str | None) -> str:
-    """Return a lane's last part, under which workers pull: a model, or `<model>#<adapter>`."""
-    return model if adapter is None else f"{model}#{adapter}"
+def lane_model(model: str, adapter: str | None, revision: str | None = None) -> str:
+    """Return a lane's last part, under which workers pull: a model or `<model>#<adapter>`, perhaps `~<revision>`."""
+    name = model if adapter is None else f"{model}#{adapter}"
+    return name if revision is None else f"{name}~{revision}"
 
 
 def split_lane(name: str) -> tuple[int, str, str, str]:
-    """Return the version, priority, tenant and model of a lane. A suspect's lane counts as high."""
+    """Return the version, priority, tenant and model of a lane, without the revision that its jobs may be pinned to.
+
+    A suspect's lane counts as high.
+    """
     version, letter, tenant, model = name.split(":", 3)
     names = {letter: priority for priority, letter in PRIORITY_CLASSES.items()}
-    return int(version), names.get(letter, "high"), tenant, model
+    return int(version), names.get(letter, "high"), tenant, model.partition("~")[0]
+
+
+def pinned_revision(lane_name: str) -> str | None:
+    """Return the revision that the lane's jobs are pinned to."""
+    return lane_name.partition("~")[2] or None
 
 
 def job(queue: str, job_id: str) -> str:

@@ -48,9 +48,11 @@ AFTER_VERSION: Final = 7
 """The envelope version of every job that waits for others: its prompt may have places for their outputs."""
 STORED_VERSION: Final = 8
 """The envelope version of a stub: the job itself is in a store. Only workers that have the store pull it."""
+PINNED_VERSION: Final = 9
+"""The envelope version of every job that names a revision, whatever else it is."""
 VERSIONS: Final = tuple(
     sorted(
-        {CHAT_VERSION, ADAPTER_VERSION, LABEL_VERSION, AFTER_VERSION}
+        {CHAT_VERSION, ADAPTER_VERSION, LABEL_VERSION, AFTER_VERSION, PINNED_VERSION}
         | {task.version for task in TASKS.values()}
     )
 )

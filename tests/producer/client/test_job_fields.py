@@ -38,8 +38,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from pagemill.producer.wire.schema.text.chat import Message, NamedToolChoice, Tool
 from pagemill.producer.wire.schema.dependencies import Condition, HasId
+from pagemill.producer.wire.schema.text.chat import Message, NamedToolChoice, Tool
 from pagemill.structured_outputs import StructuredOutputs
 
 

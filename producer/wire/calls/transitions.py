@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+from pagemill.producer.wire.calls.quotas import QuotaLeft, read_lines
+from pagemill.producer.wire.calls.usage import Used
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.checkpoints import merge_checkpoint
 from pagemill.producer.wire.schema.job import MAX_PAYLOAD_BYTES, Job
@@ -78,6 +80,8 @@ class SubmitReply:
 
     status: SubmitStatus
     job_id: str
+    left: QuotaLeft | None = None
+    """What the job's tenant has left of its quotas; None if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +175,15 @@ def prepare(
     replay_of: str | None = None,
     relay: str | None = None,
     waiter: str | None = None,
+    api_key: str | None = None,
     max_bytes: int = MAX_PAYLOAD_BYTES,
 ) -> Submission:
     """Prepare a job for `submit`; `key`, `seed` and `digest` are used where the job has none of its own.
 
     `replay_of` is the dead job that it replays, `relay` the relay to notify of its end through an outbox,
     `waiter` (letters and digits, at most 32) a client that waits for it and may end it by leaving
-    (waiters.py). Raises InvalidJob if the job is too large.
+    (waiters.py), `api_key` the name of the gateway's key that the ledger counts it under. Raises InvalidJob if the job
+    is too large.
     """
     # Formatted by hand: a JSON encoder takes a fifth of a submit's cost. Ids and lanes need no escaping.
     header = f'"id":"{job_id}","lane":"{lane_of(job)}","cost":{job.cost_tokens()}'
@@ -198,6 +204,8 @@ def prepare(
         options["relay"] = relay
     if waiter is not None:
         options["waiters"] = waiter
+    if api_key is not None:
+        options["api_key"] = api_key
     is_linked = job.after is not None and replay_of is None
     if is_linked:
         options |= job.dependency_options(text for _, text in job.templates())
@@ -248,7 +256,7 @@ def submit(
     """Enqueue jobs in order, as many as the queue's limit allows. One reply per job."""
     jobs = [part for item in submissions for part in (item.header, item.payload)]
     ids = tuple(item.job_id for item in submissions)
-    parse = partial(_submit_replies, ids)
+    parse = partial(_submit_replies, ids, submissions)
     script = "submit_after" if any(item.is_linked for item in submissions) else "submit"
     return Call(script, (keys.prefix(queue),), (batch_id or "", limit, *jobs), parse)
 
@@ -334,26 +342,36 @@ def commit(
     error_json: str | bytes | None = None,
     progress: Progress | None = None,
     stored: str = "",
+    used: Used | None = None,
 ) -> Call[CommitReply]:
     """End the job. `succeeded` takes a Result as JSON, every other state an ErrorInfo.
 
     `progress` is the job's last: with it a status never lags behind the result (the server dates it).
     `stored` is the URI of a result that lies in a store. A job whose cancel or expiry was recorded before ends that
-    way regardless of `state`; the reply says which.
+    way regardless of `state`; the reply says which. `used` is what the ledger counts (usage.py); without it, what
+    `progress` says.
     """
     outcome = result_json if state == "succeeded" else error_json
     assert outcome is not None, f"{state} needs {'a result' if state == 'succeeded' else 'an error'}"
     packed = _pack_progress(progress) if progress is not None else ""
-    args = (job_id, token, state, outcome, packed, stored)
+    args = (job_id, token, state, outcome, packed, stored, used.packed() if used is not None else "")
     return Call("commit", (keys.prefix(queue),), args, _word)
 
 
 def retry(
-    queue: str, job_id: str, token: int, error: ErrorInfo, delay_s: float, *, restart: bool = False
+    queue: str,
+    job_id: str,
+    token: int,
+    error: ErrorInfo,
+    delay_s: float,
+    *,
+    restart: bool = False,
+    used: Used | None = None,
 ) -> Call[RetryReply]:
     """Count a failed attempt; the job returns after `delay_s` at its old rank, or is dead at its cap.
 
-    `restart`: drop the checkpoint, so that the next attempt starts from the prompt.
+    `restart`: drop the checkpoint, so that the next attempt starts from the prompt. `used`: as in `commit`, counted if
+    it was the last attempt.
     """
     last = ErrorInfo(
         code="attempts_exhausted",
@@ -362,7 +380,8 @@ def retry(
         partial=error.partial,
     )
     errors = (error.model_dump_json(), last.model_dump_json())
-    args = (job_id, token, round(delay_s * 1000), *errors, int(restart))
+    packed = used.packed() if used is not None else ""
+    args = (job_id, token, round(delay_s * 1000), *errors, int(restart), packed)
     return Call("retry", (keys.prefix(queue),), args, _word)
 
 
@@ -398,9 +417,17 @@ def words(reply: list[bytes]) -> Any:
     return [word.decode() for word in reply]
 
 
-def _submit_replies(ids: tuple[str, ...], reply: bytes) -> list[SubmitReply]:
-    words = (word.partition(":") for word in reply.decode().split())
-    return [SubmitReply(word, other or own) for own, (word, _, other) in zip(ids, words, strict=True)]  # type: ignore[arg-type]
+def _submit_replies(
+    ids: tuple[str, ...], submissions: Sequence[Submission], reply: bytes
+) -> list[SubmitReply]:
+    told, *lines = reply.split(b"\n")
+    words = (word.partition(":") for word in told.decode().split())
+    replies = [SubmitReply(word, other or own) for own, (word, _, other) in zip(ids, words, strict=True)]  # type: ignore[arg-type]
+    if not lines:
+        return replies
+    left = read_lines(lines)
+    tenants = (keys.split_lane(json.loads(item.header)["lane"])[2] for item in submissions)
+    return [replace(one, left=left.get(tenant)) for one, tenant in zip(replies, tenants, strict=True)]
 
 
 def _sweep_reply(reply: list[Any]) -> SweepReply:

@@ -65,6 +65,12 @@ class Submission:
     upload: Upload | None = None
     """What is to be written to a store before, where the payload is a stub."""
 
+    def under(self, api_key: str | None) -> Submission:
+        """Return the same for the ledger to count under the name of the gateway's API key."""
+        if api_key is None:
+            return self
+        return replace(self, header=self.header[:-1] + f',"api_key":"{api_key}"}}'.encode())
+
 
 @dataclass(frozen=True, slots=True)
 class SubmitReply:
@@ -175,15 +181,13 @@ def prepare(
     replay_of: str | None = None,
     relay: str | None = None,
     waiter: str | None = None,
-    api_key: str | None = None,
     max_bytes: int = MAX_PAYLOAD_BYTES,
 ) -> Submission:
     """Prepare a job for `submit`; `key`, `seed` and `digest` are used where the job has none of its own.
 
     `replay_of` is the dead job that it replays, `relay` the relay to notify of its end through an outbox,
     `waiter` (letters and digits, at most 32) a client that waits for it and may end it by leaving
-    (waiters.py), `api_key` the name of the gateway's key that the ledger counts it under. Raises InvalidJob if the job
-    is too large.
+    (waiters.py). Raises InvalidJob if the job is too large.
     """
     # Formatted by hand: a JSON encoder takes a fifth of a submit's cost. Ids and lanes need no escaping.
     header = f'"id":"{job_id}","lane":"{lane_of(job)}","cost":{job.cost_tokens()}'
@@ -204,8 +208,6 @@ def prepare(
         options["relay"] = relay
     if waiter is not None:
         options["waiters"] = waiter
-    if api_key is not None:
-        options["api_key"] = api_key
     is_linked = job.after is not None and replay_of is None
     if is_linked:
         options |= job.dependency_options(text for _, text in job.templates())

@@ -140,8 +140,10 @@ class UsageSums:
     def rows(self) -> Iterator[UsageRow]:
         """Yield the sums, by their fields in order."""
         for group, sums in sorted(self._sums.items()):
+            day, tenant, model, api_key = group
             jobs, prompt, cached, completion = map(int, sums[:4])
-            yield UsageRow(*group, jobs, prompt, cached, completion, round(sums[4], 3))
+            device_s = round(sums[4], 3)
+            yield UsageRow(day, tenant, model, api_key, jobs, prompt, cached, completion, device_s)
 
 
 def _days(reply: list[bytes]) -> list[date]:

@@ -223,7 +223,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(job=held)
     def commit(self, job: PulledJob) -> None:
-        text, used = str(job.token), (job.token % 7, job.token % 5)
+        text, used = str(job.token), (2 * job.token + 5, 3 * job.token)
         reply = self.queue.commit(job, text, used=Used(used[0], 0, used[1], 0.001))
         if reply not in ("already_done", "fenced"):
             self.told[job.job_id] = used
@@ -235,7 +235,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(job=held)
     def retry(self, job: PulledJob) -> None:
-        used = (job.token % 3, job.token % 2)
+        used = (2 * job.token + 3, job.token)
         reply = self.queue.retry(job, 60, used=Used(used[0], 0, used[1], 0.001))
         if reply not in ("already_done", "fenced", "retrying"):
             self.told[job.job_id] = used
@@ -337,16 +337,18 @@ class QueueMachine(RuleBasedStateMachine):
             shown = (progress.prompt_tokens_done, progress.generated_tokens) if progress else (0, 0)
             self.counted[job_id] = (0, 0) if is_follower else self.told.get(job_id, shown)
         jobs: Counter[str] = Counter(self.tenants[job_id] for job_id in self.counted)
-        tokens: Counter[str] = Counter()
+        tokens: Counter[tuple[str, int]] = Counter()
         for job_id, used in self.counted.items():
-            tokens[self.tenants[job_id]] += sum(used)
+            for place in (0, 1):
+                tokens[self.tenants[job_id], place] += used[place]
         days = self.queue.run(usage.days(self.queue.name))
         rows = [row for day in days for row in self.queue.run(usage.rows(self.queue.name, day))]
         assert sum(row.jobs for row in rows) == jobs.total()
         for tenant in set(self.tenants.values()):
             own = [row for row in rows if row.tenant == tenant]
             assert sum(row.jobs for row in own) == jobs[tenant]
-            assert sum(row.prompt_tokens + row.completion_tokens for row in own) == tokens[tenant]
+            assert sum(row.prompt_tokens for row in own) == tokens[tenant, 0]
+            assert sum(row.completion_tokens for row in own) == tokens[tenant, 1]
         assert round(sum(row.device_s for row in rows), 6) == round(0.001 * len(self.told), 6)
         self._check_spent()
 

@@ -118,7 +118,7 @@ def test_a_follower_is_a_job_without_tokens(queue: Queue) -> None:
 
 def test_rows_are_by_tenant_model_and_key(queue: Queue) -> None:
     job = Job.parse({"prompt": "hello", "model": "m", "tenant": "acme"})
-    items = [transitions.prepare(job, job_id, api_key=name) for job_id, name in [("a", "web"), ("b", "app")]]
+    items = [transitions.prepare(job, job_id).under(name) for job_id, name in [("a", "web"), ("b", "app")]]
     queue.run(transitions.submit(queue.name, items))
     queue.submit("c", tenant="acme", adapter="fr")
     queue.submit("d", tenant="beta")

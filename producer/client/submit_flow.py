@@ -95,10 +95,11 @@ def submit(queue: str, item: Submission, on_full: OnFull) -> Flow[SubmitReply]:
 def submit_with_promise(
     queue: str, item: Submission, on_full: OnFull, on_late: OnLate | None
 ) -> Flow[tuple[str, Promise | None, QuotaLeft | None]]:
-    """Like `submit`, with the job's promise if `on_late` says what becomes of it if it would miss its deadline, and with
-    what its tenant has left of its quotas.
+    """Like `submit`, with the job's promise, and with what its tenant has left of its quotas.
 
-    There is no promise for an earlier job with its idempotency key. Raises DeadlineUnreachable.
+    `on_late` says what becomes of a job that would miss its deadline; None: no promise.
+
+    There is none for an earlier job with its idempotency key. Raises DeadlineUnreachable.
     """
     promise = None
     if on_late is not None:

@@ -137,7 +137,7 @@ class Producer(Driver):
         model: str | None = None,
         by: Sequence[str] = GROUPS,
     ) -> list[UsageRow]:
-        """Return what the queue's jobs took that ended on these days (UTC, inclusive), of all tenants, for its operator.
+        """Return what jobs took that ended on these days (UTC, inclusive), of all tenants, for the queue's operator.
 
         `by`: what they are summed by, some of day, tenant, model and api_key; docs/usage.md says what counts. Raises
         InvalidJob for another field.

@@ -85,6 +85,8 @@ class RequestOutput:
     """One entry per prompt token, None for the first, if requested; set on the last output."""
     pooled: PooledRows | None = None
     """The result of a `Pool` task; set on the last output."""
+    device_s: float = 0.0
+    """The request's share of the seconds that steps took; set on the last output, by who times the steps."""
 
 
 class Histogram:

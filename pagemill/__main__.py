@@ -16,6 +16,7 @@ from pagemill.cli import (  # noqa: F401 - they register their commands
     queue,
     run,
     top,
+    usage,
     verify,
 )
 from pagemill.cli.app import app

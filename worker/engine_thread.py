@@ -21,6 +21,7 @@ from pagemill.engine.errors import EngineError, InvalidRequest, ModelLoadError
 from pagemill.engine.outputs import Capacity, EngineStats, RequestOutput, SampleState
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import GENERATE, Task
+from pagemill.worker.device_time import DeviceTime
 
 if TYPE_CHECKING:
     from pagemill.engine.pooling.input_processor import PoolingInputProcessor
@@ -95,6 +96,7 @@ class EngineThread:
         self._loaded = threading.Event()
         self._engine: AnyEngine | None = None
         self._held = False
+        self._device_time = DeviceTime()
         self._capacity: Capacity | None = None
         self._stats: EngineStats | None = None
         self._stats_at = 0.0
@@ -226,6 +228,7 @@ class EngineThread:
     def _execute(self, engine: AnyEngine, command: Command) -> None:
         match command:
             case AddRequest():
+                self._device_time.begin(command.request_id)
                 try:
                     engine.add_request(
                         command.request_id,
@@ -239,10 +242,10 @@ class EngineThread:
                         adapter=command.adapter,
                     )
                 except InvalidRequest as error:
-                    self._deliver([_refusal(command, error)])
+                    self._send([_refusal(command, error)])
             case AbortRequest(request_id):
                 if outputs := engine.abort(request_id):
-                    self._deliver(outputs)
+                    self._send(outputs)
             case SetHeld(held):
                 self._held = held
             case WatchBlocks(seconds):
@@ -250,11 +253,19 @@ class EngineThread:
 
     def _step(self) -> None:
         engine = self.engine
+        began = time.perf_counter()
         outputs = engine.step()
+        self._device_time.add(time.perf_counter() - began)
         self._last_progress = time.monotonic()
         self._publish(engine)
         if outputs:
-            self._deliver(outputs)
+            self._send(outputs)
+
+    def _send(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            if output.finished:
+                output.device_s = self._device_time.end(output.request_id)
+        self._deliver(outputs)
 
     def _publish(self, engine: AnyEngine, *, force: bool = False) -> None:
         now = time.monotonic()

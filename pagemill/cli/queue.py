@@ -1,4 +1,4 @@
-"""`pagemill queue limit | weights`: limits of a queue, and weights of its tenants."""
+"""`pagemill queue limit | weights | quota`: limits of a queue, weights and quotas of its tenants."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import typer
 
 from pagemill.cli.app import AsJson, Queue, RedisUrl, ask, queue_app, say
 from pagemill.cli.terminal import views
-from pagemill.cli.terminal.checked import between
-from pagemill.producer.wire.calls import limits
+from pagemill.cli.terminal.checked import between, checked
+from pagemill.producer.wire.calls import limits, quotas
 from pagemill.producer.wire.calls.limits import QueueLimits
+from pagemill.producer.wire.schema import keys
 
 
 @queue_app.command("limit")
@@ -90,6 +91,69 @@ def queue_weights(
         views.print_rows(("tenant", "weight"), sorted(current.items()))
     else:
         say(f"every tenant of queue {queue} has weight 1")
+
+
+Quota = Annotated[int | None, typer.Option(min=0, max=quotas.MAX_QUOTA, help="0: as much as there is.")]
+
+
+@queue_app.command("quota")
+def queue_quota(
+    tenant: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TENANT",
+            callback=checked(keys.TenantName),
+            help="Default: every tenant without its own quotas.",
+        ),
+    ] = None,
+    tokens_per_minute: Quota = None,
+    jobs_per_minute: Quota = None,
+    tokens_per_day: Quota = None,
+    jobs_per_day: Quota = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Take the tenant's quotas away first.")] = False,
+    redis_url: RedisUrl = None,
+    queue: Queue = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Set a tenant's quotas, and print them all. What is not named stays. A tenant over its quota waits."""
+    name = tenant or quotas.EVERYBODY
+    current = ask(redis_url, quotas.quotas(queue))
+    before = current.get(name, quotas.Quota())
+    given = {
+        "tokens_per_minute": tokens_per_minute,
+        "jobs_per_minute": jobs_per_minute,
+        "tokens_per_day": tokens_per_day,
+        "jobs_per_day": jobs_per_day,
+    }
+    wanted = dataclasses.replace(
+        quotas.Quota() if clear else before,
+        **{field: value or None for field, value in given.items() if value is not None},
+    )
+    if wanted != before:
+        current = ask(redis_url, quotas.set_quotas(queue, {name: wanted}))
+    left = ask(redis_url, quotas.left(queue, sorted(current.keys() - {quotas.EVERYBODY})))
+    if as_json:
+        told = {
+            each: dataclasses.asdict(quota)
+            | ({"left": dataclasses.asdict(left[each])} if each in left else {})
+            for each, quota in sorted(current.items())
+        }
+        typer.echo(json.dumps(told))
+    elif current:
+        rows = [
+            (each, *(_shown(quota, left.get(each), field) for field in given))
+            for each, quota in sorted(current.items())
+        ]
+        views.print_rows(("tenant", *(field.replace("_", " ") for field in given)), rows)
+    else:
+        say(f"no tenant of queue {queue} has a quota")
+
+
+def _shown(quota: quotas.Quota, left: quotas.QuotaLeft | None, field: str) -> str:
+    limit, found = getattr(quota, field), getattr(left, field, None)
+    if limit is None:
+        return "-"
+    return str(limit) if found is None else f"{found.remaining} of {limit}"
 
 
 def _pair(text: str) -> tuple[str, int]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
+from datetime import date
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
-from pagemill.producer.client import flows, preparer, submit_flow
+from pagemill.producer.client import flows, preparer, submit_flow, usage_flow
 from pagemill.producer.client.aio_handles import AsyncBatchHandle, AsyncDeadLetters, AsyncJobHandle
 from pagemill.producer.client.aio_listener import AsyncListener
 from pagemill.producer.client.base import AsyncDriver
@@ -22,6 +23,7 @@ from pagemill.producer.client.replay.flow import Placement, ReplayOptions
 from pagemill.producer.client.replay.verification import Verification
 from pagemill.producer.client.submit_flow import OnFull, OnLate
 from pagemill.producer.client.tracing import publishing
+from pagemill.producer.wire.calls.usage import GROUPS, UsageFilter, UsageRow
 from pagemill.producer.wire.schema.outputs import BatchInfo, JobStatus
 from pagemill.producer.wire.server.clients import open_async_client
 from pagemill.producer.wire.server.discovery import find_redis
@@ -104,6 +106,19 @@ class AsyncProducer(AsyncDriver):
     async def statuses(self, job_ids: Sequence[str]) -> list[JobStatus]:
         """Like Producer.statuses."""
         return await self.run_flow(flows.statuses(self.queue, job_ids))
+
+    async def usage(
+        self,
+        *,
+        since: date | None = None,
+        until: date | None = None,
+        tenant: str | None = None,
+        model: str | None = None,
+        by: Sequence[str] = GROUPS,
+    ) -> list[UsageRow]:
+        """Like Producer.usage."""
+        wanted = UsageFilter(since, until, tenant, model, tuple(by))
+        return await self.run_flow(usage_flow.usage(self.queue, wanted))
 
     def dead_letters(self) -> AsyncDeadLetters:
         """Like Producer.dead_letters."""

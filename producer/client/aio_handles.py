@@ -8,6 +8,7 @@ from pagemill.producer.client import dead_letter_flow, flows
 from pagemill.producer.client.base import AsyncDriver
 from pagemill.producer.client.dead_letter_flow import Replay
 from pagemill.producer.wire.calls.dead_letters import DeadLetter, OpenedLetter
+from pagemill.producer.wire.calls.quotas import QuotaLeft
 from pagemill.producer.wire.schema.outputs import (
     BatchCounts,
     BatchItem,
@@ -22,12 +23,19 @@ from pagemill.producer.wire.schema.promise import Promise
 class AsyncJobHandle:
     """One job; like JobHandle."""
 
-    __slots__ = ("_producer", "id", "promise")
+    __slots__ = ("_producer", "id", "promise", "quota")
 
-    def __init__(self, producer: AsyncDriver, job_id: str, promise: Promise | None = None) -> None:
+    def __init__(
+        self,
+        producer: AsyncDriver,
+        job_id: str,
+        promise: Promise | None = None,
+        quota: QuotaLeft | None = None,
+    ) -> None:
         self._producer = producer
         self.id = job_id
         self.promise = promise
+        self.quota = quota
 
     def __repr__(self) -> str:
         return f"AsyncJobHandle({self.id!r})"

@@ -8,6 +8,7 @@ from pagemill.producer.client import dead_letter_flow, flows
 from pagemill.producer.client.base import Driver
 from pagemill.producer.client.dead_letter_flow import Replay
 from pagemill.producer.wire.calls.dead_letters import DeadLetter, OpenedLetter
+from pagemill.producer.wire.calls.quotas import QuotaLeft
 from pagemill.producer.wire.schema.outputs import (
     BatchCounts,
     BatchItem,
@@ -22,13 +23,21 @@ from pagemill.producer.wire.schema.promise import Promise
 class JobHandle:
     """One job. Every method may raise JobNotFound and RedisUnavailable."""
 
-    __slots__ = ("_producer", "id", "promise")
+    __slots__ = ("_producer", "id", "promise", "quota")
 
-    def __init__(self, producer: Driver, job_id: str, promise: Promise | None = None) -> None:
+    def __init__(
+        self,
+        producer: Driver,
+        job_id: str,
+        promise: Promise | None = None,
+        quota: QuotaLeft | None = None,
+    ) -> None:
         self._producer = producer
         self.id = job_id
         self.promise = promise
         """When it will probably end, if its submit asked."""
+        self.quota = quota
+        """What its tenant had left of its quotas at the submit; None if it has none."""
 
     def __repr__(self) -> str:
         return f"JobHandle({self.id!r})"

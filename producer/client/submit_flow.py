@@ -12,6 +12,7 @@ from pagemill.producer.client.preparer import OnInvalid, record_invalid
 from pagemill.producer.wire.calls import stored, transitions
 from pagemill.producer.wire.calls.limits import QueueLimits, limits
 from pagemill.producer.wire.calls.promises import Asked, Outlook, estimate, outlook
+from pagemill.producer.wire.calls.quotas import QuotaLeft
 from pagemill.producer.wire.calls.registry import StatsPage, stats_page
 from pagemill.producer.wire.calls.transitions import Submission, SubmitReply
 from pagemill.producer.wire.schema import keys
@@ -61,8 +62,8 @@ def send(call: Call[T]) -> Flow[T]:
     return replies
 
 
-def submit(queue: str, item: Submission, on_full: OnFull) -> Flow[str]:
-    """Submit one job; returns its id, or that of the earlier job with its idempotency key."""
+def submit(queue: str, item: Submission, on_full: OnFull) -> Flow[SubmitReply]:
+    """Submit one job; the reply has its id, or that of the earlier job with its idempotency key."""
     pause = FIRST_PAUSE_S
     yield from upload(queue, [item])
     while True:
@@ -88,13 +89,15 @@ def submit(queue: str, item: Submission, on_full: OnFull) -> Flow[str]:
         raise IdempotencyConflict(
             f"the idempotency key belongs to job {reply.job_id}, with another payload", reply.job_id
         )
-    return reply.job_id
+    return reply
 
 
 def submit_with_promise(
     queue: str, item: Submission, on_full: OnFull, on_late: OnLate | None
-) -> Flow[tuple[str, Promise | None]]:
-    """Like `submit`, with the job's promise if `on_late` says what becomes of it if it would miss its deadline.
+) -> Flow[tuple[str, Promise | None, QuotaLeft | None]]:
+    """Like `submit`, with the job's promise, and with what its tenant has left of its quotas.
+
+    `on_late` says what becomes of a job that would miss its deadline; None: no promise.
 
     There is none for an earlier job with its idempotency key. Raises DeadlineUnreachable.
     """
@@ -103,8 +106,8 @@ def submit_with_promise(
         item, promise = yield from _promised(queue, item)
         if on_late == "refuse" and promise.misses_deadline:
             raise DeadlineUnreachable(_lateness(promise), promise)
-    job_id = yield from submit(queue, item, on_full)
-    return job_id, promise if job_id == item.job_id else None
+    reply = yield from submit(queue, item, on_full)
+    return reply.job_id, promise if reply.job_id == item.job_id else None, reply.left
 
 
 def _promised(queue: str, item: Submission) -> Flow[tuple[Submission, Promise]]:

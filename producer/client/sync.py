@@ -6,13 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import date
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
-from pagemill.producer.client import flows, preparer, submit_flow
+from pagemill.producer.client import flows, preparer, submit_flow, usage_flow
 from pagemill.producer.client.base import Driver
 from pagemill.producer.client.effects import Begin, Effect, Emit, Finish, Flow, Read, Sleep, Sync, Wait, Write
 from pagemill.producer.client.handles import BatchHandle, DeadLetters, JobHandle
@@ -24,6 +25,7 @@ from pagemill.producer.client.replay.flow import Placement, ReplayOptions
 from pagemill.producer.client.replay.verification import Verification
 from pagemill.producer.client.submit_flow import OnFull, OnLate
 from pagemill.producer.client.tracing import publishing
+from pagemill.producer.wire.calls.usage import GROUPS, UsageFilter, UsageRow
 from pagemill.producer.wire.schema.outputs import BatchInfo, JobStatus
 from pagemill.producer.wire.server.clients import open_client
 from pagemill.producer.wire.server.discovery import find_redis
@@ -125,6 +127,23 @@ class Producer(Driver):
     def dead_letters(self) -> DeadLetters:
         """Return the queue's dead letters, of all tenants, for its operator."""
         return DeadLetters(self)
+
+    def usage(
+        self,
+        *,
+        since: date | None = None,
+        until: date | None = None,
+        tenant: str | None = None,
+        model: str | None = None,
+        by: Sequence[str] = GROUPS,
+    ) -> list[UsageRow]:
+        """Return what jobs took that ended on these days (UTC, inclusive), of all tenants, for the queue's operator.
+
+        `by`: what they are summed by, some of day, tenant, model and api_key; docs/usage.md says what counts. Raises
+        InvalidJob for another field.
+        """
+        wanted = UsageFilter(since, until, tenant, model, tuple(by))
+        return self.run_flow(usage_flow.usage(self.queue, wanted))
 
     def verify(
         self, job_id: str, *, timeout: float | None = None, **options: Unpack[Placement]

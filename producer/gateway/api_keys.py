@@ -62,6 +62,11 @@ class ApiKey(BaseModel):
             return None
         return Rate(self.rate, self.burst if self.burst is not None else max(1, round(self.rate)))
 
+    @property
+    def counted_as(self) -> str | None:
+        """The name in the ledger; None on a gateway without keys."""
+        return None if self is EVERYBODY else self.name
+
     def allows(self, model: str) -> bool:
         return self.models is None or model in self.models
 

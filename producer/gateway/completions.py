@@ -27,7 +27,7 @@ async def answer(gateway: Gateway, request: Request, url: str) -> Response:
     ask = await read_ask(request, url, caller, gateway.config)
     ask = ask.of(await gateway.models.resolve(ask.model, caller))
     await gateway.admit_prompts(caller, len(ask.jobs))
-    waiter = Waiter(gateway, ask.on_late)
+    waiter = Waiter(gateway, caller, ask.on_late)
     try:
         await waiter.submit(ask.jobs)
     except QueueFull:
@@ -37,7 +37,7 @@ async def answer(gateway: Gateway, request: Request, url: str) -> Response:
         answered = await _streamed(gateway, request, ask, waiter, started)
     else:
         answered = await _whole(gateway, request, ask, waiter)
-    answered.headers.update(waiter.promise_headers())
+    answered.headers.update(waiter.headers())
     return answered
 
 

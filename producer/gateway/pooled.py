@@ -23,7 +23,7 @@ async def answer(gateway: Gateway, request: Request, url: str) -> Response:
     ask = await read_ask(request, url, caller, gateway.config)
     await gateway.models.check(ask.model, caller)
     await gateway.admit_prompts(caller, len(ask.jobs))
-    waiter = Waiter(gateway)
+    waiter = Waiter(gateway, caller)
     try:
         await waiter.submit(ask.jobs)
     except QueueFull:
@@ -32,4 +32,5 @@ async def answer(gateway: Gateway, request: Request, url: str) -> Response:
     results = await wait_for_all(request, ask, waiter)
     gateway.metrics.tokens["prompt"] += total_usage(result.usage for result in results).prompt_tokens
     body = await read_object(request)  # what it says about the answer
-    return JsonResponse(write_pooled(url, waiter.handles[0].id, int(time.time()), body, results))
+    answered = write_pooled(url, waiter.handles[0].id, int(time.time()), body, results)
+    return JsonResponse(answered, headers=waiter.headers())

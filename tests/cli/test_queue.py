@@ -1,4 +1,4 @@
-"""`pagemill queue limit | weights`."""
+"""`pagemill queue limit | weights | quota`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pagemill.cli.queue import queue_app
+from pagemill.producer.wire.schema.job import Job
 from tests.producer.driving import Queue
 
 
@@ -45,3 +46,28 @@ def test_weights(valkey_queue: Queue) -> None:
 @pytest.mark.parametrize("wrong", ["acme", "acme=", "acme=x", "acme=-1"])
 def test_a_weight_that_is_none_is_a_usage_error(valkey_queue: Queue, wrong: str) -> None:
     command(valkey_queue, "weights", wrong, code=2)
+
+
+def test_quotas(valkey_queue: Queue) -> None:
+    queue = valkey_queue
+    assert command(queue, "quota") == ""
+    command(queue, "quota", "--jobs-per-day", "5")
+    command(queue, "quota", "acme", "--tokens-per-day", "1000", "--jobs-per-day", "2")
+    queue.submit("a", tenant="acme")
+    queue.pull_one()
+    assert command(queue, "quota") == (
+        "tenant\ttokens per minute\tjobs per minute\ttokens per day\tjobs per day\n"
+        "*\t-\t-\t-\t5\n"
+        f"acme\t-\t-\t{1000 - cost()} of 1000\t1 of 2\n"
+    )
+    found = json.loads(command(queue, "quota", "acme", "--tokens-per-day", "0", "--json"))
+    assert found["acme"]["tokens_per_day"] is None
+    assert found["acme"]["left"]["jobs_per_day"]["remaining"] == 1
+    assert found["*"]["jobs_per_day"] == 5
+    assert set(json.loads(command(queue, "quota", "acme", "--clear", "--json"))) == {"*"}
+    command(queue, "quota", "a b", "--jobs-per-day", "1", code=2)
+    command(queue, "quota", "acme", "--jobs-per-day", "-1", code=2)
+
+
+def cost() -> int:
+    return Job.parse({"prompt": "hello", "model": "m"}).cost_tokens()

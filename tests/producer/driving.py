@@ -76,10 +76,9 @@ class Queue:
         (job,) = self.pull(1, **options)
         return job
 
-    def commit(self, job: PulledJob, text: str = "ok") -> str:
-        return self.run(
-            transitions.commit(self.name, job.job_id, job.token, "succeeded", result_json(job.job_id, text))
-        )
+    def commit(self, job: PulledJob, text: str = "ok", **options: Any) -> str:
+        body = result_json(job.job_id, text)
+        return self.run(transitions.commit(self.name, job.job_id, job.token, "succeeded", body, **options))
 
     def fail(self, job: PulledJob, state: Any = "failed") -> str:
         return self.run(transitions.commit(self.name, job.job_id, job.token, state, error_json=error_json()))

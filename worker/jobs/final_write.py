@@ -10,6 +10,7 @@ from pagemill.monitoring.counters import PromiseKept, WorkerCounters
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.calls.promises import Estimate
 from pagemill.producer.wire.calls.transitions import CheckpointReply, PulledJob, RenewReply
+from pagemill.producer.wire.calls.usage import Used
 from pagemill.producer.wire.schema.outputs import ErrorInfo
 from pagemill.producer.wire.schema.signing import Keys
 from pagemill.producer.wire.server.scripts import Call
@@ -127,7 +128,13 @@ def succeeded(queue: str, job: RunningJob, body: bytes) -> FinalWrite:
         job.pulled,
         "succeeded",
         transitions.commit(
-            queue, job.job_id, job.token, "succeeded", result_json=body, progress=job.progress(0.0)
+            queue,
+            job.job_id,
+            job.token,
+            "succeeded",
+            result_json=body,
+            progress=job.progress(0.0),
+            used=job.used(),
         ),
         job,
         size=len(body),
@@ -142,7 +149,14 @@ def in_store(queue: str, write: FinalWrite, uri: str, stub: bytes) -> FinalWrite
     assert write.job is not None
     pulled, progress = write.pulled, write.job.progress(0.0)
     call = transitions.commit(
-        queue, pulled.job_id, pulled.token, "succeeded", stub, progress=progress, stored=uri
+        queue,
+        pulled.job_id,
+        pulled.token,
+        "succeeded",
+        stub,
+        progress=progress,
+        stored=uri,
+        used=write.job.used(),
     )
     return replace(write, call=call, stored=uri, body=b"", size=len(stub))
 
@@ -172,6 +186,7 @@ def failed(queue: str, pulled: PulledJob, error: ErrorInfo, job: RunningJob | No
             "failed",
             error_json=body,
             progress=job.progress(0.0) if job is not None else None,
+            used=job.used() if job is not None else Used(),
         ),
         job,
         size=len(body),
@@ -189,7 +204,15 @@ def stopped(queue: str, job: RunningJob, ending: Ending) -> FinalWrite:
     return FinalWrite(
         job.pulled,
         ending.kind,
-        transitions.commit(queue, job.job_id, job.token, state, error_json=body, progress=job.progress(0.0)),
+        transitions.commit(
+            queue,
+            job.job_id,
+            job.token,
+            state,
+            error_json=body,
+            progress=job.progress(0.0),
+            used=job.used(),
+        ),
         job,
         size=len(body),
         needs_checkpoint=True,
@@ -205,7 +228,7 @@ def retried(queue: str, job: RunningJob, error: ErrorInfo) -> FinalWrite:
     return FinalWrite(
         job.pulled,
         "retried",
-        transitions.retry(queue, job.job_id, job.token, error, delay_s, restart=restart),
+        transitions.retry(queue, job.job_id, job.token, error, delay_s, restart=restart, used=job.used()),
         job,
         needs_checkpoint=not restart,
         new_tokens=job.generated_tokens - job.resumed_tokens,

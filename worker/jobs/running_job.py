@@ -15,6 +15,7 @@ from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import Generate, Score, Task
 from pagemill.json_values import parse_output
 from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.calls.usage import Used
 from pagemill.producer.wire.schema.errors import TIMED_OUT
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import (
@@ -185,6 +186,10 @@ class RunningJob:
     """The rows of a job for vectors, labels or scores, once it has ended."""
     labels: tuple[str, ...] = ()
     """The model's labels, for a job that classifies."""
+    cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache; this and the next are known at the end."""
+    device_s: float = 0.0
+    """Its share of the engine's steps in this execution."""
 
     @property
     def job_id(self) -> str:
@@ -277,6 +282,8 @@ class RunningJob:
         self.phase = output.phase
         self.prompt_tokens_done = output.prompt_tokens_done
         self.pooled = output.pooled
+        self.cached_tokens = output.usage.cached_tokens if output.usage is not None else 0
+        self.device_s = output.device_s
         if self.is_progress_saved:
             self.is_progress_saved, self.unsaved_since = False, time.monotonic()
         for delta in output.deltas:
@@ -339,6 +346,15 @@ class RunningJob:
             updated_at=server_time,
         )
 
+    def used(self) -> Used:
+        """Return what the ledger counts: of a complete job what its result says, else what has been computed."""
+        return Used(
+            self.input_tokens if self.is_complete else self.prompt_tokens_done,
+            self.cached_tokens,
+            self.generated_tokens,
+            self.device_s,
+        )
+
     def result_json(self, output: RequestOutput | None, *, tier: str, now: float) -> bytes:
         """Return the job's `Result` as JSON. Its large parts never exist as objects all at once.
 
@@ -346,7 +362,6 @@ class RunningJob:
             output: the engine's last output for the request; None if the checkpoint held a finished job.
             now: unix seconds by the server's clock.
         """
-        usage = output.usage if output is not None else None
         structure = self.job.structured_outputs
         is_json = structure is not None and structure.json is not None
         is_scored = isinstance(self.task, Score)
@@ -362,7 +377,7 @@ class RunningJob:
             usage=Usage(
                 prompt_tokens=self.input_tokens,
                 completion_tokens=self.generated_tokens,
-                cached_tokens=usage.cached_tokens if usage is not None else 0,
+                cached_tokens=self.cached_tokens,
                 reasoning_tokens=sum(sample.num_reasoning_tokens(self.token_text) for sample in self.samples),
             ),
             model=self.job.model,
@@ -375,6 +390,7 @@ class RunningJob:
                 queue_s=max(0.0, self.started_at - self.pulled.submitted_at),
                 ttft_s=output.ttft_s if output is not None else None,
                 e2e_s=max(0.0, now - self.pulled.submitted_at),
+                device_s=round(self.device_s, 3),
             ),
             metadata=self.job.metadata,
             rows=None if self.pooled is None else rows_of(self.pooled, self.job.rows_dtype),

@@ -193,7 +193,8 @@ def _copy_of(job: Job, job_id: str, result: Result, options: ReplayOptions) -> J
 def _submit(queue: str, preparer: Preparer, copy: Job) -> Flow[str]:
     try:
         item = preparer.job(copy, {}, new_job_id())
-        return (yield from submit_flow.submit(queue, item, "raise"))
+        reply = yield from submit_flow.submit(queue, item, "raise")
+        return reply.job_id
     except (InvalidJob, StoreError) as error:
         raise Unverifiable(f"a copy can't be submitted: {error}") from error
 

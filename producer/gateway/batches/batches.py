@@ -111,6 +111,7 @@ class BatchEndpoints:
         about, window_s = _read_batch(await read_object(request), self._gateway.config.file_ttl_s)
         about["priority"] = "low" if caller.priority == "normal" else caller.priority
         about["models"] = caller.models
+        about["api_key"] = caller.counted_as
         batch_id = f"batch_{secrets.token_hex(12)}"
         queue, most = self._gateway.config.queue, self._gateway.config.max_tenant_batches
         create = api_batches.create(

@@ -21,7 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pagemill.producer.client import submit_flow
 from pagemill.producer.client.aio_handles import AsyncBatchHandle
+from pagemill.producer.client.effects import Flow
 from pagemill.producer.dataset.journal import Failure
 from pagemill.producer.gateway.batches.stored_lines import StoredLines
 from pagemill.producer.gateway.gateway import Gateway
@@ -199,7 +201,12 @@ class BatchRun:
             if await self._save() == "cancelling":
                 return
             jobs = [self._job(request.job, request) for request in chunk if isinstance(request.job, Job)]
-            await self._gateway.producer.submit_many(jobs, batch_id=self._id, on_invalid="record")
+            await self._gateway.producer.run_flow(self._submit_flow(jobs))
+
+    def _submit_flow(self, jobs: list[Job]) -> Flow[None]:
+        items = self._gateway.producer.preparer.items(jobs, self._id, on_invalid="record", by_content=True)
+        counted = (item.under(self._about.get("api_key")) for item in items)
+        return submit_flow.submit_many(self._queue, self._id, counted, "block", "record")
 
     def _allowed(self, requests: BatchRequests) -> Iterator[BatchRequest]:
         """Yield the file's requests; those for a model that the API key may not use become failures."""

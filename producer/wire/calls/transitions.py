@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+from pagemill.producer.wire.calls.quotas import QuotaLeft, read_lines
+from pagemill.producer.wire.calls.usage import Used
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.checkpoints import merge_checkpoint
 from pagemill.producer.wire.schema.job import MAX_PAYLOAD_BYTES, Job
@@ -63,6 +65,12 @@ class Submission:
     upload: Upload | None = None
     """What is to be written to a store before, where the payload is a stub."""
 
+    def under(self, api_key: str | None) -> Submission:
+        """Return the same for the ledger to count under the name of the gateway's API key."""
+        if api_key is None:
+            return self
+        return replace(self, header=self.header[:-1] + f',"api_key":"{api_key}"}}'.encode())
+
 
 @dataclass(frozen=True, slots=True)
 class SubmitReply:
@@ -78,6 +86,8 @@ class SubmitReply:
 
     status: SubmitStatus
     job_id: str
+    left: QuotaLeft | None = None
+    """What the job's tenant has left of its quotas; None if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +259,7 @@ def submit(
     """Enqueue jobs in order, as many as the queue's limit allows. One reply per job."""
     jobs = [part for item in submissions for part in (item.header, item.payload)]
     ids = tuple(item.job_id for item in submissions)
-    parse = partial(_submit_replies, ids)
+    parse = partial(_submit_replies, ids, submissions)
     script = "submit_after" if any(item.is_linked for item in submissions) else "submit"
     return Call(script, (keys.prefix(queue),), (batch_id or "", limit, *jobs), parse)
 
@@ -335,26 +345,36 @@ def commit(
     error_json: str | bytes | None = None,
     progress: Progress | None = None,
     stored: str = "",
+    used: Used | None = None,
 ) -> Call[CommitReply]:
     """End the job. `succeeded` takes a Result as JSON, every other state an ErrorInfo.
 
     `progress` is the job's last: with it a status never lags behind the result (the server dates it).
     `stored` is the URI of a result that lies in a store. A job whose cancel or expiry was recorded before ends that
-    way regardless of `state`; the reply says which.
+    way regardless of `state`; the reply says which. `used` is what the ledger counts (usage.py); without it, what
+    `progress` says.
     """
     outcome = result_json if state == "succeeded" else error_json
     assert outcome is not None, f"{state} needs {'a result' if state == 'succeeded' else 'an error'}"
     packed = _pack_progress(progress) if progress is not None else ""
-    args = (job_id, token, state, outcome, packed, stored)
+    args = (job_id, token, state, outcome, packed, stored, used.packed() if used is not None else "")
     return Call("commit", (keys.prefix(queue),), args, _word)
 
 
 def retry(
-    queue: str, job_id: str, token: int, error: ErrorInfo, delay_s: float, *, restart: bool = False
+    queue: str,
+    job_id: str,
+    token: int,
+    error: ErrorInfo,
+    delay_s: float,
+    *,
+    restart: bool = False,
+    used: Used | None = None,
 ) -> Call[RetryReply]:
     """Count a failed attempt; the job returns after `delay_s` at its old rank, or is dead at its cap.
 
-    `restart`: drop the checkpoint, so that the next attempt starts from the prompt.
+    `restart`: drop the checkpoint, so that the next attempt starts from the prompt. `used`: as in `commit`, counted if
+    it was the last attempt.
     """
     last = ErrorInfo(
         code="attempts_exhausted",
@@ -363,7 +383,8 @@ def retry(
         partial=error.partial,
     )
     errors = (error.model_dump_json(), last.model_dump_json())
-    args = (job_id, token, round(delay_s * 1000), *errors, int(restart))
+    packed = used.packed() if used is not None else ""
+    args = (job_id, token, round(delay_s * 1000), *errors, int(restart), packed)
     return Call("retry", (keys.prefix(queue),), args, _word)
 
 
@@ -399,9 +420,17 @@ def words(reply: list[bytes]) -> Any:
     return [word.decode() for word in reply]
 
 
-def _submit_replies(ids: tuple[str, ...], reply: bytes) -> list[SubmitReply]:
-    words = (word.partition(":") for word in reply.decode().split())
-    return [SubmitReply(word, other or own) for own, (word, _, other) in zip(ids, words, strict=True)]  # type: ignore[arg-type]
+def _submit_replies(
+    ids: tuple[str, ...], submissions: Sequence[Submission], reply: bytes
+) -> list[SubmitReply]:
+    told, *lines = reply.split(b"\n")
+    words = (word.partition(":") for word in told.decode().split())
+    replies = [SubmitReply(word, other or own) for own, (word, _, other) in zip(ids, words, strict=True)]  # type: ignore[arg-type]
+    if not lines:
+        return replies
+    left = read_lines(lines)
+    tenants = (keys.split_lane(json.loads(item.header)["lane"])[2] for item in submissions)
+    return [replace(one, left=left.get(tenant)) for one, tenant in zip(replies, tenants, strict=True)]
 
 
 def _sweep_reply(reply: list[Any]) -> SweepReply:

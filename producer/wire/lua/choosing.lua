@@ -14,7 +14,8 @@ local MAX_CHANGES = 1000
 local PULLER_TTL = 600000
 local worker = ARGV[1]
 local PULLER = P .. 'puller:' .. worker
-local meta = redis.call('HMGET', P .. 'meta', 'turn', 'paused', 'rate', 'burst', 'level', 'level_at', 'cursor')
+local meta = redis.call('HMGET', P .. 'meta', 'turn', 'paused', 'rate', 'burst', 'level', 'level_at', 'cursor',
+  'quotas')
 -- Each worker has turns of its own: of two that pull by turns, one would get every second turn of a common count. A new
 -- one begins where the last new one was after its first pull, so that many who pull once each take turns as well.
 local own = redis.call('HMGET', PULLER, 'turn', 'cursor', 'changes')

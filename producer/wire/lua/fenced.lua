@@ -16,9 +16,10 @@ local function refusal(hands_back)
   end
 end
 
--- The end that somebody else asked for wins over `state`. Returns it if it is another one.
-local function ended_by_request(state)
+-- The end that somebody else asked for wins over `state`. Returns it if it is another one. `used`: for the ledger.
+local function ended_by_request(state, used)
   if job.ending and job.ending ~= state then
+    job.used = used
     finish(id, job, job.ending, ENDED[job.ending])
     return job.ending
   end

@@ -16,6 +16,7 @@ local holding = tonumber(ARGV[5])
 -- Payloads and checkpoints in one reply, in bytes; the last job may bring it over.
 local MAX_BYTES = 4194304
 local jobs, leases, moved = {}, {}, {}
+local has_quotas = meta[8] == '1'
 local longest, bytes = tonumber(ARGV[6]), 0
 local token
 
@@ -69,6 +70,9 @@ local function take(lane, in_order, alone)
   else
     -- Whatever it asks for, a sequence ends with the context.
     local cost = math.min(tonumber(job.cost), longest * tonumber(job.width or job.n or 1))
+    if has_quotas and not quotas.admits(job, lane, cost) then
+      return true
+    end
     if cost > credit and holding + #jobs > 0 then
       return false
     end
@@ -77,6 +81,9 @@ local function take(lane, in_order, alone)
     remove_alike(lane, affinity, rank)
     if job.near then
       affinity = job.affinity -- the lane had another name there
+    end
+    if has_quotas then
+      quotas.charge(id, job, lane, cost)
     end
     give(id, job, affinity, payload, alone)
     note_turn(lane)
@@ -151,6 +158,9 @@ local function settle()
   if rate then
     redis.call('HSET', P .. 'meta', 'level', level() - #jobs, 'level_at', int(NOW))
   end
+  if has_quotas then
+    quotas.save()
+  end
 end
 
 -- Wake another worker for what is left, or this one if it got nothing for all that it looked at.
@@ -169,6 +179,9 @@ if rate and tonumber(meta[6] or 0) > NOW then
   meta[6] = NOW
 end
 local swept = sweep(64, 0)
+if has_quotas then
+  quotas.unpark()
+end
 local paused = meta[2] == '1'
 local limited = -1
 if rate then
@@ -184,6 +197,9 @@ if not paused and max_jobs > 0 and not runs_suspect() then
     ring_for_the_rest()
   end
   save_choices()
+end
+if has_quotas then
+  swept[6] = quotas.or_due(swept[6])
 end
 local queued = tonumber(redis.call('HGET', P .. 'counts', 'queued') or 0)
 return {jobs, swept, paused and 1 or 0, queued - tonumber(redis.call('HGET', P .. 'meta', 'followers') or 0), limited}

@@ -1,15 +1,16 @@
 -- Count an attempt that failed: run the job again later, at its old rank, or bury it.
 -- KEYS[1] prefix
 -- ARGV[1] id  [2] token  [3] delay in ms  [4] the error, as JSON  [5] the error if it was the last attempt
--- ARGV[6] 1: drop the checkpoint
+-- ARGV[6] 1: drop the checkpoint  [7] as of commit.lua, counted if it was the last attempt
 -- Returns retrying | dead | already_done (this very call came before) | fenced | cancelled | expired
 -- @include fenced
-local word = refusal(true) or ended_by_request()
+local word = refusal(true) or ended_by_request(nil, ARGV[7])
 if word then
   return word
 end
 local failures = tonumber(job.failures or 0) + 1
 if failures >= tonumber(job.max_attempts or 3) then
+  job.used = ARGV[7]
   finish(id, job, 'dead', ARGV[5])
   redis.call('HSET', P .. 'job:' .. id, 'failures', failures)
   return 'dead'

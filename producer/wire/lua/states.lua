@@ -1,5 +1,6 @@
 -- @include common
 -- @include alike
+-- @include ledger
 -- Moving jobs between states. Callers check first, then call these, which only write and begin with a
 -- removal: after a script's first write a server at maxmemory lets the rest of it through.
 local DAY = 86400000
@@ -229,6 +230,7 @@ local function record_end(id, job, state, out)
     redis.call('HSET', P .. 'job:' .. id, 'state', state, 'finished_at', int(NOW))
   end
   count(job.batch, job.state, state)
+  note_usage(job)
   if job.stored_result then
     redis.call('HSET', P .. 'job:' .. id, 'stored_result', job.stored_result)
   end

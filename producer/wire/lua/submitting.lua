@@ -1,8 +1,9 @@
 -- @include common
+-- @include spent
 -- Strings by their longest, numbers by their largest; no number is below 0, and NaN fails every comparison.
 local LONGEST = {
   id = 64, lane = 320, affinity = 32, twin = 128, key = 1024, idem = 1100, digest = 64, replay_of = 64,
-  webhook = 2048, relay = 32, metadata = 16384, invalid = 16384, waiters = 32, promise = 80, stored = 1024, after = 1039, when = 16384, otherwise = 3
+  webhook = 2048, relay = 32, metadata = 16384, invalid = 16384, waiters = 32, promise = 80, stored = 1024, after = 1039, when = 16384, otherwise = 3, api_key = 64
 }
 local LARGEST = {
   cost = 1e15, delay = 1e12, ttl = 1e12, run_at = 1e15, deadline = 1e15, max_attempts = 100, n = 128, width = 128,
@@ -43,6 +44,7 @@ local function is_sound(job)
   local tenant = tenants[job.lane]
   return is_own(job.idem, tenant) and is_own(job.twin, tenant) and (ARGV[1] ~= '' or not job.invalid)
     and (not job.affinity or string.match(job.affinity, '^%w+$'))
+    and (not job.api_key or string.match(job.api_key, '^[%w._@-]+$'))
     and (not job.relay or string.match(job.relay, '^%l+$'))
     and (not job.waiters or string.match(job.waiters, '^%w+$')) and (not job.after or (links and links.is_sound(job)))
     and (not job.promise or string.match(job.promise, '^%l+:%d+:%d+:%d+:%d+$'))
@@ -66,7 +68,7 @@ for i = 1, #names, 500 do
 end
 
 local batch = ARGV[1] ~= '' and ARGV[1] or nil
-local meta = redis.call('HMGET', P .. 'meta', 'limit', 'max_payload')
+local meta = redis.call('HMGET', P .. 'meta', 'limit', 'max_payload', 'quotas')
 local depth = redis.call('HMGET', P .. 'counts', 'queued', 'delayed')
 local room = tonumber(meta[1] or ARGV[2]) - (depth[1] or 0) - (depth[2] or 0)
 local max_payload = tonumber(meta[2] or MAX_PAYLOAD)
@@ -191,7 +193,8 @@ end
 
 local OPTIONAL = {
   'max_attempts', 'n', 'width', 'stream', 'keep', 'webhook', 'relay', 'affinity', 'twin', 'leader', 'key', 'idem', 'digest',
-  'replay_of', 'waiters', 'promise', 'stored', 'after', 'waits', 'when', 'reads', 'otherwise'
+  'replay_of', 'waiters', 'promise', 'stored', 'after', 'waits', 'when', 'reads', 'otherwise',
+  'api_key'
 }
 
 local function store(job, name)
@@ -311,4 +314,12 @@ end
 if links then
   links.settle()
 end
-return table.concat(words, ' ')
+local reply = {table.concat(words, ' ')}
+if meta[3] == '1' then
+  local told = {}
+  for _, tenant in pairs(tenants) do
+    reply[#reply + 1] = not told[tenant] and quotas.line(tenant) or nil
+    told[tenant] = true
+  end
+end
+return table.concat(reply, '\n')

@@ -13,8 +13,19 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from pagemill.producer.wire.calls import batches, dead_letters, limits, reads, registry, transitions
+from pagemill.producer.wire.calls import (
+    batches,
+    dead_letters,
+    limits,
+    quotas,
+    reads,
+    registry,
+    transitions,
+    usage,
+)
+from pagemill.producer.wire.calls.quotas import Quota
 from pagemill.producer.wire.calls.transitions import PulledJob
+from pagemill.producer.wire.calls.usage import Used
 from pagemill.producer.wire.schema.affinity import prompt_affinity
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import ACTIVE_STATES, END_STATES, JobStatus
@@ -24,6 +35,7 @@ from tests.producer.queue_sets import check_sets
 
 WORKERS = ("w1", "w2")
 TERMINAL = set(END_STATES)
+ROOMY = Quota(tokens_per_day=10**9, jobs_per_day=10**9)
 EVEN = [str(number) for number in range(0, 400, 2)]
 
 
@@ -83,6 +95,13 @@ class QueueMachine(RuleBasedStateMachine):
         self.parents: dict[str, list[str]] = {}
         self.ends: dict[str, tuple[str, str]] = {}
         """State and text of each job that has ended, whatever became of its record."""
+        self.counted: dict[str, tuple[int, int]] = {}
+        """Of each job that has ended: the tokens of its prompt and of its output that the ledger has."""
+        self.told: dict[str, tuple[int, int]] = {}
+        """Of each job whose end a worker wrote: what that worker said."""
+        self.charges: dict[str, int] = {}
+        """Jobs that were charged to their tenant's quota, and for how many tokens."""
+        self.queue.run(quotas.set_quotas(self.queue.name, {"a": ROOMY}))
         self.forgotten: set[str] = set()
         """Dead, and no letters any more, but still their batch's."""
 
@@ -170,6 +189,11 @@ class QueueMachine(RuleBasedStateMachine):
         wanted = limits.QueueLimits(rate=rate, jobs=jobs)
         self.queue.run(limits.set_limits(self.queue.name, wanted))
 
+    @rule(tokens=st.sampled_from([500, 10**9]), jobs=st.sampled_from([2, 10**9]))
+    def set_quota(self, tokens: int, jobs: int) -> None:
+        wanted = Quota(tokens_per_day=tokens, jobs_per_day=jobs)
+        self.queue.run(quotas.set_quotas(self.queue.name, {"a": wanted}))
+
     @rule(paused=st.booleans())
     def pause(self, paused: bool) -> None:
         self.queue.run(registry.set_paused(self.queue.name, paused))
@@ -199,8 +223,10 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(job=held)
     def commit(self, job: PulledJob) -> None:
-        text = str(job.token)
-        reply = self.queue.commit(job, text)
+        text, used = str(job.token), (2 * job.token + 5, 3 * job.token)
+        reply = self.queue.commit(job, text, used=Used(used[0], 0, used[1], 0.001))
+        if reply not in ("already_done", "fenced"):
+            self.told[job.job_id] = used
         if reply == "committed":
             self.committed[job.job_id] += 1
             self.results[job.job_id] = text
@@ -209,7 +235,10 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(job=held)
     def retry(self, job: PulledJob) -> None:
-        self.queue.retry(job, 60)
+        used = (2 * job.token + 3, job.token)
+        reply = self.queue.retry(job, 60, used=Used(used[0], 0, used[1], 0.001))
+        if reply not in ("already_done", "fenced", "retrying"):
+            self.told[job.job_id] = used
 
     @rule(job=held)
     def release(self, job: PulledJob) -> None:
@@ -256,7 +285,9 @@ class QueueMachine(RuleBasedStateMachine):
         self.ended = {job_id: state for job_id, state in states.items() if state in TERMINAL}
         self._check_counts(states)
         self._check_sets(states)
-        self._check_links({status.id: status for status in statuses if status is not None})
+        found = {status.id: status for status in statuses if status is not None}
+        self._check_ledger(found)
+        self._check_links(found)
         for job_id in (job_id for job_id, state in states.items() if state == "succeeded"):
             result = self.queue.run(reads.outcome(self.queue.name, job_id)).result
             assert result is not None
@@ -299,6 +330,48 @@ class QueueMachine(RuleBasedStateMachine):
         assert children == waiting
         assert {one.decode() for one in client.zrange(f"{prefix}awaited", 0, -1)} == waiting.keys()
 
+    def _check_ledger(self, found: dict[str, JobStatus]) -> None:
+        """It has what the ends tell, each once: what a worker said, or else what the job's status shows."""
+        for job_id in self.ended.keys() - self.counted.keys():
+            progress, is_follower = found[job_id].progress, self._follows(job_id)
+            shown = (progress.prompt_tokens_done, progress.generated_tokens) if progress else (0, 0)
+            self.counted[job_id] = (0, 0) if is_follower else self.told.get(job_id, shown)
+        jobs: Counter[str] = Counter(self.tenants[job_id] for job_id in self.counted)
+        tokens: Counter[tuple[str, int]] = Counter()
+        for job_id, used in self.counted.items():
+            for place in (0, 1):
+                tokens[self.tenants[job_id], place] += used[place]
+        days = self.queue.run(usage.days(self.queue.name))
+        rows = [row for day in days for row in self.queue.run(usage.rows(self.queue.name, day))]
+        assert sum(row.jobs for row in rows) == jobs.total()
+        for tenant in set(self.tenants.values()):
+            own = [row for row in rows if row.tenant == tenant]
+            assert sum(row.jobs for row in own) == jobs[tenant]
+            assert sum(row.prompt_tokens for row in own) == tokens[tenant, 0]
+            assert sum(row.completion_tokens for row in own) == tokens[tenant, 1]
+        assert round(sum(row.device_s for row in rows), 6) == round(0.001 * len(self.told), 6)
+        self._check_spent()
+
+    def _check_spent(self) -> None:
+        """Of its quota a tenant has spent what ended, and the costs of what has started and not ended."""
+        for job_id in self.jobs:
+            charged = self.queue.client.hget(f"{self.queue.prefix}job:{job_id}", "charged")
+            if charged is not None:
+                assert self.tenants[job_id] == "a", "another tenant has no quota"
+                self.charges[job_id] = int(charged.split()[0])
+        spent = sum(
+            sum(self.counted[job_id]) if job_id in self.counted else cost
+            for job_id, cost in self.charges.items()
+        )
+        left = self.queue.run(quotas.left(self.queue.name, ["a"]))["a"]
+        assert left.jobs_per_day is not None
+        assert left.tokens_per_day is not None
+        assert left.jobs_per_day.remaining == max(0, left.jobs_per_day.limit - len(self.charges))
+        assert left.tokens_per_day.remaining == max(0, left.tokens_per_day.limit - spent)
+
+    def _follows(self, job_id: str) -> bool:
+        return bool(self.queue.client.hexists(f"{self.queue.prefix}job:{job_id}", "leader"))
+
     def _check_counts(self, states: dict[str, str]) -> None:
         counts = registry.stats(self.queue.run, self.queue.name).counts
         ever = Counter(states.values()) + Counter({"dead": len(self.purged)})
@@ -332,6 +405,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert kinds <= {
             "job", "in", "out", "ckpt", "idem", "meta", "counts", "dead", "bell",
             "batch", "bjobs", "bfeed", "bexpiry", "history", "weights", "puller", "end", "sharers",
+            "usage", "quotas", "spent", "parked",
         }  # fmt: skip
         for name in self.queue.names():
             if name.startswith("end:"):

@@ -1,0 +1,124 @@
+"""`pagemill usage`: the ledger as a table, JSON, CSV or Parquet."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pagemill.cli.app import AsJson, Queue, RedisUrl, app, say
+from pagemill.cli.terminal import views
+from pagemill.cli.terminal.checked import checked
+from pagemill.producer.client.sync import Producer
+from pagemill.producer.wire.calls.usage import COLUMNS, GROUPS
+from pagemill.producer.wire.schema import keys
+
+Rows = Sequence[dict[str, Any]]
+
+
+def _day(text: str) -> date:
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no day, for instance 2026-01-31") from None
+
+
+def _fields(text: str | None) -> str | None:
+    for name in text.split(",") if text is not None else ():
+        if name not in GROUPS:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(GROUPS)}")
+    return text
+
+
+def _destination(path: Path | None) -> Path | None:
+    if path is not None and path.suffix not in WRITERS:
+        raise typer.BadParameter(f"its name ends in {', '.join(WRITERS)}")
+    return path
+
+
+@app.command()
+def usage(
+    since: Annotated[
+        date | None, typer.Option("--since", parser=_day, metavar="DAY", help="The first day (UTC).")
+    ] = None,
+    until: Annotated[
+        date | None, typer.Option("--until", parser=_day, metavar="DAY", help="The last day (UTC).")
+    ] = None,
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", callback=checked(keys.TenantName), help="Only this tenant.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Only this model, and its adapters.")] = None,
+    by: Annotated[
+        str, typer.Option("--by", callback=_fields, metavar="FIELDS", help="What to sum by.")
+    ] = ",".join(GROUPS),
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", callback=_destination, help="Write a .csv, .parquet or .json file."),
+    ] = None,
+    redis_url: RedisUrl = None,
+    queue: Queue = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Sum the tokens, seconds and jobs of tenants."""
+    groups = by.split(",")
+    with Producer(redis_url, queue=queue) as producer:
+        found = producer.usage(since=since, until=until, tenant=tenant, model=model, by=groups)
+    columns = [name for name in COLUMNS if name in groups or name not in GROUPS]
+    rows = [{name: value for name, value in asdict(row).items() if name in columns} for row in found]
+    if out is not None:
+        _write(out, columns, rows)
+        say(f"{len(rows)} rows in {out}")
+    elif as_json:
+        typer.echo(json.dumps(rows))
+    elif rows:
+        views.print_rows(columns, [tuple(row.values()) for row in rows])
+    else:
+        say(f"no job of queue {queue} has ended on these days")
+
+
+def _write(path: Path, columns: Sequence[str], rows: Rows) -> None:
+    """Write the file whole or not at all."""
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".pagemill-") as directory:
+            temporary = Path(directory) / path.name
+            WRITERS[path.suffix](temporary, columns, rows)
+            os.replace(temporary, path)
+    except OSError as error:
+        raise typer.BadParameter(f"{path} can't be written: {error.strerror or error}") from None
+
+
+def _write_csv(path: Path, columns: Sequence[str], rows: Rows) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _write_json(path: Path, columns: Sequence[str], rows: Rows) -> None:
+    path.write_text(json.dumps(list(rows)) + "\n", encoding="utf-8")
+
+
+def _write_parquet(path: Path, columns: Sequence[str], rows: Rows) -> None:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise typer.BadParameter("Parquet needs pyarrow: pip install 'pagemill[parquet]'") from None
+    kinds = {name: pyarrow.string() for name in GROUPS} | {"device_s": pyarrow.float64()}
+    schema = pyarrow.schema([(name, kinds.get(name, pyarrow.int64())) for name in columns])
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows), schema=schema), path, compression="zstd")
+
+
+WRITERS: dict[str, Callable[[Path, Sequence[str], Rows], None]] = {
+    ".csv": _write_csv,
+    ".parquet": _write_parquet,
+    ".json": _write_json,
+}

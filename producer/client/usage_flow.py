@@ -1,0 +1,18 @@
+"""Reading the ledger, a day at a time."""
+
+from __future__ import annotations
+
+from datetime import date
+
+from pagemill.producer.client.effects import Flow
+from pagemill.producer.wire.calls.usage import UsageFilter, UsageRow, UsageSums, days, rows
+
+
+def usage(queue: str, wanted: UsageFilter) -> Flow[list[UsageRow]]:
+    """Return what the jobs took that ended, summed as wanted. Raises InvalidJob for an unknown field."""
+    sums = UsageSums(wanted)
+    known: list[date] = yield days(queue)
+    for day in filter(wanted.has, known):
+        found: list[UsageRow] = yield rows(queue, day)
+        sums.add(found)
+    return list(sums.rows())

@@ -1,0 +1,10 @@
+-- What some tenants have left of their quotas.
+-- KEYS[1] prefix
+-- ARGV tenants
+-- Returns a line for each that has quotas, as submit does
+-- @include spent
+local lines = {}
+for _, tenant in ipairs(ARGV) do
+  lines[#lines + 1] = quotas.line(tenant)
+end
+return lines

@@ -1,0 +1,42 @@
+-- The quotas of tenants. Without further arguments nothing is changed.
+-- KEYS[1] prefix
+-- ARGV in turn: a tenant, or * for every tenant without quotas of its own, and `<tokens a minute> <jobs a minute> <tokens
+--   a day> <jobs a day>`, `-` for each that is unlimited; '' takes the tenant's quotas away
+-- Returns tenants and quotas in turn, as given
+-- @include common
+local HIGHEST = 1e12
+local function is_sound(quota)
+  local parts = 0
+  for part in string.gmatch(quota, '%S+') do
+    local number = tonumber(part)
+    if part ~= '-' and not (number and number >= 1 and number <= HIGHEST and number == math.floor(number)) then
+      return false
+    end
+    parts = parts + 1
+  end
+  return quota == '' or parts == 4
+end
+for i = 1, #ARGV, 2 do
+  if not (ARGV[i] == '*' or string.match(ARGV[i], '^[%w._@-]+$')) or not ARGV[i + 1] or not is_sound(ARGV[i + 1]) then
+    return redis.error_reply('PAGEMILL bad quota at ARGV ' .. i)
+  end
+end
+for i = 1, #ARGV, 2 do
+  if ARGV[i + 1] == '' then
+    redis.call('HDEL', P .. 'quotas', ARGV[i])
+  else
+    redis.call('HSET', P .. 'quotas', ARGV[i], ARGV[i + 1])
+  end
+end
+if #ARGV > 0 then
+  -- All that was parked is looked at again.
+  for _, tenant in ipairs(redis.call('ZRANGE', P .. 'parked', 0, -1)) do
+    redis.call('ZADD', P .. 'parked', int(NOW), tenant)
+  end
+  if redis.call('EXISTS', P .. 'quotas', P .. 'parked') > 0 then
+    redis.call('HSET', P .. 'meta', 'quotas', 1)
+  else
+    redis.call('HDEL', P .. 'meta', 'quotas')
+  end
+end
+return redis.call('HGETALL', P .. 'quotas')

@@ -1,0 +1,17 @@
+-- The ledger: what the jobs took that ended on some day.
+-- KEYS[1] prefix
+-- ARGV[1] the day, in days since 1970-01-01; without one, the days are listed
+-- Returns the days that have rows, oldest first; or of one day rows and sums in turn: `<tenant>:<model>` or
+--   `<tenant>:<model> <API key>`, and `<jobs> <prompt tokens> <of them cached> <generated tokens> <ms of the device>`.
+--   `*:*` is what the day had no more rows for.
+-- @include common
+if ARGV[1] then
+  return redis.call('HGETALL', P .. 'usage:' .. ARGV[1])
+end
+local days = {}
+for _, day in ipairs(redis.call('ZRANGE', P .. 'usage', 0, -1)) do
+  if redis.call('EXISTS', P .. 'usage:' .. day) == 1 then
+    days[#days + 1] = day
+  end
+end
+return days

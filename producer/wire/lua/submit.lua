@@ -14,6 +14,7 @@
 --   (`<now or later>:<from>:<estimate>:<p50>:<p90>`, unix ms and ms from then: when it was said to end), stored (the URI
 --   of the payload, if this one is its stub).
 -- Returns one word per job, separated by spaces: created | exists (this id was submitted before) | full (not stored)
---   | too_large (the payload; not stored) | same:<id> | conflict:<id> (the idempotency key belongs to that id, with an
---   equal or another digest; same also: replay_of was replayed as that id) | gone (replay_of is no dead job).
+--   | memory (the server's has no room; not stored) | too_large (the payload; not stored) | same:<id> | conflict:<id>
+--   (the idempotency key belongs to that id, with an equal or another digest; same also: replay_of was replayed as
+--   that id) | gone (replay_of is no dead job).
 -- @include submitting

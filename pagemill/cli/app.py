@@ -124,6 +124,8 @@ def describe(error: PagemillError) -> str:
             return f"--{error}"
         case InvalidAddress():
             return f"--redis-url ({URL_VARIABLE}): {error}"
+        case QueueFull(reason="memory"):
+            return f"{error}; see what holds it (pagemill queue stats), and submit again later"
         case QueueFull():
             return f"{error}; wait for it to drain (pagemill queue stats) and submit again"
         case ResultTimeout():

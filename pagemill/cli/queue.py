@@ -13,6 +13,7 @@ from pagemill.cli.terminal import views
 from pagemill.cli.terminal.checked import between, checked
 from pagemill.producer.wire.calls import limits, quotas
 from pagemill.producer.wire.calls.limits import QueueLimits
+from pagemill.producer.wire.calls.memory import DEFAULT_SHARE
 from pagemill.producer.wire.schema import keys
 
 
@@ -37,6 +38,14 @@ def queue_limit(
         int | None,
         typer.Option("--burst", min=1, max=10**12, help="Of these, how many at once after a pause."),
     ] = None,
+    memory_share: Annotated[
+        float | None,
+        typer.Option(
+            "--memory-share",
+            callback=between(0.0, 1.0),
+            help="Of Redis' maxmemory, up to which jobs are taken, from 0.1; 0: no own share.",
+        ),
+    ] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Take every limit away first.")] = False,
     redis_url: RedisUrl = None,
     queue: Queue = "default",
@@ -53,6 +62,8 @@ def queue_limit(
         wanted = dataclasses.replace(wanted, rate=rate or None, burst=None)
     if burst is not None:
         wanted = dataclasses.replace(wanted, burst=burst)
+    if memory_share is not None:
+        wanted = dataclasses.replace(wanted, memory_share=memory_share or None)
     if wanted.burst is not None and wanted.rate is None and burst is not None:
         raise typer.BadParameter("--burst goes with --rate")
     if wanted != current:
@@ -67,6 +78,7 @@ def queue_limit(
             ("bytes of one job", current.payload_bytes or "default (1 MiB)"),
             ("jobs started per second", f"{current.rate:g}" if current.rate else "unlimited"),
             ("burst", current.burst or ""),
+            ("share of Redis' maxmemory", current.memory_share or f"default ({DEFAULT_SHARE})"),
         ],
     )
 

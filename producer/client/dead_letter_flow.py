@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pagemill.producer.client import flows
 from pagemill.producer.client.effects import Emit, Flow, Sync
 from pagemill.producer.client.preparer import Preparer
-from pagemill.producer.client.submit_flow import CHUNK_JOBS, cut_chunks, send, upload
+from pagemill.producer.client.submit_flow import CHUNK_JOBS, send, upload
 from pagemill.producer.wire.calls import dead_letters, transitions
 from pagemill.producer.wire.calls.dead_letters import DeadLetter, LetterPage, OpenedLetter
 from pagemill.producer.wire.calls.transitions import Submission
 from pagemill.producer.wire.schema.errors import InvalidJob, JobNotFound, QueueFull, StoreError
 from pagemill.producer.wire.schema.signing import OUTPUT_SEPARATOR, split_payload
 
-OPEN_AT_ONCE = 50
-"""Letters whose payloads are read in one call; each payload may be a megabyte."""
+OPEN_AT_ONCE = 8
+"""Letters whose payloads are read in one call: a megabyte each at most. Those in a store are read one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,14 @@ def replay(queue: str, preparer: Preparer, job_ids: Sequence[str] | None, error:
     for start in range(0, len(wanted), OPEN_AT_ONCE):
         ids = wanted[start : start + OPEN_AT_ONCE]
         opened: list[OpenedLetter | None] = yield dead_letters.open_letters(queue, ids)
-        dead_ids: dict[str, str] = {}
-        opened = yield from _whole(ids, opened, done)
-        items = _prepare(preparer, ids, opened, dead_ids, done)
-        for chunk in filter(None, cut_chunks(items)):
-            yield from upload(queue, chunk)
-            replies = yield from send(transitions.submit(queue, chunk))
-            for item, reply in zip(chunk, replies, strict=True):
-                _note(done, dead_ids[item.job_id], reply)
+        items: list[tuple[str, Submission]] = []
+        for job_id, letter in zip(ids, opened, strict=True):
+            item = yield from _prepared(preparer, job_id, letter, done)
+            if item is not None and item.upload is not None:
+                yield from _submit(queue, [(job_id, item)], done)
+            elif item is not None:
+                items.append((job_id, item))
+        yield from _submit(queue, items, done)
     yield Sync()
     return done
 
@@ -129,43 +129,31 @@ class _Reader:
         return fresh
 
 
-def _whole(
-    ids: Sequence[str], opened: Sequence[OpenedLetter | None], done: Replay
-) -> Flow[list[OpenedLetter | None]]:
-    """Return the letters with their payloads from the store, where they lie there; refuse those that it lacks."""
-    whole: list[OpenedLetter | None] = []
-    for job_id, letter in zip(ids, opened, strict=True):
-        try:
-            if letter is not None:
-                parts = split_payload(letter.payload)
-                envelope = yield from flows.whole(parts.envelope)
-                letter = replace(letter, payload=OUTPUT_SEPARATOR.join((envelope, *parts.outputs)))
-        except StoreError as error:
-            done.refused[job_id] = str(error)
-            letter = None
-        whole.append(letter)
-    return whole
+def _prepared(
+    preparer: Preparer, job_id: str, letter: OpenedLetter | None, done: Replay
+) -> Flow[Submission | None]:
+    """Return the submission that replays a letter, read from its store where it lies there; None: it is refused."""
+    if letter is None:
+        done.refused[job_id] = "no dead job of that id"
+        return None
+    try:
+        parts = split_payload(letter.payload)
+        envelope = yield from flows.whole(parts.envelope)
+        return preparer.replay(OUTPUT_SEPARATOR.join((envelope, *parts.outputs)), job_id)
+    except (InvalidJob, StoreError) as error:
+        done.refused[job_id] = str(error)
+        return None
 
 
-def _prepare(
-    preparer: Preparer,
-    ids: Sequence[str],
-    opened: Sequence[OpenedLetter | None],
-    dead_ids: dict[str, str],
-    done: Replay,
-) -> Iterator[Submission]:
-    """Yield submissions for the letters that can be replayed; records each one's dead job in `dead_ids`."""
-    for job_id, letter in zip(ids, opened, strict=True):
-        if letter is None:
-            done.refused.setdefault(job_id, "no dead job of that id")
-            continue
-        try:
-            item = preparer.replay(letter.payload, job_id)
-        except InvalidJob as error:
-            done.refused[job_id] = str(error)
-        else:
-            dead_ids[item.job_id] = job_id
-            yield item
+def _submit(queue: str, items: Sequence[tuple[str, Submission]], done: Replay) -> Flow[None]:
+    """Submit replays, each with the id of its dead job. Raises QueueFull."""
+    if not items:
+        return
+    submissions = [item for _, item in items]
+    yield from upload(queue, submissions)
+    replies = yield from send(transitions.submit(queue, submissions))
+    for (dead_id, _), reply in zip(items, replies, strict=True):
+        _note(done, dead_id, reply)
 
 
 def _note(done: Replay, dead_id: str, reply: transitions.SubmitReply) -> None:
@@ -174,9 +162,10 @@ def _note(done: Replay, dead_id: str, reply: transitions.SubmitReply) -> None:
             done.jobs[dead_id] = reply.job_id
         case "same":
             done.already[dead_id] = reply.job_id
-        case "full":
+        case "full" | "memory":
             raise QueueFull(
-                "the queue takes no more jobs now; what was replayed is, and is not replayed again"
+                "the queue takes no more jobs now; what was replayed is, and is not replayed again",
+                reason="memory" if reply.status == "memory" else "jobs",
             )
         case "gone":
             done.refused[dead_id] = "it was purged meanwhile"

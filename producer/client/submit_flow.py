@@ -14,7 +14,7 @@ from pagemill.producer.wire.calls.limits import QueueLimits, limits
 from pagemill.producer.wire.calls.promises import Asked, Outlook, estimate, outlook
 from pagemill.producer.wire.calls.quotas import QuotaLeft
 from pagemill.producer.wire.calls.registry import StatsPage, stats_page
-from pagemill.producer.wire.calls.transitions import Submission, SubmitReply
+from pagemill.producer.wire.calls.transitions import Submission, SubmitReply, SubmitStatus
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import (
     DeadlineUnreachable,
@@ -32,8 +32,14 @@ T = TypeVar("T")
 OnFull: TypeAlias = Literal["block", "raise"]
 OnLate: TypeAlias = Literal["flag", "refuse"]
 
+FULL: frozenset[SubmitStatus] = frozenset({"full", "memory"})
+"""Refused for now: there may be room later."""
 CHUNK_JOBS = 250
 CHUNK_BYTES = 1 << 20
+OUT_OF_MEMORY = (
+    "queue {queue} takes no more jobs now: the Redis server is near its maxmemory, "
+    "and what is left is for running jobs"
+)
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
 RETRY_PAUSES_S = (0.1, 0.3, 0.6)
@@ -77,10 +83,10 @@ def submit(queue: str, item: Submission, on_full: OnFull) -> Flow[SubmitReply]:
                 raise
         else:
             reply = replies[0]
-            if reply.status != "full":
+            if reply.status not in FULL:
                 break
             if on_full == "raise":
-                raise (yield from _full(queue, item))
+                raise (yield from _full(queue, item, reply))
         yield Sleep(pause)
         pause = min(LAST_PAUSE_S, 2 * pause)
     if refused := _refusal(queue, item, reply):
@@ -181,38 +187,42 @@ class _Batch:
                 if self._on_full == "raise":
                     raise
             else:
-                chunk, is_full = self._left(chunk, replies)
+                chunk, refused = self._left(chunk, replies)
                 if not chunk:
                     return
-                if not is_full:
+                if refused is None:
                     reply = send(self.call(chunk))
                     continue
-            if self._on_full == "raise":
-                raise (yield from _full(self._queue, chunk[0]))
+                if self._on_full == "raise":
+                    raise (yield from _full(self._queue, chunk[0], refused))
             yield Sleep(pause)
             pause = min(LAST_PAUSE_S, 2 * pause)
             reply = send(self.call(chunk))
 
-    def _left(self, chunk: list[Submission], replies: list[SubmitReply]) -> tuple[list[Submission], bool]:
-        """Return the items to send again, and whether because the queue is full. Raises InvalidJob."""
-        left, is_full = [], False
+    def _left(
+        self, chunk: list[Submission], replies: list[SubmitReply]
+    ) -> tuple[list[Submission], SubmitReply | None]:
+        """Return the items to send again, and a reply that refuses one for now. Raises InvalidJob."""
+        left, refused = [], None
         for item, answer in zip(chunk, replies, strict=True):
-            if answer.status == "full":
+            if answer.status in FULL:
                 left.append(item)
-                is_full = True
+                refused = answer
             elif answer.status == "again":
                 left.append(item)
             elif error := _refusal(self._queue, item, answer):
                 if self._on_invalid == "raise":
                     raise error
                 left.append(record_invalid(item, error))
-        return left, is_full
+        return left, refused
 
 
-def _full(queue: str, item: Submission) -> Flow[QueueFull]:
+def _full(queue: str, item: Submission, reply: SubmitReply) -> Flow[QueueFull]:
     """Return the error for a full queue, with its figures if the server still tells them."""
     _, priority, tenant, model = keys.split_lane(json.loads(item.header)["lane"])
     lane = (priority, tenant, model)
+    if reply.status == "memory":
+        return QueueFull(OUT_OF_MEMORY.format(queue=queue), queue=queue, lane=lane, reason="memory")
     try:
         found: QueueLimits = yield limits(queue)
         page: StatsPage = yield stats_page(queue)
@@ -229,7 +239,8 @@ def _refusal(queue: str, item: Submission, reply: SubmitReply) -> InvalidJob | N
     other = reply.job_id
     match reply.status:
         case "too_large":
-            message = f"the job has {len(item.payload)} bytes, more than queue {queue} takes"
+            payload = item.payload if item.upload is None else item.upload.data
+            message = f"the job has {len(payload)} bytes, more than queue {queue} takes"
             return InvalidJob(message, "payload_too_large")
         case "unknown":
             message = (

@@ -102,6 +102,8 @@ def as_api_error(error: PagemillError) -> ApiError:
         case InvalidJob():
             status = _JOB_STATUS.get(error.code, 400)
             return ApiError(status, str(error), error.code, error.param)
+        case QueueFull(reason="memory"):
+            return retry_later(503, "the queue's server has no room for more jobs now", "queue_out_of_memory")
         case QueueFull():
             return retry_later(429, str(error), "queue_full")
         case DeadlineUnreachable(promise=promise):

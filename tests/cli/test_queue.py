@@ -25,12 +25,15 @@ def test_limits(valkey_queue: Queue) -> None:
         found: dict[str, object] = json.loads(command(queue, "limit", *options, "--json"))
         return found
 
-    nothing = {"queue": queue.name, "jobs": None, "payload_bytes": None, "rate": None, "burst": None}
+    names = ("jobs", "payload_bytes", "rate", "burst", "memory_share")
+    nothing = {"queue": queue.name} | dict.fromkeys(names)
     assert limits() == nothing
     assert limits("--jobs", "10", "--rate", "2.5") == nothing | {"jobs": 10, "rate": 2.5, "burst": 2}
     assert limits("--burst", "7")["burst"] == 7
     assert limits("--jobs", "0", "--payload-bytes", "5000")["jobs"] is None
     assert limits("--rate", "0")["burst"] is None
+    assert limits("--memory-share", "0.5")["memory_share"] == 0.5
+    assert limits("--memory-share", "0")["memory_share"] is None
     assert "5000" in command(queue, "limit")
     assert limits("--clear") == nothing
     command(queue, "limit", "--burst", "3", code=2)

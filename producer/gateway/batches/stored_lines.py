@@ -50,7 +50,7 @@ class StoredLines:
             size=self.size,
             chunks=stored_files.num_chunks(self.size),
             filename=self._filename,
-            purpose="batch_output",
+            purpose=stored_files.OUTPUT_PURPOSE,
             created_at=int(time.time()),
         )
         # No quota here: BatchRun limits the size of a batch's output.

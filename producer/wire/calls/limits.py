@@ -12,6 +12,7 @@ from pagemill.producer.wire.server.scripts import Call
 
 MAX_WEIGHT = 1000
 MAX_LIMIT = 1e12
+LEAST_MEMORY_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +22,13 @@ class QueueLimits:
     jobs: int | None = None
     """Jobs that may wait; unset, the producer's default (1,000,000) applies."""
     payload_bytes: int | None = None
-    """Bytes of one job; never more than 1 MiB."""
+    """Bytes of one job, also of one whose payload lies in a store. In Redis it has 1 MiB at most."""
     rate: float | None = None
     """Jobs that may start per second, across all workers."""
     burst: int | None = None
     """Jobs that may start at once after a pause."""
+    memory_share: float | None = None
+    """The share of the server's maxmemory up to which jobs are taken; unset, 0.85."""
 
 
 def limits(queue: str) -> Call[QueueLimits]:
@@ -46,10 +49,13 @@ def set_limits(queue: str, wanted: QueueLimits) -> Call[QueueLimits]:
         "max_payload": wanted.payload_bytes,
         "rate": wanted.rate,
         "burst": burst if wanted.rate is not None else None,
+        "memory_share": wanted.memory_share,
     }
     for name, value in values.items():
         if value is not None and not 0 < value <= MAX_LIMIT:
             raise InvalidJob(f"a queue's {name} is above 0 and at most {MAX_LIMIT:.0e}")
+    if wanted.memory_share is not None and not LEAST_MEMORY_SHARE <= wanted.memory_share <= 1:
+        raise InvalidJob(f"a queue's memory_share is from {LEAST_MEMORY_SHARE} to 1")
     args = tuple(part for name, value in values.items() for part in (name, "" if value is None else value))
     return Call("limits", (keys.prefix(queue),), args, _limits)
 
@@ -71,12 +77,13 @@ def set_weights(queue: str, wanted: Mapping[str, int]) -> Call[dict[str, int]]:
 
 
 def _limits(reply: list[bytes]) -> QueueLimits:
-    jobs, payload_bytes, rate, burst = (float(value) if value else None for value in reply)
+    jobs, payload_bytes, rate, burst, memory_share = (float(value) if value else None for value in reply)
     return QueueLimits(
         jobs=None if jobs is None else int(jobs),
         payload_bytes=None if payload_bytes is None else int(payload_bytes),
         rate=rate,
         burst=None if burst is None else int(burst),
+        memory_share=memory_share,
     )
 
 

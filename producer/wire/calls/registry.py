@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field
 
+from pagemill.producer.wire.calls.memory import NO_MEMORY_LIMIT, MemoryUse
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.outputs import WireModel
 from pagemill.producer.wire.server.scripts import Call
@@ -104,6 +105,7 @@ class QueueStats:
     paused: bool
     followers: int = 0
     """Queued jobs that wait for an equal one to end; they are in no waiting set."""
+    memory: MemoryUse = NO_MEMORY_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +196,8 @@ def _nothing(reply: Any) -> None:
 
 
 def _stats_page(reply: list[Any]) -> StatsPage:
-    flat, rows, leases, dead, paused, followers, cursor = reply
+    flat, rows, leases, dead, paused, followers, cursor, memory = reply
     counts = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
-    totals = QueueStats(counts, {}, {}, leases, dead, bool(paused), followers)
+    totals = QueueStats(counts, {}, {}, leases, dead, bool(paused), followers, MemoryUse.parse(memory))
     lanes = {name.decode(): (jobs, int(age_ms) / 1000) for name, jobs, age_ms in rows}
     return StatsPage(totals, lanes, cursor.decode())

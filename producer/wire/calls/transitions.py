@@ -39,6 +39,7 @@ SubmitStatus = Literal[
     "same",
     "conflict",
     "full",
+    "memory",
     "too_large",
     "gone",
     "unknown",
@@ -78,7 +79,8 @@ class SubmitReply:
 
     created; exists: this id was submitted before; same or conflict: the idempotency key belongs to
     `job_id`, with an equal or a different payload. Not stored: full, the queue's limit is reached;
-    too_large, beyond its limit of bytes per payload; gone, the job to replay is not a dead letter.
+    memory, the server's has no room; too_large, beyond its limit of bytes per payload; gone, the job to replay is
+    not a dead letter.
     `same` also stands for a dead job that was replayed before, as `job_id`. Nor are stored, of jobs that wait for
     `job_id`: unknown, there is no such job of the tenant; cycle, it waits for this one; crowded, too many wait for it;
     again, it is in the same call and was not stored either.
@@ -138,6 +140,10 @@ class SweepReply:
     buried: tuple[tuple[str, int], ...] = ()
     lapsed: tuple[tuple[str, str], ...] = ()
     """Jobs whose leases lapsed, each with the worker that held it."""
+    memory: Literal["ok", "near", "full"] = "ok"
+    """Of a sweep alone: whether the server's memory is near the queue's limit of it, or jobs are refused for it."""
+    expired_results: int = 0
+    """Large results that were removed early, to make room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,11 +440,22 @@ def _submit_replies(
 
 
 def _sweep_reply(reply: list[Any]) -> SweepReply:
-    reclaimed, dead, cancelled, expired, promoted, due, deaths, lapses = reply
+    reclaimed, dead, cancelled, expired, promoted, due, deaths, lapses, *relief = reply
+    level, freed = relief[0] if relief else (0, 0)
+    memory: tuple[Literal["ok", "near", "full"], ...] = ("ok", "near", "full")
     buried = tuple((job_id.decode(), crashes) for job_id, crashes in deaths)
     lapsed = tuple((job_id.decode(), worker.decode()) for job_id, worker in lapses)
     return SweepReply(
-        reclaimed, dead, cancelled, expired, promoted, due if due >= 0 else None, buried, lapsed
+        reclaimed,
+        dead,
+        cancelled,
+        expired,
+        promoted,
+        due if due >= 0 else None,
+        buried,
+        lapsed,
+        memory[level],
+        freed,
     )
 
 

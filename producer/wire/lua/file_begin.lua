@@ -1,9 +1,10 @@
 -- Reserve room for a file of a tenant. One that is begun and never finished is forgotten.
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] file id  [3] bytes  [4] chunks  [5] JSON that describes it  [6] ms for the upload
---   [7] files and [8] bytes that the tenant may have, this one included
--- Returns 1, or 0: there is no room
+--   [7] files and [8] bytes that the tenant may have, this one included  [9] 1: it may be refused for want of memory
+-- Returns 1; 0: the tenant has no room; -1: the server's memory has none
 -- @include common
+-- @include room
 -- @include files
 local tenant, id = ARGV[1], ARGV[2]
 local key = P .. 'files:' .. tenant
@@ -19,6 +20,14 @@ for i = 1, #records, 2 do
 end
 if count > tonumber(ARGV[7]) or bytes > tonumber(ARGV[8]) then
   return 0
+end
+local memory = memory_room()
+if ARGV[9] == '1' and memory and memory < tonumber(ARGV[3]) then
+  book_memory(0, 1)
+  return -1
+end
+if memory then
+  book_memory(tonumber(ARGV[3]), 0)
 end
 write_record(tenant, id, {
   expires = NOW + ARGV[6], bytes = tonumber(ARGV[3]), chunks = tonumber(ARGV[4]), ready = '0', text = ARGV[5]

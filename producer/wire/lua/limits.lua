@@ -1,10 +1,11 @@
 -- What a queue takes and gives at most. Without further arguments nothing is changed.
 -- KEYS[1] prefix
 -- ARGV name and value in turn, '' for no limit of the queue's own: limit (jobs that may wait), max_payload (bytes),
---   rate (jobs a second that may start) and burst (how many of them at once)
--- Returns {limit, max_payload, rate, burst}, '' where there is none
+--   rate (jobs a second that may start), burst (how many of them at once), and memory_share (of the server's maxmemory,
+--   up to which jobs are taken)
+-- Returns {limit, max_payload, rate, burst, memory_share}, '' where there is none
 -- @include common
-local NAMES = {limit = true, max_payload = true, rate = true, burst = true}
+local NAMES = {limit = true, max_payload = true, rate = true, burst = true, memory_share = true}
 for i = 1, #ARGV, 2 do
   local value = tonumber(ARGV[i + 1])
   if not NAMES[ARGV[i]] or (ARGV[i + 1] ~= '' and not (value and value > 0 and value <= 1e12)) then
@@ -20,10 +21,10 @@ for i = 1, #ARGV, 2 do
 end
 if #ARGV > 0 then
   -- A bucket of another size, or that fills at another speed, begins full.
-  redis.call('HDEL', P .. 'meta', 'level', 'level_at')
+  redis.call('HDEL', P .. 'meta', 'level', 'level_at', 'memory_looked', 'memory_at')
 end
-local replies = redis.call('HMGET', P .. 'meta', 'limit', 'max_payload', 'rate', 'burst')
-for i = 1, 4 do
+local replies = redis.call('HMGET', P .. 'meta', 'limit', 'max_payload', 'rate', 'burst', 'memory_share')
+for i = 1, 5 do
   replies[i] = replies[i] or ''
 end
 return replies

@@ -1,6 +1,7 @@
 -- @include common
 -- @include alike
 -- @include ledger
+-- @include large
 -- Moving jobs between states. Callers check first, then call these, which only write and begin with a
 -- removal: after a script's first write a server at maxmemory lets the rest of it through.
 local DAY = 86400000
@@ -141,7 +142,9 @@ local function erase(id)
   redis.call('ZREM', P .. 'dead', id)
   drop_stored(NOW, job[3])
   drop_stored(NOW, job[4])
-  if job[1] and job[2] then
+  if not job[2] then
+    redis.call('ZREM', P .. 'large', id)
+  elseif job[1] then
     let_go_of_end(job[1])
   end
 end
@@ -236,6 +239,9 @@ local function record_end(id, job, state, out)
   end
   if out then
     redis.call('SET', P .. 'out:' .. id, out)
+    if state == 'succeeded' then
+      note_large(id, job, out)
+    end
   else
     redis.call('HSET', P .. 'job:' .. id, 'shared', job.shared)
     redis.call('UNLINK', P .. 'out:' .. id)

@@ -1,5 +1,6 @@
 -- @include common
 -- @include spent
+-- @include room
 -- Strings by their longest, numbers by their largest; no number is below 0, and NaN fails every comparison.
 local LONGEST = {
   id = 64, lane = 320, affinity = 32, twin = 128, key = 1024, idem = 1100, digest = 64, replay_of = 64,
@@ -68,10 +69,11 @@ for i = 1, #names, 500 do
 end
 
 local batch = ARGV[1] ~= '' and ARGV[1] or nil
-local meta = redis.call('HMGET', P .. 'meta', 'limit', 'max_payload', 'quotas')
+local meta = redis.call('HMGET', P .. 'meta', 'limit', 'max_payload', 'quotas', 'memory_looked')
 local depth = redis.call('HMGET', P .. 'counts', 'queued', 'delayed')
 local room = tonumber(meta[1] or ARGV[2]) - (depth[1] or 0) - (depth[2] or 0)
-local max_payload = tonumber(meta[2] or MAX_PAYLOAD)
+local max_payload, max_whole = math.min(MAX_PAYLOAD, tonumber(meta[2] or MAX_PAYLOAD)), tonumber(meta[2])
+local memory, taken, no_memory = memory_room(meta[4]), 0, 0
 local has_acked = batch and redis.call('EXISTS', P .. 'backed:' .. batch) == 1
 local ACTIVE = {queued = true, delayed = true, running = true}
 local seq
@@ -139,6 +141,16 @@ local function earlier_replay(job)
   end
 end
 
+-- A queue's own limit counts the whole payload, also where a stub stands for it.
+local function whole_size(job)
+  return tonumber(string.match(job.payload, '"size":(%d+)') or 0)
+end
+
+-- About what a job takes in memory.
+local function size_of(job)
+  return #job.payload + #(job.metadata or '') + 600
+end
+
 -- The word for a job that is not to be stored; nil for a new one.
 local function known(job, name)
   if is_new[job.id] or (some_exist and redis.call('EXISTS', name) == 1) then
@@ -149,10 +161,13 @@ local function known(job, name)
   local word = (job.replay_of and earlier_replay(job)) or (job.idem and holder(job))
   if word then
     return word
-  elseif #job.payload > max_payload then
+  elseif #job.payload > max_payload or (max_whole and job.stored and whole_size(job) > max_whole) then
     return 'too_large'
   elseif room <= 0 then
     return 'full'
+  elseif memory and memory < taken + size_of(job) then
+    no_memory = no_memory + 1
+    return 'memory'
   elseif job.after then
     return links.refusal(job, jobs, words)
   end
@@ -280,10 +295,11 @@ for i, job in ipairs(jobs) do
     else
       store(job, names[i])
     end
+    taken = memory and taken + size_of(job) or 0
   end
   if job.stored and word == 'created' then
     redis.call('ZREM', P .. 'stored', job.stored)
-  elseif job.stored and word == 'full' then
+  elseif job.stored and (word == 'full' or word == 'memory') then
     redis.call('ZADD', P .. 'stored', 'XX', int(NOW + 3600000), job.stored) -- it will be sent again
   end
   words[i] = word
@@ -297,6 +313,9 @@ local function add(key)
   end
 end
 flush(strings, 'MSET')
+if taken + no_memory > 0 then
+  book_memory(taken, no_memory)
+end
 if batch then
   redis.call('HSETNX', P .. 'batch:' .. batch, 'created_at', NOW)
   redis.call('HINCRBY', P .. 'batch:' .. batch, 'total', queued + delayed + failed)

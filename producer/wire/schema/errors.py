@@ -55,8 +55,9 @@ class InvalidJob(PagemillError, ValueError):
 class QueueFull(PagemillError):
     """The queue takes no more jobs now.
 
-    `limit` jobs may wait in `queue`, and `depth` do; `lane` is the refused job's (priority, tenant, model). All are
-    None where it is the server that has no memory left.
+    `reason`: jobs, as many wait as may; memory, the server has no room for more, which is seen again every second.
+    `limit` jobs may wait in `queue`, and `depth` do; `lane` is the refused job's (priority, tenant, model). Limit and
+    depth are None where the reason is memory.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class QueueFull(PagemillError):
         limit: int | None = None,
         depth: int | None = None,
         lane: tuple[str, str, str] | None = None,
+        reason: Literal["jobs", "memory"] = "jobs",
     ) -> None:
         super().__init__(message)
+        self.reason = reason
         self.queue = queue
         self.limit = limit
         self.depth = depth

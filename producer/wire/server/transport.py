@@ -85,7 +85,7 @@ def _translated(error: Exception) -> PagemillError:
     message = str(error).rstrip(".")
     # Redis 6.2 wraps a script's error in another message, so the code is searched for anywhere.
     if isinstance(error, exceptions.OutOfMemoryError) or "OOM command not allowed" in message:
-        return QueueFull("the Redis server has reached its maxmemory")
+        return QueueFull("the Redis server has reached its maxmemory", reason="memory")
     if any(word in message for word in _NO_SUCH_DATABASE):
         return InvalidAddress(
             f"the server has no such database, correct the number in its address: {message}"

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.errors import QueueFull
 from pagemill.producer.wire.server.scripts import Call
 
 CHUNK_BYTES = 256 << 10
 UPLOAD_MS = 900_000
 """An upload that is not finished by then is discarded."""
 
+OUTPUT_PURPOSE = "batch_output"
+"""Of files that hold the results of a batch."""
 DeleteReply = Literal["deleted", "missing", "in_use"]
 
 
@@ -39,10 +42,20 @@ def num_chunks(size: int) -> int:
 def begin(
     queue: str, tenant: str, file: StoredFile, *, max_files: int, max_bytes: int, upload_ms: int = UPLOAD_MS
 ) -> Call[bool]:
-    """Reserve room for the file; `expires_at` is ignored. False: the tenant's quota is used up."""
+    """Reserve room for the file; `expires_at` is ignored. False: the tenant's quota is used up.
+
+    The server's memory is asked for what is uploaded alone, not for the results of batches. Raises QueueFull.
+    """
+
+    def parse(reply: int) -> bool:
+        if reply < 0:
+            raise QueueFull("the Redis server is near its maxmemory", queue=queue, reason="memory")
+        return bool(reply)
+
+    may_be_refused = int(file.purpose != OUTPUT_PURPOSE)
     text = json.dumps({"filename": file.filename, "purpose": file.purpose, "created_at": file.created_at})
     args = (tenant, file.id, file.size, file.chunks, text, upload_ms, max_files, max_bytes)
-    return Call("file_begin", (keys.prefix(queue),), args, bool)
+    return Call("file_begin", (keys.prefix(queue),), (*args, may_be_refused), parse)
 
 
 def write(queue: str, file_id: str, number: int, chunk: bytes, upload_ms: int = UPLOAD_MS) -> Call[None]:

@@ -1,0 +1,49 @@
+-- @include memory
+-- Under pressure, large results that nobody is known to wait for live for ten minutes, the largest first.
+local RESULT_TTL = 600000
+local MAX_LOOKED = 256
+local MAX_FREED = 64
+local MAX_LARGE = 10000
+
+local function may_expire(job)
+  return not job[1] or (job[1] == 'succeeded' and NOW - tonumber(job[2] or NOW) >= RESULT_TTL)
+end
+
+-- Records expire by themselves: some of the entries that they leave behind go with each sweep.
+local function forget_expired()
+  for _, id in ipairs(redis.call('ZRANDMEMBER', P .. 'large', 16)) do
+    if redis.call('EXISTS', P .. 'out:' .. id) == 0 then
+      redis.call('ZREM', P .. 'large', id)
+    end
+  end
+  redis.call('ZREMRANGEBYRANK', P .. 'large', 0, -MAX_LARGE - 1)
+end
+
+-- Returns 0 with room, 1 near the limit, 2 where submits are refused; and how many results were removed.
+local function relieve()
+  local share = tonumber(redis.call('HGET', P .. 'meta', 'memory_share') or MEMORY_SHARE)
+  if redis.call('EXISTS', P .. 'large') == 1 then
+    forget_expired()
+  end
+  local memory = read_memory()
+  local excess = memory and memory[1] - (share - MEMORY_WARNING) * memory[2] or 0
+  if excess <= 0 then
+    return {0, 0}
+  end
+  local level = memory[1] >= share * memory[2] and 2 or 1
+  local freed = 0
+  for _, id in ipairs(redis.call('ZREVRANGE', P .. 'large', 0, MAX_LOOKED - 1)) do
+    if freed == MAX_FREED or excess <= 0 then
+      break
+    end
+    if may_expire(redis.call('HMGET', P .. 'job:' .. id, 'state', 'finished_at')) then
+      redis.call('ZREM', P .. 'large', id)
+      excess = excess - redis.call('STRLEN', P .. 'out:' .. id)
+      freed = freed + redis.call('UNLINK', P .. 'out:' .. id)
+    end
+  end
+  if freed > 0 then
+    redis.call('HINCRBY', P .. 'meta', 'memory_expired', freed)
+  end
+  return {level, freed}
+end

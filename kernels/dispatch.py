@@ -10,11 +10,13 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import torch
 
+from pagemill.kernels.experts import Routing
 from pagemill.kernels.types.layer_cache import LayerCache, as_bytes
 from pagemill.kernels.types.low_rank import AdapterRows, LowRankTable
 from pagemill.kernels.types.metadata import AttentionMetadata
@@ -86,7 +88,24 @@ class _AddLowRank(Protocol):
     ) -> None: ...
 
 
-class _Face(NamedTuple):
+class _Route(Protocol):
+    def __call__(
+        self, logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class _SortByExpert(Protocol):
+    def __call__(
+        self, x: torch.Tensor, indices: torch.Tensor, num_experts: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+class _CombineExperts(Protocol):
+    def __call__(self, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Face:
     reshape_and_cache: _ReshapeAndCache
     paged_attention: _PagedAttention
     copy_blocks: _CopyBlocks
@@ -97,6 +116,9 @@ class _Face(NamedTuple):
     sample_tokens: _SampleTokens
     grouped_matmul: _GroupedMatmul
     add_low_rank: _AddLowRank
+    route: _Route
+    sort_by_expert: _SortByExpert
+    combine_experts: _CombineExperts
 
 
 _override: ContextVar[FaceName | None] = ContextVar("kernel_face", default=None)
@@ -117,9 +139,12 @@ def override(face: FaceName) -> Iterator[None]:
 
 @cache
 def _load(face: FaceName) -> _Face:
-    from pagemill.kernels import reference
+    from pagemill.kernels import experts, reference
 
-    fused = (
+    plain = _Face(
+        reference.reshape_and_cache,
+        reference.paged_attention,
+        reference.copy_blocks,
         reference.rms_norm,
         reference.add_rms_norm,
         reference.silu_and_mul,
@@ -127,6 +152,9 @@ def _load(face: FaceName) -> _Face:
         reference.sample_tokens,
         reference.grouped_matmul,
         reference.add_low_rank,
+        experts.route,
+        experts.sort_by_expert,
+        experts.combine_experts,
     )
     if face == "triton":
         from pagemill.kernels.gpu.attention import paged_attention
@@ -139,16 +167,36 @@ def _load(face: FaceName) -> _Face:
         from pagemill.kernels.gpu.sampling import sample_tokens
         from pagemill.kernels.gpu.silu import silu_and_mul
 
-        products = (grouped_matmul, add_low_rank)
-        fused = (rms_norm, add_rms_norm, silu_and_mul, rotary_and_cache, sample_tokens, *products)
-        return _Face(reshape_and_cache, paged_attention, copy_blocks, *fused)
+        return replace(
+            plain,
+            reshape_and_cache=reshape_and_cache,
+            paged_attention=paged_attention,
+            copy_blocks=copy_blocks,
+            rms_norm=rms_norm,
+            add_rms_norm=add_rms_norm,
+            silu_and_mul=silu_and_mul,
+            rotary_and_cache=rotary_and_cache,
+            sample_tokens=sample_tokens,
+            grouped_matmul=grouped_matmul,
+            add_low_rank=add_low_rank,
+        )
     if face == "cpu":
         # Whoever builds for the CPU fuses more than these operators do: see `pagemill.kernels.cpu.fused_rows`.
         from pagemill.kernels.cpu import operators as cpu
+        from pagemill.kernels.cpu.experts import rows
 
-        fused = (*fused[:-1], cpu.add_low_rank)
-        return _Face(cpu.reshape_and_cache, cpu.paged_attention, cpu.copy_blocks, *fused)
-    return _Face(reference.reshape_and_cache, reference.paged_attention, reference.copy_blocks, *fused)
+        return replace(
+            plain,
+            reshape_and_cache=cpu.reshape_and_cache,
+            paged_attention=cpu.paged_attention,
+            copy_blocks=cpu.copy_blocks,
+            silu_and_mul=cpu.silu_and_mul,
+            add_low_rank=cpu.add_low_rank,
+            route=rows.route,
+            sort_by_expert=rows.sort_by_expert,
+            combine_experts=rows.combine_experts,
+        )
+    return plain
 
 
 @cache
@@ -298,3 +346,45 @@ def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: 
     assert out.dtype is x.dtype
     assert len(out) == len(x) == len(rows.slots)
     _face(x).add_low_rank(out, x, table, rows)
+
+
+def route(
+    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose each row's experts by its logits [num_rows, num_experts], and weigh them.
+
+    Args:
+        bias: [num_experts], added to the scores for the choice, not for the weights.
+
+    Returns:
+        Weights fp32 [num_rows, top_k], and experts int64 [num_rows, top_k], the best first.
+    """
+    assert logits.stride(-1) == 1
+    return _face(logits).route(logits, bias, routing)
+
+
+def sort_by_expert(
+    x: torch.Tensor, indices: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Copy rows of x [num_rows, size] for each expert that they chose, sorted by expert.
+
+    Args:
+        indices: int64 [num_rows, top_k], each in 0 .. num_experts - 1.
+
+    Returns:
+        Rows [num_rows * top_k, size]; the place of every choice among them, int64 [num_rows * top_k]; and int64
+        [num_experts + 1], where each expert's rows begin.
+    """
+    assert x.stride(-1) == 1
+    return _face(x).sort_by_expert(x, indices, num_experts)
+
+
+def combine_experts(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return [num_rows, size]: the sum of each row's experts, weighted, in the order of its choice.
+
+    Args:
+        rows: [num_rows * top_k, size], contiguous, sorted as by `sort_by_expert`, which gives `places`.
+        weights: [num_rows, top_k].
+    """
+    assert rows.is_contiguous()
+    return _face(rows).combine_experts(rows, places, weights)

@@ -8,7 +8,7 @@ import ctypes
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -18,6 +18,9 @@ from torch import nn
 
 from pagemill.engine.config import EngineConfig, StepDefaults
 from pagemill.engine.layers.decoder_traits import DecoderTraits
+from pagemill.engine.layers.experts.experts import replace_experts
+from pagemill.engine.layers.experts.matrices import ExpertMatrices
+from pagemill.engine.layers.experts.products import LoopedProduct
 from pagemill.engine.layers.fusion import Fusion
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.linear import LinearOptions, MakeProduct, note_paths, replace_linears
@@ -116,6 +119,10 @@ class DeviceBackend(ABC):
     ) -> nn.Module | None:
         """Return the best product for these weights, as `MakeProduct` defines it."""
 
+    def grouped_product(self, matrices: ExpertMatrices, options: LinearOptions) -> nn.Module:
+        """Return the best product for experts' weights, as `pagemill.engine.layers.experts.products` defines it."""
+        return LoopedProduct(matrices, self.device)
+
     def quantized_activations(self) -> str:
         """Return how products with a quantised checkpoint's weights round their rows, for the fingerprint."""
         return "not rounded"
@@ -130,6 +137,8 @@ class DeviceBackend(ABC):
         """Rewrite the known modules of a causal language model, and its linear layers."""
         note_paths(module)
         make_product = partial(self.product, options=linear)
+        exact = partial(self.product, options=replace(linear, quantization=None, dtype=None))
+        replace_experts(module, partial(self.grouped_product, options=linear), exact)
         if traits is not None and (fusion := self.fusion(traits, dtype, make_product)) is not None:
             fusion.run(module.model)
         replace_linears(module, make_product)

@@ -24,6 +24,8 @@ from pagemill.engine.layers.converted_products import ConvertedProduct, PackedBf
 from pagemill.engine.layers.cpu_fusion import CpuFusion, RotaryAttention
 from pagemill.engine.layers.decoder_layer import FusedDecoderLayer
 from pagemill.engine.layers.decoder_traits import DecoderTraits
+from pagemill.engine.layers.experts.matrices import ExpertMatrices
+from pagemill.engine.layers.experts.products import PackedGroupedProduct, PlainInt8Experts
 from pagemill.engine.layers.fusion import Fusion
 from pagemill.engine.layers.int8_products import PlainInt8Product
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
@@ -100,6 +102,15 @@ class CpuBackend(DeviceBackend):
             return packed_product(weights, bias)
         return OneDNNProduct(dense(weights), bias, row_invariant=options.row_invariant)
 
+    def grouped_product(self, matrices: ExpertMatrices, options: LinearOptions) -> nn.Module:
+        if options.quantization == "int8":
+            return PackedGroupedProduct(matrices, "int8") if _has_numba() else PlainInt8Experts(matrices)
+        if matrices.dtype is torch.float32 and options.dtype is torch.bfloat16:
+            return PackedGroupedProduct(matrices, "bf16")
+        if matrices.dtype is torch.float32 and _has_own_products():
+            return PackedGroupedProduct(matrices, "fp32")
+        return super().grouped_product(matrices, options)
+
     def fusion(self, traits: DecoderTraits, dtype: torch.dtype, make_product: MakeProduct) -> Fusion | None:
         return CpuFusion(traits, make_product) if self.has_kernels(dtype) else None
 
@@ -108,7 +119,7 @@ class CpuBackend(DeviceBackend):
         if self.has_kernels(dtype):
             _warm_up_kernels(module, num_heads, shape)
         else:
-            _warm_up_converted_products(module)
+            _warm_up_products(module)
 
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
         """Allocate separately mapped memory, none of which is touched before it is written.
@@ -152,7 +163,7 @@ def _warm_up_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) -> 
     def warm_up_operators() -> None:
         cpu.warm_up()
         cpu_argmax.warm_up()
-        _warm_up_converted_products(module)
+        _warm_up_products(module)
 
     started = time.monotonic()
     logger.info("preparing the CPU kernels (compiled on first use, 1 to 2 minutes in all; then kept on disk)")
@@ -170,9 +181,12 @@ def _warm_up_kernels(module: nn.Module, num_heads: int, shape: KVCacheShape) -> 
     logger.info("CPU kernels ready after %.1f s", time.monotonic() - started)
 
 
-def _warm_up_converted_products(module: nn.Module) -> None:
+def _warm_up_products(module: nn.Module) -> None:
     for kernel in {part.kernel() for part in module.modules() if isinstance(part, ConvertedProduct)}:
         kernel.warm_up()
+    for part in module.modules():
+        if isinstance(part, PackedGroupedProduct):
+            part.warm_up()
 
 
 def _log_compiling(count: int, seconds: float) -> None:

@@ -16,6 +16,8 @@ from pagemill.engine.devices.quantized_products import cuda_product
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.layers.cuda_fusion import CudaFusion
 from pagemill.engine.layers.decoder_traits import DecoderTraits
+from pagemill.engine.layers.experts.matrices import ExpertMatrices
+from pagemill.engine.layers.experts.products import TorchGroupedProduct
 from pagemill.engine.layers.fusion import Fusion
 from pagemill.engine.layers.int8_products import CudaInt8Product
 from pagemill.engine.layers.linear import LinearOptions, MakeProduct
@@ -52,6 +54,11 @@ class CudaBackend(DeviceBackend):
         if any(isinstance(weight, QuantizedWeight) for weight in weights):
             return cuda_product(weights, bias, self.device, has_float8=self._has_float8())
         return None
+
+    def grouped_product(self, matrices: ExpertMatrices, options: LinearOptions) -> nn.Module:
+        if TorchGroupedProduct.supports(matrices):
+            return TorchGroupedProduct(matrices, self.device)
+        return super().grouped_product(matrices, options)
 
     def quantized_activations(self) -> str:
         return "float8 with float8 weights per output" if self._has_float8() else "not rounded"

@@ -156,3 +156,15 @@ _SILU = type(importlib.import_module("transformers.activations").ACT2FN["silu"])
 def is_silu(activation: Any) -> bool:
     """Return True if a module computes x * sigmoid(x): torch's or transformers' own."""
     return isinstance(activation, (torch.nn.SiLU, _SILU))
+
+
+_GATE = "_apply_gate"
+
+
+def gate_of(experts: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], bool]:
+    """Return what one of transformers' experts modules makes of gates and up projections, a method of it.
+
+    And True if that is act_fn(gate) * up, the gates first.
+    """
+    default = vars(importlib.import_module("transformers.integrations.moe"))["_default_apply_gate"]
+    return getattr(experts, _GATE), getattr(type(experts), _GATE) is default

@@ -31,6 +31,7 @@ __all__ = [
     "copy_blocks",
     "paged_attention",
     "reshape_and_cache",
+    "silu_and_mul",
     "warm_up",
     "warm_up_layers",
 ]
@@ -62,6 +63,12 @@ def reshape_and_cache(
     )
     row_size = 2 * num_kv_heads * head_dim
     run_rows(cpu_cache.write_tokens, cpu_cache.write_tokens_parallel, num_tokens, row_size, arguments)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `pagemill.kernels.dispatch.silu_and_mul`."""
+    is_float = gate_up.dtype is torch.float32
+    return fused_rows.silu_and_mul(gate_up) if is_float else reference.silu_and_mul(gate_up)
 
 
 def _addresses(cache: LayerCache) -> tuple[int, int, int, int]:

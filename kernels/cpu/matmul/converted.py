@@ -205,6 +205,15 @@ def multiply_rows(kind, out, x, num_rows, weight):
 
 
 @jit
+def multiply_range(kind, first, last, out, x, num_rows, weight):
+    """The panels first .. last - 1 of every row, converted here, by one thread. `x` and `out` are `Strided`."""
+    workspace = np.empty(workspace_bytes(kind, num_rows, weight), np.uint8)
+    memory = np.empty(SUMS_BYTES + VECTOR, np.uint8)
+    convert_part(kind, 0, num_rows, num_rows, x.rows, x.stride // F32, workspace, weight.in_features)
+    _multiply_blocks(kind, first, last, out, line_in(workspace), num_rows, weight, memory)
+
+
+@jit
 def multiply_block(kind, out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features):
     """Run `multiply_parallel` on one thread."""
     weight = Weight(packed, NO_FORMAT, bias, out_features, in_features)

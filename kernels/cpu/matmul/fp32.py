@@ -154,6 +154,23 @@ def multiply_rows(out, x, num_rows, weight):
 
 
 @jit
+def multiply_range(first, last, out, x, num_rows, weight):
+    """The panels first .. last - 1 of every row, by one thread; few rows meet whole panels, one after the other."""
+    is_copied = num_rows >= LINED_ROWS and last - first >= LINED_PANELS
+    memory = np.empty(THREAD_BYTES + (_LINED_BYTES if is_copied else 0) + VECTOR, np.uint8)
+    lines = Lined(0, 0)
+    if not fit_the_cache(num_rows, weight.in_features):
+        _multiply_blocks(first, last, out, x, lines, num_rows, weight, is_copied, memory)
+        return
+    tiles, address = Tiles(0, num_tiles_of(num_rows), num_rows), line_in(memory)
+    if is_copied:
+        lines = Lined(address + THREAD_BYTES, weight.in_features // LANES)
+        line_up(lines, x, tiles)
+    for panel in range(first, last):
+        _multiply_channels(out, x, lines, tiles, weight, panel, panel + 1, 0, 0, weight.in_features, address)
+
+
+@jit
 def multiply_block(out, x, x_stride, packed, weight_format, bias, num_rows, out_features, in_features):
     """Run `multiply_parallel` on one thread."""
     weight = Weight(packed, weight_format, bias, out_features, in_features)

@@ -8,7 +8,7 @@ one of its numbers comes back exactly (a zero may lose its sign), and products g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,28 +86,57 @@ def pack_merged(weights: Sequence[torch.Tensor], formats: Sequence[int] = SMALLE
         weights = [torch.cat(list(weights))]
     weights = [weight.contiguous() for weight in weights]
     out_features, in_features = sum(map(len, weights)), weights[0].shape[1]
-    num_panels = -(-out_features // PANEL)
+    panels, weight_format = _pack_parts(lambda: weights, -(-out_features // PANEL), in_features, formats)
+    return PackedWeight(panels, weight_format, out_features, in_features)
+
+
+def pack_each(
+    read: Callable[[int], torch.Tensor],
+    count: int,
+    shape: tuple[int, int],
+    formats: Sequence[int] = SMALLEST_FIRST,
+) -> PackedWeight:
+    """Pack `count` weights of one shape in one format, each from a panel of its own on; read one at a time.
+
+    Returns:
+        The sizes of one of them, and the panels of all.
+    """
+    num_panels = -(-shape[0] // PANEL)
+
+    def parts() -> Iterator[torch.Tensor]:
+        return (read(index).float().contiguous() for index in range(count))
+
+    panels, weight_format = _pack_parts(parts, count * num_panels, shape[1], formats)
+    return PackedWeight(panels, weight_format, *shape)
+
+
+def _pack_parts(
+    parts: Callable[[], Iterable[torch.Tensor]], num_panels: int, in_features: int, formats: Sequence[int]
+) -> tuple[torch.Tensor, int]:
+    """Return the panels of weights [any, in_features], each of which begins a panel, and their format."""
     for weight_format in (*formats, FLOAT32):
         if weight_format in (NIBBLES, BYTES) and in_features % GROUP:
             continue
         panels = torch.empty(num_panels, panel_bytes(weight_format, in_features), dtype=torch.uint8)
         advise_huge_pages(panels)
-        misfits = np.zeros(1, np.int64)
-        target = panels.data_ptr()
-        for weight in weights:
-            _pack_parallel(
-                weight_format,
-                weight.data_ptr(),
-                len(weight),
-                in_features,
-                target,
-                misfits,
-                use_torch_threads(),
-            )
-            target += panels.stride(0) * (len(weight) // PANEL)
-        if not misfits[0]:
-            return PackedWeight(panels, weight_format, out_features, in_features)
+        if _all_fit(weight_format, parts(), in_features, panels):
+            return panels, weight_format
     raise AssertionError("every number fits itself")
+
+
+def _all_fit(
+    weight_format: int, parts: Iterable[torch.Tensor], in_features: int, panels: torch.Tensor
+) -> bool:
+    misfits = np.zeros(1, np.int64)
+    target = panels.data_ptr()
+    for weight in parts:
+        _pack_parallel(
+            weight_format, weight.data_ptr(), len(weight), in_features, target, misfits, use_torch_threads()
+        )
+        if misfits[0]:
+            return False
+        target += panels.stride(0) * -(-len(weight) // PANEL)
+    return True
 
 
 @jit

@@ -1,0 +1,48 @@
+"""One weight matrix of each of a layer's experts, read when a product is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrices:
+    """Weights [out_features, in_features] of `num_experts` experts.
+
+    They are read one at a time, and nothing is held beside the mapped file.
+    """
+
+    num_experts: int
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+    """The model's."""
+    read: Callable[[int], torch.Tensor]
+    """Maps an expert to its weight, of any dtype and with any strides."""
+    bias: torch.Tensor | None = None
+    """[num_experts, out_features]"""
+
+    @classmethod
+    def of(
+        cls, stacked: torch.Tensor, bias: torch.Tensor | None = None, *, is_transposed: bool = False
+    ) -> ExpertMatrices:
+        """Wrap a tensor [num_experts, out_features, in_features], its last two the other way round if transposed."""
+        stacked = stacked.detach().transpose(1, 2) if is_transposed else stacked.detach()
+        count, out_features, in_features = stacked.shape
+        bias = None if bias is None else bias.detach()
+        return cls(count, out_features, in_features, stacked.dtype, stacked.__getitem__, bias)
+
+    def dense(self, expert: int) -> torch.Tensor:
+        """Return an expert's weight in the model's dtype."""
+        return self.read(expert).to(self.dtype)
+
+    def stacked(self, device: torch.device) -> torch.Tensor:
+        """Return all of them as one tensor [num_experts, out_features, in_features] on a device."""
+        sizes = (self.num_experts, self.out_features, self.in_features)
+        out = torch.empty(sizes, dtype=self.dtype, device=device)
+        for expert in range(self.num_experts):
+            out[expert].copy_(self.read(expert))
+        return out

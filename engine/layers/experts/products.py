@@ -1,0 +1,128 @@
+"""Grouped products: rows sorted by expert times each expert's own weight. The device chooses one.
+
+Each takes rows [num_rows, in_features] and `offsets`, int64 [num_experts + 1]: the rows of expert e are
+offsets[e] .. offsets[e + 1] - 1. It returns [num_rows, out_features].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from pagemill.engine.layers.experts.matrices import ExpertMatrices
+from pagemill.engine.layers.int8_products import PlainInt8Product
+
+if TYPE_CHECKING:
+    from pagemill.kernels.cpu.experts.grouped import GroupedWeights
+    from pagemill.kernels.cpu.matmul.kinds import KindName
+
+MakeGroupedProduct = Callable[[ExpertMatrices], nn.Module]
+
+
+class LoopedProduct(nn.Module):
+    """One expert after the other, by torch."""
+
+    def __init__(self, matrices: ExpertMatrices, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(matrices.stacked(device), requires_grad=False)
+        self.bias = _placed(matrices.bias, device)
+
+    def forward(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        out = rows.new_empty(len(rows), self.weight.shape[1])
+        bounds = offsets.tolist()
+        for expert, (low, high) in enumerate(pairwise(bounds)):
+            if low < high:
+                bias = None if self.bias is None else self.bias[expert]
+                out[low:high] = nn.functional.linear(rows[low:high], self.weight[expert], bias)
+        return out
+
+
+class TorchGroupedProduct(nn.Module):
+    """All experts in one launch, by `torch._grouped_mm`, which takes bfloat16 in rows of whole 16 bytes."""
+
+    def __init__(self, matrices: ExpertMatrices, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(matrices.stacked(device), requires_grad=False)
+        self.bias = _placed(matrices.bias, device)
+
+    @staticmethod
+    def supports(matrices: ExpertMatrices) -> bool:
+        aligned = matrices.in_features % 8 == 0 and matrices.out_features % 8 == 0
+        return hasattr(torch, "_grouped_mm") and matrices.dtype is torch.bfloat16 and aligned
+
+    def forward(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        ends = offsets[1:].to(torch.int32)
+        out: torch.Tensor = torch._grouped_mm(rows, self.weight.transpose(1, 2), offs=ends)
+        if self.bias is not None:
+            experts = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
+            out = out + self.bias[experts]
+        return out
+
+
+class PackedGroupedProduct(nn.Module):
+    """By our own CPU kernel, of fp32 rows: with weights of the fewest lossless bits, bfloat16, or 8-bit integers."""
+
+    def __init__(self, matrices: ExpertMatrices, kind: KindName) -> None:
+        super().__init__()
+        from pagemill.kernels.cpu.experts import grouped
+
+        self._multiply = grouped.multiply
+        self.panels, self.weights = _packed(matrices, kind)
+
+    def forward(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return self._multiply(rows, offsets, self.weights)
+
+    def warm_up(self) -> None:
+        """Compile what a step needs, or load it from the disk."""
+        from pagemill.kernels.cpu.experts import grouped, rows
+
+        grouped.warm_up(self.weights.kind)
+        rows.warm_up()
+
+
+def _packed(matrices: ExpertMatrices, kind: KindName) -> tuple[torch.Tensor, GroupedWeights]:
+    from pagemill.kernels.cpu.experts.grouped import GroupedWeights, padded_bias
+    from pagemill.kernels.cpu.matmul import bf16, int8
+    from pagemill.kernels.cpu.matmul.converted import NO_FORMAT
+    from pagemill.kernels.cpu.matmul.weight_packing import pack_each
+
+    count, shape = matrices.num_experts, (matrices.out_features, matrices.in_features)
+    bias = padded_bias(matrices.bias, matrices.out_features)
+    if kind == "fp32":
+        weight = pack_each(matrices.read, count, shape)
+        return weight.panels, GroupedWeights.of_floats(weight, bias, count)
+    pack = {"int8": int8, "bf16": bf16}[kind].pack
+    first = pack(matrices.read(0))
+    panels = first.new_empty(count, *first.shape)
+    panels[0] = first
+    for expert in range(1, count):
+        panels[expert] = pack(matrices.read(expert))
+    return panels, GroupedWeights(kind, panels, NO_FORMAT, bias, count, *shape)
+
+
+class PlainInt8Experts(nn.Module):
+    """The numbers of 8-bit integers by torch alone, slowly: for installations without the kernels' compiler."""
+
+    def __init__(self, matrices: ExpertMatrices) -> None:
+        super().__init__()
+        biases = [None] * matrices.num_experts if matrices.bias is None else list(matrices.bias)
+        self.experts = nn.ModuleList(
+            PlainInt8Product(matrices.read(expert), bias) for expert, bias in enumerate(biases)
+        )
+        self.out_features = matrices.out_features
+
+    def forward(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        out = rows.new_empty(len(rows), self.out_features)
+        bounds = offsets.tolist()
+        for expert, (low, high) in enumerate(pairwise(bounds)):
+            if low < high:
+                out[low:high] = self.experts[expert](rows[low:high])
+        return out
+
+
+def _placed(bias: torch.Tensor | None, device: torch.device) -> nn.Parameter | None:
+    return None if bias is None else nn.Parameter(bias.to(device), requires_grad=False)

@@ -1,0 +1,71 @@
+"""Mixtures of experts: what routing, sorting by expert and combining compute, and their plain torch twins.
+
+A row's experts, their weights and its sum depend on that row alone; no expert has a capacity, and no row is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How a router's logits become experts and weights.
+
+    Softmax over the chosen logits alone is softmax over all of them, normalised after the choice.
+    """
+
+    top_k: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalises: bool = False
+    """Divides a row's weights by their sum."""
+    epsilon: float = 0.0
+    """Added to that sum."""
+    scale: float = 1.0
+    """Multiplies the weights at last."""
+    num_groups: int = 1
+    """Experts are chosen among the best `kept_groups` of these groups of neighbours."""
+    kept_groups: int = 1
+    group_best: int = 1
+    """A group counts as much as this many of its best experts together: 1 or 2."""
+
+
+def route(
+    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `pagemill.kernels.dispatch.route`."""
+    logits = logits.float()
+    scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(dim=-1)
+    choice = scores if bias is None else scores + bias
+    if routing.num_groups > 1:
+        groups = choice.view(len(choice), routing.num_groups, -1)
+        best = groups.topk(min(routing.group_best, groups.shape[-1]), dim=-1).values.sum(dim=-1)
+        kept = torch.zeros_like(best, dtype=torch.bool)
+        kept.scatter_(1, best.topk(routing.kept_groups, dim=-1).indices, True)
+        choice = groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+    indices = choice.topk(routing.top_k, dim=-1).indices
+    weights = scores.gather(1, indices)
+    if routing.normalises:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.epsilon)
+    return weights * routing.scale, indices
+
+
+def sort_by_expert(
+    x: torch.Tensor, indices: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `pagemill.kernels.dispatch.sort_by_expert`."""
+    chosen, order = torch.sort(indices.flatten(), stable=True)
+    bounds = torch.arange(num_experts + 1, device=x.device)
+    offsets = torch.searchsorted(chosen, bounds)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=x.device)
+    return x[order // indices.shape[1]], places, offsets
+
+
+def combine_experts(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """See `pagemill.kernels.dispatch.combine_experts`."""
+    parts = rows[places].view(*weights.shape, -1).float()
+    return (parts * weights.float()[..., None]).sum(dim=1).to(rows.dtype)

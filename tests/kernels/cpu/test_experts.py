@@ -1,0 +1,120 @@
+"""Mixtures of experts on a CPU: the kernels beside their plain torch twins, and bits that no neighbour changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagemill.kernels import dispatch
+from pagemill.kernels.cpu.experts.grouped import GroupedWeights, multiply, padded_bias
+from pagemill.kernels.cpu.matmul import bf16, int8
+from pagemill.kernels.cpu.matmul.converted import NO_FORMAT
+from pagemill.kernels.cpu.matmul.kinds import KindName
+from pagemill.kernels.cpu.matmul.weight_packing import pack_each
+from pagemill.kernels.experts import Routing
+from pagemill.kernels.grouped_int8 import multiply as multiply_int8
+from pagemill.kernels.grouped_int8 import quantise
+
+ROUTINGS = [
+    Routing(top_k=2),
+    Routing(top_k=3, normalises=True),
+    Routing(top_k=2, scores="sigmoid", normalises=True, epsilon=1e-20, scale=2.5),
+    Routing(top_k=2, scores="sigmoid", num_groups=4, kept_groups=2, group_best=2),
+    Routing(top_k=2, scale=1.5, num_groups=4, kept_groups=1),
+]  # fmt: skip
+KINDS: list[KindName] = ["fp32", "int8", *(["bf16"] if bf16.is_native() else [])]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_routing(routing: Routing, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    logits, bias = torch.randn(37, 16) * 2, torch.randn(16) if has_bias else None
+    with dispatch.override("reference"):
+        weights, indices = dispatch.route(logits, bias, routing)
+    found_weights, found = dispatch.route(logits, bias, routing)
+    assert torch.equal(found, indices)
+    torch.testing.assert_close(found_weights, weights, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_numbers_that_are_not_finite_choose_distinct_experts(routing: Routing, broken: float) -> None:
+    logits = torch.full((3, 16), broken)
+    logits[1, 3:] = 0.5
+    _, indices = dispatch.route(logits, None, routing)
+    assert all(len(set(row)) == routing.top_k and 0 <= min(row) <= max(row) < 16 for row in indices.tolist())
+
+
+def test_rows_are_sorted_by_expert_and_combined() -> None:
+    torch.manual_seed(0)
+    x, indices = torch.randn(11, 37), torch.stack([torch.randperm(6)[:3] for _ in range(11)])
+    weights = torch.rand(11, 3)
+    found = dispatch.sort_by_expert(x, indices, 8)
+    with dispatch.override("reference"):
+        expected = dispatch.sort_by_expert(x, indices, 8)
+        total = dispatch.combine_experts(expected[0], expected[1], weights)
+    assert all(map(torch.equal, found, expected))
+    torch.testing.assert_close(dispatch.combine_experts(found[0], found[1], weights), total)
+    torch.testing.assert_close(total, x * weights.sum(dim=1, keepdim=True))
+
+
+def packed(weights: torch.Tensor, bias: torch.Tensor | None, kind: KindName) -> GroupedWeights:
+    count, shape = len(weights), (weights.shape[1], weights.shape[2])
+    biases = padded_bias(bias, shape[0])
+    if kind == "fp32":
+        return GroupedWeights.of_floats(pack_each(weights.__getitem__, count, shape), biases, count)
+    pack = int8.pack if kind == "int8" else bf16.pack
+    return GroupedWeights(kind, torch.stack(list(map(pack, weights))), NO_FORMAT, biases, count, *shape)
+
+
+def expected_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: KindName
+) -> torch.Tensor:
+    if kind == "int8":
+        return multiply_int8(x, *quantise(weight), bias)
+    if kind == "bf16":
+        x, weight = x.bfloat16().float(), weight.bfloat16().float()
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("out_features", "in_features"), [(96, 64), (40, 50), (64, 800)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_grouped_products(kind: KindName, out_features: int, in_features: int, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    weights = torch.randn(5, out_features, in_features)
+    bias = torch.randn(5, out_features) if has_bias else None
+    offsets = torch.tensor([0, 3, 3, 40, 41, 200])
+    x = torch.randn(200, in_features)
+    out = multiply(x, offsets, packed(weights, bias, kind))
+    for expert in range(5):
+        rows = x[offsets[expert] : offsets[expert + 1]]
+        if len(rows):
+            wanted = expected_product(rows, weights[expert], None if bias is None else bias[expert], kind)
+            torch.testing.assert_close(
+                out[offsets[expert] : offsets[expert + 1]], wanted, rtol=1e-4, atol=1e-3
+            )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_row_has_the_same_bits_whatever_its_neighbours_are(kind: KindName, num_threads: int) -> None:
+    torch.manual_seed(0)
+    weights = packed(torch.randn(4, 64, 96), None, kind)
+    x, before = torch.randn(300, 96), torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        together = multiply(x, torch.tensor([0, 0, 150, 160, 300]), weights)
+    finally:
+        torch.set_num_threads(before)
+    for row, expert in ((0, 1), (149, 1), (155, 2), (160, 3), (299, 3)):
+        offsets = torch.tensor([0] * (expert + 1) + [1] * (4 - expert))
+        assert torch.equal(multiply(x[row : row + 1], offsets, weights)[0], together[row])
+
+
+def test_lossless_formats_of_all_experts() -> None:
+    weights = torch.randn(3, 40, 64).bfloat16().float()
+    weight = pack_each(weights.__getitem__, 3, (40, 64))
+    assert weight.panels.shape[0] == 3 * 2
+    assert weight.panels.nbytes == 3 * 2 * 32 * 64 * 2

@@ -203,6 +203,12 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
         shape.block_size,
         limits.num_kv_blocks * shape.block_bytes / 2**30,
     )
+    if (expanded := shape.expanded_block_bytes) is not None:
+        logger.info(
+            "latents in place of keys and values: %d bytes per token instead of %d",
+            shape.block_bytes // shape.block_size,
+            expanded // shape.block_size,
+        )
     if shape.windows != (None,):
         logger.info("groups of layers with blocks of their own, by window: %s", list(shape.windows))
     executor: Executor = (runner := ModelRunner(prepared, config, limits, shape, group))

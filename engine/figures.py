@@ -43,6 +43,8 @@ class ModelFigures:
     block_size: int
     block_bytes: int
     """Of a KV block, as the engine counts it."""
+    expanded_block_bytes: int | None
+    """Of one with keys and values in place of latents; None: it has keys and values."""
     windows: tuple[int | None, ...]
     """By group of layers, each of which has blocks of its own; None: it reads everything."""
     dtype: str
@@ -91,6 +93,8 @@ def read_figures(config: EngineConfig, *, on_card: bool, weight_bits: float | No
     settings: Any = model.module.config
     heads = model.num_heads
     head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+    if shape.latent is not None:
+        head_dim = shape.latent.cached
     return ModelFigures(
         name=directory.name
         if Path(config.model).name == "config.json"
@@ -104,6 +108,7 @@ def read_figures(config: EngineConfig, *, on_card: bool, weight_bits: float | No
         weight_bytes=int(counted.products * bits / 8 + counted.looked_up * model.dtype.itemsize),
         block_size=config.block_size,
         block_bytes=shape.block_bytes,
+        expanded_block_bytes=shape.expanded_block_bytes,
         windows=shape.windows,
         dtype=str(model.dtype).removeprefix("torch."),
         kv_dtype=str(cache_dtype).removeprefix("torch."),

@@ -15,7 +15,7 @@ from pagemill.engine.execution.host_cache import HostCache
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.plan import StepPlan
 from pagemill.kernels import dispatch
-from pagemill.kernels.types.layer_cache import FP8, LayerCache, allocate_layer
+from pagemill.kernels.types.layer_cache import FP8, allocate_layer
 
 GIB = 1024**3
 
@@ -28,10 +28,9 @@ class KVCache:
     ) -> None:
         sizes = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
         layout = allocate_layer(*sizes, shape.dtype, torch.device("meta"))
-        self._pool = [
-            LayerCache(*(device.zeros(tensor) for tensor in layout.tensors()))
-            for _ in range(shape.pool_layers)
-        ]
+        if shape.latent is not None:
+            layout = layout.sharing_values()
+        self._pool = [layout.converted(device.zeros) for _ in range(shape.pool_layers)]
         self.layers = list(self._pool)
         """The cache of each layer of the model. The n-th layers of all groups share tensors."""
         if shape.groups:

@@ -9,6 +9,7 @@ from pagemill.engine.config import EngineConfig
 from pagemill.engine.execution.model_probe import ModelProbe
 from pagemill.engine.layers.direct_forward import DirectForward
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
+from pagemill.engine.layers.latent.absorbed import absorb_products
 from pagemill.engine.layers.linear import LinearOptions
 from pagemill.engine.layers.part_report import how_parts_run
 from pagemill.engine.models.loader import LoadedModel
@@ -44,6 +45,8 @@ def rewrite(model: LoadedModel, config: EngineConfig) -> tuple[DirectForward | N
     """Let the device replace modules; returns its forward pass, if any, and a report of how each part runs."""
     linear = LinearOptions(config.quantization, config.batch_invariant, model.dtype)
     traits = model.family.decoder
+    if model.attention is not None and model.attention.latent is not None:
+        absorb_products(model.module)
     model.device.fuse(model.module, traits, model.dtype, linear)
     direct = DirectForward.of(model.module, traits)
     return direct, how_parts_run(model.module, is_direct=direct is not None)

@@ -111,10 +111,16 @@ def _paged_attention(module: Any, *states: Any, **arguments: Any) -> tuple[torch
     return _attend_as(module, module.layer_idx, *states, **arguments)
 
 
-def _paged_in_order(module: Any, *states: Any, **arguments: Any) -> tuple[torch.Tensor, None]:
+def _paged_in_order(
+    module: Any, query: torch.Tensor, *states: Any, **arguments: Any
+) -> tuple[torch.Tensor, None]:
     """Implement it for a module that `pagemill.engine.layers.observation` has looked at."""
     arguments["sliding_window"] = module.observed_window
-    return _attend_as(module, next(current_context().calls), *states, **arguments)
+    index, latent = next(current_context().calls), getattr(module, "latent", None)
+    if latent is None:
+        return _attend_as(module, index, query, *states, **arguments)
+    out, _ = _attend_as(module, index, latent.absorb(query), *states, **arguments)
+    return latent.values(out), None
 
 
 def _attend_as(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pagemill.engine.layers.latent.shape import LatentShape
 from pagemill.kernels.types.layer_cache import largest_number
 
 _MOST_GROUPS = 8
@@ -31,6 +32,8 @@ class KVCacheShape:
     dtype: torch.dtype
     groups: tuple[LayerGroup, ...] = ()
     """Every layer is in one of them; none: all layers read everything."""
+    latent: LatentShape | None = None
+    """Of the latents that are the keys of the one KV head; their values are not kept a second time."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -45,9 +48,21 @@ class KVCacheShape:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers of a group, keys and values."""
+        kinds = 2 if self.latent is None else 1
+        return self._block_bytes(kinds * self.num_kv_heads, kinds * self.num_kv_heads * self.head_dim)
+
+    @property
+    def expanded_block_bytes(self) -> int | None:
+        """The same with all heads' keys and values in place of latents; None: the cache has no latents."""
+        if self.latent is None:
+            return None
+        return self._block_bytes(2 * self.latent.num_heads, self.latent.expanded)
+
+    def _block_bytes(self, vectors: int, numbers: int) -> int:
+        """Return the bytes of a block by the vectors of a token, and their numbers in all."""
         scale_bytes = 0 if largest_number(self.dtype) is None else torch.float32.itemsize
-        head = self.head_dim * self.dtype.itemsize + scale_bytes
-        return self.pool_layers * 2 * self.num_kv_heads * self.block_size * head
+        token_bytes = numbers * self.dtype.itemsize + vectors * scale_bytes
+        return self.pool_layers * self.block_size * token_bytes
 
 
 def layer_groups(windows: Sequence[int | None], max_model_len: int) -> tuple[LayerGroup, ...]:

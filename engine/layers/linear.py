@@ -78,7 +78,7 @@ class Linear(nn.Module):
     def of(cls, layers: Sequence[nn.Linear], make_product: MakeProduct) -> Linear:
         """Merge layers into one with their outputs concatenated. It takes over their weights."""
         part = layers[0] if isinstance(layers[0], PartialLinear) else None
-        weights = [_weight_of(layer) for layer in layers]
+        weights = [weight_of(layer) for layer in layers]
         is_quantized = any(isinstance(weight, QuantizedWeight) for weight in weights)
         bias = None if part is not None else _joined_bias(layers)
         product = make_product(weights, bias)
@@ -182,7 +182,8 @@ def note_paths(module: nn.Module) -> None:
             layer.path = path
 
 
-def _weight_of(layer: nn.Linear) -> Weight:
+def weight_of(layer: nn.Linear) -> Weight:
+    """Return the weight of a layer, as its checkpoint keeps it."""
     stored: QuantizedWeight | None = getattr(layer, "stored", None)
     return layer.weight.detach() if stored is None else stored
 

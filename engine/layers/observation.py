@@ -16,6 +16,7 @@ import torch
 
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.layers.attention import refuse_unknown
+from pagemill.engine.layers.latent.shape import LatentShape
 from pagemill.engine.layers.library import ALL_ATTENTION_FUNCTIONS, register_mask_function
 
 _OBSERVED = "pagemill_observed"
@@ -39,6 +40,8 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     """Of keys or values."""
+    latent: LatentShape | None = None
+    """Of latents, which are cached as the keys of one KV head; None: keys and values are cached."""
 
 
 @dataclass(slots=True)

@@ -83,8 +83,9 @@ class LoadedModel:
         if (seen := self.attention) is not None:
             groups = layer_groups(seen.windows, max_model_len)
             return KVCacheShape(
-                len(seen.windows), seen.num_kv_heads, seen.head_dim, block_size, self.dtype, groups
-            )
+                len(seen.windows), seen.num_kv_heads, seen.head_dim, block_size, self.dtype, groups,
+                latent=seen.latent,
+            )  # fmt: skip
         groups = layer_groups(layer_windows(self.module, self.family.decoder), max_model_len)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         heads = self.share.of_kv_heads(self.family.num_kv_heads(config))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,6 +21,9 @@ class LayerCache:
     fp32, fp16 and bf16 hold the numbers themselves. int8 and fp8 (e4m3) hold them divided by the slot's scale for
     that head, which is the largest of them over the largest number of the dtype: no calibration, and one token's
     outlier costs no other token its precision.
+
+    Values may be the keys themselves (`sharing_values`): of latent attention, which reads its values from the first
+    numbers of its keys.
     """
 
     keys: torch.Tensor
@@ -47,12 +50,32 @@ class LayerCache:
         return self.key_scales is not None
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything that a block consists of; the first dimension of each is the block."""
+        """Everything that a block consists of, each tensor once; the first dimension of each is the block."""
         yield self.keys
-        yield self.values
+        if self.values is not self.keys:
+            yield self.values
         if self.key_scales is not None and self.value_scales is not None:
             yield self.key_scales
-            yield self.value_scales
+            if self.value_scales is not self.key_scales:
+                yield self.value_scales
+
+    def sharing_values(self) -> LayerCache:
+        """Return the cache with its keys as values."""
+        return replace(self, values=self.keys, value_scales=self.key_scales)
+
+    def converted(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> LayerCache:
+        """Return the cache with each of its tensors converted; what is shared stays so."""
+        tensors = {id(tensor): convert(tensor) for tensor in self.tensors()}
+        key_scales, value_scales = (
+            None if scales is None else tensors[id(scales)] for scales in (self.key_scales, self.value_scales)
+        )
+        return replace(
+            self,
+            keys=tensors[id(self.keys)],
+            values=tensors[id(self.values)],
+            key_scales=key_scales,
+            value_scales=value_scales,
+        )
 
 
 def largest_number(dtype: torch.dtype) -> float | None:

@@ -7,12 +7,14 @@ not compute; `pagemill.engine.execution.model_probe` compares its logits with tr
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.layers.latent.shape import LatentShape
 from pagemill.engine.layers.library import CAUSAL_LM_NAMES
 from pagemill.engine.layers.observation import AttentionShape, observe_attention
 from pagemill.engine.models.families.family import Family, RawConfig, native_config
@@ -54,11 +56,19 @@ def attention_shape(module: Any) -> AttentionShape:
     if any(hasattr(part, "create_position_ids_from_input_ids") for part in module.modules()):
         raise refusal(model_type, "its positions begin past the padding token's id")
     try:
-        return observe_attention(module, module.config.num_hidden_layers)
+        return _with_latents(module, observe_attention(module, module.config.num_hidden_layers))
     except ModelLoadError as error:
         raise refusal(model_type, str(error)) from error
     except Exception as error:  # transformers' code may raise anything
         raise refusal(model_type, f"its forward pass fails ({error!r})") from error
+
+
+def _with_latents(module: Any, seen: AttentionShape) -> AttentionShape:
+    """Return the shape of a cache of latents, if every attention has them, of one size."""
+    latents = [shape for part in module.modules() if (shape := LatentShape.of(part)) is not None]
+    if len(latents) != len(seen.windows) or len(set(latents)) != 1:
+        return seen
+    return replace(seen, num_kv_heads=1, head_dim=latents[0].cached, latent=latents[0])
 
 
 def _build_config(model_type: str, raw: RawConfig) -> PretrainedConfig:

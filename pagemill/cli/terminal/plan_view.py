@@ -85,7 +85,12 @@ def _lines(answer: Answer) -> Iterator[tuple[str, str, str]]:
     yield (
         "KV blocks",
         f"{plan.kv_blocks:,}",
-        f"of {model.block_size} tokens and {_size(model.block_bytes)}: {_size(plan.kv_bytes)}",
+        f"of {model.block_size} tokens and {_size(model.block_bytes)}: {_size(plan.kv_bytes)}"
+        + (
+            ""
+            if model.expanded_block_bytes is None
+            else f"; latents, instead of {_size(model.expanded_block_bytes)} of keys and values"
+        ),
     )
     yield (
         "rows",

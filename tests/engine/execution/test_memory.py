@@ -64,6 +64,7 @@ def test_weights_and_caches_go_at_once(
     monkeypatch.setattr(CpuBackend, "captures_graphs", has_graphs)
     llm = LLM(str(directory), **_SETTINGS, enable_prefix_caching=True)
     llm.generate([[1, 2, 3]], [SamplingParams(temperature=0, max_tokens=4)], use_tqdm=False)
+    gc.collect()  # what compiling the kernels has left, where they were not in their cache
     found = tensors_of(llm)
     assert len(found) > 10
     if is_closed:

@@ -76,6 +76,8 @@ class DeviceBackend(ABC):
     """Random rows are drawn by `pagemill.kernels.dispatch.sample_tokens`, which neither sorts nor waits."""
     int8_scale_span: str
     """The extent of one scale in int8 products."""
+    int8_input_group = 1
+    """Inputs that share one, where that is a fixed number."""
 
     def tune_process(self, num_threads: int | None) -> None:
         """Apply the settings of a whole process, before its model is loaded."""

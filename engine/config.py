@@ -141,9 +141,8 @@ class EngineConfig:
                 setting="max_adapters",
             )
         size = self.tensor_parallel_size
-        # int8 scales its activations by a token's largest number, but each rank sees only some; bitwise tiers
-        # promise an order of sums that ranks don't keep.
-        for name in ("quantization", "batch_invariant", "adapters"):
+        # Bitwise tiers promise an order of sums that ranks don't keep; only rank 0 has a pool of adapters.
+        for name in ("batch_invariant", "adapters"):
             value = getattr(self, name)
             if size > 1 and value:
                 message = f"{name}={value!r} with tensor_parallel_size={size} is not supported"

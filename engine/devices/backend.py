@@ -81,6 +81,8 @@ class DeviceBackend(ABC):
     """The largest steps run before a model serves, to measure their memory and to compile their kernels."""
     int8_scale_span: str
     """The extent of one scale in int8 products."""
+    int8_input_group = 1
+    """Inputs that share one, where that is a fixed number."""
 
     def tune_process(self, num_threads: int | None) -> None:
         """Apply the settings of a whole process, before its model is loaded."""

@@ -65,7 +65,8 @@ def _has_bf16_products() -> bool:
 
 class CpuBackend(DeviceBackend):
     device = torch.device("cpu")
-    int8_scale_span = f"{grouped_int8.GROUP} inputs"
+    int8_input_group = grouped_int8.GROUP
+    int8_scale_span = f"{int8_input_group} inputs"
 
     def check(self, config: EngineConfig, dtype: torch.dtype) -> None:
         if config.batch_invariant and not (self.has_kernels(dtype) and torch._C._has_mkldnn):

@@ -37,6 +37,12 @@ class CudaBackend(DeviceBackend):
             raise ConfigError(NO_BATCH_INVARIANCE)
         if (size := config.tensor_parallel_size) > (found := torch.cuda.device_count()):
             raise ConfigError(f"tensor_parallel_size={size} takes as many GPUs; torch finds {found}")
+        if size > 1 and config.quantization == "int8":
+            raise ConfigError(
+                f"quantization='int8' with tensor_parallel_size={size} is not supported on a GPU: a scale spans a "
+                "token's activations, of which a rank sees a part; use a quantised checkpoint (docs/quantization.md)",
+                setting="quantization",
+            )
         is_fp8 = config.kv_cache_dtype == "fp8"
         if is_fp8 and not self._has_float8():
             raise ConfigError(

@@ -6,6 +6,8 @@ that a check for exactly `nn.Linear` rejects them: merging one with its neighbou
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -31,14 +33,9 @@ class PartialLinear(nn.Linear):
 class RowParallelLinear(PartialLinear):
     """y = sum over the ranks of x_r W_r^T, + b: a rank has some inputs. Takes [..., in_features of the rank]."""
 
-    def __init__(self, whole: nn.Linear, in_features: int, group: RankGroup) -> None:
-        super().__init__(
-            in_features,
-            whole.out_features,
-            bias=whole.bias is not None,
-            device=whole.weight.device,
-            dtype=whole.weight.dtype,
-        )
+    def __init__(self, in_features: int, out_features: int, group: RankGroup, **options: Any) -> None:
+        """`in_features`: the rank's; `options`: of `nn.Linear`."""
+        super().__init__(in_features, out_features, **options)
         self._group = group
 
     def complete(self, out: torch.Tensor) -> torch.Tensor:

@@ -1,25 +1,16 @@
-"""Assigns parts of tensors to ranks, by the plan that transformers' models carry."""
+"""Assigns parts of tensors to ranks, by what a family declares or by the plan that transformers' models carry."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.layers.quantized_weight import Weight, inputs_of, joined, outputs_of
-
-COLUMNS, ROWS = "colwise", "rowwise"
-"""transformers' terms. Columns: a rank has some of the outputs. Rows: it has some of the inputs, and the
-ranks' results are summed."""
-_REPLICATED = ("replicated_with_grad_allreduce",)
-# Phi 3's layers that hold several projections in one, and those that read their output. transformers has
-# every rank gather the whole product, because a plain cut of it would give one rank the queries and the next
-# one the keys. Here each projection in it is cut separately, so that a rank continues with its own heads and
-# channels.
-_MERGED, _BEHIND_MERGED = "colwise_gather_output", "rowwise_split_input"
-_MERGED_LAYERS = ("qkv_proj", "gate_up_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,47 +34,125 @@ class Share:
         return slice(head, head + 1)
 
 
-class ShardingPlan:
-    """A model's plan: the linear layers that are split, and along which side."""
+Section = Literal["heads", "kv_heads", "channels"]
+"""Outputs by what they are cut into: query heads, KV heads, or single channels."""
 
-    def __init__(self, styles: Mapping[str, str], share: Share, num_heads: int, num_kv_heads: int) -> None:
-        """`styles`: by module name, with a * for the number of a layer."""
-        self.share = share
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A layer of which a rank has some of the outputs."""
+
+    sections: tuple[Section, ...]
+    """The projections in it, one after another; each is cut by itself."""
+    by_kv_head: bool = False
+    """The sections repeat for each KV head: its query heads, its key, its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A layer of which a rank has some of the inputs; the ranks' results are summed."""
+
+
+Cut = Columns | Rows
+CHANNELS, KV_HEADS, MERGED_MLP = (
+    Columns(("channels",)),
+    Columns(("kv_heads",)),
+    Columns(("channels", "channels")),
+)
+MERGED_QKV = Columns(("heads", "kv_heads", "kv_heads"))
+QKV_BY_KV_HEAD = Columns(MERGED_QKV.sections, by_kv_head=True)
+INPUTS = Rows()
+_STYLES: dict[str, Cut] = {"colwise": CHANNELS, "rowwise": INPUTS}
+"""transformers' terms."""
+_REPLICATED = ("replicated_with_grad_allreduce",)
+_KV_PROJECTIONS = ("k_proj", "v_proj")
+
+
+def _intermediate_size(model_config: Any) -> int:
+    return int(model_config.intermediate_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSplit:
+    """A family's declaration of how its layers are divided among ranks."""
+
+    layers: Mapping[str, Cut]
+    """By module name, with a * for the number of a layer. The others are on every rank, whole."""
+    intermediate_size: Callable[[Any], int] = _intermediate_size
+    """From a configuration, as is `blocks`."""
+    blocks: Callable[[Any], int] | None = None
+    """Returns the number of blocks of heads whose projections lie together: ranks have whole ones."""
+    head_counts: tuple[str, ...] = ()
+    """Attributes of the modules around these layers that count query heads."""
+    kv_head_counts: tuple[str, ...] = ()
+    head_widths: tuple[str, ...] = ()
+    """Attributes that hold the width of all query heads together."""
+    counts_in_config: bool = False
+    """Attention takes its head counts from its configuration."""
+    has_transposed_weights: bool = False
+    """The layers' weights are stored as [in_features, out_features] (GPT-2's Conv1D)."""
+
+
+class ShardingPlan:
+    """A model's linear layers that are split, and a rank's part of each."""
+
+    def __init__(self, split: TensorSplit, share: Share, num_heads: int, num_kv_heads: int) -> None:
+        """`num_heads` and `num_kv_heads` are the whole model's."""
+        self.split, self.share = split, share
         self.num_heads = num_heads // share.size
         """The rank's own, as is `num_kv_heads`."""
         kv_heads = share.of_kv_heads(num_kv_heads)
         self.num_kv_heads = kv_heads.stop - kv_heads.start
         self._all_heads, self._all_kv_heads = num_heads, num_kv_heads
-        self._styles = [
-            (re.compile(rf"(?:^|\.){re.escape(name).replace(re.escape('*'), '[0-9]+')}$"), style)
-            for name, style in styles.items()
-            if style not in _REPLICATED
+        self._layers = [
+            (re.compile(rf"(?:^|\.){re.escape(name).replace(re.escape('*'), '[0-9]+')}$"), layer)
+            for name, layer in split.layers.items()
         ]
 
-    def style(self, module_name: str) -> str | None:
+    def layer(self, module_name: str) -> Cut | None:
         """Return a module's split; None: every rank has all of it."""
-        return next((style for pattern, style in self._styles if pattern.search(module_name)), None)
+        return next((layer for pattern, layer in self._layers if pattern.search(module_name)), None)
 
-    def outputs(self, module_name: str, count: int) -> list[slice]:
-        """Return a rank's parts of a column-parallel layer's outputs, in order."""
-        match module_name.rpartition(".")[2]:
-            case "k_proj" | "v_proj":
-                return [self._kv_outputs(0, count // self._all_kv_heads)]
-            case "qkv_proj":
-                head_size = count // (self._all_heads + 2 * self._all_kv_heads)
-                keys = self._all_heads * head_size
-                values = keys + self._all_kv_heads * head_size
-                queries = self.share.of(keys)
-                return [queries, self._kv_outputs(keys, head_size), self._kv_outputs(values, head_size)]
-            case "gate_up_proj":
-                gate = self.share.of(count // 2)
-                return [gate, slice(gate.start + count // 2, gate.stop + count // 2)]
-        return [self.share.of(count)]
+    def missing(self, module_names: Iterable[str]) -> list[str]:
+        """Return the layers to be split that a model with these modules lacks."""
+        names = list(module_names)
+        return [
+            layer
+            for (pattern, _), layer in zip(self._layers, self.split.layers, strict=True)
+            if not any(pattern.search(name) for name in names)
+        ]
 
-    def _kv_outputs(self, begin: int, head_size: int) -> slice:
-        """Return the outputs of a rank's KV heads in a projection that begins at output `begin`."""
-        heads = self.share.of_kv_heads(self._all_kv_heads)
-        return slice(begin + heads.start * head_size, begin + heads.stop * head_size)
+    def outputs(self, columns: Columns, count: int) -> list[slice]:
+        """Return a rank's parts of a layer's outputs, in order."""
+        return self._by_kv_head(count) if columns.by_kv_head else self._by_section(columns.sections, count)
+
+    def _by_section(self, sections: tuple[Section, ...], count: int) -> list[slice]:
+        sizes = {"heads": self._all_heads, "kv_heads": self._all_kv_heads, "channels": 1}
+        width = count // sum(sizes[section] for section in sections)
+        begin, parts = 0, []
+        for section in sections:
+            end = begin + sizes[section] * width
+            if section == "kv_heads":
+                heads = self.share.of_kv_heads(self._all_kv_heads)
+                part = slice(heads.start * width, heads.stop * width)
+            else:
+                part = self.share.of(end - begin)
+            parts.append(slice(begin + part.start, begin + part.stop))
+            begin = end
+        return parts
+
+    def _by_kv_head(self, count: int) -> list[slice]:
+        group = self._all_heads // self._all_kv_heads
+        head_size = count // (self._all_kv_heads * (group + 2))
+        heads, kv_heads = self.share.of(self._all_heads), self.share.of_kv_heads(self._all_kv_heads)
+        parts = []
+        for kv_head in range(kv_heads.start, kv_heads.stop):
+            first = kv_head * group
+            own = max(heads.start, first) - first, min(heads.stop, first + group) - first
+            begin = kv_head * (group + 2)
+            for start, stop in (own, (group, group + 2)):
+                parts.append(slice((begin + start) * head_size, (begin + stop) * head_size))
+        return _without_seams(parts)
 
     def cut(self, tensors: Mapping[str, Weight]) -> dict[str, Weight]:
         """Cut a checkpoint's tensors to a rank's share. Only the part kept of a mapped file is ever read."""
@@ -91,58 +160,53 @@ class ShardingPlan:
 
     def _cut(self, name: str, tensor: Weight) -> Weight:
         module_name, _, kind = name.rpartition(".")
-        match self.style(module_name):
-            case "colwise":
-                parts = self.outputs(module_name, tensor.shape[0])
-                return joined([outputs_of(tensor, part) for part in parts])
-            case "rowwise" if kind == "weight":
-                return inputs_of(tensor, self.share.of(tensor.shape[1]))
+        layer = self.layer(module_name)
+        is_transposed = self.split.has_transposed_weights and kind == "weight"
+        if layer is not None and is_transposed and isinstance(tensor, torch.Tensor):
+            tensor = tensor.t()
+        if isinstance(layer, Columns):
+            return joined([outputs_of(tensor, part) for part in self.outputs(layer, tensor.shape[0])])
+        if isinstance(layer, Rows) and kind == "weight":
+            return inputs_of(tensor, self.share.of(tensor.shape[1]))
         return tensor
 
 
-def sharding_plan(model_config: Any, share: Share, num_kv_heads: int) -> ShardingPlan:
-    """Return the plan of one of transformers' causal language models, checked against its sizes.
+def _without_seams(parts: list[slice]) -> list[slice]:
+    """Merge parts that follow each other, so that of a mapped file they are one view."""
+    merged = parts[:1]
+    for part in parts[1:]:
+        if part.start == merged[-1].stop:
+            merged[-1] = slice(merged[-1].start, part.stop)
+        else:
+            merged.append(part)
+    return merged
+
+
+def planned_split(model_config: Any) -> TensorSplit:
+    """Return the split that transformers plans for one of its causal language models.
 
     The head over the vocabulary is not in it: `sharded_linear.GatheredHead` splits that, tied to the
     embeddings or not.
 
     Raises:
-        ConfigError: the model has no plan, or an unsupported one, or a number does not divide.
+        ConfigError: the model has no plan, or an unsupported one.
     """
     planned: dict[str, str] = dict(getattr(model_config, "base_model_tp_plan", None) or {})
-    styles = {name: _without_gathering(name, style) for name, style in planned.items()}
     kind = model_config.model_type
-    if not styles:
+    if not planned:
         raise ConfigError(
-            f"tensor_parallel_size={share.size}: transformers has no tensor parallel plan for {kind} models; use 1"
+            f"tensor_parallel_size: neither Pagemill nor transformers has a plan to split {kind} models; use 1",
+            setting="tensor_parallel_size",
         )
-    unknown = sorted(set(styles.values()) - {COLUMNS, ROWS, *_REPLICATED})
+    unknown = sorted(set(planned.values()) - {*_STYLES, *_REPLICATED})
     if unknown:
         raise ConfigError(
-            f"tensor_parallel_size={share.size}: the tensor parallel plan of {kind} models asks for {unknown[0]!r}, "
-            "which is not supported; use 1"
+            f"tensor_parallel_size: the tensor parallel plan of {kind} models asks for {unknown[0]!r}, "
+            "which is not supported; use 1",
+            setting="tensor_parallel_size",
         )
-    _check_sizes(model_config, share.size, num_kv_heads)
-    return ShardingPlan(styles, share, model_config.num_attention_heads, num_kv_heads)
-
-
-def _without_gathering(name: str, style: str) -> str:
-    """Return a layer's style when the projections merged in it are cut one by one."""
-    if style == _MERGED and name.rpartition(".")[2] in _MERGED_LAYERS:
-        return COLUMNS
-    return ROWS if style == _BEHIND_MERGED else style
-
-
-def _check_sizes(model_config: Any, size: int, num_kv_heads: int) -> None:
-    for name in ("num_attention_heads", "intermediate_size"):
-        count = getattr(model_config, name)
-        if count % size:
-            raise ConfigError(f"tensor_parallel_size={size} does not divide the model's {name} of {count}")
-    if num_kv_heads % size and size % num_kv_heads:
-        raise ConfigError(
-            f"tensor_parallel_size={size} neither divides the model's {num_kv_heads} KV heads nor is a multiple of them"
-        )
-    if model_config.vocab_size < size:
-        raise ConfigError(
-            f"tensor_parallel_size={size} is more than the model's vocab_size of {model_config.vocab_size}"
-        )
+    layers: dict[str, Cut] = {name: _STYLES[style] for name, style in planned.items() if style in _STYLES}
+    for name in layers:
+        if name.rpartition(".")[2] in _KV_PROJECTIONS:
+            layers[name] = KV_HEADS
+    return TensorSplit(layers=layers)

@@ -26,7 +26,7 @@ from pagemill.engine.layers.library import causal_lm_class
 from pagemill.engine.layers.observation import AttentionShape
 from pagemill.engine.layers.positions.rope import depends_on_length, fix_frequencies, stretched_context
 from pagemill.engine.layers.rank_group import RankGroup
-from pagemill.engine.layers.share import ShardingPlan, Share, sharding_plan
+from pagemill.engine.layers.share import ShardingPlan, Share, TensorSplit, planned_split
 from pagemill.engine.models.checkpoint import read_config, read_scheme, read_tensors, weight_files
 from pagemill.engine.models.directory import model_directory
 from pagemill.engine.models.families.family import Family, unchanged
@@ -38,6 +38,7 @@ from pagemill.engine.models.quantized.reader import join_parts, place, placehold
 from pagemill.engine.models.quantized.scheme import Scheme
 from pagemill.engine.models.sharding import finish_sharding, sharded_class
 from pagemill.engine.models.source import ModelSource
+from pagemill.engine.models.split_sizes import SplitSizes
 from pagemill.engine.text.tokenizer import generation_eos_token_ids
 
 logger = logging.getLogger(__name__)
@@ -113,13 +114,18 @@ def check_split(config: EngineConfig) -> None:
     family = find_family(raw := read_config(directory))
     _refuse_unshown(family, config)
     model_config = _build_config(family, raw, directory)
-    _sharding_plan(family, model_config, Share(0, size))
     scheme, device = read_scheme(directory), find_device(config.device)
+    SplitSizes.of(
+        model_config,
+        _tensor_split(family, model_config),
+        family.num_kv_heads(model_config),
+        device.int8_input_group if config.quantization == "int8" else 1,
+    ).check(size)
     device.check(config, resolve_dtype(config, model_config, device, is_quantised=scheme is not None))
 
 
-def _sharding_plan(family: Family, model_config: Any, share: Share) -> ShardingPlan:
-    return sharding_plan(model_config, share, family.num_kv_heads(model_config))
+def _tensor_split(family: Family, model_config: Any) -> TensorSplit:
+    return family.split or planned_split(model_config)
 
 
 def load_model(
@@ -248,7 +254,9 @@ def _load_module(
     scheme = read_scheme(directory)
     plan = None
     if group is not None:
-        plan = _sharding_plan(family, model_config, Share(group.rank, group.size))
+        split, share = _tensor_split(family, model_config), Share(group.rank, group.size)
+        num_kv_heads = family.num_kv_heads(model_config)
+        plan = ShardingPlan(split, share, model_config.num_attention_heads, num_kv_heads)
     try:
         if is_dummy:
             torch.manual_seed(config.seed)

@@ -11,7 +11,7 @@ from torch import nn
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.layers.rank_group import RankGroup
 from pagemill.engine.layers.sharded_linear import GatheredHead, RowParallelLinear
-from pagemill.engine.layers.share import COLUMNS, ShardingPlan
+from pagemill.engine.layers.share import Cut, Rows, ShardingPlan
 
 
 def sharded_class(module_class: Any, plan: ShardingPlan, group: RankGroup) -> Any:
@@ -35,38 +35,47 @@ def finish_sharding(module: Any, plan: ShardingPlan, group: RankGroup) -> None:
         slopes = getattr(child, "alibi_slopes", None)
         if isinstance(slopes, torch.Tensor):
             child.alibi_slopes = slopes[plan.share.of(len(slopes))].clone()
-        if hasattr(child, "qkv_proj"):
-            _give_own_heads(child, plan)
+    for parent in {name.rpartition(".")[0]: None for name, _ in module.named_modules() if plan.layer(name)}:
+        _count_own_heads(module.get_submodule(parent), plan)
 
 
-def _give_own_heads(attention: Any, plan: ShardingPlan) -> None:
-    """Give an attention that splits queries from keys by its configuration's heads a config with the rank's."""
-    attention.config = copy.copy(attention.config)
-    attention.config.num_attention_heads = plan.num_heads
-    attention.config.num_key_value_heads = attention.num_key_value_heads = plan.num_kv_heads
+def _count_own_heads(parent: Any, plan: ShardingPlan) -> None:
+    """Have a module with split layers count the rank's heads."""
+    split = plan.split
+    for name in split.head_widths:
+        if hasattr(parent, name):
+            setattr(parent, name, getattr(parent, name) // plan.share.size)
+    for names, count in ((split.head_counts, plan.num_heads), (split.kv_head_counts, plan.num_kv_heads)):
+        for name in names:
+            if hasattr(parent, name):
+                setattr(parent, name, count)
+    if split.counts_in_config and hasattr(parent, "config"):
+        parent.config = copy.copy(parent.config)
+        parent.config.num_attention_heads = plan.num_heads
+        parent.config.num_key_value_heads = plan.num_kv_heads
 
 
 def _shrink_layers(module: nn.Module, plan: ShardingPlan, group: RankGroup) -> None:
+    if missing := plan.missing(name for name, _ in module.named_modules()):
+        raise ConfigError(f"tensor_parallel_size={group.size}: the model has no {missing[0]} to split; use 1")
     for name, layer in list(module.named_modules()):
-        style = plan.style(name)
-        if style is None:
+        if (cut := plan.layer(name)) is None:
             continue
-        if type(layer) is not nn.Linear:
+        if not isinstance(layer, nn.Linear) and not plan.split.has_transposed_weights:
             raise ConfigError(
                 f"tensor_parallel_size={group.size}: the plan splits {name}, which is no linear layer"
             )
         parent, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(parent), attribute, _part_of(layer, name, style, plan, group))
+        setattr(module.get_submodule(parent), attribute, _part_of(layer, cut, plan, group))
 
 
-def _part_of(layer: nn.Linear, name: str, style: str, plan: ShardingPlan, group: RankGroup) -> nn.Linear:
-    if style != COLUMNS:
-        inputs = plan.share.of(layer.in_features)
-        return RowParallelLinear(layer, inputs.stop - inputs.start, group)
-    return nn.Linear(
-        layer.in_features,
-        sum(part.stop - part.start for part in plan.outputs(name, layer.out_features)),
-        bias=layer.bias is not None,
-        device=layer.weight.device,
-        dtype=layer.weight.dtype,
-    )
+def _part_of(layer: Any, cut: Cut, plan: ShardingPlan, group: RankGroup) -> nn.Linear:
+    out_features, in_features = layer.weight.shape
+    if plan.split.has_transposed_weights:
+        in_features, out_features = out_features, in_features
+    options = {"bias": layer.bias is not None, "device": layer.weight.device, "dtype": layer.weight.dtype}
+    if isinstance(cut, Rows):
+        inputs = plan.share.of(in_features)
+        return RowParallelLinear(inputs.stop - inputs.start, out_features, group, **options)
+    outputs = plan.outputs(cut, out_features)
+    return nn.Linear(in_features, sum(part.stop - part.start for part in outputs), **options)

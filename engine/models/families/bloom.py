@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from pagemill.engine.layers.attention import attend
 from pagemill.engine.layers.positions.alibi import alibi_slopes
+from pagemill.engine.layers.share import CHANNELS, INPUTS, QKV_BY_KV_HEAD, TensorSplit
 from pagemill.engine.models.families.family import Family, RawConfig, native_config, replace_attention
 from pagemill.kernels.types.scoring import Scoring
 
@@ -45,6 +46,17 @@ def _adapt(module: nn.Module) -> None:
             child.slow_but_exact = False
 
 
+_SPLIT = TensorSplit(
+    layers={
+        "h.*.self_attention.query_key_value": QKV_BY_KV_HEAD,
+        "h.*.self_attention.dense": INPUTS,
+        "h.*.mlp.dense_h_to_4h": CHANNELS,
+        "h.*.mlp.dense_4h_to_h": INPUTS,
+    },
+    intermediate_size=lambda config: 4 * int(config.hidden_size),
+    head_counts=("num_heads",),
+)
+
 BLOOM = Family(
     name="BLOOM",
     model_types=("bloom",),
@@ -52,5 +64,6 @@ BLOOM = Family(
     build_config=_build_config,
     adapt=_adapt,
     has_attention_interface=False,
+    split=_SPLIT,
     extrapolates=lambda _config: True,
 )

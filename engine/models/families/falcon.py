@@ -13,6 +13,7 @@ from transformers import FalconConfig, PretrainedConfig
 
 from pagemill.engine.layers.attention import attend
 from pagemill.engine.layers.positions.alibi import alibi_slopes
+from pagemill.engine.layers.share import CHANNELS, INPUTS, QKV_BY_KV_HEAD, TensorSplit
 from pagemill.engine.models.families.family import Family, RawConfig, replace_attention
 from pagemill.kernels.types.scoring import Scoring
 
@@ -49,9 +50,9 @@ def _forward(
     position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
-    num_tokens, num_kv_heads = hidden_states.shape[1], num_kv_heads_of(self.config)
+    num_tokens = hidden_states.shape[1]
     # Every layout is the same: per KV head, the query heads that share it, its key, its value.
-    heads = self.query_key_value(hidden_states).view(1, num_tokens, num_kv_heads, -1, self.head_dim)
+    heads = self.query_key_value(hidden_states).view(1, num_tokens, self.num_kv_heads, -1, self.head_dim)
     query, key, value = heads[..., :-2, :].flatten(2, 3), heads[..., -2, :], heads[..., -1, :]
     if self.alibi_slopes is None:
         assert position_embeddings is not None
@@ -73,12 +74,24 @@ def _adapt(module: nn.Module) -> None:
             child.__class__ = nn.Linear
     rotate = staticmethod(apply_rotary_pos_emb)
     for attention in replace_attention(module, FalconAttention, forward=_forward, rotate=rotate):
+        attention.num_kv_heads = num_kv_heads_of(attention.config)
         slopes = None
         if attention.config.alibi:
             # Trained with slopes rounded to bf16, and with the bias inside the scaled product.
             slopes = alibi_slopes(attention.num_heads).bfloat16().float() * attention.inv_norm_factor
         attention.register_buffer("alibi_slopes", slopes, persistent=False)
 
+
+_SPLIT = TensorSplit(
+    layers={
+        "h.*.self_attention.query_key_value": QKV_BY_KV_HEAD,
+        "h.*.self_attention.dense": INPUTS,
+        "h.*.mlp.dense_h_to_4h": CHANNELS,
+        "h.*.mlp.dense_4h_to_h": INPUTS,
+    },
+    intermediate_size=lambda config: int(config.ffn_hidden_size),
+    kv_head_counts=("num_kv_heads",),
+)
 
 FALCON = Family(
     name="Falcon",
@@ -88,5 +101,6 @@ FALCON = Family(
     adapt=_adapt,
     has_attention_interface=False,
     num_kv_heads=num_kv_heads_of,
+    split=_SPLIT,
     extrapolates=lambda config: bool(config.alibi),
 )

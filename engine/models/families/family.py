@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.layers.decoder_traits import DecoderTraits
+from pagemill.engine.layers.share import TensorSplit
 
 RawConfig = Mapping[str, Any]
 """The content of config.json."""
@@ -62,6 +63,8 @@ class Family:
     has_attention_interface: bool = True
     """False: the modules compute attention themselves, and `adapt` replaces that."""
     num_kv_heads: Callable[[Any], int] = grouped_kv_heads
+    split: TensorSplit | None = None
+    """How ranks share its layers; None: as transformers plans it."""
     extrapolates: Callable[[Any], bool] = _never
     """Returns True if positions past the trained context are computable and sensible (ALiBi)."""
     is_generic: bool = False

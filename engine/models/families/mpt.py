@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from pagemill.engine.layers.attention import attend
 from pagemill.engine.layers.positions.alibi import mpt_alibi_slopes
+from pagemill.engine.layers.share import CHANNELS, INPUTS, MERGED_QKV, TensorSplit
 from pagemill.engine.models.families.family import (
     Family,
     RawConfig,
@@ -72,6 +73,17 @@ def _adapt(module: nn.Module) -> None:
     )
 
 
+_SPLIT = TensorSplit(
+    layers={
+        "blocks.*.attn.Wqkv": MERGED_QKV,
+        "blocks.*.attn.out_proj": INPUTS,
+        "blocks.*.ffn.up_proj": CHANNELS,
+        "blocks.*.ffn.down_proj": INPUTS,
+    },
+    intermediate_size=lambda config: 4 * int(config.hidden_size),
+    head_counts=("n_heads",),
+)
+
 MPT = Family(
     name="MPT",
     model_types=("mpt",),
@@ -79,5 +91,6 @@ MPT = Family(
     build_config=_build_config,
     adapt=_adapt,
     has_attention_interface=False,
+    split=_SPLIT,
     extrapolates=lambda _config: True,
 )

@@ -1,6 +1,6 @@
 """Families whose modules compute attention themselves: GPT-J, CodeGen, GPT-Neo, XGLM.
 
-All but XGLM do so in a method that takes queries, keys and values, rotated if they are; it alone is replaced.
+GPT-J and GPT-Neo do so in a method that takes queries, keys and values, rotated if they are; it alone is replaced.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from pagemill.engine.layers.attention import attend
+from pagemill.engine.layers.share import CHANNELS, INPUTS, TensorSplit
 from pagemill.engine.models.families.family import (
     Family,
     RawConfig,
@@ -19,7 +20,11 @@ from pagemill.engine.models.families.family import (
     replace_attention,
     require,
 )
+from pagemill.engine.models.families.native import gpt2_intermediate_size
 from pagemill.kernels.types.scoring import Scoring
+
+_CODEGEN_BLOCKS = 4
+"""Its projections lie together by the cores it was trained on: queries, values and keys of a quarter of the heads."""
 
 
 def _attend(
@@ -41,11 +46,28 @@ def _adapt_gptj(module: nn.Module) -> None:
         attention.scoring = Scoring(1.0 / attention.scale_attn)
 
 
-def _adapt_codegen(module: nn.Module) -> None:
-    from transformers.models.codegen.modeling_codegen import CodeGenAttention
+def _forward_codegen(
+    self: Any, hidden_states: torch.Tensor, *_: Any, position_ids: torch.Tensor, **__: Any
+) -> tuple[torch.Tensor, None]:
+    num_tokens = hidden_states.shape[1]
+    blocks = self.qkv_proj(hidden_states[0]).view(num_tokens, -1, 3, self.block_width)
+    query, value, key = (x.reshape(1, num_tokens, -1, self.head_dim) for x in blocks.unbind(2))
+    sin, cos = self.embed_positions[position_ids].to(key.dtype).chunk(2, dim=-1)
+    width = self.rotary_dim or self.head_dim
+    query, key = (
+        torch.cat([self.rotate(x[..., :width], sin, cos), x[..., width:]], dim=-1) for x in (query, key)
+    )
+    out = attend(self.layer_idx, query[0], key[0], value[0], self.scoring)
+    return self.out_proj(out.flatten(1))[None], None
 
-    for attention in replace_attention(module, CodeGenAttention, _attn=_attend):
+
+def _adapt_codegen(module: nn.Module) -> None:
+    from transformers.models.codegen.modeling_codegen import CodeGenAttention, apply_rotary_pos_emb
+
+    rotate = staticmethod(apply_rotary_pos_emb)
+    for attention in replace_attention(module, CodeGenAttention, forward=_forward_codegen, rotate=rotate):
         attention.scoring = Scoring(1.0 / attention.scale_attn)
+        attention.block_width = attention.embed_dim // _CODEGEN_BLOCKS
 
 
 def _adapt_gpt_neo(module: nn.Module) -> None:
@@ -78,6 +100,44 @@ def _adapt_xglm(module: nn.Module) -> None:
     replace_attention(module, XGLMAttention, forward=_forward_xglm)
 
 
+def _split(attention: str, mlp: tuple[str, str], **more: Any) -> TensorSplit:
+    """Return the split of separate projections; the names are those inside a layer."""
+    projections = {f"{attention}.{name}_proj": CHANNELS for name in "qkv"}
+    into, out = mlp
+    return TensorSplit(
+        layers={**projections, f"{attention}.out_proj": INPUTS, into: CHANNELS, out: INPUTS}, **more
+    )
+
+
+_GPTJ_SPLIT = _split(
+    "h.*.attn",
+    ("h.*.mlp.fc_in", "h.*.mlp.fc_out"),
+    intermediate_size=gpt2_intermediate_size,
+    head_counts=("num_attention_heads",),
+)
+_CODEGEN_SPLIT = TensorSplit(
+    layers={
+        "h.*.attn.qkv_proj": CHANNELS,
+        "h.*.attn.out_proj": INPUTS,
+        "h.*.mlp.fc_in": CHANNELS,
+        "h.*.mlp.fc_out": INPUTS,
+    },
+    intermediate_size=gpt2_intermediate_size,
+    blocks=lambda _config: _CODEGEN_BLOCKS,
+)
+_GPT_NEO_SPLIT = _split(
+    "h.*.attn.attention",
+    ("h.*.mlp.c_fc", "h.*.mlp.c_proj"),
+    intermediate_size=lambda config: int(config.intermediate_size or 4 * config.hidden_size),
+    head_counts=("num_heads",),
+)
+_XGLM_SPLIT = _split(
+    "layers.*.self_attn",
+    ("layers.*.fc1", "layers.*.fc2"),
+    intermediate_size=lambda config: int(config.ffn_dim),
+    head_counts=("num_heads",),
+)
+
 FAMILIES = (
     Family(
         name="CodeGen",
@@ -85,6 +145,7 @@ FAMILIES = (
         architectures=("CodeGenForCausalLM",),
         adapt=_adapt_codegen,
         has_attention_interface=False,
+        split=_CODEGEN_SPLIT,
     ),
     Family(
         name="GPT-J",
@@ -92,6 +153,7 @@ FAMILIES = (
         architectures=("GPTJForCausalLM",),
         adapt=_adapt_gptj,
         has_attention_interface=False,
+        split=_GPTJ_SPLIT,
     ),
     Family(
         name="GPT-Neo",
@@ -99,6 +161,7 @@ FAMILIES = (
         architectures=("GPTNeoForCausalLM",),
         adapt=_adapt_gpt_neo,
         has_attention_interface=False,
+        split=_GPT_NEO_SPLIT,
     ),
     Family(
         name="XGLM",
@@ -107,5 +170,6 @@ FAMILIES = (
         build_config=_build_xglm_config,
         adapt=_adapt_xglm,
         has_attention_interface=False,
+        split=_XGLM_SPLIT,
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from pagemill.engine.layers.decoder_traits import DecoderTraits
+from pagemill.engine.layers.share import INPUTS, MERGED_MLP, MERGED_QKV, TensorSplit
 from pagemill.engine.models.families.family import Family, RawConfig, native_config
 from pagemill.engine.models.families.llama_like import like_llama
 
@@ -19,8 +20,26 @@ def _build_phi3_config(raw: RawConfig) -> PretrainedConfig:
 
 
 _PHI3 = DecoderTraits(window="one")
+# transformers' own plan has every rank gather the merged products, since a plain cut would give one rank the queries
+# and the next one the keys.
+_PHI3_SPLIT = TensorSplit(
+    layers={
+        "layers.*.self_attn.qkv_proj": MERGED_QKV,
+        "layers.*.self_attn.o_proj": INPUTS,
+        "layers.*.mlp.gate_up_proj": MERGED_MLP,
+        "layers.*.mlp.down_proj": INPUTS,
+    },
+    counts_in_config=True,
+)
 
 FAMILIES = (
     Family(name="Phi 1, 1.5, 2", model_types=("phi",), architectures=("PhiForCausalLM",)),
-    like_llama("Phi 3, 3.5, 4", "phi3", "Phi3ForCausalLM", decoder=_PHI3, build_config=_build_phi3_config),
+    like_llama(
+        "Phi 3, 3.5, 4",
+        "phi3",
+        "Phi3ForCausalLM",
+        decoder=_PHI3,
+        build_config=_build_phi3_config,
+        split=_PHI3_SPLIT,
+    ),
 )

@@ -194,7 +194,7 @@ def test_rank_0_does_not_wait_for_a_rank_that_dies_on_its_way(
 def test_all_of_a_split_layer_moves_to_the_device() -> None:
     group = RankGroup(0, 2)
     whole = nn.Linear(6, 9)
-    for layer in (GatheredHead(whole, Share(0, 2), group), RowParallelLinear(whole, 3, group)):
+    for layer in (GatheredHead(whole, Share(0, 2), group), RowParallelLinear(3, 9, group)):
         state = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
         assert not state, "a plain attribute stays where it was made"
         layer.to("meta")

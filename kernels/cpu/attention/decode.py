@@ -172,7 +172,10 @@ def _merge(out, partials, stats, num_splits, partial_stride, stats_stride, head_
 
 @jit
 def _merge_rows(out, splits, num_splits, partials, stats, num_rows, num_heads, head_dim):
-    """Finish the rows that have several splits, and those that have none."""
+    """Finish the rows that have several splits, and those that have none.
+
+    `partials` and `stats` are arrays, so that the caller keeps them: by their addresses they would be freed before.
+    """
     split = 0
     for row in range(num_rows):
         first = split
@@ -185,8 +188,8 @@ def _merge_rows(out, splits, num_splits, partials, stats, num_rows, num_heads, h
             for head in range(num_heads):
                 _merge(
                     target + F32 * head * head_dim,
-                    partials + F32 * (splits[first, 3] * num_heads + head) * head_dim,
-                    stats + F32 * 2 * (first * num_heads + head),
+                    address_of(partials) + F32 * (splits[first, 3] * num_heads + head) * head_dim,
+                    address_of(stats) + F32 * 2 * (first * num_heads + head),
                     split - first,
                     num_heads * head_dim,
                     2 * num_heads,
@@ -323,6 +326,4 @@ def decode(
                     target = address_of(partials) + F32 * (partial * num_heads + head) * head_dim
                 _store_split(target, acc, task_stats, partial < 0, group, head_dim)
             turn = take(line_in(counter))
-    _merge_rows(
-        out, splits, num_splits, address_of(partials), address_of(stats), num_rows, num_heads, head_dim
-    )
+    _merge_rows(out, splits, num_splits, partials, stats, num_rows, num_heads, head_dim)

@@ -362,3 +362,11 @@ def test_huge_pages_are_advice_only():
     cpu.advise_huge_pages(tensor)
     assert tensor.fill_(1.0).sum() == 3_000_001
     assert not cpu.advise_huge_pages(torch.empty(1))
+
+
+def test_partial_results_live_until_they_are_merged() -> None:
+    """Of more than 32 MiB: pages that glibc gives back as soon as they are freed."""
+    step = make_step([(1, 1100)] * 6, group=512, num_kv_heads=1, head_dim=576)
+    merged = step.attend(scale=0.05)
+    step.metadata.num_decode_rows = 0  # the other kernel has no partial results
+    torch.testing.assert_close(merged, step.attend(scale=0.05), rtol=1e-5, atol=1e-5)

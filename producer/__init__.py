@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from pagemill.producer.client.dead_letter_flow import Replay
     from pagemill.producer.client.handles import BatchHandle, DeadLetters, JobHandle
     from pagemill.producer.client.replay.verification import Verification
+    from pagemill.producer.client.rollout.handles import AsyncModelRollout, ModelRollout
     from pagemill.producer.client.sync import Producer
     from pagemill.producer.wire.calls.dead_letters import DeadLetter, OpenedLetter
+    from pagemill.producer.wire.calls.rollouts import Rollout, RolloutStatus, SideFigures
     from pagemill.producer.wire.schema.dependencies import Condition
     from pagemill.producer.wire.schema.errors import (
         AccessDenied,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
         RedisUnavailable,
         ResultExpired,
         ResultTimeout,
+        RolloutRefused,
         StoreError,
         Unverifiable,
     )
@@ -72,6 +75,11 @@ __all__ = [
     "escape_places",
     "Promise",
     "Verification",
+    "ModelRollout",
+    "AsyncModelRollout",
+    "Rollout",
+    "RolloutStatus",
+    "SideFigures",
     "Job",
     "Message",
     "StructuredOutputs",
@@ -99,6 +107,7 @@ __all__ = [
     "ResultExpired",
     "StoreError",
     "Unverifiable",
+    "RolloutRefused",
     "JobError",
     "JobFailed",
     "JobDead",
@@ -114,6 +123,8 @@ _HOMES = {
     "pagemill.producer.client.dead_letter_flow": ("Replay",),
     "pagemill.producer.wire.schema.promise": ("Promise",),
     "pagemill.producer.client.replay.verification": ("Verification",),
+    "pagemill.producer.client.rollout.handles": ("ModelRollout", "AsyncModelRollout"),
+    "pagemill.producer.wire.calls.rollouts": ("Rollout", "RolloutStatus", "SideFigures"),
     "pagemill.producer.wire.calls.dead_letters": ("DeadLetter", "OpenedLetter"),
     "pagemill.producer.wire.schema.dependencies": ("Condition",),
     "pagemill.producer.wire.schema.templates": ("escape_places",),

@@ -108,7 +108,7 @@ def _verify_batch(
             if as_json:
                 typer.echo(found.model_dump_json())
             elif code:
-                typer.echo(f"{found.id}\t{found.exactness or 'no verdict'}\t{_detail(found)}")
+                typer.echo(f"{found.id}\t{found.exactness or 'no verdict'}\t{detail(found)}")
     listed = ", ".join(f"{count:,} {word}" for word, count in sorted(words.items()))
     say(f"{sum(codes.values()):,} jobs of batch {batch}: {listed or 'none is left'}")
     if codes[EXIT_NOT_SUCCEEDED]:
@@ -131,7 +131,7 @@ def _print(found: Verification, as_json: bool) -> None:
         "result": str(found.exactness),
         "promised": promise,
         "compared": ", ".join(comparison.compared),
-        "difference": _detail(found),
+        "difference": detail(found),
         "note": found.reason or "",
         "fingerprint": " and ".join(prints),
         "tier": " and ".join(tiers),
@@ -141,7 +141,7 @@ def _print(found: Verification, as_json: bool) -> None:
     views.print_rows((), [(name, value) for name, value in facts.items() if value])
 
 
-def _detail(found: Verification) -> str:
+def detail(found: Verification) -> str:
     """Return the first difference in words, or why there is no verdict."""
     if found.comparison is None:
         return found.reason or ""

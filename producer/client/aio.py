@@ -21,6 +21,7 @@ from pagemill.producer.client.preparer import JobLike, OnInvalid
 from pagemill.producer.client.replay import flow as replay
 from pagemill.producer.client.replay.flow import Placement, ReplayOptions
 from pagemill.producer.client.replay.verification import Verification
+from pagemill.producer.client.rollout.handles import AsyncModelRollout
 from pagemill.producer.client.submit_flow import OnFull, OnLate
 from pagemill.producer.client.tracing import publishing
 from pagemill.producer.wire.calls.usage import GROUPS, UsageFilter, UsageRow
@@ -145,6 +146,10 @@ class AsyncProducer(AsyncDriver):
         chosen = ReplayOptions(timeout=timeout, **options)
         flow = replay.verify_batch(self.queue, self.preparer, preparer.check_id(batch_id), sample, chosen)
         return self.iterate_flow(flow)
+
+    def rollout(self, model: str) -> AsyncModelRollout:
+        """Like Producer.rollout."""
+        return AsyncModelRollout(self, model)
 
     async def close(self) -> None:
         """Close the connections. Later use opens new ones."""

@@ -45,7 +45,7 @@ def _workers(queue: str, workers: list[WorkerInfo]) -> Finding:
 
 
 def _unserved(queue: str, stats: QueueStats, workers: list[WorkerInfo]) -> Finding:
-    served = {lane for worker in workers for lane in worker.lanes()}
+    served = {lane for worker in workers for lane in worker.served()}
     waiting: Counter[str] = Counter()
     for (_, _, model), jobs in stats.waiting.items():
         if model not in served:

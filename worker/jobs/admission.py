@@ -269,7 +269,7 @@ class Admission:
             self.blocked = None
             due_s = DOORBELL_S if reply.next_due_ms is None else reply.next_due_ms / 1000
             longest_s = FETCHING_S if num_fetching else DOORBELL_S
-            self._queue.wait_for_doorbell(lanes, min(longest_s, due_s))
+            self._queue.wait_for_doorbell(reply.bells or lanes, min(longest_s, due_s))
 
     def _servable_lanes(self) -> list[str]:
         """Return the lanes to pull from: none of adapters while jobs here wait for one to be in memory."""

@@ -78,7 +78,7 @@ def queue_figures(
         submitted=sum(stats.counts.values()),
         ended=ended,
         workers=stages,
-        serving=Counter(model for worker in workers if worker.state == "ready" for model in worker.lanes()),
+        serving=Counter(model for worker in workers if worker.state == "ready" for model in worker.served()),
         server=server,
     )
 

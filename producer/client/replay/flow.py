@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
@@ -47,11 +48,20 @@ class Placement(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """How copies run, and the seconds that each may take from submit to end."""
+    """How copies run, and the seconds that each may take from submit to end.
+
+    `revision`: on workers of that revision of the model, whatever computed the original.
+    """
 
     priority: Literal["high", "normal", "low"] = "low"
     timeout: float | None = None
     any_worker: bool = False
+    revision: str | None = None
+
+    @property
+    def is_anywhere(self) -> bool:
+        """True if a copy counts wherever it ran."""
+        return self.any_worker or self.revision is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,14 @@ def verify_batch(
     for start in range(0, len(positions), _IDS_AT_ONCE):
         found: list[str] = yield batches.sample(queue, batch_id, positions[start : start + _IDS_AT_ONCE])
         ids += found
+    yield from verify_each(queue, preparer, ids, options)
+
+
+def verify_each(
+    queue: str, preparer: Preparer, ids: Sequence[str], options: ReplayOptions
+) -> Flow[tuple[int, int]]:
+    """Emit a Verification for each job; returns how many agreed, of how many that were compared."""
+    agreed, compared = 0, 0
     waiting: deque[tuple[str, _Original | str]] = deque()
     for job_id in ids:
         try:
@@ -87,10 +105,12 @@ def verify_batch(
         except Unverifiable as error:
             begun = str(error)
         waiting.append((job_id, begun))
-        if len(waiting) == AT_ONCE:
-            yield Emit((yield from _settled(queue, preparer, waiting.popleft(), options)))
-    while waiting:
-        yield Emit((yield from _settled(queue, preparer, waiting.popleft(), options)))
+        while waiting and (len(waiting) == AT_ONCE or job_id == ids[-1]):
+            found = yield from _settled(queue, preparer, waiting.popleft(), options)
+            compared += found.exactness is not None
+            agreed += found.exactness not in (None, "neither")
+            yield Emit(found)
+    return agreed, compared
 
 
 def _settled(
@@ -162,8 +182,10 @@ def _check_workers(queue: str, job: Job, result: Result, options: ReplayOptions)
     name = job.model if job.adapter is None else f"{job.model} with adapter {job.adapter}"
     if not any(job.adapter is None or job.adapter in worker.adapters for worker in serving):
         raise Unverifiable(f"no live worker serves {name}")
+    if options.revision is not None and not any(worker.revision == options.revision for worker in serving):
+        raise Unverifiable(f"no live worker of {name} announces revision {options.revision}")
     live = {worker.fingerprints.get(job.adapter or "", "") for worker in serving}
-    if options.any_worker or "" in live:  # of an earlier release, which does not say
+    if options.is_anywhere or "" in live:  # of an earlier release, which does not say
         return
     if not any(may_continue(result.fingerprint, fingerprint) for fingerprint in live):
         raise Unverifiable(
@@ -185,6 +207,8 @@ def _copy_of(job: Job, job_id: str, result: Result, options: ReplayOptions) -> J
         "stream": False,
         "traceparent": None,
     }
+    if options.revision is not None:
+        changed["revision"] = options.revision
     if job.needs_seed:
         changed["seed"] = result.seed
     return job.model_copy(update=changed)
@@ -207,7 +231,7 @@ def _finish(
     elsewhere: set[str] = set()
     while True:
         replayed = yield from _end_of(queue, copy_id, options)
-        if options.any_worker or may_continue(stored.fingerprint, replayed.fingerprint):
+        if options.is_anywhere or may_continue(stored.fingerprint, replayed.fingerprint):
             break
         elsewhere.add(replayed.fingerprint)
         if copies == MAX_COPIES:
@@ -281,6 +305,7 @@ class _Scoring:
             "prompt_token_ids",
             "model",
             "adapter",
+            "revision",
             "tenant",
             "priority",
             "metadata",

@@ -63,11 +63,13 @@ class WorkerInfo(WireModel):
 
     def lanes(self) -> list[str]:
         """Return the last parts of the lanes it pulls from (`keys.lane_model`)."""
+        served = self.served()
+        return [*served, *(f"{name}~{self.revision}" for name in served if self.revision)]
+
+    def served(self) -> list[str]:
+        """Return its models, and each of them with each of its adapters, as lanes name them."""
         return [
-            keys.lane_model(model, adapter, revision)
-            for revision in (None, *filter(None, [self.revision]))
-            for adapter in (None, *self.adapters)
-            for model in self.models
+            keys.lane_model(model, adapter) for adapter in (None, *self.adapters) for model in self.models
         ]
 
 

@@ -155,6 +155,8 @@ class PullReply:
     """Jobs of all models that still wait for a worker."""
     limited_ms: int | None = None
     """Time until the queue's rate limit allows the next job to start; None: now."""
+    bells: tuple[str, ...] = ()
+    """While a model is rolled out: the names whose jobs may be the worker's; empty if all that it serves may."""
 
     @property
     def cancelled(self) -> int:
@@ -460,13 +462,14 @@ def _sweep_reply(reply: list[Any]) -> SweepReply:
 
 
 def _pull_reply(reply: list[Any]) -> PullReply:
-    jobs, swept, paused, queued, limited_ms = reply
+    jobs, swept, paused, queued, limited_ms, bells = reply
     return PullReply(
         [_pulled_job(*job) for job in jobs],
         _sweep_reply(swept),
         bool(paused),
         queued,
         limited_ms if limited_ms >= 0 else None,
+        tuple(name.decode() for name in bells),
     )
 
 

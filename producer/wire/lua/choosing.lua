@@ -1,4 +1,5 @@
 -- @include sweeping
+-- @include siding
 -- Whose turn it is for a worker that pulls: high before normal before low, but nothing starves; inside a class
 -- tenants by weight, inside a tenant the submit sequence, bent a little towards jobs that share a prefix.
 -- ARGV[1] is the worker, ARGV[7] the envelope versions it reads, ARGV[8] the classes that it has
@@ -26,7 +27,7 @@ local turn = first_turn
 -- A job with an adapter waits in a lane of its own, `<model>#<adapter>`, of version 5, or 7 if it waited for others, and
 -- nothing else does: there is no need to look at the other versions for each of perhaps hundreds of adapters. One that
 -- names a revision waits in `<model>[#<adapter>]~<revision>`, of version 9.
-local versions, adapted, pinned, classes, models = {}, {}, {}, {}, {unpack(ARGV, 9)}
+local versions, adapted, pinned, classes, models = {}, {}, {}, {}, sided_names({unpack(ARGV, 9)})
 for class in string.gmatch(ARGV[8], '%d') do
   classes[#classes + 1] = class
 end

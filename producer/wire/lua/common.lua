@@ -54,9 +54,12 @@ local function turns_key(version, class, model)
   return P .. 'turns:' .. version .. ':' .. class .. ':' .. model
 end
 
+-- Of sides.lua, for lanes of a canary.
+local bell_of
+
 -- Wake an idle worker. The list is capped and short-lived: it is a hint, workers also poll.
 local function ring(model)
-  local bell = P .. 'bell:' .. model
+  local bell = P .. 'bell:' .. (string.sub(model, -1) == '~' and bell_of(model) or model)
   redis.call('LPUSH', bell, '1')
   redis.call('LTRIM', bell, 0, 15)
   redis.call('PEXPIRE', bell, 60000)

@@ -4,7 +4,7 @@
 -- ARGV[6] tokens that one sequence can have  [7] envelope versions it reads, comma-separated
 -- ARGV[8] classes to pull from: 012, or 0 where only urgent jobs find room  [9] and on: the models it serves
 -- Returns {jobs, sweep's reply, paused (0 or 1), jobs that wait in lanes, ms until the rate limit lets the next
---   job start or -1}, each job being
+--   job start or -1, names whose bells to wait for, none if all}, each job being
 --   {id, token, payload, attempt, crashes, alone (0 or 1), created_at, deadline or '', fingerprint, checkpoint list,
 --   the worker whose lease of it lapsed, or '', its cost, what was promised of it or ''}
 -- @include homing
@@ -37,6 +37,12 @@ local function give(id, job, affinity, payload, alone)
   bytes = bytes + #payload
   redis.call('HSET', P .. 'job:' .. id, 'state', 'running', 'worker', worker, 'token', token, 'started_at', int(NOW),
     'attempt', attempt)
+  local place = here_of(job.lane)
+  if place and not place.is_over then
+    redis.call('HSET', P .. 'job:' .. id, 'side', place.side)
+  elseif job.side then
+    redis.call('HDEL', P .. 'job:' .. id, 'side')
+  end
   if affinity and not job.affinity then
     -- It may come back to the lane.
     redis.call('HSET', P .. 'job:' .. id, 'affinity', affinity)
@@ -68,6 +74,10 @@ local function take(lane, in_order, alone)
   elseif not payload then
     finish(id, job, 'failed', LOST_PAYLOAD)
   else
+    if left_to_others(lane, name, rank, id, job) then
+      note_taken(lane, name, nil, in_order)
+      return true
+    end
     -- Whatever it asks for, a sequence ends with the context.
     local cost = math.min(tonumber(job.cost), longest * tonumber(job.width or job.n or 1))
     if has_quotas and not quotas.admits(job, lane, cost) then
@@ -202,4 +212,5 @@ if has_quotas then
   swept[6] = quotas.or_due(swept[6])
 end
 local queued = tonumber(redis.call('HGET', P .. 'counts', 'queued') or 0)
-return {jobs, swept, paused and 1 or 0, queued - tonumber(redis.call('HGET', P .. 'meta', 'followers') or 0), limited}
+return {jobs, swept, paused and 1 or 0, queued - tonumber(redis.call('HGET', P .. 'meta', 'followers') or 0), limited,
+  listens or {}}

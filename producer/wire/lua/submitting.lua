@@ -1,6 +1,7 @@
 -- @include common
 -- @include spent
 -- @include room
+-- @include sides
 -- Strings by their longest, numbers by their largest; no number is below 0, and NaN fails every comparison.
 local LONGEST = {
   id = 64, lane = 320, affinity = 32, twin = 128, key = 1024, idem = 1100, digest = 64, replay_of = 64,
@@ -197,18 +198,21 @@ local function leader_of(job)
 end
 
 local function wait(job, rank)
-  local lane = lanes[job.lane]
+  job.side = side_of(job.id, job, batch) == 'canary' and 'canary' or nil
+  local name = sided_lane(job.lane, job.side)
+  local lane = lanes[name] or {}
+  lanes[name] = lane
   lane[#lane + 1] = rank
   lane[#lane + 1] = member(job.id, job.affinity)
   if #lane >= 500 then
-    lanes[job.lane] = flush(lane, 'ZADD', P .. 'wait:' .. job.lane)
-    open_lane(job.lane)
+    lanes[name] = flush(lane, 'ZADD', P .. 'wait:' .. name)
+    open_lane(name)
   end
 end
 
 local OPTIONAL = {
   'max_attempts', 'n', 'width', 'stream', 'keep', 'webhook', 'relay', 'affinity', 'twin', 'leader', 'key', 'idem', 'digest',
-  'replay_of', 'waiters', 'promise', 'stored', 'after', 'waits', 'when', 'reads', 'otherwise',
+  'replay_of', 'waiters', 'promise', 'stored', 'after', 'waits', 'when', 'reads', 'otherwise', 'side',
   'api_key'
 }
 

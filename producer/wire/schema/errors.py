@@ -157,6 +157,10 @@ class Unverifiable(PagemillError):
     """`verify` reached no verdict: nothing to compare, no input, no worker of its kind, a copy that failed."""
 
 
+class RolloutRefused(PagemillError):
+    """The rollout can't be changed as asked: there is none, another one is on, or no worker has the revision."""
+
+
 class JobError(PagemillError):
     """The job ended without a result.
 

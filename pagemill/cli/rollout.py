@@ -1,0 +1,263 @@
+"""`pagemill rollout start | raise | halt | rollback | finish | status | compare`: a new revision of a model.
+
+Exit codes of `compare`: 0 all that could be compared agreed, 1 some did not, 4 nothing could be compared; of the
+others 0, or 1 where they are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from pagemill.cli.app import EXIT_NOT_SUCCEEDED, AsJson, Queue, RedisUrl, Timeout, app, ask, say
+from pagemill.cli.terminal import views
+from pagemill.cli.terminal.checked import checked
+from pagemill.cli.verify import EXIT_NO_VERDICT, detail
+from pagemill.producer.client.replay.verification import Verification
+from pagemill.producer.client.rollout.handles import ModelRollout
+from pagemill.producer.client.sync import Producer
+from pagemill.producer.wire.calls.rollouts import (
+    DEFAULT_LEAST,
+    DEFAULT_MARGIN,
+    MAX_LEAST,
+    By,
+    Rollout,
+    RolloutStatus,
+    parse_share,
+    statuses,
+)
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.errors import RolloutRefused
+
+rollout_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="A new revision of a model takes a share of its jobs."
+)
+app.add_typer(rollout_app, name="rollout")
+
+_WORDS = {
+    "open": "open",
+    "halted": "halted: no new jobs for the canary",
+    "back": "rolled back",
+    "ended": "ended, jobs of the canary's side still wait",
+}
+
+
+def _share(text: str | None) -> str | None:
+    if text is not None:
+        try:
+            parse_share(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    return text
+
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", callback=checked(keys.ModelName), help="Its served name.")
+]
+Share = Annotated[
+    str, typer.Option("--share", callback=_share, metavar="SHARE", help="The canary's, such as 5% or 0.05.")
+]
+
+
+@rollout_app.command()
+def start(
+    model: Model,
+    share: Share,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="REV",
+            callback=checked(keys.PinnedRevision),
+            help="As `pagemill workers` shows it.",
+        ),
+    ],
+    by: Annotated[
+        str,
+        typer.Option(
+            "--by", callback=checked(By), help="What decides a job's side: its id, its tenant or its batch."
+        ),
+    ] = "id",
+    margin: Annotated[
+        str,
+        typer.Option(
+            "--halt-margin",
+            callback=_share,
+            metavar="SHARE",
+            help="Halt when the canary fails more often than the stable side by more than this; 100%: never.",
+        ),
+    ] = f"{DEFAULT_MARGIN:.0%}",
+    least: Annotated[
+        int,
+        typer.Option("--halt-after", min=1, max=MAX_LEAST, help="Executions of the canary before that."),
+    ] = DEFAULT_LEAST,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also while no live worker announces the revision.")
+    ] = False,
+    redis_url: RedisUrl = None,
+    queue: Queue = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Give a revision a share of the model's jobs."""
+    wanted = Rollout(to, parse_share(share), by, parse_share(margin), least)  # type: ignore[arg-type]
+    with _rollout(redis_url, queue, model) as rollout:
+        _print([rollout.start(wanted, force=force)], as_json)
+
+
+@rollout_app.command("raise")
+def raise_share(
+    model: Model, share: Share, redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False
+) -> None:
+    """Give the canary another share, larger or smaller. A halted rollout goes on."""
+    with _rollout(redis_url, queue, model) as rollout:
+        _print([rollout.set_share(parse_share(share))], as_json)
+
+
+@rollout_app.command()
+def halt(model: Model, redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False) -> None:
+    """Give the canary no new jobs, until `raise`. What it runs, it finishes."""
+    with _rollout(redis_url, queue, model) as rollout:
+        _print([rollout.halt()], as_json)
+
+
+@rollout_app.command()
+def rollback(
+    model: Model, redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False
+) -> None:
+    """Give the canary no jobs any more. Stop its workers, then `finish`."""
+    with _rollout(redis_url, queue, model) as rollout:
+        _print([rollout.roll_back()], as_json)
+
+
+@rollout_app.command()
+def finish(model: Model, redis_url: RedisUrl = None, queue: Queue = "default") -> None:
+    """Let all workers take all jobs, and forget the rollout."""
+    with _rollout(redis_url, queue, model) as rollout:
+        if rollout.finish():
+            say(f"the rollout of {model} is over")
+        else:
+            say("jobs of the canary's side still wait, and any worker takes them now: run finish again later")
+
+
+@rollout_app.command()
+def status(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", callback=checked(keys.ModelName), help="Default: all.")
+    ] = None,
+    redis_url: RedisUrl = None,
+    queue: Queue = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Show both sides.
+
+    Workers, executions, failures, seconds from pull to commit, what waits, and agreement.
+    """
+    found = []
+    for name in [model] if model else [one.model for one in ask(redis_url, statuses(queue))]:
+        with _rollout(redis_url, queue, name) as rollout:
+            found.append(rollout.status())
+    _print(found, as_json)
+
+
+@rollout_app.command()
+def compare(
+    model: Model,
+    sample: Annotated[
+        int, typer.Option("--sample", min=1, max=200, help="Jobs of the canary, at most.")
+    ] = 50,
+    revision: Annotated[
+        str | None,
+        typer.Option(
+            "--with",
+            metavar="REV",
+            callback=checked(keys.PinnedRevision),
+            help="The revision to run them on. Default: the stable side's.",
+        ),
+    ] = None,
+    timeout: Timeout = None,
+    redis_url: RedisUrl = None,
+    queue: Queue = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Run jobs of the canary on the stable revision.
+
+    Those whose outputs differ are printed, with the first difference. Exit code 1: some do; 4: none could be compared.
+    """
+    agreed = compared = told = 0
+    with _rollout(redis_url, queue, model) as rollout:
+        for found in rollout.compare(sample, revision=revision, timeout=timeout):
+            compared += found.exactness is not None
+            agreed += found.exactness not in (None, "neither")
+            told += 1
+            _print_comparison(found, as_json)
+    say(
+        f"{agreed} of {compared} outputs agree"
+        + (f" ({told - compared} not compared)" if told > compared else "")
+    )
+    if agreed < compared:
+        raise typer.Exit(EXIT_NOT_SUCCEEDED)
+    if not compared:
+        raise typer.Exit(EXIT_NO_VERDICT)
+
+
+def _print_comparison(found: Verification, as_json: bool) -> None:
+    if as_json:
+        typer.echo(found.model_dump_json())
+    elif found.exactness in (None, "neither"):
+        typer.echo(f"{found.id}\t{'differs' if found.exactness else 'not compared'}\t{detail(found)}")
+
+
+@contextmanager
+def _rollout(redis_url: str | None, queue: str, model: str) -> Iterator[ModelRollout]:
+    with Producer(redis_url, queue=queue) as producer:
+        try:
+            yield producer.rollout(model)
+        except RolloutRefused as error:
+            say(str(error))
+            raise typer.Exit(EXIT_NOT_SUCCEEDED) from None
+
+
+def _print(found: list[RolloutStatus], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps([_document(one) for one in found]))
+        return
+    if not found:
+        say("there is no rollout")
+    for one in found:
+        word = _WORDS[one.state] + (" (it failed too often)" if one.halted_for else "")
+        say(f"{one.model}: {100 * one.share:.4g}% of the jobs, by {one.by}, to {one.to}; {word}")
+        views.print_rows(("side", *_COLUMNS), [_row(side, one) for side in ("stable", "canary")])
+        if one.compared:
+            say(f"{one.agreed} of {one.compared} outputs agree")
+
+
+_COLUMNS = ("workers", "executions", "failures", "rate", "p50 s", "p90 s", "waiting", "oldest s")
+
+
+def _row(side: str, status: RolloutStatus) -> tuple[object, ...]:
+    figures = status.canary if side == "canary" else status.stable
+    p50, p90 = ("" if run is None else f"{run:.3g}" for run in (figures.run_p50_s, figures.run_p90_s))
+    rate = f"{figures.failure_rate:.1%}" if figures.jobs else ""
+    return (
+        side,
+        figures.workers,
+        figures.jobs,
+        figures.failures,
+        rate,
+        p50,
+        p90,
+        figures.waiting,
+        round(figures.oldest_s),
+    )
+
+
+def _document(status: RolloutStatus) -> dict[str, Any]:
+    document = dataclasses.asdict(status)
+    for side in ("stable", "canary"):
+        document[side]["failure_rate"] = getattr(status, side).failure_rate
+    return document

@@ -1,0 +1,1 @@
+"""Operating a rollout from a producer."""

@@ -1,0 +1,127 @@
+"""Operating a rollout as flows (see effects.py)."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+from pagemill.bounds import REVISION_NAME
+from pagemill.producer.client.effects import Flow
+from pagemill.producer.client.preparer import Preparer
+from pagemill.producer.client.replay.flow import ReplayOptions, verify_each
+from pagemill.producer.wire.calls import registry, rollouts
+from pagemill.producer.wire.calls.registry import StatsPage, WorkerInfo
+from pagemill.producer.wire.calls.rollouts import MAX_LEAST, SIDES, ChangeReply, Rollout, RolloutStatus, Side
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.schema.errors import RolloutRefused
+from pagemill.producer.wire.server.scripts import Call
+
+
+def start(queue: str, model: str, wanted: Rollout, *, force: bool = False) -> Flow[RolloutStatus]:
+    """Open a rollout. Raises RolloutRefused: no worker of the revision (unless `force`), or another rollout is on."""
+    if not 0 <= wanted.share <= 1 or not 0 <= wanted.margin <= 1:
+        raise RolloutRefused("a share and a margin are fractions, from 0 to 1")
+    if not 1 <= wanted.least <= MAX_LEAST:
+        raise RolloutRefused(f"the canary is judged after 1 to {MAX_LEAST} executions")
+    if not keys.MODEL_PATTERN.fullmatch(model) or not REVISION_NAME.fullmatch(wanted.to):
+        raise RolloutRefused("give the name of a served model, and a revision as workers announce it")
+    live = yield from live_revisions(queue, model)
+    if wanted.to not in live and not force:
+        served = ", ".join(sorted(live)) or "none"
+        raise RolloutRefused(
+            f"no live worker of {model} announces revision {wanted.to} (they announce: {served}); start one first"
+        )
+    yield from _change(model, rollouts.start(queue, model, wanted))
+    return (yield from status(queue, model))
+
+
+def set_share(queue: str, model: str, share: float) -> Flow[RolloutStatus]:
+    """Give the canary another share. Raises RolloutRefused."""
+    if not 0 <= share <= 1:
+        raise RolloutRefused("a share is a fraction, from 0 to 1")
+    return (yield from _changed(queue, model, rollouts.set_share(queue, model, share)))
+
+
+def halt(queue: str, model: str) -> Flow[RolloutStatus]:
+    return (yield from _changed(queue, model, rollouts.halt(queue, model)))
+
+
+def roll_back(queue: str, model: str) -> Flow[RolloutStatus]:
+    return (yield from _changed(queue, model, rollouts.roll_back(queue, model)))
+
+
+def finish(queue: str, model: str) -> Flow[bool]:
+    """Make the sides one again, and forget the rollout if no job waits at the canary's side; else return False."""
+    yield from _change(model, rollouts.end(queue, model))
+    if (yield from _waiting(queue, model))["canary"][0]:
+        return False
+    yield from _change(model, rollouts.forget(queue, model))
+    return True
+
+
+def status(queue: str, model: str) -> Flow[RolloutStatus]:
+    """Return a rollout with what waits. Raises RolloutRefused."""
+    found: list[RolloutStatus] = yield rollouts.statuses(queue, (model,))
+    if not found:
+        raise RolloutRefused(f"there is no rollout of {model}")
+    waits = yield from _waiting(queue, model)
+    sides = {
+        side: replace(getattr(found[0], side), waiting=waits[side][0], oldest_s=waits[side][1])
+        for side in SIDES
+    }
+    return replace(found[0], **sides)
+
+
+def compare(queue: str, preparer: Preparer, model: str, sample: int, options: ReplayOptions) -> Flow[None]:
+    """Emit a Verification for each of up to `sample` jobs of the canary, run again on the stable revision.
+
+    That is `options.revision`, or the one that most live workers announce beside the canary's. The numbers are kept for
+    the status. Raises RolloutRefused: no rollout, or no worker of another revision.
+    """
+    found = yield from status(queue, model)
+    revision = options.revision
+    if revision is None:
+        live = yield from live_revisions(queue, model)
+        live.pop(found.to, None)
+        if not live:
+            raise RolloutRefused(f"no live worker of {model} announces a revision beside {found.to}")
+        revision = live.most_common(1)[0][0]
+    ids: list[str] = yield rollouts.sample(queue, model)
+    chosen = random.sample(ids, min(sample, len(ids)))
+    agreed, compared = yield from verify_each(queue, preparer, chosen, replace(options, revision=revision))
+    yield rollouts.note_agreement(queue, model, compared, agreed)
+
+
+def live_revisions(queue: str, model: str) -> Flow[Counter[str]]:
+    """Return the revisions that live workers of the model announce, with their numbers."""
+    alive: list[WorkerInfo] = yield registry.workers(queue)
+    return Counter(worker.revision for worker in alive if model in worker.models and worker.revision)
+
+
+def _changed(queue: str, model: str, call: Call[ChangeReply]) -> Flow[RolloutStatus]:
+    yield from _change(model, call)
+    return (yield from status(queue, model))
+
+
+def _change(model: str, call: Call[ChangeReply]) -> Flow[None]:
+    reply: ChangeReply = yield call
+    match reply:
+        case "none":
+            raise RolloutRefused(f"there is no rollout of {model}")
+        case "busy":
+            raise RolloutRefused(f"another rollout of {model} is on: roll it back or finish it first")
+        case "over":
+            raise RolloutRefused(f"the rollout of {model} is over: start another one")
+        case "ok":
+            pass
+
+
+def _waiting(queue: str, model: str) -> Flow[dict[Side, tuple[int, float]]]:
+    found: dict[Side, tuple[int, float]] = dict.fromkeys(SIDES, (0, 0.0))
+    cursor = ""
+    while cursor != "0":
+        page: StatsPage = yield registry.stats_page(queue, cursor or "0")
+        cursor = page.cursor
+        rollouts.add_waiting(found, page, model)
+    return found

@@ -1,0 +1,91 @@
+"""A model's rollout, to be operated by a program; what `pagemill rollout` does."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+from pagemill.producer.client.base import AsyncDriver, Driver
+from pagemill.producer.client.replay.flow import ReplayOptions
+from pagemill.producer.client.replay.verification import Verification
+from pagemill.producer.client.rollout import flow
+from pagemill.producer.wire.calls.rollouts import Rollout, RolloutStatus
+
+
+class ModelRollout:
+    """The rollout of one model. Every method may raise RolloutRefused and RedisUnavailable."""
+
+    __slots__ = ("_producer", "model")
+
+    def __init__(self, producer: Driver, model: str) -> None:
+        self._producer = producer
+        self.model = model
+
+    def start(self, wanted: Rollout, *, force: bool = False) -> RolloutStatus:
+        """Give a revision a share of the model's jobs. `force`: also while no live worker announces it."""
+        return self._producer.run_flow(flow.start(self._producer.queue, self.model, wanted, force=force))
+
+    def set_share(self, share: float) -> RolloutStatus:
+        """Give the canary another share, a fraction; a halted rollout goes on."""
+        return self._producer.run_flow(flow.set_share(self._producer.queue, self.model, share))
+
+    def halt(self) -> RolloutStatus:
+        """Give the canary no new jobs until its share is set again."""
+        return self._producer.run_flow(flow.halt(self._producer.queue, self.model))
+
+    def roll_back(self) -> RolloutStatus:
+        """Give the canary no jobs any more."""
+        return self._producer.run_flow(flow.roll_back(self._producer.queue, self.model))
+
+    def finish(self) -> bool:
+        """Let all workers take all jobs again. False: jobs of the canary's side still wait; call it again later."""
+        return self._producer.run_flow(flow.finish(self._producer.queue, self.model))
+
+    def status(self) -> RolloutStatus:
+        return self._producer.run_flow(flow.status(self._producer.queue, self.model))
+
+    def compare(
+        self, sample: int = 50, *, revision: str | None = None, timeout: float | None = None
+    ) -> Iterator[Verification]:
+        """Run jobs of the canary again on the stable revision, or on the given one, and compare the results."""
+        options = ReplayOptions(timeout=timeout, revision=revision)
+        return self._producer.iterate_flow(
+            flow.compare(self._producer.queue, self._producer.preparer, self.model, sample, options)
+        )
+
+
+class AsyncModelRollout:
+    """Like ModelRollout, for asyncio."""
+
+    __slots__ = ("_producer", "model")
+
+    def __init__(self, producer: AsyncDriver, model: str) -> None:
+        self._producer = producer
+        self.model = model
+
+    async def start(self, wanted: Rollout, *, force: bool = False) -> RolloutStatus:
+        return await self._producer.run_flow(
+            flow.start(self._producer.queue, self.model, wanted, force=force)
+        )
+
+    async def set_share(self, share: float) -> RolloutStatus:
+        return await self._producer.run_flow(flow.set_share(self._producer.queue, self.model, share))
+
+    async def halt(self) -> RolloutStatus:
+        return await self._producer.run_flow(flow.halt(self._producer.queue, self.model))
+
+    async def roll_back(self) -> RolloutStatus:
+        return await self._producer.run_flow(flow.roll_back(self._producer.queue, self.model))
+
+    async def finish(self) -> bool:
+        return await self._producer.run_flow(flow.finish(self._producer.queue, self.model))
+
+    async def status(self) -> RolloutStatus:
+        return await self._producer.run_flow(flow.status(self._producer.queue, self.model))
+
+    def compare(
+        self, sample: int = 50, *, revision: str | None = None, timeout: float | None = None
+    ) -> AsyncIterator[Verification]:
+        options = ReplayOptions(timeout=timeout, revision=revision)
+        return self._producer.iterate_flow(
+            flow.compare(self._producer.queue, self._producer.preparer, self.model, sample, options)
+        )

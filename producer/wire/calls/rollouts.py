@@ -1,0 +1,211 @@
+"""Rollouts: a new revision of a model takes a share of its jobs (docs/rollouts.md; sides.lua and siding.lua)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from pagemill.producer.wire.calls.registry import StatsPage
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.server.scripts import Call
+
+Side = Literal["stable", "canary"]
+SIDES: tuple[Side, ...] = get_args(Side)
+State = Literal["open", "halted", "back", "ended"]
+"""open: the canary has its share; halted: it gets no new jobs; back: nor will it, the old revision has all of them;
+ended: the sides are one again."""
+By = Literal["id", "tenant", "batch"]
+ChangeReply = Literal["ok", "none", "busy", "over"]
+SHARES = 10_000
+DEFAULT_MARGIN = 0.05
+DEFAULT_LEAST = 20
+MAX_LEAST = 200
+"""What is counted for a halt is halved at 400 executions, so it never falls below 200."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """What `start` is given. `share` and `margin` are fractions."""
+
+    to: str
+    share: float
+    by: By = "id"
+    """What decides the side of a job: its id, its tenant, or its batch (its id where it has none)."""
+    margin: float = DEFAULT_MARGIN
+    """The canary is halted when its executions fail more often than the stable side's by more than this; 1: never."""
+    least: int = DEFAULT_LEAST
+    """Executions of the canary before that."""
+
+
+@dataclass(frozen=True, slots=True)
+class SideFigures:
+    """One side since the start."""
+
+    workers: int
+    """Live ones."""
+    jobs: int
+    """Executions that ended in success, in an error or with their worker."""
+    failures: int
+    run_p50_s: float | None
+    """Of the latest 256 that succeeded, from pull to commit; None if there were none."""
+    run_p90_s: float | None
+    waiting: int = 0
+    oldest_s: float = 0.0
+
+    @property
+    def failure_rate(self) -> float:
+        return self.failures / self.jobs if self.jobs else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStatus:
+    """A rollout and its two sides. Times are Unix seconds."""
+
+    model: str
+    state: State
+    to: str
+    share: float
+    by: By
+    margin: float
+    least: int
+    started_at: float
+    changed_at: float
+    halted_for: str | None
+    """`failures` if the canary failed too often; None where somebody halted it, or nobody did."""
+    canary: SideFigures
+    stable: SideFigures
+    compared: int = 0
+    """Jobs of the canary that the last `compare` ran on the stable side as well."""
+    agreed: int = 0
+
+
+def start(queue: str, model: str, rollout: Rollout) -> Call[ChangeReply]:
+    """Open a rollout. busy: one to another revision, or with another `by`, is open or halted."""
+    shares = _shares(rollout.share), rollout.to, rollout.by, _shares(rollout.margin), rollout.least
+    return _change(queue, model, "start", *shares)
+
+
+def set_share(queue: str, model: str, share: float) -> Call[ChangeReply]:
+    """Give the canary another share; a halted rollout goes on."""
+    return _change(queue, model, "raise", _shares(share))
+
+
+def halt(queue: str, model: str) -> Call[ChangeReply]:
+    """Give the canary no new jobs until its share is set again."""
+    return _change(queue, model, "halt")
+
+
+def roll_back(queue: str, model: str) -> Call[ChangeReply]:
+    """Give the canary no jobs any more; its waiting ones go to the stable side."""
+    return _change(queue, model, "back")
+
+
+def end(queue: str, model: str) -> Call[ChangeReply]:
+    """Make the sides one again: all workers of the model take all of its jobs."""
+    return _change(queue, model, "end")
+
+
+def forget(queue: str, model: str) -> Call[ChangeReply]:
+    """Remove a rollout and what was counted. Only when no job waits at the canary's side."""
+    return _change(queue, model, "forget")
+
+
+def statuses(queue: str, models: Sequence[str] = ()) -> Call[list[RolloutStatus]]:
+    """Return the rollouts of these models, or all of them, without what waits."""
+    return Call(
+        "rollouts", (keys.prefix(queue),), tuple(models), lambda reply: [_status(*row) for row in reply]
+    )
+
+
+def sample(queue: str, model: str) -> Call[list[str]]:
+    """Return jobs that the canary did and whose input was kept: up to 200 since the last change of the share."""
+    return Call("rollout_sample", (keys.prefix(queue),), (model, "", ""), _ids)
+
+
+def note_agreement(queue: str, model: str, compared: int, agreed: int) -> Call[list[str]]:
+    """Keep the outcome of a comparison, for the status and the board."""
+    return Call("rollout_sample", (keys.prefix(queue),), (model, compared, agreed), _ids)
+
+
+def add_waiting(found: dict[Side, tuple[int, float]], page: StatsPage, model: str) -> None:
+    """Add the jobs of a model that wait at each side, and the age of the oldest in seconds; pinned jobs left out.
+
+    Jobs that have not been told apart yet count as the stable side's.
+    """
+    for lane, (jobs, age_s) in page.lanes.items():
+        side = side_of_lane(lane)
+        if side is not None and keys.split_lane(lane)[3].partition("#")[0] == model:
+            found[side] = (found[side][0] + jobs, max(found[side][1], age_s))
+
+
+def side_of_lane(lane: str) -> Side | None:
+    """Return the side whose jobs wait there; None if they name a revision."""
+    model, mark, revision = lane.partition("~")
+    return None if revision else "canary" if mark and model else "stable"
+
+
+def parse_share(text: str) -> float:
+    """Read `5%` or `0.05`. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", text.strip())
+    value = float(match[1]) / (100 if match[2] else 1) if match else -1.0
+    if not 0 <= value <= 1:
+        raise ValueError("a share is a percentage such as 5%, or a fraction such as 0.05")
+    return value
+
+
+def _shares(fraction: float) -> int:
+    return round(fraction * SHARES)
+
+
+def _change(queue: str, model: str, action: str, *args: str | int) -> Call[ChangeReply]:
+    return Call("rollout", (keys.prefix(queue),), (model, action, *args), _word)
+
+
+def _word(reply: bytes) -> Any:
+    return reply.decode()
+
+
+def _ids(reply: list[bytes]) -> list[str]:
+    return [job_id.decode() for job_id in reply]
+
+
+def _status(
+    model: bytes,
+    text: bytes,
+    flat: list[bytes],
+    canary_ms: list[bytes],
+    stable_ms: list[bytes],
+    canaries: int,
+    workers: int,
+) -> RolloutStatus:
+    state, share, by, to = text.decode().split()
+    counted = {name.decode(): value.decode() for name, value in zip(flat[::2], flat[1::2], strict=True)}
+    number = {name: int(float(value)) for name, value in counted.items() if name != "reason"}
+
+    def side(name: Side, live: int, runs_ms: list[bytes]) -> SideFigures:
+        runs = sorted(int(run) / 1000 for run in runs_ms)
+        jobs, failures = number.get(f"{name}:jobs", 0), number.get(f"{name}:failures", 0)
+        return SideFigures(live, jobs, failures, _quantile(runs, 0.5), _quantile(runs, 0.9))
+
+    return RolloutStatus(
+        model=model.decode(),
+        state=state,  # type: ignore[arg-type]
+        to=to,
+        share=int(share) / SHARES,
+        by=by,  # type: ignore[arg-type]
+        margin=number.get("margin", SHARES) / SHARES,
+        least=number.get("least", 0),
+        started_at=number.get("started_at", 0) / 1000,
+        changed_at=number.get("changed_at", 0) / 1000,
+        halted_for=counted.get("reason"),
+        canary=side("canary", canaries, canary_ms),
+        stable=side("stable", max(0, workers - canaries), stable_ms),
+        compared=number.get("compared", 0),
+        agreed=number.get("agreed", 0),
+    )
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float | None:
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else None

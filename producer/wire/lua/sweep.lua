@@ -4,5 +4,5 @@
 -- Returns {reclaimed, dead, cancelled, expired, promoted, ms until the next delayed job is due or -1,
 --   {{id, crashes} of each that became dead}, {{id, worker} of each whose lease lapsed}}
 -- @include sweeping
-quotas.unpark()
+charging().unpark()
 return sweep(tonumber(ARGV[1]), tonumber(ARGV[2]))

@@ -179,7 +179,7 @@ def test_the_oldest_days_are_dropped(queue: Queue) -> None:
     commit(queue, queue.pull_one())
     left = [int(day) for day in queue.client.zrange(f"{queue.prefix}usage", 0, -1)]
     assert left == [today - 2, today - 1, today]
-    assert {name for name in queue.names() if name.startswith("usage:")} == {f"usage:{day}" for day in left}
+    assert f"usage:{today - 399}" not in queue.names(), "older ones expire by themselves"
     assert 399 * 86_400 < queue.client.ttl(f"{queue.prefix}usage:{today}") <= 400 * 86_400
 
 

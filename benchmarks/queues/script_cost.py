@@ -3,8 +3,8 @@
     python -m benchmarks.queues.script_cost --other PATH [--rounds 60] [--tenants 8] [--quota]
 
 Times are the server's own (`INFO commandstats`). Each round submits, pulls and commits the same jobs with either tree's
-scripts, on queues of their own on one server; the lower quartiles of the rounds are compared. `--quota`: this tree's queue has
-quotas that nobody reaches.
+scripts, on queues of their own on one server; the lower quartiles of the rounds are compared. `--quota`: this tree's
+queue has quotas that nobody reaches.
 """
 
 from __future__ import annotations

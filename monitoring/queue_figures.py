@@ -16,6 +16,10 @@ STAGES: tuple[WorkerStage, ...] = get_args(WorkerStage)
 Ended = Literal["succeeded", "failed", "cancelled", "expired", "dead"]
 ENDED: tuple[Ended, ...] = get_args(Ended)
 
+TokenKind = Literal["prompt", "cached", "completion"]
+TOKEN_KINDS: tuple[TokenKind, ...] = get_args(TokenKind)
+"""`cached` ones are among those of the prompt."""
+
 MAX_MODELS = 100
 """Clients may submit jobs for any model name; models beyond this many are exported as `other`."""
 
@@ -34,6 +38,16 @@ class ServerFigures:
     connected_clients: int | None = None
     blocked_clients: int | None = None
     connected_replicas: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageFigures:
+    """What the jobs took that ended today (UTC), of all tenants, as the ledger has it."""
+
+    tokens: Mapping[TokenKind, int]
+    device_seconds: float
+    tenants_over_quota: int
+    """Tenants whose jobs wait for a quota."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +78,8 @@ class QueueFigures:
     """Live workers by their reported stage."""
     serving: Mapping[str, int] = field(default_factory=dict)
     """Ready workers by served model."""
+    usage: UsageFigures | None = None
+    """None: not read."""
     server: ServerFigures | None = None
     drain_seconds: float | None = None
     """Estimated time to finish the queued jobs at the present rate; None if unknown."""

@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from pagemill.monitoring.metrics.metric import Labels, Metric, Number, counter, gauge
-from pagemill.monitoring.queue_figures import ENDED, PRIORITIES, STAGES, Lane, QueueFigures, ServerFigures
+from pagemill.monitoring.queue_figures import (
+    ENDED,
+    PRIORITIES,
+    STAGES,
+    TOKEN_KINDS,
+    Lane,
+    QueueFigures,
+    ServerFigures,
+    UsageFigures,
+)
 
 OTHER_MODELS = "other"
 
@@ -61,6 +70,17 @@ def _drain(figures: QueueFigures) -> Mapping[Labels, Number]:
     return {} if figures.drain_seconds is None else {(figures.queue,): figures.drain_seconds}
 
 
+def _usage(
+    read: Callable[[UsageFigures], float],
+) -> Callable[[QueueFigures], Mapping[Labels, Number]]:
+    return lambda figures: {} if figures.usage is None else {(figures.queue,): read(figures.usage)}
+
+
+def _tokens(figures: QueueFigures) -> Mapping[Labels, Number]:
+    usage = figures.usage
+    return {} if usage is None else {(figures.queue, kind): usage.tokens.get(kind, 0) for kind in TOKEN_KINDS}
+
+
 def _server(
     read: Callable[[ServerFigures], float | None],
 ) -> Callable[[QueueFigures], Mapping[Labels, Number]]:
@@ -104,6 +124,25 @@ JOBS_AND_WORKERS: tuple[Metric[QueueFigures], ...] = (
         "queue",
     ),
     counter("queue_ended_jobs_total", "Jobs of all workers by how they ended.", _ended, "queue", "outcome"),
+    gauge(
+        "queue_tokens_today",
+        "Tokens of the jobs that ended since 0:00 UTC, as the ledger counts them; cached: of the prompts'.",
+        _tokens,
+        "queue",
+        "kind",
+    ),
+    gauge(
+        "queue_device_seconds_today",
+        "Seconds of devices that the jobs took that ended since 0:00 UTC.",
+        _usage(lambda u: u.device_seconds),
+        "queue",
+    ),
+    gauge(
+        "queue_tenants_over_quota",
+        "Tenants whose jobs wait for a quota.",
+        _usage(lambda u: u.tenants_over_quota),
+        "queue",
+    ),
     gauge(
         "queue_estimated_drain_seconds",
         "Time that the jobs in the queue take at the rate of the last minutes; absent while nothing ends.",

@@ -14,7 +14,7 @@ from pagemill.monitoring.metrics.gateway import GatewayMetrics
 from pagemill.monitoring.metrics.metric import Metric
 from pagemill.monitoring.metrics.scrape import ScrapeFigures, WorkerIdentity
 from pagemill.monitoring.metrics.vllm_names import ALIASES
-from pagemill.monitoring.queue_figures import QueueFigures
+from pagemill.monitoring.queue_figures import QueueFigures, UsageFigures
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
@@ -50,7 +50,13 @@ DEPLOYED = frozenset({"block_size", "num_gpu_blocks", "cache_dtype", "model_name
 """Labels whose values depend on the deployment."""
 SOURCES: Mapping[str, object] = {
     "engine": NOT_LOADED,
-    "queue": QueueFigures(queue="", taken_at=0.0, serving={"": 1}, drain_seconds=0.0),
+    "queue": QueueFigures(
+        queue="",
+        taken_at=0.0,
+        serving={"": 1},
+        drain_seconds=0.0,
+        usage=UsageFigures(tokens={}, device_seconds=0.0, tenants_over_quota=0),
+    ),
     "worker": WorkerCounters(),
     "scrape": ScrapeFigures(
         identity=WorkerIdentity(),

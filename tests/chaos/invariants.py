@@ -6,13 +6,16 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+import pytest
+
+from pagemill.producer.wire.calls import usage
 from pagemill.producer.wire.calls.reads import Outcome
 from pagemill.producer.wire.schema import keys
 from tests.worker.harness import QueueClient, eventually
 
 STAYS = re.compile(
-    r"(meta|counts|synced|workers|dead|bexpiry|suspects|reserved|overtaken"
-    r"|(job|out|md|in|ckpt|history|batch|bjobs|bfeed|backed|about|worker|puller|serves|turns|bell|idem):.*)"
+    r"(meta|counts|synced|workers|dead|bexpiry|suspects|reserved|overtaken|usage"
+    r"|(job|out|md|in|ckpt|history|batch|bjobs|bfeed|backed|about|worker|puller|serves|turns|bell|idem|usage):.*)"
 )
 """Records of ended jobs, of batches and of workers; every name of the living (wait, lanes, leases, delayed,
 deadlines, outbox, followers, twins) must be gone."""
@@ -29,6 +32,7 @@ def check(client: QueueClient, ids: Sequence[str], *, patience_s: float = 300.0)
         assert getattr(counts, state) == number
     assert client.redis.llen(f"{keys.prefix(client.queue)}bfeed:all") == len(ids), "an end was told twice"
     _check_sums(client, states, len(ids))
+    _check_ledger(client, outcomes)
     _check_leftovers(client, outcomes)
     return outcomes
 
@@ -50,6 +54,25 @@ def _check_sums(client: QueueClient, states: Counter[str | None], total: int) ->
     assert ended == dict(states), "an end that was committed twice is counted twice"
     assert sum(ended.values()) == total
     assert (stats.leases, stats.waiting) == (0, {})
+
+
+def _check_ledger(client: QueueClient, outcomes: Sequence[Outcome]) -> None:
+    """Every job is in it once, with what its result says. (Of ends without a result nothing else tells the tokens.)"""
+    rows = [
+        row
+        for day in client.run(usage.days(client.queue))
+        for row in client.run(usage.rows(client.queue, day))
+    ]
+    assert sum(row.jobs for row in rows) == len(outcomes)
+    results = [outcome.result for outcome in outcomes if outcome.result is not None]
+    if len(results) < len(outcomes):
+        return
+    ran = [result for result in results if result.copied_from is None]
+    for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
+        assert sum(getattr(row, name) for row in rows) == sum(getattr(result.usage, name) for result in ran)
+    device_s = sum(result.timing.device_s or 0.0 for result in ran)
+    assert device_s > 0.0
+    assert sum(row.device_s for row in rows) == pytest.approx(device_s, abs=1e-6)
 
 
 def leftovers(client: QueueClient) -> list[str]:

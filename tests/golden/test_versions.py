@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pagemill import Producer
-from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls import quotas, transitions, usage
 from pagemill.producer.wire.calls.reads import Outcome
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.store.store import Store
@@ -115,6 +115,32 @@ def test_a_job_is_taken_over(
     assert result is not None
     assert result.text == "0123456789" * 30
     assert result.resumed_tokens >= 20
+
+
+def test_the_ledger_has_what_this_version_ends(releases: dict[str, Release], client: QueueClient) -> None:
+    """The released one ends jobs by its own scripts, which count nothing, and hold nobody to a quota."""
+
+    def counted() -> int:
+        days = client.run(usage.days(client.queue))
+        return sum(row.jobs for day in days for row in client.run(usage.rows(client.queue, day)))
+
+    quota = quotas.Quota(jobs_per_day=2)
+    with worker_of(releases["released"], client, model="echo"):
+        outcomes = client.wait(client.submit(*[{"prompt": "abc", "max_tokens": 3}] * 3))
+    assert [outcome.state for outcome in outcomes] == ["succeeded"] * 3
+    assert counted() == 0
+    client.run(quotas.set_quotas(client.queue, {"default": quota}))
+    ids = client.submit(*[{"prompt": "abc", "max_tokens": 3}] * 3)
+    with worker_of(releases["this"], client, model="echo"):
+        client.wait(ids[:2])
+        eventually(lambda: client.run(usage.totals(client.queue)).tenants_over_quota == 1, "a full quota")
+    assert counted() == 2
+    assert client.status(ids[2]).state == "queued"
+    client.run(quotas.set_quotas(client.queue, {"default": quotas.Quota()}))
+    client.run(transitions.sweep(client.queue))
+    with worker_of(releases["released"], client, model="echo"):
+        client.wait(ids)
+    assert counted() == 2
 
 
 @pytest.mark.parametrize(("asked", "alive"), [VERSIONS, VERSIONS[::-1]])

@@ -283,7 +283,7 @@ class RunningJob:
         self.prompt_tokens_done = output.prompt_tokens_done
         self.pooled = output.pooled
         self.cached_tokens = output.usage.cached_tokens if output.usage is not None else 0
-        self.device_s = output.device_s
+        self.device_s = round(output.device_s, 3)
         if self.is_progress_saved:
             self.is_progress_saved, self.unsaved_since = False, time.monotonic()
         for delta in output.deltas:
@@ -390,7 +390,7 @@ class RunningJob:
                 queue_s=max(0.0, self.started_at - self.pulled.submitted_at),
                 ttft_s=output.ttft_s if output is not None else None,
                 e2e_s=max(0.0, now - self.pulled.submitted_at),
-                device_s=round(self.device_s, 3),
+                device_s=self.device_s,
             ),
             metadata=self.job.metadata,
             rows=None if self.pooled is None else rows_of(self.pooled, self.job.rows_dtype),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any, cast
 
 from pagemill.monitoring.live.feed import OtherWorker, Surroundings
@@ -15,10 +16,12 @@ from pagemill.monitoring.queue_figures import (
     Priority,
     QueueFigures,
     ServerFigures,
+    UsageFigures,
     WorkerStage,
 )
-from pagemill.producer.wire.calls import job_lists, registry
+from pagemill.producer.wire.calls import job_lists, registry, usage
 from pagemill.producer.wire.calls.registry import QueueStats, WorkerInfo, page_address
+from pagemill.producer.wire.calls.usage import UsageTotals
 from pagemill.worker.job_queue import JobQueue, ServerClock
 
 
@@ -36,7 +39,10 @@ class QueueReader:
         stats = registry.stats(self._queue.run, name)
         workers = self._queue.run(registry.workers(name))
         server = server_figures(self._queue.server_info())
-        figures = queue_figures(name, stats, workers, server, self._clock.now())
+        totals = self._queue.run(usage.totals(name))
+        figures = replace(
+            queue_figures(name, stats, workers, server, self._clock.now()), usage=usage_figures(totals)
+        )
         return figures.with_drain(self._drain.update(figures))
 
     def surroundings(self) -> Surroundings:
@@ -80,6 +86,18 @@ def queue_figures(
         workers=stages,
         serving=Counter(model for worker in workers if worker.state == "ready" for model in worker.served()),
         server=server,
+    )
+
+
+def usage_figures(totals: UsageTotals) -> UsageFigures:
+    return UsageFigures(
+        tokens={
+            "prompt": totals.prompt_tokens,
+            "cached": totals.cached_tokens,
+            "completion": totals.completion_tokens,
+        },
+        device_seconds=totals.device_s,
+        tenants_over_quota=totals.tenants_over_quota,
     )
 
 

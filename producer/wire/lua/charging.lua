@@ -1,7 +1,13 @@
 -- @include spent
 -- Enforcing quotas. A lane whose next job is over its tenant's quota is parked: taken out of the turns, so that it costs
 -- a pull nothing, until the quota has room. `parked` has the tenants by that time, `parked:<tenant>` their lanes.
-do
+local charging_of_call
+local function charging()
+  if charging_of_call then
+    return charging_of_call
+  end
+  local quotas = new_quotas()
+  charging_of_call = quotas
   local MINUTE, DAY_MS = quotas.MINUTE, quotas.DAY
   local MAX_UNPARKED = 64
   local SPENT_TTL = 2 * DAY_MS
@@ -125,4 +131,6 @@ do
       ring(model)
     end
   end
+
+  return quotas
 end

@@ -16,7 +16,7 @@ local holding = tonumber(ARGV[5])
 -- Payloads and checkpoints in one reply, in bytes; the last job may bring it over.
 local MAX_BYTES = 4194304
 local jobs, leases, moved = {}, {}, {}
-local has_quotas = meta[8] == '1'
+local quotas = meta[8] == '1' and charging()
 local longest, bytes = tonumber(ARGV[6]), 0
 local token
 
@@ -80,7 +80,7 @@ local function take(lane, in_order, alone)
     end
     -- Whatever it asks for, a sequence ends with the context.
     local cost = math.min(tonumber(job.cost), longest * tonumber(job.width or job.n or 1))
-    if has_quotas and not quotas.admits(job, lane, cost) then
+    if quotas and not quotas.admits(job, lane, cost) then
       return true
     end
     if cost > credit and holding + #jobs > 0 then
@@ -92,7 +92,7 @@ local function take(lane, in_order, alone)
     if job.near then
       affinity = job.affinity -- the lane had another name there
     end
-    if has_quotas then
+    if quotas then
       quotas.charge(id, job, lane, cost)
     end
     give(id, job, affinity, payload, alone)
@@ -168,7 +168,7 @@ local function settle()
   if rate then
     redis.call('HSET', P .. 'meta', 'level', level() - #jobs, 'level_at', int(NOW))
   end
-  if has_quotas then
+  if quotas then
     quotas.save()
   end
 end
@@ -189,7 +189,7 @@ if rate and tonumber(meta[6] or 0) > NOW then
   meta[6] = NOW
 end
 local swept = sweep(64, 0)
-if has_quotas then
+if quotas then
   quotas.unpark()
 end
 local paused = meta[2] == '1'
@@ -208,7 +208,7 @@ if not paused and max_jobs > 0 and not runs_suspect() then
   end
   save_choices()
 end
-if has_quotas then
+if quotas then
   swept[6] = quotas.or_due(swept[6])
 end
 local queued = tonumber(redis.call('HGET', P .. 'counts', 'queued') or 0)

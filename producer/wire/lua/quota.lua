@@ -3,7 +3,7 @@
 -- ARGV tenants
 -- Returns a line for each that has quotas, as submit does
 -- @include spent
-local lines = {}
+local quotas, lines = new_quotas(), {}
 for _, tenant in ipairs(ARGV) do
   lines[#lines + 1] = quotas.line(tenant)
 end

@@ -175,9 +175,10 @@ local function record_ttl(state)
   return state == 'dead' and DEAD_TTL or DAY
 end
 
-local function expire_record(id, ttl)
-  for _, kind in ipairs({'job:', 'in:', 'out:', 'ckpt:', 'md:', 'history:'}) do
-    redis.call('PEXPIRE', P .. kind .. id, int(ttl))
+local KINDS = {'job:', 'out:', 'md:', 'history:', 'in:', 'ckpt:'}
+local function expire_record(id, ttl, has_no_input)
+  for i = 1, has_no_input and 4 or 6 do
+    redis.call('PEXPIRE', P .. KINDS[i] .. id, int(ttl))
   end
 end
 
@@ -201,7 +202,7 @@ local function keep(id, job, state)
   if job.webhook or job.relay then
     ttl = math.max(ttl, BATCH_TTL)
   end
-  expire_record(id, ttl)
+  expire_record(id, ttl, state == 'succeeded' and not job.keep)
   drop_stored(NOW + ttl, job.stored)
   drop_stored(NOW + ttl, job.stored_result)
   if job.shared then

@@ -339,7 +339,7 @@ if links then
 end
 local reply = {table.concat(words, ' ')}
 if meta[3] == '1' then
-  local told = {}
+  local quotas, told = new_quotas(), {}
   for _, tenant in pairs(tenants) do
     reply[#reply + 1] = not told[tenant] and quotas.line(tenant) or nil
     told[tenant] = true

@@ -6,7 +6,7 @@
 --   {memory: 0, 1 near its limit, or 2 where submits are refused; large results removed for it}}
 -- @include sweeping
 -- @include relief
-quotas.unpark()
+charging().unpark()
 local done = sweep(tonumber(ARGV[1]), tonumber(ARGV[2]))
 done[#done + 1] = relieve()
 return done

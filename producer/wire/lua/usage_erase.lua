@@ -2,7 +2,8 @@
 -- KEYS[1] prefix
 -- ARGV[1] the tenant
 -- Returns how many rows were removed
--- @include common
+-- @include ledger
+fold_usage()
 local removed = 0
 for _, day in ipairs(redis.call('ZRANGE', P .. 'usage', 0, -1)) do
   local key, cursor = P .. 'usage:' .. day, '0'

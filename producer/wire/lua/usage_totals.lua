@@ -1,7 +1,8 @@
 -- What the jobs took that ended today, of all tenants together.
 -- KEYS[1] prefix
 -- Returns {jobs, prompt tokens, of them cached, generated tokens, ms of the device, tenants whose jobs wait for a quota}
--- @include common
+-- @include ledger
+fold_usage()
 local sums = {0, 0, 0, 0, 0}
 for _, row in ipairs(redis.call('HVALS', P .. 'usage:' .. math.floor(NOW / 86400000))) do
   local i = 1

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -32,15 +33,17 @@ class Call(Generic[T]):
 @cache
 def source(name: str) -> str:
     """Return the script's text, with each included file inlined once."""
-    return _expand(name, set())
+    return expanded(files("pagemill.producer.wire") / "lua", name)
 
 
-def _expand(name: str, seen: set[str]) -> str:
+def expanded(folder: Traversable, name: str, seen: set[str] | None = None) -> str:
+    """Return a script of that folder; what is in `seen` is included already."""
+    seen = set() if seen is None else seen
     if name in seen:
         return ""
     seen.add(name)
-    text = (files("pagemill.producer.wire") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
-    return _INCLUDE.sub(lambda match: _expand(match[1], seen), text)
+    text = (folder / f"{name}.lua").read_text(encoding="utf-8")
+    return _INCLUDE.sub(lambda match: expanded(folder, match[1], seen), text)
 
 
 @cache

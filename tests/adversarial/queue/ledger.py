@@ -45,6 +45,8 @@ class KnownJob:
     reads: bool = False
     """It is given their outputs."""
 
+    is_invalid: bool = False
+    """A row that is no job: it ended when it was submitted."""
     token: int = 0
     """The last one that was issued."""
     is_held: bool = False

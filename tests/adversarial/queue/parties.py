@@ -25,6 +25,7 @@ WORKERS = tuple(f"w{i}" for i in range(6))
 RELAYS = ("", "celery", "other")
 MAX_BYTES = 8 << 20
 """Of a result or a checkpoint: what a worker lets a job have."""
+START_S = 1_800_000_000
 BACKLOG = 1500
 ENDED_BY_REQUEST = {"cancelled": "cancelled", "expired": "expired"}
 
@@ -56,7 +57,7 @@ class Parties:
         self.pace = JUMPED if clock else WAITED
         self.ledger = Ledger()
         self.meter = Meter(queue, self.rng)
-        self.clock_s = 1_800_000_000
+        self.clock_s = START_S
         if clock is not None:
             clock.stop_at(self.clock_s)
         self.week = 0
@@ -242,7 +243,7 @@ class Parties:
             job.deadline_ms = self.asked_before_ms + header["ttl"]
         self.ledger.created(job)
         if "invalid" in header:
-            job.boxes = frozenset()
+            job.boxes, job.is_invalid = frozenset(), True
             self.ledger.ended(job, "failed", self.asked_before_ms)
 
     def submit_known(self, ids: list[str], batch: str | None = None) -> None:

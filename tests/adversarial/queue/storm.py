@@ -6,19 +6,21 @@ import re
 import time
 from collections.abc import Callable
 
-from pagemill.producer.wire.calls import batches, limits, registry, transitions
+from pagemill.producer.wire.calls import batches, limits, registry, transitions, usage
 from tests.adversarial.queue.ledger import BATCH_MS, DAY_MS, NOTICE_MS
-from tests.adversarial.queue.parties import BACKLOG, MAX_BYTES, MODELS
+from tests.adversarial.queue.parties import BACKLOG, MAX_BYTES, MODELS, START_S
 from tests.adversarial.queue.readers import Readers
 from tests.producer.driving import PLENTY
 from tests.producer.queue_sets import check_sets
 
-STAYS = re.compile(r"meta|counts|weights|turns:.*")
-"""The keys that an idle queue keeps for good: totals, settings, and the turns of tenants."""
+STAYS = re.compile(r"meta|counts|weights|turns:.*|usage(:.*)?")
+"""The keys that an idle queue keeps for good or for a year: totals, settings, the turns of tenants, the ledger."""
 OF_JOBS = re.compile(r"(job|in|out|ckpt|md|history):(.*)")
 OF_BATCHES = re.compile(r"(batch|bjobs|bfeed|backed):(.*)")
 FOR_A_TIME = re.compile(r"(workers|dead|bexpiry|(end|sharers):.*)")
 """Sweep removes their members; an end goes with the last batch whose jobs share it."""
+LEDGER_S = 390 * 86_400
+"""The ledger keeps a day for 400 days."""
 MEGABYTE = 1 << 20
 MAX_COMMANDS = {"batch_cancel": 12_000, "submit": 6_000}
 MAX_COMMANDS_ELSE = 5_000
@@ -110,6 +112,13 @@ class Storm(Readers):
             if counts is not None:
                 found = counts.model_dump(exclude={"total"})
                 assert {state: number for state, number in found.items() if number} == self.ledger.counts(ids)
+        days = self.send(usage.days(self.queue.name))
+        rows = [row for day in days for row in self.send(usage.rows(self.queue.name, day))]
+        if self.clock_s - START_S < LEDGER_S:
+            for tenant in {job.tenant for job in self.ledger.jobs.values()}:
+                counted = sum(row.jobs for row in rows if row.tenant == tenant)
+                ran = [job for job in self.ledger.jobs.values() if job.tenant == tenant]
+                assert counted == sum(not job.is_invalid for job in ran)
         for job in self.ledger.jobs.values():
             is_late = self.ledger.latest_ms >= job.finished_at_ms + NOTICE_MS
             assert is_late or job.told == job.boxes, f"nobody was told the end of {job.id}"

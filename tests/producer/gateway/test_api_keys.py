@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 from pagemill import Producer
 from pagemill.__main__ import app
 from pagemill.producer.gateway.api_keys import ApiKeys, KeyFileError, read_keys
+from pagemill.producer.wire.calls.quotas import Quota, set_quotas
+from tests.producer.driving import open_queue
 from tests.producer.gateway.serving import Served, gateway, write_keys
-from tests.worker.harness import eventually
+from tests.worker.harness import eventually, running_worker, worker_config
 
 ENTRIES: dict[str, dict[str, Any]] = {
     "shop": {"tenant": "shop", "priority": "high"},
@@ -127,3 +129,38 @@ def test_beyond_this_machine_keys_are_asked_for() -> None:
     refused = CliRunner().invoke(app, ["gateway", "--host", "0.0.0.0", "--redis-url", "redis://127.0.0.1:1"])
     assert refused.exit_code == 2
     assert "--keys" in refused.stderr
+
+
+def test_what_is_left_of_a_quota_is_in_the_answer_and_the_ledger_knows_the_key(
+    tmp_path: Path, valkey_url: str, queue_name: str
+) -> None:
+    path = tmp_path / "keys.json"
+    keys = write_keys(path, web={"tenant": "shop"}, other={"tenant": "free"})
+    found = open_queue(valkey_url, queue_name)
+    found.run(set_quotas(queue_name, {"shop": Quota(jobs_per_day=5, tokens_per_minute=10**6)}))
+    ask = {"model": "echo", "prompt": "hello", "max_tokens": 5}
+    with (
+        running_worker(worker_config(valkey_url, queue_name, model="echo")),
+        gateway(valkey_url, queue_name, keys_path=path, models=("echo",)) as served,
+        OpenAI(base_url=served.base_url, api_key=keys["web"], max_retries=0) as client,
+    ):
+        told = [client.completions.with_raw_response.create(**ask).headers for _ in range(2)]
+        streamed = post(served, keys["web"], **ask, stream=True)
+        without = post(served, keys["other"], **ask)
+        lines = [{"custom_id": "r", "method": "POST", "url": "/v1/completions", "body": ask}]
+        file = client.files.create(file=("in.jsonl", json.dumps(lines[0]).encode()), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        eventually(lambda: client.batches.retrieve(batch.id).status == "completed", "the batch's end")
+    assert [headers["x-ratelimit-limit-requests"] for headers in told] == ["5", "5"]
+    assert [headers["x-ratelimit-remaining-requests"] for headers in told] == ["5", "4"]
+    assert float(told[1]["x-ratelimit-reset-requests"].removesuffix("s")) <= 86_400
+    assert told[1]["x-ratelimit-limit-tokens"] == "1000000"
+    assert 0 < int(told[1]["x-ratelimit-remaining-tokens"]) <= 10**6
+    assert streamed.headers["x-ratelimit-remaining-requests"] == "3"
+    assert not [name for name in without.headers if name.startswith("x-ratelimit")]
+    with Producer(valkey_url, queue=queue_name) as producer:
+        rows = [(row.tenant, row.api_key, row.jobs, row.completion_tokens) for row in producer.usage()]
+    assert rows == [("free", "other", 1, 5), ("shop", "web", 4, 20)]
+    found.transport.close()

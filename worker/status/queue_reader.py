@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any, cast
 
 from pagemill.monitoring.live.feed import OtherWorker, Surroundings
@@ -12,13 +13,16 @@ from pagemill.monitoring.queue_figures import (
     DrainEstimate,
     Ended,
     Lane,
+    MemoryFigures,
     Priority,
     QueueFigures,
     ServerFigures,
     WorkerStage,
 )
-from pagemill.producer.wire.calls import job_lists, registry
+from pagemill.producer.wire.calls import job_lists, memory, registry
+from pagemill.producer.wire.calls.memory import MemoryUse
 from pagemill.producer.wire.calls.registry import QueueStats, WorkerInfo, page_address
+from pagemill.producer.wire.schema.errors import AccessDenied, RedisRefused
 from pagemill.worker.job_queue import JobQueue, ServerClock
 
 
@@ -37,7 +41,21 @@ class QueueReader:
         workers = self._queue.run(registry.workers(name))
         server = server_figures(self._queue.server_info())
         figures = queue_figures(name, stats, workers, server, self._clock.now())
+        figures = replace(figures, memory=self._memory(stats.memory, server))
         return figures.with_drain(self._drain.update(figures))
+
+    def _memory(self, use: MemoryUse, server: ServerFigures) -> MemoryFigures:
+        try:
+            shares = memory.shares(self._queue.run, self._queue.queue)
+        except (AccessDenied, RedisRefused):
+            shares = {}
+        used = server.memory_used_bytes or use.used
+        return MemoryFigures(
+            limit_bytes=int(use.share * use.most),
+            refused=use.refused,
+            expired=use.expired,
+            kinds={kind: share * used for kind, share in shares.items()},
+        )
 
     def surroundings(self) -> Surroundings:
         """The queue's live workers, and the page of jobs, for links. Raises RedisUnavailable."""

@@ -51,6 +51,20 @@ class UsageFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFigures:
+    """What the queue makes of its server's memory."""
+
+    limit_bytes: int = 0
+    """Up to which jobs are taken; 0: the server has no limit."""
+    refused: int = 0
+    """Jobs and files refused for want of memory, ever."""
+    expired: int = 0
+    """Large results removed early, ever."""
+    kinds: Mapping[str, float] = field(default_factory=dict)
+    """Estimated bytes by kind of data; empty where the server does not tell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QueueFigures:
     """One queue at one moment. Keys missing from a mapping count as 0."""
 
@@ -81,6 +95,7 @@ class QueueFigures:
     usage: UsageFigures | None = None
     """None: not read."""
     server: ServerFigures | None = None
+    memory: MemoryFigures = field(default_factory=MemoryFigures)
     drain_seconds: float | None = None
     """Estimated time to finish the queued jobs at the present rate; None if unknown."""
 

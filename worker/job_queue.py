@@ -29,6 +29,14 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_MEMORY = {
+    "ok": "the memory of Redis is no longer near the limit of queue %s",
+    "near": "the memory of Redis is near the limit of queue %s: large results are removed early; "
+    "what holds it: pagemill queue stats",
+    "full": "the memory of Redis is at the limit of queue %s: submits are refused, running jobs go on; "
+    "what holds it: pagemill queue stats",
+}
+
 SOCKET_TIMEOUT_S = 5.0
 """A server that does not answer within this is unreachable. Blocking reads are shorter."""
 
@@ -115,6 +123,7 @@ class JobQueue:
         self._client = open_client(url, queue, socket_timeout=SOCKET_TIMEOUT_S, retry=None)
         self._transport = SyncTransport(self._client)
         self._connectivity = connectivity
+        self._memory = "ok"
         self.queue = queue
         self.worker_id = worker_id
         self.lease_ms = lease_ms
@@ -149,7 +158,9 @@ class JobQueue:
 
     def sweep(self, patience_ms: int = 0) -> None:
         """See `transitions.sweep`."""
-        self._tell_of_losses(self.run(transitions.sweep(self.queue, patience_ms=patience_ms)))
+        swept = self.run(transitions.sweep(self.queue, patience_ms=patience_ms))
+        self._tell_of_losses(swept)
+        self._tell_of_memory(swept)
 
     def renew(self, held: Sequence[tuple[str, int]]) -> RenewReply:
         return self.run(transitions.renew(self.queue, self.worker_id, held, self.lease_ms))
@@ -243,6 +254,17 @@ class JobQueue:
                 self.queue,
                 extra={"job_id": job_id, "code": "crash_suspect", "crashes": crashes},
             )
+
+    def _tell_of_memory(self, swept: SweepReply) -> None:
+        """Log when the server's memory runs short, and when it does no more."""
+        if swept.memory != self._memory:
+            before, self._memory = self._memory, swept.memory
+            level = logging.INFO if swept.memory == "ok" else logging.WARNING
+            logger.log(
+                level, _MEMORY[swept.memory], self.queue, extra={"memory": swept.memory, "was": before}
+            )
+        if swept.expired_results:
+            logger.info("removed %d large results early, to make room in Redis", swept.expired_results)
 
     def _guard(self, operation: Callable[[], T]) -> T:
         try:

@@ -172,7 +172,27 @@ def _server() -> list[Panel]:
             BYTES,
             of_queue("redis_memory_used_bytes", "{{queue}} used"),
             Query(f"max by (queue) (pagemill_redis_memory_max_bytes{{{QUEUE}}}) > 0", "{{queue}} limit"),
-            about="When it is full, submits are refused; running jobs still commit.",
+            of_queue("queue_memory_limit_bytes", "{{queue}} submits up to"),
+            about="At the lower limit submits are refused; what is above is for running jobs.",
+        ),
+        lines(
+            "What holds the memory",
+            BYTES,
+            Query(
+                f"sum by (kind) (max by (queue, kind) (pagemill_queue_memory_bytes{{{QUEUE}}}))", "{{kind}}"
+            ),
+            about="Estimated from random keys. records: of jobs and batches; other: of other queues and software.",
+            stacked=True,
+        ),
+        lines(
+            "Refused and removed for want of memory",
+            PER_SECOND,
+            Query(f"max by (queue) ({rate('queue_memory_refused_total', QUEUE)})", "{{queue}} refused"),
+            Query(
+                f"max by (queue) ({rate('queue_memory_expired_results_total', QUEUE)})",
+                "{{queue}} results removed early",
+            ),
+            about="Refused submits are sent again by those who wait for room, and counted again.",
         ),
         lines(
             "Waits for the disk",

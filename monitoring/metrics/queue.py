@@ -179,6 +179,32 @@ SERVER: tuple[Metric[QueueFigures], ...] = (
         _server(lambda s: s.memory_max_bytes),
         "queue",
     ),
+    gauge(
+        "queue_memory_limit_bytes",
+        "The server's memory up to which the queue takes jobs; the rest is for running ones. 0 without a limit.",
+        lambda q: {q.queue: q.memory.limit_bytes},
+        "queue",
+    ),
+    gauge(
+        "queue_memory_bytes",
+        "What holds the server's memory, estimated from 512 of its keys. records: of jobs and batches; other: not "
+        "this queue's.",
+        lambda q: {(q.queue, kind): value for kind, value in q.memory.kinds.items()},
+        "queue",
+        "kind",
+    ),
+    counter(
+        "queue_memory_refused_total",
+        "Jobs and files refused for want of memory; what is sent again is counted again.",
+        lambda q: {q.queue: q.memory.refused},
+        "queue",
+    ),
+    counter(
+        "queue_memory_expired_results_total",
+        "Large results that were removed early, to make room.",
+        lambda q: {q.queue: q.memory.expired},
+        "queue",
+    ),
     counter(
         "redis_evicted_keys_total",
         "Keys that the server deleted for lack of memory. Anything above 0 means lost jobs.",

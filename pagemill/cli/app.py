@@ -29,7 +29,7 @@ from pagemill.cli.terminal.grouped import grouped
 from pagemill.producer.client.handles import JobHandle
 from pagemill.producer.client.submit_flow import OnLate
 from pagemill.producer.client.sync import Producer
-from pagemill.producer.wire.calls import registry
+from pagemill.producer.wire.calls import memory, registry
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import (
     AccessDenied,
@@ -390,7 +390,9 @@ def workers(redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJso
 @queue_app.command("stats")
 def queue_stats(redis_url: RedisUrl = None, queue: Queue = "default", as_json: AsJson = False) -> None:
     """Jobs by state, and what waits. Needs no live worker."""
-    views.print_queue(queue, registry.stats(partial(ask, redis_url), queue), as_json)
+    stats = registry.stats(partial(ask, redis_url), queue)
+    kinds = memory.shares(partial(ask, redis_url), queue) if stats.memory.is_near else {}
+    views.print_queue(queue, stats, kinds, as_json)
 
 
 @queue_app.command("pause")

@@ -15,7 +15,7 @@ from pagemill.producer.client.effects import Flow, Wait
 from pagemill.producer.client.sync import Producer
 from pagemill.producer.dataset.journal import Failure, Journal
 from pagemill.producer.wire.calls import batches
-from pagemill.producer.wire.schema.errors import JobNotFound, RedisUnavailable, StoreError
+from pagemill.producer.wire.schema.errors import JobNotFound, QueueFull, RedisUnavailable, StoreError
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import BatchItem
 
@@ -208,11 +208,15 @@ class WorkLoop:
         return count
 
     def _send(self, chunk: list[Job]) -> None:
-        """Submit a chunk, even through a restart of the server: the names make a retry idempotent."""
+        """Submit a chunk, even through a restart of the server or a full queue: the names make a retry idempotent."""
         give_up = time.monotonic() + PATIENCE_S
         while True:
             try:
-                self._producer.submit_many(chunk, batch_id=self._batch_id)
+                self._producer.submit_many(chunk, batch_id=self._batch_id, on_full="raise")
+            except QueueFull:
+                # What has ended is collected meanwhile: the run's own results may be what fills the server.
+                self._collect()
+                time.sleep(WAIT_S)
             except (RedisUnavailable, StoreError) as error:
                 if time.monotonic() > give_up or not _may_pass(error):
                     raise

@@ -11,6 +11,7 @@ import redis
 from redis import exceptions
 
 from pagemill.producer.doctor.finding import Finding
+from pagemill.producer.doctor.memory_check import memory_finding
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.schema.errors import AccessDenied, RedisUnavailable
 from pagemill.producer.wire.server.transport import SyncTransport, wrap_errors
@@ -19,7 +20,6 @@ OLDEST = {"redis": (6, 2), "valkey": (7, 2)}
 NEWEST_TESTED = {"redis": (8, 99), "valkey": (9, 99)}
 SKEW_WARNING_S = 1.0
 SKEW_ERROR_S = 30.0
-MEMORY_WARNING = 0.85
 SLOW_ROUND_TRIP_S = 0.05
 
 Info = Mapping[str, Any]
@@ -32,11 +32,11 @@ def server_findings(client: redis.Redis, queue: str) -> list[Finding]:
     """
     with wrap_errors():
         client.ping()
-        findings = [*_info_findings(client), clock_skew(client), scripts_run(client, queue)]
+        findings = [*_info_findings(client, queue), clock_skew(client), scripts_run(client, queue)]
     return findings
 
 
-def _info_findings(client: redis.Redis) -> Iterator[Finding]:
+def _info_findings(client: redis.Redis, queue: str) -> Iterator[Finding]:
     try:
         info: Info = client.info("all")
     except exceptions.ResponseError as error:
@@ -48,12 +48,12 @@ def _info_findings(client: redis.Redis) -> Iterator[Finding]:
         version,
         role,
         eviction_policy,
-        memory,
         evictions,
         append_only_file,
     ]
     for check in checks:
         yield check(info)
+    yield memory_finding(client, queue, info)
     yield fsync(info, _config(client, "appendfsync"))
 
 
@@ -97,22 +97,6 @@ def eviction_policy(info: Info) -> Finding:
             "CONFIG SET maxmemory-policy noeviction, and the same in its configuration file",
         )  # fmt: skip
     return Finding("eviction", "ok", "maxmemory-policy is noeviction")
-
-
-def memory(info: Info) -> Finding:
-    used, limit = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
-    if not limit:
-        system = int(info.get("total_system_memory", 0))
-        share = f" of the machine's {_gib(system)}" if system else ""
-        return Finding(
-            "memory", "note", f"{_gib(used)} in use{share}; no maxmemory, so a full queue takes the machine's memory",
-            "set maxmemory: submits are refused at the limit, running jobs still end",
-        )  # fmt: skip
-    share_used = used / limit
-    told = f"{share_used:.0%} of maxmemory ({_gib(limit)}) in use"
-    if share_used > MEMORY_WARNING:
-        return Finding("memory", "warning", told, "acknowledge batches that are read, or raise maxmemory")
-    return Finding("memory", "ok", told)
 
 
 def evictions(info: Info) -> Finding:
@@ -213,7 +197,3 @@ def _config(client: redis.Redis, name: str) -> str | None:
     except exceptions.ResponseError:
         return None
     return value.decode() if isinstance(value, bytes) else value
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

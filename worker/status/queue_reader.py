@@ -13,15 +13,18 @@ from pagemill.monitoring.queue_figures import (
     DrainEstimate,
     Ended,
     Lane,
+    MemoryFigures,
     Priority,
     QueueFigures,
     ServerFigures,
     UsageFigures,
     WorkerStage,
 )
-from pagemill.producer.wire.calls import job_lists, registry, usage
+from pagemill.producer.wire.calls import job_lists, memory, registry, usage
+from pagemill.producer.wire.calls.memory import MemoryUse
 from pagemill.producer.wire.calls.registry import QueueStats, WorkerInfo, page_address
 from pagemill.producer.wire.calls.usage import UsageTotals
+from pagemill.producer.wire.schema.errors import AccessDenied, RedisRefused
 from pagemill.worker.job_queue import JobQueue, ServerClock
 
 
@@ -41,9 +44,24 @@ class QueueReader:
         server = server_figures(self._queue.server_info())
         totals = self._queue.run(usage.totals(name))
         figures = replace(
-            queue_figures(name, stats, workers, server, self._clock.now()), usage=usage_figures(totals)
+            queue_figures(name, stats, workers, server, self._clock.now()),
+            usage=usage_figures(totals),
+            memory=self._memory(stats.memory, server),
         )
         return figures.with_drain(self._drain.update(figures))
+
+    def _memory(self, use: MemoryUse, server: ServerFigures) -> MemoryFigures:
+        try:
+            shares = memory.shares(self._queue.run, self._queue.queue)
+        except (AccessDenied, RedisRefused):
+            shares = {}
+        used = server.memory_used_bytes or use.used
+        return MemoryFigures(
+            limit_bytes=int(use.share * use.most),
+            refused=use.refused,
+            expired=use.expired,
+            kinds={kind: share * used for kind, share in shares.items()},
+        )
 
     def surroundings(self) -> Surroundings:
         """The queue's live workers, and the page of jobs, for links. Raises RedisUnavailable."""

@@ -14,6 +14,8 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
+from pagemill.producer.doctor.memory_check import held_by, in_words, remedy
+from pagemill.producer.wire.calls.memory import Kind
 from pagemill.producer.wire.calls.registry import QueueStats, WorkerInfo
 from pagemill.producer.wire.schema.outputs import ACTIVE_STATES, END_STATES, JobStatus, Result, StreamEvent
 from pagemill.producer.wire.schema.promise import Promise
@@ -152,7 +154,8 @@ def print_workers(workers: Sequence[WorkerInfo], as_json: bool) -> None:
         )
 
 
-def print_queue(queue: str, stats: QueueStats, as_json: bool) -> None:
+def print_queue(queue: str, stats: QueueStats, kinds: Mapping[Kind, float], as_json: bool) -> None:
+    """Print a queue's figures. `kinds`: what holds the server's memory, if it is short of it."""
     waiting = [
         {
             "priority": priority,
@@ -172,6 +175,7 @@ def print_queue(queue: str, stats: QueueStats, as_json: bool) -> None:
             "leases": stats.leases,
             "dead": stats.dead,
             "followers": stats.followers,
+            "memory": asdict(stats.memory) | {"kinds": dict(kinds)},
             "waiting": waiting,
         }
         typer.echo(json.dumps(document))
@@ -185,6 +189,8 @@ def print_queue(queue: str, stats: QueueStats, as_json: bool) -> None:
             ("leases", stats.leases),
             ("dead letters", stats.dead),
             ("waiting for an equal job", stats.followers),
+            ("memory of Redis", in_words(stats.memory)),
+            *([("is held by", held_by(kinds)), ("see", remedy(queue, kinds))] if kinds else []),
         ],
     )
     if waiting:

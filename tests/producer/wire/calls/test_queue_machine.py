@@ -152,6 +152,17 @@ class QueueMachine(RuleBasedStateMachine):
             is_foreign = any(self.tenants.get(parent) != tenant for parent in parents)
             assert status in ("same", "conflict", "full", *(["unknown"] if is_foreign else []))
 
+    @rule(batch=st.booleans())
+    def submit_without_memory(self, batch: bool) -> None:
+        """The server's memory has just been seen to be full."""
+        seconds, microseconds = self.queue.client.time()
+        meta, now = f"{self.queue.prefix}meta", 1000 * seconds + microseconds // 1000
+        self.queue.client.hdel(meta, "memory_looked")
+        self.queue.client.hset(meta, mapping={"memory_at": now, "memory_room": 0})
+        assert self.queue.submit("refused", batch_id="b" if batch else None) in (["memory"], ["full"])
+        self.queue.client.hdel(meta, "memory_at")
+        assert self.queue.run(reads.statuses(self.queue.name, ["refused"])) == [None]
+
     @rule(index=st.integers(0, 50))
     def replay(self, index: int) -> None:
         """Run a job again, whether it is dead or not."""

@@ -15,6 +15,7 @@ from pagemill.cli import (  # noqa: F401 - they register their commands
     models,
     queue,
     run,
+    tenant,
     top,
     verify,
 )

@@ -174,7 +174,7 @@ def _note(done: Replay, dead_id: str, reply: transitions.SubmitReply) -> None:
             done.jobs[dead_id] = reply.job_id
         case "same":
             done.already[dead_id] = reply.job_id
-        case "full":
+        case "full" | "purging":
             raise QueueFull(
                 "the queue takes no more jobs now; what was replayed is, and is not replayed again"
             )

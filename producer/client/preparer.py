@@ -177,7 +177,7 @@ class Preparer:
             except InvalidJob as error:
                 if on_invalid == "raise":
                     raise InvalidJob(f"item {position}: {error}", error.code) from None
-                yield _record_row(given, position, batch_id, error)
+                yield _record_row(given, position, batch_id, error, self._defaults["tenant"])
 
     def _item(self, given: JobLike, batch_id: str, names: _Names, forms: JobForms) -> Submission:
         shape, form = forms.find(given) if type(given) is dict else (b"", None)
@@ -280,29 +280,32 @@ def _stored(item: Submission, uri: str, tenant: str) -> Submission:
 def record_invalid(item: Submission, error: InvalidJob) -> Submission:
     """Return a submission that the queue refused as a failed item of its batch."""
     header = json.loads(item.header)
-    return _invalid(item.job_id, header["key"], header.get("metadata"), error)
+    _, _, tenant, _ = keys.split_lane(header["lane"])
+    return _invalid(item.job_id, header["key"], header.get("metadata"), error, tenant)
 
 
-def _record_row(given: object, position: int, batch_id: str, error: InvalidJob) -> Submission:
+def _record_row(given: object, position: int, batch_id: str, error: InvalidJob, tenant: str) -> Submission:
     """Return an invalid row as a failed item of its batch. Its key and metadata are kept if valid."""
     fields: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
     if isinstance(given, Job):  # valid, but too large
-        fields = {"key": given.key, "metadata": given.metadata}
-    key, metadata = fields.get("key"), fields.get("metadata")
+        fields = {"key": given.key, "metadata": given.metadata, "tenant": given.tenant}
+    key, metadata, named = fields.get("key"), fields.get("metadata"), fields.get("tenant")
+    if isinstance(named, str) and keys.TENANT_PATTERN.fullmatch(named):
+        tenant = named
     if not (isinstance(key, str) and 0 < len(key) <= MAX_KEY and key.isprintable()):
         key = f"invalid-{position}"
     try:
         text = json.dumps(metadata, allow_nan=False) if isinstance(metadata, dict) else None
     except (ValueError, TypeError, RecursionError):
         text = None
-    return _invalid(item_id(batch_id, key), key, text, error)
+    return _invalid(item_id(batch_id, key), key, text, error, tenant)
 
 
-def _invalid(job_id: str, key: str, metadata: str | None, error: InvalidJob) -> Submission:
+def _invalid(job_id: str, key: str, metadata: str | None, error: InvalidJob, tenant: str) -> Submission:
     header = {
         "id": job_id,
         "key": key,
-        "lane": keys.lane(TASKS["generate"].version, "normal", "default", "-"),
+        "lane": keys.lane(TASKS["generate"].version, "normal", tenant, "-"),
         "cost": 0,
         "invalid": ErrorInfo(code=error.code, message=str(error)[:_MAX_REASON]).model_dump_json(),
     }

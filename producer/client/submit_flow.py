@@ -37,6 +37,7 @@ FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
 RETRY_PAUSES_S = (0.1, 0.3, 0.6)
 """Seconds between attempts to reach a server that is away."""
+_LATER = ("full", "purging")
 
 
 def upload(queue: str, items: Sequence[Submission]) -> Flow[None]:
@@ -76,10 +77,10 @@ def submit(queue: str, item: Submission, on_full: OnFull) -> Flow[str]:
                 raise
         else:
             reply = replies[0]
-            if reply.status != "full":
+            if reply.status not in _LATER:
                 break
             if on_full == "raise":
-                raise (yield from _full(queue, item))
+                raise (yield from _full(queue, item, reply.status))
         yield Sleep(pause)
         pause = min(LAST_PAUSE_S, 2 * pause)
     if refused := _refusal(queue, item, reply):
@@ -171,6 +172,7 @@ class _Batch:
         pause = FIRST_PAUSE_S
         reply = _received(pending)
         while True:
+            reason: str | None = "full"
             try:
                 replies = yield from _repeated_if_lost(reply, self.call(chunk))
             except QueueFull:
@@ -178,38 +180,43 @@ class _Batch:
                 if self._on_full == "raise":
                     raise
             else:
-                chunk, is_full = self._left(chunk, replies)
+                chunk, reason = self._left(chunk, replies)
                 if not chunk:
                     return
-                if not is_full:
+                if reason is None:
                     reply = send(self.call(chunk))
                     continue
             if self._on_full == "raise":
-                raise (yield from _full(self._queue, chunk[0]))
+                raise (yield from _full(self._queue, chunk[0], reason))
             yield Sleep(pause)
             pause = min(LAST_PAUSE_S, 2 * pause)
             reply = send(self.call(chunk))
 
-    def _left(self, chunk: list[Submission], replies: list[SubmitReply]) -> tuple[list[Submission], bool]:
-        """Return the items to send again, and whether because the queue is full. Raises InvalidJob."""
-        left, is_full = [], False
+    def _left(
+        self, chunk: list[Submission], replies: list[SubmitReply]
+    ) -> tuple[list[Submission], str | None]:
+        """Return the items to send again, and the status of those that are to wait. Raises InvalidJob."""
+        left, reason = [], None
         for item, answer in zip(chunk, replies, strict=True):
-            if answer.status == "full":
+            if answer.status in _LATER:
                 left.append(item)
-                is_full = True
+                reason = answer.status
             elif answer.status == "again":
                 left.append(item)
             elif error := _refusal(self._queue, item, answer):
                 if self._on_invalid == "raise":
                     raise error
                 left.append(record_invalid(item, error))
-        return left, is_full
+        return left, reason
 
 
-def _full(queue: str, item: Submission) -> Flow[QueueFull]:
+def _full(queue: str, item: Submission, status: str | None) -> Flow[QueueFull]:
     """Return the error for a full queue, with its figures if the server still tells them."""
     _, priority, tenant, model = keys.split_lane(json.loads(item.header)["lane"])
     lane = (priority, tenant, model)
+    if status == "purging":
+        message = f"queue {queue} takes no jobs of tenant {tenant} while its jobs are being removed"
+        return QueueFull(message, queue=queue, lane=lane)
     try:
         found: QueueLimits = yield limits(queue)
         page: StatsPage = yield stats_page(queue)

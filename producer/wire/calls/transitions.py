@@ -43,6 +43,7 @@ SubmitStatus = Literal[
     "cycle",
     "crowded",
     "again",
+    "purging",
 ]
 CheckpointReply = Literal["ok", "stale", "bad_offset", "cancelled"]
 CommitReply = Literal["committed", "fenced", "already_done", "cancelled", "expired"]
@@ -70,7 +71,8 @@ class SubmitReply:
 
     created; exists: this id was submitted before; same or conflict: the idempotency key belongs to
     `job_id`, with an equal or a different payload. Not stored: full, the queue's limit is reached;
-    too_large, beyond its limit of bytes per payload; gone, the job to replay is not a dead letter.
+    purging, the tenant's are removed; too_large, beyond its limit of bytes per payload; gone, the
+    job to replay is not a dead letter.
     `same` also stands for a dead job that was replayed before, as `job_id`. Nor are stored, of jobs that wait for
     `job_id`: unknown, there is no such job of the tenant; cycle, it waits for this one; crowded, too many wait for it;
     again, it is in the same call and was not stored either.

@@ -2,9 +2,10 @@
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] file id  [3] bytes  [4] chunks  [5] JSON that describes it  [6] ms for the upload
 --   [7] files and [8] bytes that the tenant may have, this one included
--- Returns 1, or 0: there is no room
+-- Returns 1, or 0: there is no room, or what the tenant has is being removed
 -- @include common
 -- @include files
+-- @include purged
 local tenant, id = ARGV[1], ARGV[2]
 local key = P .. 'files:' .. tenant
 local records = redis.call('HGETALL', key)
@@ -17,7 +18,7 @@ for i = 1, #records, 2 do
     count, bytes = count + 1, bytes + file.bytes
   end
 end
-if count > tonumber(ARGV[7]) or bytes > tonumber(ARGV[8]) then
+if is_purged(tenant) or count > tonumber(ARGV[7]) or bytes > tonumber(ARGV[8]) then
   return 0
 end
 write_record(tenant, id, {

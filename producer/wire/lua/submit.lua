@@ -15,5 +15,6 @@
 --   of the payload, if this one is its stub).
 -- Returns one word per job, separated by spaces: created | exists (this id was submitted before) | full (not stored)
 --   | too_large (the payload; not stored) | same:<id> | conflict:<id> (the idempotency key belongs to that id, with an
---   equal or another digest; same also: replay_of was replayed as that id) | gone (replay_of is no dead job).
+--   equal or another digest; same also: replay_of was replayed as that id) | gone (replay_of is no dead job) | purging
+--   (the tenant's jobs are being removed; not stored).
 -- @include submitting

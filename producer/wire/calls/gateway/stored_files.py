@@ -45,9 +45,11 @@ def begin(
     return Call("file_begin", (keys.prefix(queue),), args, bool)
 
 
-def write(queue: str, file_id: str, number: int, chunk: bytes, upload_ms: int = UPLOAD_MS) -> Call[None]:
-    """Store one chunk; all but the last have CHUNK_BYTES."""
-    return Call("file_chunk", (keys.prefix(queue),), (file_id, number, upload_ms, chunk), _nothing)
+def write(
+    queue: str, tenant: str, file_id: str, number: int, chunk: bytes, upload_ms: int = UPLOAD_MS
+) -> Call[None]:
+    """Store one chunk of a file that was begun; all but the last have CHUNK_BYTES."""
+    return Call("file_chunk", (keys.prefix(queue),), (file_id, number, upload_ms, chunk, tenant), _nothing)
 
 
 def finish(queue: str, tenant: str, file_id: str, ttl_s: float) -> Call[StoredFile | None]:

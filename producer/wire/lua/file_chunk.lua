@@ -3,7 +3,7 @@
 -- ARGV[1] file id  [2] number, from 0  [3] ms for the upload  [4] bytes  [5] tenant
 -- Returns 1, or 0: the file was deleted meanwhile
 -- @include common
-if redis.call('HEXISTS', P .. 'files:' .. ARGV[5], ARGV[1]) == 0 then
+if not redis.call('HGET', P .. 'files:' .. ARGV[5], ARGV[1]) then
   return 0
 end
 redis.call('SET', P .. 'file:' .. ARGV[1] .. ':' .. ARGV[2], ARGV[4], 'PX', ARGV[3])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -180,3 +182,57 @@ def test_a_tenant_without_anything_is_gone(valkey_queue: Queue) -> None:
     assert report.is_proven
     assert report.jobs == {}
     assert contents(valkey_queue, "meta") == []
+
+
+_KILLED = """
+import sys
+from pagemill.producer.client.purge.report import PurgeOptions
+from pagemill.producer.client.sync import Producer
+
+def tell(progress):
+    if progress.phase == "jobs" and progress.done > 300:
+        print("now", flush=True)
+        sys.stdin.read()
+
+with Producer(sys.argv[1], queue=sys.argv[2]) as producer:
+    producer.purge_tenant(sys.argv[3], PurgeOptions(wait_s=0), on_progress=tell)
+"""
+
+
+def _fill(queue: Queue, jobs: int) -> None:
+    with Producer(queue.url, queue=queue.name, tenant=FIRST, model="m") as client:
+        client.submit_many(({"prompt": f"p{n}"} for n in range(jobs)), batch_id=f"all.{FIRST}")
+    queue.submit("theirs", tenant=SECOND)
+
+
+def _killed_in_the_middle(queue: Queue) -> None:
+    arguments = [sys.executable, "-c", _KILLED, queue.url, queue.name, FIRST]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "now\n"
+        process.kill()
+
+
+def test_a_killed_purge_is_run_again(valkey_queue: Queue) -> None:
+    queue = valkey_queue
+    _fill(queue, 1000)
+    _killed_in_the_middle(queue)
+    assert traces(queue, {FIRST})
+    assert queue.submit("more", tenant=FIRST) == ["purging"]
+    with producer(queue) as operator:
+        report = operator.purge_tenant(FIRST, NOW)
+    assert report.is_proven
+    assert 0 < sum(report.jobs.values()) < 1000
+    assert traces(queue, {FIRST}) == []
+    assert queue.state("theirs") == "queued"
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_jobs_go(own_queue: Queue) -> None:
+    queue = own_queue
+    _fill(queue, 100_000)
+    with producer(queue) as operator:
+        report = operator.purge_tenant(FIRST, NOW)
+    assert report.is_proven
+    assert report.jobs == {"queued": 100_000}
+    assert traces(queue, {FIRST}) == []

@@ -34,7 +34,7 @@ from pagemill.producer.wire.schema.errors import InvalidJob
 
 FENCE_MS = 60_000
 FENCE_EVERY_S = 10.0
-JOBS_AT_ONCE = 64
+JOBS_AT_ONCE = 32
 NAMES_AT_ONCE = 250
 POLL_S = 0.2
 MAX_WALKS = 20

@@ -10,7 +10,7 @@ from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.server.scripts import Call
 
 LOOK_KEYS = 500
-BATCH_JOBS = 64
+BATCH_JOBS = 32
 LIST_ITEMS = 500
 READ_BYTES = 256 << 10
 CALL_NAMES = 250

@@ -1,6 +1,6 @@
 -- @include states
 -- Removing jobs for good, whatever their state. Late writes of their workers find no record, and are fenced.
-local MAX_REMOVED = 96 -- jobs that one script removes
+local MAX_REMOVED = 48 -- jobs that one script removes
 local gone, running, left = {}, {}, {}
 
 -- All that share an end are of one tenant, so all of them go.

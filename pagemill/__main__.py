@@ -16,6 +16,7 @@ from pagemill.cli import (  # noqa: F401 - they register their commands
     queue,
     rollout,
     run,
+    tenant,
     top,
     usage,
     verify,

@@ -15,6 +15,7 @@ FinalCode = Literal[
     "payload_too_large",
     "result_too_large",
     "unsigned",
+    "sealed",
     "payload_lost",
     "unsupported_feature",
     "unknown_parent",

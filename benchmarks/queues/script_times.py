@@ -254,7 +254,7 @@ def store_files(queue: Queue) -> None:
     large = StoredFile("large", 0.0, 100 << 20, 400, "f", "batch", 0)
     queue.run(stored_files.begin(queue.name, "u", large, max_files=9, max_bytes=1 << 30))
     for number in range(large.chunks):
-        queue.run(stored_files.write(queue.name, large.id, number, b"x"))
+        queue.run(stored_files.write(queue.name, "u", large.id, number, b"x"))
     queue.run(stored_files.finish(queue.name, "u", large.id, 3600.0))
     queue.run(stored_files.read(queue.name, large.id, 0))
 

@@ -172,4 +172,7 @@ def _print_replay(done: Replay, as_json: bool) -> None:
 
 def _document(opened: OpenedLetter) -> dict[str, object]:
     partial = [output.model_dump() for output in opened.partial]
-    return opened.letter.model_dump() | {"job": submitted_fields(opened.payload), "partial": partial}
+    return opened.letter.model_dump() | {
+        "job": submitted_fields(opened.payload, opened.letter.id),
+        "partial": partial,
+    }

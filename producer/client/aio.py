@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from datetime import date
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -15,9 +15,23 @@ from pagemill.producer.client import flows, preparer, submit_flow, usage_flow
 from pagemill.producer.client.aio_handles import AsyncBatchHandle, AsyncDeadLetters, AsyncJobHandle
 from pagemill.producer.client.aio_listener import AsyncListener
 from pagemill.producer.client.base import AsyncDriver
-from pagemill.producer.client.effects import Begin, Effect, Emit, Finish, Flow, Read, Sleep, Sync, Wait, Write
+from pagemill.producer.client.effects import (
+    Begin,
+    Delete,
+    Effect,
+    Emit,
+    Finish,
+    Flow,
+    Read,
+    Sleep,
+    Sync,
+    Wait,
+    Write,
+)
 from pagemill.producer.client.job_fields import JobFields
 from pagemill.producer.client.preparer import JobLike, OnInvalid
+from pagemill.producer.client.purge import flow as purge
+from pagemill.producer.client.purge.report import PurgeOptions, PurgeProgress, PurgeReport
 from pagemill.producer.client.replay import flow as replay
 from pagemill.producer.client.replay.flow import Placement, ReplayOptions
 from pagemill.producer.client.replay.verification import Verification
@@ -151,6 +165,23 @@ class AsyncProducer(AsyncDriver):
         """Like Producer.rollout."""
         return AsyncModelRollout(self, model)
 
+    async def purge_tenant(
+        self,
+        tenant: str,
+        options: PurgeOptions | None = None,
+        *,
+        on_progress: Callable[[PurgeProgress], None] = lambda progress: None,
+    ) -> PurgeReport:
+        """Like Producer.purge_tenant."""
+        flow = purge.purge_tenant(
+            self.queue, tenant, options or PurgeOptions(), has_store=self.store is not None
+        )
+        async for item in self.iterate_flow(flow):
+            if isinstance(item, PurgeReport):
+                return item
+            on_progress(item)
+        raise AssertionError("a purge ends with its report")
+
     async def close(self) -> None:
         """Close the connections. Later use opens new ones."""
         connection, self._connection = self._connection, None
@@ -232,6 +263,8 @@ class AsyncProducer(AsyncDriver):
                 await asyncio.to_thread(self.write_stored, uploads)
             case Read(reference):
                 return await asyncio.to_thread(self.read_stored, reference)
+            case Delete(uris):
+                await asyncio.to_thread(self.delete_stored, uris)
             case Sleep(seconds):
                 await asyncio.sleep(seconds)
             case Wait(topic, timeout, polled):

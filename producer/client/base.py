@@ -76,6 +76,11 @@ class ProducerBase:
         """Read a file of the store. Raises StoreError."""
         return self._reached_store().read(reference)
 
+    def delete_stored(self, uris: Sequence[str]) -> None:
+        """Delete files of the store. Raises StoreError."""
+        for uri in uris:
+            self._reached_store().delete(uri)
+
     def _reached_store(self) -> Store:
         if self.store is None:
             raise StoreError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from pagemill.producer.client import flows
 from pagemill.producer.client.effects import Emit, Flow, Sync
-from pagemill.producer.client.preparer import Preparer
+from pagemill.producer.client.preparer import Preparer, opened_envelope
 from pagemill.producer.client.submit_flow import CHUNK_JOBS, send, upload
 from pagemill.producer.wire.calls import dead_letters, transitions
 from pagemill.producer.wire.calls.dead_letters import DeadLetter, LetterPage, OpenedLetter
@@ -90,10 +90,10 @@ def purge(queue: str, job_ids: Sequence[str] | None, wanted: Wanted) -> Flow[int
     return purged
 
 
-def submitted_fields(payload: bytes) -> dict[str, Any] | None:
+def submitted_fields(payload: bytes, job_id: str) -> dict[str, Any] | None:
     """Return the job as submitted; None if it cannot be read."""
     try:
-        fields = json.loads(split_payload(payload).envelope)
+        fields = json.loads(opened_envelope(split_payload(payload).envelope, job_id))
     except (ValueError, RecursionError):
         return None
     return fields if isinstance(fields, dict) else None
@@ -162,7 +162,7 @@ def _note(done: Replay, dead_id: str, reply: transitions.SubmitReply) -> None:
             done.jobs[dead_id] = reply.job_id
         case "same":
             done.already[dead_id] = reply.job_id
-        case "full" | "memory":
+        case "full" | "memory" | "purging":
             raise QueueFull(
                 "the queue takes no more jobs now; what was replayed is, and is not replayed again",
                 reason="memory" if reply.status == "memory" else "jobs",

@@ -51,6 +51,13 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
+class Delete:
+    """Delete files of the store; those that are gone are no error. Sent back: None. Raises StoreError."""
+
+    uris: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Sleep:
     """Pause for some seconds. Sent back: None."""
 
@@ -78,5 +85,5 @@ class Emit:
     item: Any
 
 
-Effect: TypeAlias = Call[Any] | Begin | Finish | Sync | Write | Read | Sleep | Wait | Emit
+Effect: TypeAlias = Call[Any] | Begin | Finish | Sync | Write | Read | Delete | Sleep | Wait | Emit
 Flow: TypeAlias = Generator[Effect, Any, T]

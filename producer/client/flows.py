@@ -29,6 +29,7 @@ from pagemill.producer.wire.schema.outputs import (
     Result,
     StreamEvent,
 )
+from pagemill.producer.wire.schema.sealing import SealedError
 from pagemill.producer.wire.schema.text.parsed_text import ParsedText, begins_with, new_call_parts
 from pagemill.producer.wire.server.scripts import Call
 from pagemill.producer.wire.store.stub import read_payload_stub
@@ -102,6 +103,9 @@ def page(queue: str, batch_id: str, position: int, *, ordered: bool) -> Flow[Pag
     for at, end in found.stored.items():
         try:
             whole_end = yield from loaded(end)
+        except SealedError as error:
+            problem = ErrorInfo(code=error.code, message=str(error))
+            found.items[at] = found.items[at].model_copy(update={"error": problem})
         except StoreError as error:
             if error.kind != "lost":
                 raise

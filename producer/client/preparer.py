@@ -27,6 +27,7 @@ from pagemill.producer.wire.schema.dependencies import ITEM_PREFIX
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_KEY, MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES, Job
 from pagemill.producer.wire.schema.outputs import ErrorInfo
+from pagemill.producer.wire.schema.sealing import ring
 from pagemill.producer.wire.schema.signing import OUTPUT_SEPARATOR, Keys, split_payload
 from pagemill.producer.wire.schema.tasks import STORED_VERSION, TASKS
 from pagemill.producer.wire.store.store import MAX_STORED_BYTES, Store, reference_to
@@ -67,6 +68,11 @@ def seed_of(job_id: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+def opened_envelope(envelope: bytes, job_id: str) -> bytes:
+    """Return an envelope in clear. Raises SealedError."""
+    return ring().open(envelope, "job", job_id)
+
+
 def peeked(jobs: Iterable[JobLike]) -> tuple[Iterable[JobLike], object]:
     """Return the same jobs, and the first of them: () if there is none."""
     iterator = iter(jobs)
@@ -90,6 +96,7 @@ class Preparer:
         self._queue = queue
         self._defaults: dict[str, Any] = {"tenant": tenant, **(defaults or {})}
         self._hmac_keys = hmac_keys
+        self._keyring = ring()
         self._store = store
         self._max_bytes = MAX_PAYLOAD_BYTES if store is None else MAX_STORED_BYTES
 
@@ -125,17 +132,17 @@ class Preparer:
         return self._signed(item, built.tenant)
 
     def checked(self, payload: bytes, job_id: str, submitted_at: float) -> bytes:
-        """Return a stored payload's envelope. Raises InvalidJob where a key of ours has not signed it."""
+        """Return a payload's envelope, as it is stored. Raises InvalidJob where a key of ours has not signed it."""
         parts = split_payload(payload)
         reference = read_payload_stub(parts.envelope)
-        job = Job.from_payload(parts.envelope) if reference is None else reference
+        job = Job.from_payload(opened_envelope(parts.envelope, job_id)) if reference is None else reference
         names = {"queue": self._queue, "job_id": job_id, "tenant": job.tenant}
         self._hmac_keys.check_payload(parts, **names, submitted_at=submitted_at)
         return parts.envelope
 
     def replay(self, payload: bytes, dead_id: str) -> Submission:
         """Prepare a dead job's payload as a new job that may start at once. Raises InvalidJob."""
-        job = Job.from_payload(payload, self._max_bytes)
+        job = Job.from_payload(opened_envelope(split_payload(payload).envelope, dead_id), self._max_bytes)
         again = job.model_copy(update={"delay": None, "run_at": None, "deadline": None, "key": None})
         job_id = new_job_id()
         # It was told of the ends that it waited for.
@@ -177,7 +184,7 @@ class Preparer:
             except InvalidJob as error:
                 if on_invalid == "raise":
                     raise InvalidJob(f"item {position}: {error}", error.code) from None
-                yield _record_row(given, position, batch_id, error)
+                yield _record_row(given, position, batch_id, error, self._defaults["tenant"])
 
     def _item(self, given: JobLike, batch_id: str, names: _Names, forms: JobForms) -> Submission:
         shape, form = forms.find(given) if type(given) is dict else (b"", None)
@@ -219,6 +226,11 @@ class Preparer:
         return _fill(form, text, row, batch_id, names)
 
     def _signed(self, item: Submission, tenant: str) -> Submission:
+        if self._keyring:
+            if item.is_linked and b'"when":' in item.header and "when" in json.loads(item.header):
+                message = "the queue can't compare outputs (`when`) while they are encrypted"
+                raise InvalidJob(message, "unsupported_feature", "when")
+            item = replace(item, payload=self._keyring.seal(item.payload, "job", item.job_id))
         # The outputs that a job waits for are put behind its envelope in Redis.
         if self._store is not None and not item.is_linked and self._store.takes(len(item.payload)):
             item = _stored(item, self._store.new_uri(self._queue, "in", item.job_id), tenant)
@@ -280,29 +292,32 @@ def _stored(item: Submission, uri: str, tenant: str) -> Submission:
 def record_invalid(item: Submission, error: InvalidJob) -> Submission:
     """Return a submission that the queue refused as a failed item of its batch."""
     header = json.loads(item.header)
-    return _invalid(item.job_id, header["key"], header.get("metadata"), error)
+    _, _, tenant, _ = keys.split_lane(header["lane"])
+    return _invalid(item.job_id, header["key"], header.get("metadata"), error, tenant)
 
 
-def _record_row(given: object, position: int, batch_id: str, error: InvalidJob) -> Submission:
+def _record_row(given: object, position: int, batch_id: str, error: InvalidJob, tenant: str) -> Submission:
     """Return an invalid row as a failed item of its batch. Its key and metadata are kept if valid."""
     fields: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
     if isinstance(given, Job):  # valid, but too large
-        fields = {"key": given.key, "metadata": given.metadata}
-    key, metadata = fields.get("key"), fields.get("metadata")
+        fields = {"key": given.key, "metadata": given.metadata, "tenant": given.tenant}
+    key, metadata, named = fields.get("key"), fields.get("metadata"), fields.get("tenant")
+    if isinstance(named, str) and keys.TENANT_PATTERN.fullmatch(named):
+        tenant = named
     if not (isinstance(key, str) and 0 < len(key) <= MAX_KEY and key.isprintable()):
         key = f"invalid-{position}"
     try:
         text = json.dumps(metadata, allow_nan=False) if isinstance(metadata, dict) else None
     except (ValueError, TypeError, RecursionError):
         text = None
-    return _invalid(item_id(batch_id, key), key, text, error)
+    return _invalid(item_id(batch_id, key), key, text, error, tenant)
 
 
-def _invalid(job_id: str, key: str, metadata: str | None, error: InvalidJob) -> Submission:
+def _invalid(job_id: str, key: str, metadata: str | None, error: InvalidJob, tenant: str) -> Submission:
     header = {
         "id": job_id,
         "key": key,
-        "lane": keys.lane(TASKS["generate"].version, "normal", "default", "-"),
+        "lane": keys.lane(TASKS["generate"].version, "normal", tenant, "-"),
         "cost": 0,
         "invalid": ErrorInfo(code=error.code, message=str(error)[:_MAX_REASON]).model_dump_json(),
     }

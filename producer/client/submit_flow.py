@@ -32,7 +32,7 @@ T = TypeVar("T")
 OnFull: TypeAlias = Literal["block", "raise"]
 OnLate: TypeAlias = Literal["flag", "refuse"]
 
-FULL: frozenset[SubmitStatus] = frozenset({"full", "memory"})
+FULL: frozenset[SubmitStatus] = frozenset({"full", "memory", "purging"})
 """Refused for now: there may be room later."""
 CHUNK_JOBS = 250
 CHUNK_BYTES = 1 << 20
@@ -180,6 +180,7 @@ class _Batch:
         pause = FIRST_PAUSE_S
         reply = _received(pending)
         while True:
+            reason: str | None = "full"
             try:
                 replies = yield from _repeated_if_lost(reply, self.call(chunk))
             except QueueFull:
@@ -223,6 +224,9 @@ def _full(queue: str, item: Submission, reply: SubmitReply) -> Flow[QueueFull]:
     lane = (priority, tenant, model)
     if reply.status == "memory":
         return QueueFull(OUT_OF_MEMORY.format(queue=queue), queue=queue, lane=lane, reason="memory")
+    if reply.status == "purging":
+        message = f"queue {queue} takes no jobs of tenant {tenant} while its jobs are being removed"
+        return QueueFull(message, queue=queue, lane=lane)
     try:
         found: QueueLimits = yield limits(queue)
         page: StatsPage = yield stats_page(queue)

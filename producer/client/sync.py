@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -15,11 +15,25 @@ from redis.retry import Retry
 
 from pagemill.producer.client import flows, preparer, submit_flow, usage_flow
 from pagemill.producer.client.base import Driver
-from pagemill.producer.client.effects import Begin, Effect, Emit, Finish, Flow, Read, Sleep, Sync, Wait, Write
+from pagemill.producer.client.effects import (
+    Begin,
+    Delete,
+    Effect,
+    Emit,
+    Finish,
+    Flow,
+    Read,
+    Sleep,
+    Sync,
+    Wait,
+    Write,
+)
 from pagemill.producer.client.handles import BatchHandle, DeadLetters, JobHandle
 from pagemill.producer.client.job_fields import JobFields
 from pagemill.producer.client.listener import Listener
 from pagemill.producer.client.preparer import JobLike, OnInvalid
+from pagemill.producer.client.purge import flow as purge
+from pagemill.producer.client.purge.report import PurgeOptions, PurgeProgress, PurgeReport
 from pagemill.producer.client.replay import flow as replay
 from pagemill.producer.client.replay.flow import Placement, ReplayOptions
 from pagemill.producer.client.replay.verification import Verification
@@ -174,6 +188,27 @@ class Producer(Driver):
         """Return the rollout of a model, to be started, watched and changed; see docs/rollouts.md."""
         return ModelRollout(self, model)
 
+    def purge_tenant(
+        self,
+        tenant: str,
+        options: PurgeOptions | None = None,
+        *,
+        on_progress: Callable[[PurgeProgress], None] = lambda progress: None,
+    ) -> PurgeReport:
+        """Remove all that the queue has of a tenant, and search every key for what is left.
+
+        `report.remains` is empty where nothing was found; docs/confidentiality.md says what is searched. Meanwhile the
+        tenant's submits are refused, as by a full queue. Raises InvalidJob, StoreError.
+        """
+        flow = purge.purge_tenant(
+            self.queue, tenant, options or PurgeOptions(), has_store=self.store is not None
+        )
+        for item in self.iterate_flow(flow):
+            if isinstance(item, PurgeReport):
+                return item
+            on_progress(item)
+        raise AssertionError("a purge ends with its report")
+
     def close(self) -> None:
         """Close the connections. Later use opens new ones."""
         with self._lock:
@@ -245,6 +280,8 @@ class Producer(Driver):
                 self.write_stored(uploads)
             case Read(reference):
                 return self.read_stored(reference)
+            case Delete(uris):
+                self.delete_stored(uris)
             case Sleep(seconds):
                 time.sleep(seconds)
             case Wait(topic, timeout, polled):

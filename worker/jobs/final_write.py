@@ -12,6 +12,7 @@ from pagemill.producer.wire.calls.promises import Estimate
 from pagemill.producer.wire.calls.transitions import CheckpointReply, PulledJob, RenewReply
 from pagemill.producer.wire.calls.usage import Used
 from pagemill.producer.wire.schema.outputs import ErrorInfo
+from pagemill.producer.wire.schema.sealing import ring
 from pagemill.producer.wire.schema.signing import Keys
 from pagemill.producer.wire.server.scripts import Call
 from pagemill.worker.jobs.running_job import Ending, RunningJob, end_state
@@ -106,8 +107,11 @@ class FinalWrite:
 def checkpoint_call(queue: str, job: RunningJob, now: float, hmac_keys: Keys) -> Call[CheckpointReply]:
     """Build the call that writes progress and the part of the checkpoint not yet stored."""
 
+    keys = ring()
+
     def sign(entry: bytes) -> bytes:
         digest = digest_of(job.fingerprint)
+        entry = keys.seal(entry, "delta", job.job_id)
         return hmac_keys.sign_entry(entry, queue=queue, job_id=job.job_id, fingerprint=digest)
 
     return transitions.checkpoint(
@@ -124,6 +128,7 @@ def checkpoint_call(queue: str, job: RunningJob, now: float, hmac_keys: Keys) ->
 
 def succeeded(queue: str, job: RunningJob, body: bytes) -> FinalWrite:
     """End a job with its result's JSON, `body`."""
+    body = ring().seal(body, "result", job.job_id)
     return FinalWrite(
         job.pulled,
         "succeeded",

@@ -19,6 +19,7 @@ from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Checkpoint
+from pagemill.producer.wire.schema.sealing import ring
 from pagemill.producer.wire.schema.signing import Keys, SignedPayload, split_payload
 from pagemill.producer.wire.schema.tasks import POOLED_TASKS
 from pagemill.producer.wire.schema.text.chat import NamedToolChoice
@@ -60,6 +61,7 @@ class Intake:
         self._engine = engine
         self._counters = context.counters
         self._keys = context.hmac_keys
+        self._keyring = ring()
         self._webhooks = webhooks
 
     def running_job(self, pulled: PulledJob, started_at: float) -> RunningJob:
@@ -187,11 +189,11 @@ class Intake:
     def _checked(self, pulled: PulledJob) -> Job:
         payload = split_payload(pulled.payload)
         if pulled.fetched_for is not None:
-            job = Job.from_payload(pulled.payload, MAX_STORED_BYTES)
+            job = Job.from_payload(self._opened(pulled, pulled.payload), MAX_STORED_BYTES)
             if job.tenant != pulled.fetched_for:
                 raise InvalidJob("the stored payload is another tenant's job", "unsigned")
         else:
-            job = Job.from_payload(payload.envelope)
+            job = Job.from_payload(self._opened(pulled, payload.envelope))
             self._check_signature(pulled, payload, job.tenant)
         if job.webhook is not None:
             try:
@@ -199,6 +201,9 @@ class Intake:
             except Refused as refusal:
                 raise InvalidJob(str(refusal), "unsupported_feature") from None
         return job if job.after is None else rendered(job, payload.outputs)
+
+    def _opened(self, pulled: PulledJob, envelope: bytes) -> bytes:
+        return self._keyring.open_job(envelope, pulled.job_id)
 
     def _resume_point(self, pulled: PulledJob, fingerprint: str) -> ResumePoint:
         point = resume_point(

@@ -11,7 +11,7 @@ from typing import Literal, TypedDict
 from pagemill.fingerprint import may_continue
 from pagemill.producer.client import flows, submit_flow
 from pagemill.producer.client.effects import Emit, Flow
-from pagemill.producer.client.preparer import Preparer, new_job_id
+from pagemill.producer.client.preparer import Preparer, new_job_id, opened_envelope
 from pagemill.producer.client.replay.comparison import Difference, compare
 from pagemill.producer.client.replay.verification import Verification, has_plain_order, judge
 from pagemill.producer.wire.calls import batches, reads, registry
@@ -166,7 +166,7 @@ def _submitted_job(found: Recorded, preparer: Preparer, job_id: str) -> Flow[Job
     try:
         envelope = preparer.checked(found.payload, job_id, found.submitted_at)
         envelope = yield from flows.whole(envelope)
-        job = Job.from_payload(envelope, MAX_STORED_BYTES)
+        job = Job.from_payload(opened_envelope(envelope, job_id), MAX_STORED_BYTES)
         if job.after is None:
             return job
         alone = {"after": None, "when": None, "on_parent_failure": "cancel"}

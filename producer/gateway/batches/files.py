@@ -138,7 +138,9 @@ class FileEndpoints:
         if not await run(begin):
             raise ApiError(429, "no room for more files: delete some", "file_quota_exceeded")
         for number in range(file.chunks):
-            await run(stored_files.write(config.queue, file.id, number, await upload.read(CHUNK_BYTES)))
+            await run(
+                stored_files.write(config.queue, tenant, file.id, number, await upload.read(CHUNK_BYTES))
+            )
         stored = await run(stored_files.finish(config.queue, tenant, file.id, ttl_s))
         if stored is None:
             raise ApiError(503, "the upload could not be kept, try again", "upload_lost")

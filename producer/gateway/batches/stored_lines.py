@@ -57,7 +57,7 @@ class StoredLines:
         await run(stored_files.begin(queue, self._tenant, file, max_files=1 << 31, max_bytes=1 << 50))
         self._spool.seek(0)
         for number in range(file.chunks):
-            await run(stored_files.write(queue, file.id, number, self._spool.read(CHUNK_BYTES)))
+            await run(stored_files.write(queue, self._tenant, file.id, number, self._spool.read(CHUNK_BYTES)))
         if await run(stored_files.finish(queue, self._tenant, file.id, ttl_s)) is None:
             raise QueueFull(f"{file.id} could not be kept")
         return file.id

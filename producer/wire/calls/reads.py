@@ -28,6 +28,7 @@ from pagemill.producer.wire.schema.outputs import (
     State,
     Timing,
 )
+from pagemill.producer.wire.schema.sealing import SealedError, ring
 from pagemill.producer.wire.server.scripts import Call
 from pagemill.producer.wire.store.stub import Reference, read_result_stub
 
@@ -67,6 +68,8 @@ class Outcome:
             raise JobNotFound(f"no job {self.job_id}: never submitted, or its record has been removed")
         if self.stored is not None:
             raise StoreError("the result lies in a store, and was not read")
+        if self.state == "succeeded" and self.result is None and self.error is not None:
+            raise SealedError(self.error.message)
         if self.state == "succeeded" and self.result is None:
             raise ResultExpired(f"the result of job {self.job_id} has been removed")
         if self.state in JOB_ERRORS:
@@ -114,6 +117,17 @@ class Feed:
         return next((state for state in END_STATES if state == self.state), None)
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    """What a result is read with; `copied_s` is the time from submit to end of a job that shares an equal one's."""
+
+    job_id: str
+    leader: str
+    """The job that computed it, if that is another."""
+    copied_s: float | None = None
+    metadata: dict[str, Any] | None = None
+
+
 def statuses(queue: str, job_ids: Sequence[str]) -> Call[list[JobStatus | None]]:
     """Return the jobs' statuses; None for an unknown job."""
     parse = partial(_statuses, queue, tuple(job_ids))
@@ -147,16 +161,24 @@ def read_outcome(record: list[Any]) -> Outcome:
     word: Any = state.decode() or None
     own_metadata = _object(metadata)
     copied_s = max(0.0, (int(finished_at) - int(created_at)) / 1000) if leader else None
-    parse = partial(_result, job_id.decode(), copied_s, own_metadata)
+    parse = partial(_result, _End(job_id.decode(), leader.decode(), copied_s, own_metadata))
     stored = _stored(out, parse) if word == "succeeded" else None
+    result, error = None, None
+    if word == "succeeded" and out and stored is None:
+        try:
+            result = parse(out)
+        except SealedError as sealed:
+            error = ErrorInfo(code=sealed.code, message=str(sealed))
+    elif word in JOB_ERRORS and out:
+        error = _error(job_id.decode(), out, entries)
     return Outcome(
         job_id=job_id.decode(),
         state=word,
         key=key.decode(),
         metadata=own_metadata,
-        result=parse(out) if word == "succeeded" and out and stored is None else None,
+        result=result,
         stored=stored,
-        error=_error(job_id.decode(), out, entries) if word in JOB_ERRORS and out else None,
+        error=error,
     )
 
 
@@ -174,17 +196,17 @@ def _stored(out: bytes, parse: Callable[[bytes], Result]) -> StoredResult | None
     return None if reference is None else StoredResult(reference, parse)
 
 
-def _result(job_id: str, copied_s: float | None, metadata: dict[str, Any] | None, out: bytes) -> Result:
-    """Parse a result; `copied_s` is the time from submit to end of a job that shares an equal one's."""
-    result = _own_result(out, job_id)
-    if copied_s is None:
+def _result(end: _End, out: bytes) -> Result:
+    """Parse a result. Raises SealedError."""
+    result = _own_result(out, end.job_id, end.leader or end.job_id)
+    if end.copied_s is None:
         return result
-    return result.model_copy(update={"timing": Timing(e2e_s=copied_s), "metadata": metadata})
+    return result.model_copy(update={"timing": Timing(e2e_s=end.copied_s), "metadata": end.metadata})
 
 
-def _own_result(out: bytes, job_id: str) -> Result:
+def _own_result(out: bytes, job_id: str, computed_by: str) -> Result:
     """Return a result as that of `job_id`: equal jobs share the result of the job that ran."""
-    result = Result.model_validate_json(out)
+    result = Result.model_validate_json(ring().open(out, "result", computed_by))
     if result.id == job_id:
         return result
     return result.model_copy(update={"id": job_id, "copied_from": result.id})
@@ -197,12 +219,12 @@ def _error(job_id: str, out: bytes, entries: list[bytes]) -> ErrorInfo:
 
 
 def _feed(job_id: str, reply: list[Any]) -> Feed:
-    state, epoch, attempt, entries, out = reply
+    state, epoch, attempt, entries, out, leader = reply
     word: Any = state.decode() or None
-    parse = partial(_result, job_id, None, None)
+    parse = partial(_result, _End(job_id, leader.decode()))
     stored = _stored(out, parse) if word == "succeeded" else None
     result = parse(out) if word == "succeeded" and out and stored is None else None
-    return Feed(word, epoch, attempt, read_deltas(entries), result, stored)
+    return Feed(word, epoch, attempt, read_deltas(job_id, entries), result, stored)
 
 
 def _statuses(queue: str, job_ids: tuple[str, ...], reply: list[list[Any]]) -> list[JobStatus | None]:

@@ -8,7 +8,19 @@ from pydantic import ValidationError
 
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import MAX_PAYLOAD_BYTES, Job
+from pagemill.producer.wire.schema.outputs import Output, Result
+from pagemill.producer.wire.schema.sealing import ring
 from pagemill.producer.wire.schema.templates import ParentOutput, places, render
+
+
+def _opened(output: ParentOutput) -> ParentOutput:
+    """Return an output in clear. Raises SealedError."""
+    if output.sealed is None:
+        return output
+    result = Result.model_validate_json(ring().open(output.sealed.encode(), "result", output.computed_by))
+    first = result.outputs[0] if result.outputs else Output(index=0)
+    prob = (first.label_probs or {}).get(first.label or "")
+    return output.model_copy(update={"text": first.text, "label": first.label, "prob": prob, "sealed": None})
 
 
 def rendered(job: Job, stored: Sequence[bytes]) -> Job:
@@ -23,7 +35,7 @@ def rendered(job: Job, stored: Sequence[bytes]) -> Job:
     found: dict[str, ParentOutput] = {}
     try:
         for line in stored:
-            output = ParentOutput.model_validate_json(line)
+            output = _opened(ParentOutput.model_validate_json(line))
             found[output.id] = output
     except ValidationError:
         raise InvalidJob("the output of a job that it waited for can't be read", param="after") from None

@@ -46,6 +46,7 @@ SubmitStatus = Literal[
     "cycle",
     "crowded",
     "again",
+    "purging",
 ]
 CheckpointReply = Literal["ok", "stale", "bad_offset", "cancelled"]
 CommitReply = Literal["committed", "fenced", "already_done", "cancelled", "expired"]
@@ -79,8 +80,8 @@ class SubmitReply:
 
     created; exists: this id was submitted before; same or conflict: the idempotency key belongs to
     `job_id`, with an equal or a different payload. Not stored: full, the queue's limit is reached;
-    memory, the server's has no room; too_large, beyond its limit of bytes per payload; gone, the job to replay is
-    not a dead letter.
+    memory, the server's has no room; purging, the tenant's are removed; too_large, beyond its limit of bytes per
+    payload; gone, the job to replay is not a dead letter.
     `same` also stands for a dead job that was replayed before, as `job_id`. Nor are stored, of jobs that wait for
     `job_id`: unknown, there is no such job of the tenant; cycle, it waits for this one; crowded, too many wait for it;
     again, it is in the same call and was not stored either.
@@ -124,7 +125,7 @@ class PulledJob:
     @property
     def checkpoint(self) -> Checkpoint | None:
         """Return the merged entries, otherwise unchecked. Raises ValueError if they are not a checkpoint."""
-        return merge_checkpoint(self.entries, self.fingerprint)
+        return merge_checkpoint(self.job_id, self.entries, self.fingerprint)
 
 
 @dataclass(frozen=True, slots=True)

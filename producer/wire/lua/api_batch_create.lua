@@ -5,6 +5,7 @@
 -- Returns created | no_file | full
 -- @include common
 -- @include files
+-- @include purged
 local id, tenant, file_id = ARGV[1], ARGV[2], ARGV[3]
 local key = P .. 'abatch:' .. id
 if redis.call('EXISTS', key) == 1 then
@@ -13,7 +14,7 @@ end
 local file = find_file(tenant, file_id)
 if not file then
   return 'no_file'
-elseif tonumber(redis.call('HGET', P .. 'abopen', tenant) or 0) >= tonumber(ARGV[7]) then
+elseif is_purged(tenant) or tonumber(redis.call('HGET', P .. 'abopen', tenant) or 0) >= tonumber(ARGV[7]) then
   return 'full'
 end
 keep_until(tenant, file_id, file, math.max(file.expires, NOW + ARGV[6]))

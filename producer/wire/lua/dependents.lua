@@ -25,6 +25,9 @@ function given_by(id, job, state, outcome)
   end
   if not read or type(found) ~= 'table' or (state == 'succeeded' and found.stored) then
     given.unreadable = state == 'succeeded'
+  elseif state == 'succeeded' and plain(found.sealed, 'string') then
+    -- Encrypted: its readers open it, and no condition can be asked of it.
+    given.sealed, given.computed_by = outcome, job.leader or id
   elseif state ~= 'succeeded' then
     given.code = plain(found.code, 'string')
   else
@@ -81,6 +84,9 @@ local function verdict(job, given)
   if given.state ~= 'succeeded' and job.otherwise ~= 'run' then
     local how = given.state == 'gone' and 'is gone' or 'is ' .. given.state
     return 'cancelled', error_of('parent_failed', 'it waited for job ' .. given.id .. ', which ' .. how, given.code)
+  elseif given.sealed and condition then
+    return 'failed', error_of('unsupported_feature', 'it has a condition on the output of job ' .. given.id
+      .. ', which is encrypted')
   elseif given.unreadable and (condition or job.reads) then
     return 'failed', error_of('payload_too_large', 'it needs the output of job ' .. given.id
       .. ', whose result is gone, lies in a store, or has more than ' .. MAX_RESULT .. ' bytes')
@@ -98,13 +104,14 @@ local function add_output(id, given)
   end
   local begin = string.find(payload, SEPARATOR, 1, true) or #payload + 1
   local line = cjson.encode({
-    id = given.id, state = given.state, text = given.text, label = given.label, prob = given.prob
+    id = given.id, state = given.state, text = given.text, label = given.label, prob = given.prob,
+    sealed = given.sealed, computed_by = given.computed_by
   })
   if #payload - begin + #line > MAX_OUTPUTS then
     return false
   end
   redis.call('SET', key, payload .. SEPARATOR .. line)
-  redis.call('HINCRBY', P .. 'job:' .. id, 'cost', math.floor(#(given.text or '') / TOKEN_BYTES))
+  redis.call('HINCRBY', P .. 'job:' .. id, 'cost', math.floor(#(given.text or given.sealed or '') / TOKEN_BYTES))
   told_bytes = told_bytes + #payload
   return true
 end
@@ -208,11 +215,11 @@ local function tell_of(id)
     tell_children(cjson.decode(kept))
     return
   end
-  local found = redis.call('HMGET', P .. 'job:' .. id, 'state', 'worker', 'affinity', 'shared')
+  local found = redis.call('HMGET', P .. 'job:' .. id, 'state', 'worker', 'affinity', 'shared', 'leader')
   if not found[1] then
     tell_children({id = id, state = 'gone'})
   elseif not ACTIVE[found[1]] then
-    local job = {worker = found[2] or nil, affinity = found[3] or nil}
+    local job = {worker = found[2] or nil, affinity = found[3] or nil, leader = found[5] or nil}
     local outcome = redis.call('GET', P .. (found[4] and 'end:' .. found[4] or 'out:' .. id))
     tell_children(given_by(id, job, found[1], outcome))
   else

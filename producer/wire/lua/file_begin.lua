@@ -2,10 +2,11 @@
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] file id  [3] bytes  [4] chunks  [5] JSON that describes it  [6] ms for the upload
 --   [7] files and [8] bytes that the tenant may have, this one included  [9] 1: it may be refused for want of memory
--- Returns 1; 0: the tenant has no room; -1: the server's memory has none
+-- Returns 1; 0: the tenant has no room, or what it has is being removed; -1: the server's memory has none
 -- @include common
 -- @include room
 -- @include files
+-- @include purged
 local tenant, id = ARGV[1], ARGV[2]
 local key = P .. 'files:' .. tenant
 local records = redis.call('HGETALL', key)
@@ -18,7 +19,7 @@ for i = 1, #records, 2 do
     count, bytes = count + 1, bytes + file.bytes
   end
 end
-if count > tonumber(ARGV[7]) or bytes > tonumber(ARGV[8]) then
+if is_purged(tenant) or count > tonumber(ARGV[7]) or bytes > tonumber(ARGV[8]) then
   return 0
 end
 local memory = memory_room()

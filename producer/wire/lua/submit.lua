@@ -16,7 +16,7 @@
 -- Returns one word per job, separated by spaces: created | exists (this id was submitted before) | full (not stored)
 --   | memory (the server's has no room; not stored) | too_large (the payload; not stored) | same:<id> | conflict:<id>
 --   (the idempotency key belongs to that id, with an equal or another digest; same also: replay_of was replayed as
---   that id) | gone (replay_of is no dead job).
+--   that id) | gone (replay_of is no dead job) | purging (the tenant's jobs are being removed; not stored).
 --   Where the queue has quotas, then a line for each tenant that has some: its name, and limit, what is left and ms until
 --   all of it is left, of tokens a minute, jobs a minute, tokens a day and jobs a day; `-` where there is none.
 -- @include submitting

@@ -2,6 +2,8 @@
 -- @include spent
 -- @include room
 -- @include sides
+-- @include purged
+-- @include owners
 -- Strings by their longest, numbers by their largest; no number is below 0, and NaN fails every comparison.
 local LONGEST = {
   id = 64, lane = 320, affinity = 32, twin = 128, key = 1024, idem = 1100, digest = 64, replay_of = 64,
@@ -70,11 +72,12 @@ for i = 1, #names, 500 do
 end
 
 local batch = ARGV[1] ~= '' and ARGV[1] or nil
-local meta = redis.call('HMGET', P .. 'meta', 'limit', 'max_payload', 'quotas', 'memory_looked')
+local meta = redis.call('HMGET', P .. 'meta', 'limit', 'max_payload', 'quotas', 'memory_looked', 'purging')
 local depth = redis.call('HMGET', P .. 'counts', 'queued', 'delayed')
 local room = tonumber(meta[1] or ARGV[2]) - (depth[1] or 0) - (depth[2] or 0)
 local max_payload, max_whole = math.min(MAX_PAYLOAD, tonumber(meta[2] or MAX_PAYLOAD)), tonumber(meta[2])
 local memory, taken, no_memory = memory_room(meta[4]), 0, 0
+local purged = purged_tenants(meta[5])
 local has_acked = batch and redis.call('EXISTS', P .. 'backed:' .. batch) == 1
 local ACTIVE = {queued = true, delayed = true, running = true}
 local seq
@@ -158,6 +161,8 @@ local function known(job, name)
     return 'exists'
   elseif has_acked and redis.call('SISMEMBER', P .. 'backed:' .. batch, job.id) == 1 then
     return 'exists'
+  elseif purged[tenants[job.lane]] then
+    return 'purging'
   end
   local word = (job.replay_of and earlier_replay(job)) or (job.idem and holder(job))
   if word then
@@ -303,7 +308,7 @@ for i, job in ipairs(jobs) do
   end
   if job.stored and word == 'created' then
     redis.call('ZREM', P .. 'stored', job.stored)
-  elseif job.stored and (word == 'full' or word == 'memory') then
+  elseif job.stored and (word == 'full' or word == 'memory' or word == 'purging') then
     redis.call('ZADD', P .. 'stored', 'XX', int(NOW + 3600000), job.stored) -- it will be sent again
   end
   words[i] = word
@@ -326,6 +331,7 @@ if batch then
   redis.call('ZADD', P .. 'bexpiry', int(NOW + 604800000), batch)
   add(P .. 'batch:' .. batch)
   flush(members, 'RPUSH', P .. 'bjobs:' .. batch)
+  note_owner(batch, tenants)
 end
 add(P .. 'counts')
 for name, lane in pairs(lanes) do

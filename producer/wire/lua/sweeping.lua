@@ -116,7 +116,8 @@ local function sweep_batches(limit)
   redis.call('LTRIM', P .. 'bjobs:' .. batch, limit, -1)
   if redis.call('EXISTS', P .. 'bjobs:' .. batch) == 0 then
     redis.call('ZREM', P .. 'bexpiry', batch)
-    redis.call('UNLINK', P .. 'batch:' .. batch, P .. 'bfeed:' .. batch, P .. 'backed:' .. batch)
+    redis.call('UNLINK', P .. 'batch:' .. batch, P .. 'bfeed:' .. batch, P .. 'backed:' .. batch,
+      P .. 'bowner:' .. batch)
   end
 end
 

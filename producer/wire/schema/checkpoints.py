@@ -12,24 +12,26 @@ from pagemill.producer.wire.schema.outputs import (
     Output,
     PositionLogprobs,
 )
+from pagemill.producer.wire.schema.sealing import ring
 from pagemill.producer.wire.schema.signing import unsigned_entry
 from pagemill.producer.wire.schema.text.parsed_text import ParsedText
 
 
-def read_deltas(entries: Iterable[bytes]) -> list[Delta]:
-    """Parse entries as deltas. Raises ValueError (pydantic's) for an invalid entry."""
-    return [Delta.model_validate_json(unsigned_entry(entry)) for entry in entries]
+def read_deltas(job_id: str, entries: Iterable[bytes]) -> list[Delta]:
+    """Parse a job's entries as deltas. Raises ValueError for an invalid entry, or one that can't be opened here."""
+    keys = ring()
+    return [Delta.model_validate_json(keys.open(unsigned_entry(entry), "delta", job_id)) for entry in entries]
 
 
 def merge_checkpoint(
-    entries: Iterable[bytes], fingerprint: str = "", seed: int | None = None
+    job_id: str, entries: Iterable[bytes], fingerprint: str = "", seed: int | None = None
 ) -> Checkpoint | None:
     """Merge the entries into samples; None if there are no entries.
 
     Raises ValueError if an entry is no delta, or does not continue where the one before it ended.
     """
     samples: dict[int, _Sample] = {}
-    for delta in read_deltas(entries):
+    for delta in read_deltas(job_id, entries):
         samples.setdefault(delta.index, _Sample()).add(delta)
     if not samples:
         return None
@@ -40,7 +42,7 @@ def merge_checkpoint(
 def partial_outputs(job_id: str, entries: Iterable[bytes]) -> tuple[Output, ...]:
     """Return the partial output of a job that ended without a result; nothing if it cannot be read."""
     try:
-        checkpoint = merge_checkpoint(entries)
+        checkpoint = merge_checkpoint(job_id, entries)
     except ValueError:
         return ()
     return tuple(_output(job_id, sample) for sample in checkpoint.seqs) if checkpoint else ()

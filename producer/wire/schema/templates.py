@@ -31,6 +31,9 @@ class ParentOutput(BaseModel):
 
     id: str
     state: str
+    sealed: str | None = None
+    """The result as it is stored, where it is encrypted."""
+    computed_by: str = ""
     text: str = ""
     """Of the first output. Empty if the job did not succeed."""
     label: str | None = None

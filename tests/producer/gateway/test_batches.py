@@ -293,7 +293,7 @@ def test_an_upload_that_was_never_finished_is_no_file(valkey_queue: Queue) -> No
         lambda: valkey_queue.run(stored_files.begin(valkey_queue.name, "t", other, **room)), "its room again"
     )
     assert not valkey_queue.run(stored_files.begin(valkey_queue.name, "t", file, **room))
-    valkey_queue.run(stored_files.write(valkey_queue.name, "file-2", 0, b"0123456789"))
+    valkey_queue.run(stored_files.write(valkey_queue.name, "t", "file-2", 0, b"0123456789"))
     stored = valkey_queue.run(stored_files.finish(valkey_queue.name, "t", "file-2", 60.0))
     assert stored is not None
     assert valkey_queue.run(stored_files.read(valkey_queue.name, "file-2", 0)) == b"0123456789"
@@ -304,7 +304,7 @@ def test_a_lease_has_one_holder(valkey_queue: Queue) -> None:
     name, run = valkey_queue.name, valkey_queue.run
     file = stored_files.StoredFile("f", 0.0, 1, 1, "name", "batch", 0)
     run(stored_files.begin(name, "t", file, max_files=9, max_bytes=9))
-    run(stored_files.write(name, "f", 0, b"x"))
+    run(stored_files.write(name, "t", "f", 0, b"x"))
     run(stored_files.finish(name, "t", "f", 60.0))
     batch_id = f"b-{uuid.uuid4().hex[:8]}"
     create = api_batches.create(name, batch_id, "t", "f", "{}", window_s=60.0, max_open=1)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import QueueFull
+from pagemill.producer.wire.schema.sealing import ring
 from pagemill.producer.wire.server.scripts import Call
 
 CHUNK_BYTES = 256 << 10
@@ -58,9 +59,12 @@ def begin(
     return Call("file_begin", (keys.prefix(queue),), (*args, may_be_refused), parse)
 
 
-def write(queue: str, file_id: str, number: int, chunk: bytes, upload_ms: int = UPLOAD_MS) -> Call[None]:
-    """Store one chunk; all but the last have CHUNK_BYTES."""
-    return Call("file_chunk", (keys.prefix(queue),), (file_id, number, upload_ms, chunk), _nothing)
+def write(
+    queue: str, tenant: str, file_id: str, number: int, chunk: bytes, upload_ms: int = UPLOAD_MS
+) -> Call[None]:
+    """Store one chunk of a file that was begun; all but the last have CHUNK_BYTES."""
+    sealed = ring().seal(chunk, "chunk", f"{file_id}:{number}")
+    return Call("file_chunk", (keys.prefix(queue),), (file_id, number, upload_ms, sealed, tenant), _nothing)
 
 
 def finish(queue: str, tenant: str, file_id: str, ttl_s: float) -> Call[StoredFile | None]:
@@ -93,7 +97,11 @@ def find_all(queue: str, tenant: str) -> Call[list[StoredFile]]:
 
 def read(queue: str, file_id: str, number: int) -> Call[bytes | None]:
     """Return one chunk; None once the file is gone."""
-    return Call("file_read", (keys.prefix(queue),), (file_id, number), lambda reply: reply)
+
+    def opened(reply: bytes | None) -> bytes | None:
+        return None if reply is None else ring().open(reply, "chunk", f"{file_id}:{number}")
+
+    return Call("file_read", (keys.prefix(queue),), (file_id, number), opened)
 
 
 def delete(queue: str, tenant: str, file_id: str) -> Call[DeleteReply]:

@@ -112,7 +112,7 @@ def test_workers_that_died_before_are_not_alive_until_then(server: ClockedServer
 def test_a_batch_of_a_gateway_that_died_is_taken_over(server: ClockedServer, queue: Queue) -> None:
     file = StoredFile("file-1", 0.0, 3, 1, "in.jsonl", "batch", 0)
     queue.run(stored_files.begin(queue.name, "t", file, max_files=9, max_bytes=999))
-    queue.run(stored_files.write(queue.name, file.id, 0, b"abc"))
+    queue.run(stored_files.write(queue.name, "t", file.id, 0, b"abc"))
     queue.run(stored_files.finish(queue.name, "t", file.id, 864000.0))
     create = api_batches.create(queue.name, "batch_1", "t", file.id, "{}", window_s=86400.0, max_open=9)
     assert queue.run(create) == "created"

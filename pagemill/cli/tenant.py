@@ -1,0 +1,143 @@
+"""`pagemill tenant purge`: remove all that a queue has of one tenant, and prove it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from pagemill.cli.app import EXIT_NOT_SUCCEEDED, AsJson, Queue, RedisUrl, app, say
+from pagemill.cli.terminal.checked import YEAR_S, between, checked
+from pagemill.cli.terminal.grouped import grouped
+from pagemill.producer.client.purge.erasers import ERASERS
+from pagemill.producer.client.purge.report import PurgeOptions, PurgeProgress, PurgeReport
+from pagemill.producer.client.sync import Producer
+from pagemill.producer.wire.schema import keys
+
+SHOWN = 20
+"""Leftovers that are printed; `--json` has all."""
+PHASES = {
+    "look": "looking for jobs",
+    "jobs": "removing jobs",
+    "wait": "waiting for jobs that run",
+    "rest": "removing the rest",
+    "prove": "searching all keys",
+}
+
+tenant_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="One tenant of a queue.")
+app.add_typer(tenant_app, name="tenant")
+
+
+@tenant_app.callback()
+def _tenant() -> None:
+    """One tenant of a queue."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TenantPurgeOptions:
+    tenant: Annotated[
+        str, typer.Argument(metavar="TENANT", callback=checked(keys.TenantName), help="The tenant's name.")
+    ]
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count what there is.")] = False
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--also",
+            metavar="WHAT",
+            help=f"Remove this too: {', '.join(eraser.name for eraser in ERASERS)}. May be given several times.",
+        ),
+    ] = None
+    wait: Annotated[
+        float,
+        typer.Option(
+            "--wait",
+            callback=between(0.0, YEAR_S),
+            help="Seconds for jobs that run to end; then they go all the same.",
+        ),
+    ] = 30.0
+    redis_url: RedisUrl = None
+    queue: Queue = "default"
+    as_json: AsJson = False
+
+
+@tenant_app.command("purge")
+@grouped
+def tenant_purge(options: TenantPurgeOptions) -> None:
+    """Remove all that the queue has of a tenant, and search every key for what is left.
+
+    Exit code 1: something is left, and it says where.
+    """
+    with Producer(options.redis_url, queue=options.queue) as producer:
+        if not (options.yes or options.dry_run):
+            _confirm(producer, options)
+        report = _purged(producer, options, options.dry_run)
+    if options.as_json:
+        typer.echo(json.dumps(dataclasses.asdict(report) | {"proven": report.is_proven}))
+    else:
+        _print(report)
+    if report.remains:
+        raise typer.Exit(EXIT_NOT_SUCCEEDED)
+
+
+def _confirm(producer: Producer, options: TenantPurgeOptions) -> None:
+    if not sys.stdin.isatty():
+        raise typer.BadParameter("there is nobody to ask: confirm with --yes, or look with --dry-run")
+    say(_summary(_purged(producer, options, dry_run=True)))
+    if not typer.confirm(f"Remove all of that from queue {options.queue} for good?", err=True):
+        raise typer.Exit(EXIT_NOT_SUCCEEDED)
+
+
+def _purged(producer: Producer, options: TenantPurgeOptions, dry_run: bool) -> PurgeReport:
+    wanted = PurgeOptions(wait_s=options.wait, also=frozenset(options.also or ()), dry_run=dry_run)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(progress: PurgeProgress) -> None:
+            bar.update(
+                task,
+                description=PHASES[progress.phase],
+                completed=progress.done,
+                total=progress.total or None,
+            )
+
+        return producer.purge_tenant(options.tenant, wanted, on_progress=show)
+
+
+def _summary(report: PurgeReport) -> str:
+    states = ", ".join(f"{count:,} {state}" for state, count in report.jobs.items())
+    return (
+        f"tenant {report.tenant} of queue {report.queue}: {sum(report.jobs.values()):,} jobs"
+        f"{f' ({states})' if states else ''}, {report.batches:,} batches, {report.files:,} files and "
+        f"{report.api_batches:,} batches of the gateway"
+    )
+
+
+def _print(report: PurgeReport) -> None:
+    say(_summary(report))
+    if report.dry_run:
+        say("nothing was changed")
+        return
+    if report.forced:
+        say(f"{report.forced:,} jobs still ran; what their workers write is refused")
+    if report.stored_files:
+        say(f"{report.stored_files:,} files of the store were deleted")
+    for name, count in report.erased.items():
+        say(f"{name}: {count:,} removed")
+    for name in report.kept:
+        say(f"{name}: kept; remove with --also {name}")
+    for leftover in report.remains[:SHOWN]:
+        say(f"left: {leftover.names} in the {leftover.where} of {leftover.key}")
+    if report.remains:
+        say(
+            f"{len(report.remains):,} keys still name the tenant or its jobs; run this again, or look at them"
+        )
+    else:
+        say(f"all is gone: {report.keys_looked_at:,} keys were searched")

@@ -1,0 +1,58 @@
+"""Whose a key is by its name, and which words a text has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+PER_JOB = frozenset({
+    "job", "in", "out", "ckpt", "md", "history", "followers", "children", "output", "settling", "end",
+    "sharers"
+})  # fmt: skip
+PER_BATCH = frozenset({"batch", "bjobs", "bfeed", "backed", "bowner"})
+
+_WORD = re.compile(rb"[A-Za-z0-9._@-]+")
+_FILE_OF_JOB = re.compile(r"/j-([A-Za-z0-9._-]+)\.[0-9a-f]{12}$")
+
+
+def tenant_of_lane(lane: str) -> str | None:
+    parts = lane.split(":", 3)
+    return parts[2] if len(parts) == 4 else None
+
+
+def tenant_of_key(kind: str, rest: str) -> str | None:
+    """Return the tenant whose name stands in a key's name; None where none does, or its place is not known."""
+    match kind:
+        case "idem" | "twin":
+            return rest.partition(":")[0]
+        case "wait" | "alike":
+            return tenant_of_lane(rest)
+        case "files" | "abatches" | "rate":
+            return rest
+    return None
+
+
+def id_of_key(kind: str, rest: str) -> str | None:
+    """Return the id of the job, batch or file that a key is about."""
+    if kind in ("end", "sharers", "file"):
+        return rest.rpartition(":")[0]
+    if kind in PER_JOB | PER_BATCH | {"abatch"}:
+        return rest
+    return None
+
+
+def job_of_file(uri: str) -> str | None:
+    """Return the job of a file of the store."""
+    found = _FILE_OF_JOB.search(uri)
+    return found[1] if found else None
+
+
+def words(text: bytes) -> Iterator[str]:
+    """Yield what could be a name or an id; a dot or dash at its end may be the sentence's."""
+    for found in _WORD.findall(text):
+        word = found.decode()
+        yield word
+        if word[-1] in ".-":
+            yield word.rstrip(".-")
+        if "@" in word:
+            yield from word.split("@")

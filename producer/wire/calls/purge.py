@@ -1,0 +1,162 @@
+"""Removing all that a queue has of one tenant, and looking for what is left, as calls. Every step is bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pagemill.producer.wire.schema import keys
+from pagemill.producer.wire.server.scripts import Call
+
+LOOK_KEYS = 500
+BATCH_JOBS = 32
+LIST_ITEMS = 500
+READ_BYTES = 256 << 10
+CALL_NAMES = 250
+
+Owner = Literal["ours", "theirs", "orphan", "other"]
+Place = Literal["key", "lane", "turn", "weight"]
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key of the queue, its name without the queue's prefix.
+
+    `owner`: ours, it belongs to a job or a batch of the tenant; theirs, to another's; orphan, to a job without a
+    record; other: its name or its content tells. `values` are those that purge_look.lua names.
+    """
+
+    name: str
+    owner: Owner
+    values: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
+    def rest(self) -> str:
+        """The name behind its kind."""
+        return self.name.partition(":")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPage:
+    cursor: str
+    """Where to go on; "0" at the end."""
+    keys: list[Key]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """The outcome of one removing step, in job ids."""
+
+    gone: list[str]
+    running: list[str]
+    """Asked to end, and still there."""
+    left: list[str]
+    """Not done, since the step was long enough."""
+    looked: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOwners:
+    recorded: str
+    """The tenant of all its jobs, "*" for several, "" where an earlier release submitted them."""
+    looked: int
+    tenants: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A part of what a key holds, and where to go on, "" at the end."""
+
+    place: str
+    items: list[bytes]
+
+
+def fence(queue: str, tenant: str, ms: int) -> Call[int]:
+    """Take nothing new of the tenant for `ms`, or with 0 take it again."""
+    return Call("purge_fence", (keys.prefix(queue),), (tenant, ms), int)
+
+
+def look(queue: str, cursor: str, tenant: str, *, others: bool = False) -> Call[KeyPage]:
+    """Return a part of the keyspace; `others`: also what belongs to another tenant's jobs and may name some."""
+    return Call("purge_look", (keys.prefix(queue),), (cursor, LOOK_KEYS, tenant, int(others)), _page)
+
+
+def read(queue: str, name: str, place: str = "") -> Call[Content]:
+    """Return a part of what a key holds, whatever its type; scores are left out."""
+    return Call("purge_read", (keys.prefix(queue),), (name, place, LIST_ITEMS, READ_BYTES), _content)
+
+
+def jobs(queue: str, tenant: str, job_ids: Sequence[str], *, by_force: bool) -> Call[Removed]:
+    """Remove jobs. Those that run are asked to end, unless they go by force: their workers are refused then."""
+    args: tuple[str | int, ...] = (tenant, int(by_force), *job_ids)
+    return Call("purge_jobs", (keys.prefix(queue),), args, lambda reply: _removed(0, *reply))
+
+
+def batch_owners(queue: str, batch_id: str, start: int) -> Call[BatchOwners]:
+    """Return whose jobs a part of a batch has."""
+    return Call("purge_owners", (keys.prefix(queue),), (batch_id, start, LIST_ITEMS), _owners)
+
+
+def batch_jobs(
+    queue: str, tenant: str, batch_id: str, start: int, *, whole: bool, by_force: bool
+) -> Call[Removed]:
+    """Remove the tenant's jobs from a part of a batch; `whole`: all of it is the tenant's."""
+    args = (tenant, int(by_force), batch_id, start, BATCH_JOBS, int(whole))
+    return Call("purge_batch", (keys.prefix(queue),), args, lambda reply: _removed(*reply))
+
+
+def batch_feed(queue: str, batch_id: str, start: int) -> Call[int]:
+    """Empty the places of removed jobs in a part of a batch's ends; returns how many were looked at."""
+    return Call("purge_feed", (keys.prefix(queue),), (batch_id, start, LIST_ITEMS), int)
+
+
+def drop_batch(queue: str, batch_id: str) -> Call[bool]:
+    """Forget a batch; False: some of its jobs have not ended."""
+    return Call("purge_drop", (keys.prefix(queue),), (batch_id,), bool)
+
+
+def files(queue: str, tenant: str) -> Call[tuple[list[str], str]]:
+    """Remove some of the tenant's batches of the HTTP interface and one file; returns their ids."""
+    return Call(
+        "purge_files", (keys.prefix(queue),), (tenant,), lambda reply: (_words(reply[0]), reply[1].decode())
+    )
+
+
+def places(queue: str, tenant: str, named: Sequence[tuple[Place, str]]) -> Call[int]:
+    """Remove keys, empty lanes, places in the turns, and the weight; returns how many were there."""
+    args: tuple[str, ...] = (tenant,)
+    for place, name in named:
+        args += (place, name)
+    return Call("purge_places", (keys.prefix(queue),), args, int)
+
+
+def _page(reply: list[Any]) -> KeyPage:
+    cursor, rows = reply
+    return KeyPage(cursor.decode(), [_key(row) for row in rows])
+
+
+def _key(row: list[bytes]) -> Key:
+    name, owner, *values = (part.decode(errors="replace") for part in row)
+    return Key(name, owner, tuple(values))  # type: ignore[arg-type]  # the script's words
+
+
+def _removed(looked: int, gone: list[bytes], running: list[bytes], left: list[bytes]) -> Removed:
+    return Removed(_words(gone), _words(running), _words(left), looked)
+
+
+def _content(reply: list[Any]) -> Content:
+    return Content(reply[0].decode(), reply[1])
+
+
+def _owners(reply: list[Any]) -> BatchOwners:
+    recorded, looked, tenants = reply
+    return BatchOwners(recorded.decode(), looked, _words(tenants))
+
+
+def _words(reply: list[bytes]) -> list[str]:
+    return [word.decode() for word in reply]

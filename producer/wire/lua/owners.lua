@@ -1,0 +1,14 @@
+-- Whose a batch is: `bowner:<batch>` is the tenant of all of its jobs, or * where several have some.
+local OWNER_TTL = 2592000000
+
+local function note_owner(batch, tenants)
+  local owner
+  for _, tenant in pairs(tenants) do
+    owner = (not owner or owner == tenant) and tenant or '*'
+  end
+  local key = P .. 'bowner:' .. batch
+  local known = redis.call('GET', key)
+  if owner and known ~= owner and known ~= '*' then
+    redis.call('SET', key, known and '*' or owner, 'PX', OWNER_TTL)
+  end
+end

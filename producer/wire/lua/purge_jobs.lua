@@ -1,0 +1,13 @@
+-- Remove jobs of a tenant with all that is kept of them; ids of others' jobs are passed over.
+-- KEYS[1] prefix
+-- ARGV[1] tenant  [2] 1: also jobs that run, whose workers are refused from then on; 0: those are asked to end
+--   [3] and on: ids
+-- Returns {ids removed, ids of jobs that run, ids left for the next call}
+-- @include purging
+for i = 3, #ARGV do
+  local job = load(ARGV[i])
+  if job and tenant_of(job) == ARGV[1] then
+    remove(ARGV[i], job, ARGV[2] == '1')
+  end
+end
+return {gone, running, left}

@@ -1,0 +1,52 @@
+-- A part of the queue's keyspace, for who looks for one tenant in it. Walks the keyspace of the server with SCAN.
+-- KEYS[1] prefix
+-- ARGV[1] cursor, '0' for the beginning  [2] keys to look at  [3] tenant  [4] 1: also what is others'
+-- Returns {cursor, '0' at the end, {name without the prefix, ours | theirs | orphan (of a job without a record) | other,
+--   values}...}. Values: of a job of ours its state and batch, of another's what may name jobs; of `idem` and `twin` the id, of `bowner` the tenant
+-- @include common
+local PER_JOB = {
+  job = true, ['in'] = true, out = true, ckpt = true, md = true, history = true, followers = true, children = true,
+  output = true, settling = true, ['end'] = true, sharers = true
+}
+-- The others hold only what their own tenant wrote.
+local NAMES_JOBS = {followers = true, children = true, settling = true}
+local tenant, all = ARGV[3], ARGV[4] == '1'
+
+local function of_job(kind, name, rest)
+  local id = (kind == 'end' or kind == 'sharers') and string.match(rest, '^(.*):%d+$') or rest
+  local found = redis.call('HMGET', P .. 'job:' .. id, 'state', 'lane', 'batch')
+  local _, _, owner = split_lane(found[2] or '')
+  if not owner then
+    return {name, 'orphan'}
+  elseif owner == tenant then
+    return {name, 'ours', found[1], found[3] or ''}
+  elseif not all then
+    return nil
+  elseif kind == 'job' then
+    local named = redis.call('HMGET', P .. 'job:' .. id, 'leader', 'twin', 'after', 'waits', 'replay_of', 'replayed_as',
+      'shared', 'stored', 'stored_result')
+    for i = 1, 9 do
+      named[i] = named[i] or ''
+    end
+    return {name, 'theirs', unpack(named)}
+  elseif NAMES_JOBS[kind] then
+    return {name, 'theirs'}
+  end
+end
+
+local page = redis.call('SCAN', ARGV[1], 'MATCH', P .. '*', 'COUNT', ARGV[2])
+local rows = {}
+for _, key in ipairs(page[2]) do
+  local name = string.sub(key, #P + 1)
+  local kind, rest = string.match(name, '^([^:]*):?(.*)$')
+  if PER_JOB[kind] and rest ~= '' then
+    rows[#rows + 1] = of_job(kind, name, rest)
+  elseif kind == 'abatch' then
+    rows[#rows + 1] = {name, redis.call('HGET', key, 'tenant') == tenant and 'ours' or 'theirs'}
+  elseif kind == 'bowner' or (all and (kind == 'idem' or kind == 'twin')) then
+    rows[#rows + 1] = {name, 'other', redis.call('GET', key) or ''}
+  else
+    rows[#rows + 1] = {name, 'other'}
+  end
+end
+return {page[1], rows}

@@ -1,0 +1,33 @@
+-- Remove what is left under a tenant's name: keys, lanes, and places in sets.
+-- KEYS[1] prefix
+-- ARGV[1] tenant  [2] and on: a word and a name in turn: key <name>, lane <lane>, turn <version>:<class>:<model>,
+--   weight ''. A lane, and a place in the turns, in which jobs wait stays.
+-- Returns how many were there
+-- @include common
+local removed = 0
+local REMOVE = {
+  key = function(name)
+    return redis.call('UNLINK', P .. name)
+  end,
+  lane = function(lane)
+    if redis.call('EXISTS', P .. 'wait:' .. lane) == 1 then
+      return 0
+    end
+    return redis.call('SREM', P .. 'lanes', lane) + redis.call('HDEL', P .. 'overtaken', lane)
+      + redis.call('UNLINK', P .. 'alike:' .. lane)
+  end,
+  turn = function(name)
+    local version, class, model = string.match(name, '^(%d+):(%w):(.+)$')
+    if not version or redis.call('EXISTS', P .. 'wait:' .. lane_name(version, class, ARGV[1], model)) == 1 then
+      return 0
+    end
+    return redis.call('ZREM', P .. 'turns:' .. name, ARGV[1])
+  end,
+  weight = function()
+    return redis.call('HDEL', P .. 'weights', ARGV[1])
+  end
+}
+for i = 2, #ARGV, 2 do
+  removed = removed + REMOVE[ARGV[i]](ARGV[i + 1])
+end
+return removed

@@ -22,7 +22,8 @@ def check_config(directory: Path) -> None:
     except ModelLoadError:
         raise
     except Exception as error:  # the file can make transformers' validation raise anything
-        raise ModelLoadError(f"can't read {directory / 'config.json'}: {error}") from error
+        message = " ".join(str(error).split())  # some have several lines
+        raise ModelLoadError(f"can't read {directory / 'config.json'}: {message}") from error
 
 
 def why_not(directory: Path) -> str | None:

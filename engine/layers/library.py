@@ -150,7 +150,19 @@ _models = _import_models()
 ALL_ATTENTION_FUNCTIONS: Any = _models.ALL_ATTENTION_FUNCTIONS
 ROPE_INIT_FUNCTIONS: Any = _models.ROPE_INIT_FUNCTIONS
 CAUSAL_LM_NAMES: Any = sys.modules[_MODEL_CLASSES].MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+CONFIG_NAMES: Any = sys.modules[_MODEL_CLASSES].CONFIG_MAPPING_NAMES
 _SILU = type(importlib.import_module("transformers.activations").ACT2FN["silu"])
+
+
+def tasks_of(model_type: str) -> frozenset[str]:
+    """Return the names of transformers' mappings that have a model of this type; none if it has no such type."""
+    if model_type not in CONFIG_NAMES:
+        return frozenset()
+    mappings = vars(sys.modules[_MODEL_CLASSES])
+    return frozenset(
+        {"CONFIG"}
+        | {name for name in mappings if name.endswith("_MAPPING_NAMES") and model_type in mappings[name]}
+    )
 
 
 def is_silu(activation: Any) -> bool:

@@ -213,7 +213,8 @@ def _build_config(family: Family, raw: dict[str, Any], directory: Path) -> Any:
     except ModelLoadError:
         raise
     except Exception as error:  # the file can make transformers' validation raise anything
-        raise ModelLoadError(f"can't read {directory / 'config.json'}: {error}") from error
+        message = " ".join(str(error).split())  # some have several lines
+        raise ModelLoadError(f"can't read {directory / 'config.json'}: {message}") from error
     for name in _SIZES:
         size = getattr(model_config, name, None)
         if not isinstance(size, int) or size < 1:

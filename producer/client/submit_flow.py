@@ -180,7 +180,6 @@ class _Batch:
         pause = FIRST_PAUSE_S
         reply = _received(pending)
         while True:
-            reason: str | None = "full"
             try:
                 replies = yield from _repeated_if_lost(reply, self.call(chunk))
             except QueueFull:

@@ -18,6 +18,7 @@ from pagemill.engine.layers.latent.shape import LatentShape
 from pagemill.engine.layers.library import CAUSAL_LM_NAMES
 from pagemill.engine.layers.observation import AttentionShape, observe_attention
 from pagemill.engine.models.families.family import Family, RawConfig, native_config
+from pagemill.engine.models.families.refusals import ENCODER_DECODER, MORE_THAN_TEXT, with_advice
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _ARGUMENTS = ("position_ids", "logits_to_keep")
@@ -39,7 +40,7 @@ def generic_family(model_type: Any) -> Family | None:
 
 
 def refusal(model_type: str, reason: str) -> ModelLoadError:
-    return ModelLoadError(f"model type {model_type!r} is not supported: {reason}")
+    return ModelLoadError(f"model type {model_type!r} is not supported: {with_advice(reason)}")
 
 
 def attention_shape(module: Any) -> AttentionShape:
@@ -74,13 +75,13 @@ def _with_latents(module: Any, seen: AttentionShape) -> AttentionShape:
 def _build_config(model_type: str, raw: RawConfig) -> PretrainedConfig:
     config: Any = native_config(raw)
     if config.is_encoder_decoder:
-        raise refusal(model_type, "it is an encoder-decoder")
+        raise refusal(model_type, ENCODER_DECODER)
     if config.get_text_config(decoder=True) is not config:
-        raise refusal(model_type, "it reads more than text (text_config)")
-    if not getattr(config, "num_attention_heads", None):
-        raise refusal(model_type, "its configuration has no attention heads")
+        raise refusal(model_type, f"{MORE_THAN_TEXT} (text_config)")
     others = sorted(set(map(str, getattr(config, "layer_types", None) or ())) - _LAYER_TYPES)
     if others:
         raise refusal(model_type, f"it has layers of type {', '.join(others)}")
+    if not getattr(config, "num_attention_heads", None):  # raises for some whose layers are of several types
+        raise refusal(model_type, "its configuration has no attention heads")
     assert isinstance(config, PretrainedConfig)
     return config

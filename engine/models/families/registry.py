@@ -11,6 +11,7 @@ from pagemill.engine.models.families.family import Family, RawConfig
 from pagemill.engine.models.families.generic import generic_family
 from pagemill.engine.models.families.mpt import MPT
 from pagemill.engine.models.families.qwen import QWEN
+from pagemill.engine.models.families.refusals import why_no_decoder, with_advice
 
 _FAMILIES = (BAICHUAN, BLOOM, FALCON, MPT, QWEN, *gemma.FAMILIES, *internlm.FAMILIES, *llama_like.FAMILIES,
              *mixtures.FAMILIES, *native.FAMILIES, *own_attention.FAMILIES, *phi.FAMILIES)  # fmt: skip
@@ -31,6 +32,8 @@ def find_family(raw: RawConfig) -> Family:
         named = f"model type {model_type!r}" + (
             f" ({', '.join(map(str, architectures))})" if architectures else ""
         )
+        if isinstance(model_type, str) and (reason := why_no_decoder(model_type)) is not None:
+            raise ModelLoadError(f"{named} is not supported: {with_advice(reason)}")
         raise ModelLoadError(
             f"{named} is not supported; supported: {', '.join(SUPPORTED_MODEL_TYPES)}, and further decoders of "
             "transformers (docs/models.md)"

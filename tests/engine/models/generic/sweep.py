@@ -18,6 +18,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
+from pagemill.engine.models.families.refusals import kind_of
 from pagemill.engine.models.families.registry import SUPPORTED_MODEL_TYPES
 from tests.conftest import ROOT
 from tests.engine.models.generic.trial import Outcome, try_type
@@ -44,20 +45,28 @@ def section(version: str, outcomes: dict[str, Outcome]) -> str:
     dense = [kind for kind, outcome in exact.items() if not outcome.has_experts]
     mixed = [kind for kind, outcome in exact.items() if outcome.has_experts]
     refused = sorted(
-        (outcome.refusal, kind) for kind, outcome in outcomes.items() if outcome.refusal is not None
+        (_kind_name(outcome.refusal), outcome.refusal, kind)
+        for kind, outcome in outcomes.items()
+        if outcome.refusal is not None
     )
     lines = [
         f"transformers {version}: {len(outcomes)} types beside the registered ones; {len(dense)} dense ones and "
         f"{len(mixed)} with experts are exact, {len(refused)} are refused.",
         "",
-        "| | model_type |",
-        "| --- | --- |",
-        f"| exact | {', '.join(dense)} |",
-        f"| exact, with experts | {', '.join(mixed)} |",
+        "| | | model_type |",
+        "| --- | --- | --- |",
+        f"| exact | | {', '.join(dense)} |",
+        f"| exact, with experts | | {', '.join(mixed)} |",
     ]
-    for reason, group in groupby(refused, key=lambda pair: pair[0]):
-        lines.append(f"| refused: {reason} | {', '.join(kind for _, kind in group)} |")
+    for (name, reason), group in groupby(refused, key=lambda entry: entry[:2]):
+        lines.append(f"| refused: {name} | {reason} | {', '.join(kind for _, _, kind in group)} |")
     return "\n".join(lines) + "\n"
+
+
+def _kind_name(reason: str) -> str:
+    kind = kind_of(reason)
+    assert kind is not None, f"no kind of refusal has this reason: {reason}"
+    return kind.name
 
 
 def page() -> str:

@@ -1,0 +1,62 @@
+"""Every `model_type` of transformers is taken up, or refused in one line of a known kind that says what to use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.models.families.refusals import KINDS, kind_of
+from pagemill.engine.models.families.registry import SUPPORTED_MODEL_TYPES
+from pagemill.engine.pooling.families import FAMILIES as POOLING_FAMILIES
+from pagemill.engine.runnable import check_config
+from tests.engine.models.generic.sweep import stored_outcomes
+
+_, OUTCOMES = stored_outcomes()
+POOLED = {kind for family in POOLING_FAMILIES for kind in family.model_types}
+
+
+def refusal(model_type: str, directory: Path) -> str | None:
+    """Return what a config.json of this type with transformers' own sizes is told, before weights are looked at."""
+    (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
+    try:
+        check_config(directory)
+    except ModelLoadError as error:
+        return str(error)
+    return None
+
+
+def test_every_type_is_taken_or_refused_by_kind(tmp_path: Path) -> None:
+    taken, kinds = set(), dict[str, set[str]]()
+    for model_type in sorted(CONFIG_MAPPING_NAMES):
+        message = refusal(model_type, tmp_path)
+        if message is None:
+            taken.add(model_type)
+            continue
+        assert "\n" not in message
+        if f"model type {model_type!r} lacks " in message or message.startswith("can't read "):
+            # transformers' own sizes are none, or refused by transformers
+            assert model_type in {*SUPPORTED_MODEL_TYPES, *OUTCOMES}
+            continue
+        assert message.startswith(f"model type {model_type!r} is not supported: "), message
+        found = [kind.name for kind in KINDS if message.endswith(kind.advice)]
+        assert len(found) == 1, message
+        kinds.setdefault(found[0], set()).add(model_type)
+    # What else is known only from the module is in the outcomes.
+    assert taken <= {*SUPPORTED_MODEL_TYPES, *POOLED, *OUTCOMES}
+    assert len(taken) > 100
+    assert {"llava", "qwen2_vl", "qwen2_audio", "mistral3"} <= kinds["images, audio or video"]
+    assert {"t5", "bart", "whisper"} <= kinds["encoder-decoder"]
+    assert {"jamba", "falcon_h1", "mamba", "qwen3_next"} <= kinds["recurrent state"]
+    assert {"rwkv", "xlstm"} <= kinds["recurrent state, or several models in one"]
+    assert {"albert", "resnet", "vit"} <= kinds["no text generator"]
+
+
+@pytest.mark.parametrize(
+    "reason", sorted({outcome.refusal for outcome in OUTCOMES.values() if outcome.refusal is not None})
+)
+def test_what_a_start_refuses_has_a_kind(reason: str) -> None:
+    assert kind_of(reason) is not None

@@ -74,6 +74,8 @@ class DeviceBackend(ABC):
     """Decode steps are recorded once and replayed."""
     draws_on_device = False
     """Random rows are drawn by `pagemill.kernels.dispatch.sample_tokens`, which neither sorts nor waits."""
+    caches_latents = True
+    """Its attention kernels take the widths of latent attention's cache; False: keys and values are cached instead."""
     int8_scale_span: str
     """The extent of one scale in int8 products."""
 

@@ -79,6 +79,8 @@ class DeviceBackend(ABC):
     """Random rows are drawn by `pagemill.kernels.dispatch.sample_tokens`, which neither sorts nor waits."""
     rehearses = False
     """The largest steps run before a model serves, to measure their memory and to compile their kernels."""
+    caches_latents = True
+    """Its attention kernels take the widths of latent attention's cache; False: keys and values are cached instead."""
     int8_scale_span: str
     """The extent of one scale in int8 products."""
     int8_input_group = 1

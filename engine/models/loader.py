@@ -164,7 +164,7 @@ def load_model(
     fix_frequencies(module, max_model_len)
     module = module.to(device.device).eval()
     module.requires_grad_(False)
-    attention = attention_shape(module) if family.is_generic else None
+    attention = attention_shape(module, caches_latents=device.caches_latents) if family.is_generic else None
     fixed_length = max_model_len if depends_on_length(model_config) else 0
     return LoadedModel(
         module=module,
@@ -399,7 +399,7 @@ def load_outline(config: EngineConfig, device: DeviceBackend) -> LoadedModel:
     context_length = _context_length(model_config)
     module_class: Any = causal_lm_class(model_config)
     # What a model of no registered family computes is only seen where it runs.
-    attention = _observed_in_small(model_config) if family.is_generic else None
+    attention = _observed_in_small(model_config, device) if family.is_generic else None
     try:
         with torch.device("meta"):
             module = module_class._from_config(model_config, dtype=dtype)
@@ -424,7 +424,7 @@ def load_outline(config: EngineConfig, device: DeviceBackend) -> LoadedModel:
     )
 
 
-def _observed_in_small(model_config: Any) -> AttentionShape:
+def _observed_in_small(model_config: Any, device: DeviceBackend) -> AttentionShape:
     """Return the attention of such a model, as one narrow layer of random weights shows it."""
     small = copy.deepcopy(model_config)
     for name, size in _SMALL.items():
@@ -433,7 +433,8 @@ def _observed_in_small(model_config: Any) -> AttentionShape:
     small.pad_token_id = 0
     module_class: Any = causal_lm_class(small)
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    seen = attention_shape(module_class._from_config(small, **options))
+    module = module_class._from_config(small, **options)
+    seen = attention_shape(module, caches_latents=device.caches_latents)
     # Of layers of several kinds only the first was seen: none is taken to have a window.
     is_mixed = len(set(getattr(model_config, "layer_types", None) or ())) > 1
     windows = (None,) * len(seen.windows) if is_mixed else seen.windows

@@ -43,8 +43,11 @@ def refusal(model_type: str, reason: str) -> ModelLoadError:
     return ModelLoadError(f"model type {model_type!r} is not supported: {with_advice(reason)}")
 
 
-def attention_shape(module: Any) -> AttentionShape:
+def attention_shape(module: Any, *, caches_latents: bool) -> AttentionShape:
     """Return the shape of a loaded model's attention.
+
+    Args:
+        caches_latents: of latent attention, the latents are cached, not keys and values.
 
     Raises:
         ModelLoadError: paged attention would compute something else, or the model can't take a packed batch.
@@ -57,11 +60,12 @@ def attention_shape(module: Any) -> AttentionShape:
     if any(hasattr(part, "create_position_ids_from_input_ids") for part in module.modules()):
         raise refusal(model_type, "its positions begin past the padding token's id")
     try:
-        return _with_latents(module, observe_attention(module, module.config.num_hidden_layers))
+        seen = observe_attention(module, module.config.num_hidden_layers)
     except ModelLoadError as error:
         raise refusal(model_type, str(error)) from error
     except Exception as error:  # transformers' code may raise anything
         raise refusal(model_type, f"its forward pass fails ({error!r})") from error
+    return _with_latents(module, seen) if caches_latents else seen
 
 
 def _with_latents(module: Any, seen: AttentionShape) -> AttentionShape:

@@ -241,5 +241,7 @@ def test_other_numbers_stay_near(name: str, options: dict[str, Any], cases: dict
 def test_published_sizes(fields: dict[str, Any], latent: int, expanded: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
     config = EngineConfig(model=str(tmp_path), dtype="bfloat16", block_size=16)
-    figures = read_figures(config, on_card=True)
+    figures = read_figures(config, on_card=False)
     assert (figures.block_bytes, figures.expanded_block_bytes) == (16 * latent, 16 * expanded)
+    on_card = read_figures(config, on_card=True)  # values as wide as keys
+    assert (on_card.block_bytes, on_card.expanded_block_bytes) == (16 * expanded * 384 // 320, None)

@@ -20,6 +20,7 @@ _REPLICATED = ("replicated_with_grad_allreduce",)
 # channels.
 _MERGED, _BEHIND_MERGED = "colwise_gather_output", "rowwise_split_input"
 _MERGED_LAYERS = ("qkv_proj", "gate_up_proj")
+_EXPERTS = re.compile(r"\.experts(\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,11 @@ def sharding_plan(model_config: Any, share: Share, num_kv_heads: int) -> Shardin
         ConfigError: the model has no plan, or an unsupported one, or a number does not divide.
     """
     planned: dict[str, str] = dict(getattr(model_config, "base_model_tp_plan", None) or {})
-    styles = {name: _without_gathering(name, style) for name, style in planned.items()}
+    styles = {
+        name: _without_gathering(name, style)
+        for name, style in planned.items()
+        if not _EXPERTS.search(name)  # cut as they are read: `pagemill.engine.models.expert_tensors`
+    }
     kind = model_config.model_type
     if not styles:
         raise ConfigError(

@@ -12,6 +12,8 @@ import torch
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.layers.quantized_weight import Weight, inputs_of, joined, outputs_of
 
+_EXPERTS = re.compile(r"\.experts(\.|$)")
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -192,6 +194,8 @@ def planned_split(model_config: Any) -> TensorSplit:
         ConfigError: the model has no plan, or an unsupported one.
     """
     planned: dict[str, str] = dict(getattr(model_config, "base_model_tp_plan", None) or {})
+    # Experts are cut as they are read: `pagemill.engine.models.expert_tensors`.
+    planned = {name: style for name, style in planned.items() if not _EXPERTS.search(name)}
     kind = model_config.model_type
     if not planned:
         raise ConfigError(

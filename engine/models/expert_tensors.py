@@ -63,13 +63,15 @@ class ExpertTensors:
     def place(self, module: Any, share: Share, group: RankGroup | None) -> None:
         """Give the experts modules of a loaded model their weights, or a rank's share of these."""
         modules = {_block_of(path): part for path, part in experts_modules(module).items()}
-        for block, parts in self._blocks.items():
+        for block in self._blocks:
             experts = modules[_block_of(f"{block}.experts")]
             for name in ("gate_up_proj", "down_proj"):
                 experts.register_parameter(name, None)
-            experts.stored = self._stored(parts, share, group)
+            experts.stored = self.stored(block, share, group)
 
-    def _stored(self, parts: Found, share: Share, group: RankGroup | None) -> StoredExperts:
+    def stored(self, block: str, share: Share, group: RankGroup | None) -> StoredExperts:
+        """Return a block's experts, or a rank's share of the channels of each."""
+        parts = self._blocks[block]
         (count, inner, hidden), _ = _shapes(parts)
         channels = share.of(inner // 2)
         width = channels.stop - channels.start

@@ -12,12 +12,16 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PhiConfig,
@@ -26,6 +30,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from pagemill.engine.llm import LLM, GenerationOutput
@@ -55,6 +61,24 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**sizes(num_key_value_heads=2, sliding_window=12))),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**sizes(num_key_value_heads=2, tie_word_embeddings=True))),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes(num_key_value_heads=4, head_dim=16))),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(**sizes(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2))
+    ),
+    "qwen3-moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **sizes(num_key_value_heads=2, head_dim=16, num_experts=6, num_experts_per_tok=2),
+            moe_intermediate_size=23,
+            mlp_only_layers=[0],
+        )
+    ),
+    "glm4-moe": lambda: Glm4MoeForCausalLM(
+        Glm4MoeConfig(
+            **sizes(num_key_value_heads=2, head_dim=16, n_routed_experts=4, num_experts_per_tok=2),
+            moe_intermediate_size=24,
+            n_group=1,
+            topk_group=1,
+        )
+    ),
     "gemma2": lambda: Gemma2ForCausalLM(
         Gemma2Config(**sizes(num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, sliding_window=12))
     ),

@@ -36,6 +36,34 @@ class ServerFigures:
     connected_replicas: int | None = None
 
 
+Side = Literal["stable", "canary"]
+RolloutState = Literal["open", "halted", "back", "ended"]
+ROLLOUT_STATES: tuple[RolloutState, ...] = get_args(RolloutState)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideFigures:
+    """One side of a rollout since its start."""
+
+    workers: int
+    executions: int
+    failures: int
+    run_seconds: Mapping[str, float]
+    """By quantile, of the latest executions; empty if there were none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFigures:
+    """The rollout of a model. An operator starts it, so there are few."""
+
+    model: str
+    state: RolloutState
+    share: float
+    agreement: float | None
+    """The share of compared jobs whose outputs agree; None: none were compared."""
+    sides: Mapping[Side, SideFigures]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueFigures:
     """One queue at one moment. Keys missing from a mapping count as 0."""
@@ -64,6 +92,7 @@ class QueueFigures:
     """Live workers by their reported stage."""
     serving: Mapping[str, int] = field(default_factory=dict)
     """Ready workers by served model."""
+    rollouts: tuple[RolloutFigures, ...] = ()
     server: ServerFigures | None = None
     drain_seconds: float | None = None
     """Estimated time to finish the queued jobs at the present rate; None if unknown."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any, cast
 
 from pagemill.monitoring.live.feed import OtherWorker, Surroundings
@@ -14,11 +15,14 @@ from pagemill.monitoring.queue_figures import (
     Lane,
     Priority,
     QueueFigures,
+    RolloutFigures,
     ServerFigures,
+    SideFigures,
     WorkerStage,
 )
-from pagemill.producer.wire.calls import job_lists, registry
+from pagemill.producer.wire.calls import job_lists, registry, rollouts
 from pagemill.producer.wire.calls.registry import QueueStats, WorkerInfo, page_address
+from pagemill.producer.wire.calls.rollouts import RolloutStatus
 from pagemill.worker.job_queue import JobQueue, ServerClock
 
 
@@ -37,6 +41,7 @@ class QueueReader:
         workers = self._queue.run(registry.workers(name))
         server = server_figures(self._queue.server_info())
         figures = queue_figures(name, stats, workers, server, self._clock.now())
+        figures = replace(figures, rollouts=rollout_figures(self._queue.run(rollouts.statuses(name))))
         return figures.with_drain(self._drain.update(figures))
 
     def surroundings(self) -> Surroundings:
@@ -80,6 +85,30 @@ def queue_figures(
         workers=stages,
         serving=Counter(model for worker in workers if worker.state == "ready" for model in worker.served()),
         server=server,
+    )
+
+
+def rollout_figures(found: list[RolloutStatus]) -> tuple[RolloutFigures, ...]:
+    """Convert rollouts for monitoring."""
+
+    def side(figures: rollouts.SideFigures) -> SideFigures:
+        runs = {"0.5": figures.run_p50_s, "0.9": figures.run_p90_s}
+        return SideFigures(
+            workers=figures.workers,
+            executions=figures.jobs,
+            failures=figures.failures,
+            run_seconds={quantile: run for quantile, run in runs.items() if run is not None},
+        )
+
+    return tuple(
+        RolloutFigures(
+            model=one.model,
+            state=one.state,
+            share=one.share,
+            agreement=one.agreed / one.compared if one.compared else None,
+            sides={"stable": side(one.stable), "canary": side(one.canary)},
+        )
+        for one in found
     )
 
 

@@ -131,22 +131,36 @@ def test_what_a_dead_revision_left_begins_again_on_the_other(
     assert {found[number].resumed_tokens for number in again} == {0}
 
 
-def test_a_killed_canary_leaves_whole_outputs(client: QueueClient, start: Start, whole: Outputs) -> None:
-    """Its half-generated jobs are finished by the canary that comes back, or begin again on the stable side."""
-    start("r1")
-    canary = start("r2")
-    eventually(lambda: ready(client, "r1", "r2"), "both workers")
-    assert client.run(rollouts.start(client.queue, "m", Rollout("r2", 0.5))) == "ok"
+def test_what_a_killed_canary_left_is_finished_by_another_of_its_revision(
+    client: QueueClient, start: Start, whole: Outputs
+) -> None:
+    workers = [start(revision) for revision in ("r1", "r2", "r2")]
+    eventually(lambda: sum(one.state == "ready" for one in client.workers()) == len(workers), "all workers")
+    assert client.run(rollouts.start(client.queue, "m", Rollout("r2", 0.7))) == "ok"
     ids = submitted(client)
-    of_canary = {
-        name
-        for name in ids
-        if client.redis.hget(f"pagemill:{{{client.queue}}}:job:{name}", "side") == b"canary"
-    }
-    eventually(lambda: len(of_canary & set(half_done(client, ids))) >= 3, "jobs of the canary under way")
-    canary.kill()
-    start("r2")
-    assert set(sides(results(client, ids), whole)) == {"r1", "r2"}
+    found: dict[int, list[str]] = {}
+
+    def under_way() -> int | None:
+        for place in (1, 2):
+            mark = f"-{workers[place].process.pid}-"
+            found[place] = [
+                name for name in half_done(client, ids) if mark in (client.status(name).worker or "")
+            ]
+            if len(found[place]) >= 2:
+                return place
+        return None
+
+    place = eventually(under_way, "jobs of a canary under way")
+    workers[place].kill()
+    left = [name for name in half_done(client, ids) if name in found[place]]
+    ended = results(client, ids)
+    told = sides(ended, whole)
+    assert set(told) == {"r1", "r2"}
+    assert left
+    for number, name in enumerate(ids):
+        if name in left:
+            assert told[number] == "r2"
+            assert ended[number].resumed_tokens >= 8
 
 
 def test_a_rolled_back_canary_hands_nothing_half_done_on(

@@ -40,6 +40,34 @@ class ServerFigures:
     connected_replicas: int | None = None
 
 
+Side = Literal["stable", "canary"]
+RolloutState = Literal["open", "halted", "back", "ended"]
+ROLLOUT_STATES: tuple[RolloutState, ...] = get_args(RolloutState)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideFigures:
+    """One side of a rollout since its start."""
+
+    workers: int
+    executions: int
+    failures: int
+    run_seconds: Mapping[str, float]
+    """By quantile, of the latest executions; empty if there were none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFigures:
+    """The rollout of a model. An operator starts it, so there are few."""
+
+    model: str
+    state: RolloutState
+    share: float
+    agreement: float | None
+    """The share of compared jobs whose outputs agree; None: none were compared."""
+    sides: Mapping[Side, SideFigures]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageFigures:
     """What the jobs took that ended today (UTC), of all tenants, as the ledger has it."""
@@ -94,6 +122,7 @@ class QueueFigures:
     """Ready workers by served model."""
     usage: UsageFigures | None = None
     """None: not read."""
+    rollouts: tuple[RolloutFigures, ...] = ()
     server: ServerFigures | None = None
     memory: MemoryFigures = field(default_factory=MemoryFigures)
     drain_seconds: float | None = None

@@ -23,7 +23,12 @@ BY_P90 = 'result=~"p50|p90"'
 
 
 def queue() -> Dashboard:
-    rows = [Row("Backlog", _backlog()), Row("Flow", _flow()), Row("Pulling", _pulling())]
+    rows = [
+        Row("Backlog", _backlog()),
+        Row("Flow", _flow()),
+        Row("Pulling", _pulling()),
+        Row("Rollouts", _rollouts()),
+    ]
     return board("queue", "queue", "What waits, for how long, and what becomes of it.", rows)
 
 
@@ -170,5 +175,65 @@ def _pulling() -> list[Panel]:
             Query(f"sum by (state) (max by (queue, state) (pagemill_queue_workers{{{QUEUE}}}))", "{{state}}"),
             of_queue("queue_paused", "{{queue}} paused"),
             about="Live workers by their own word in Redis.",
+        ),
+    ]
+
+
+def _rollouts() -> list[Panel]:
+    def by_side(expr: str, legend: str = "{{model}} {{side}}") -> Query:
+        return Query(f"max by (queue, model, side) ({expr})", legend)
+
+    executions, failures = (rate(f"queue_rollout_{name}_total", QUEUE) for name in ("executions", "failures"))
+    return [
+        lines(
+            "Failures by side",
+            RATIO,
+            Query(
+                f"max by (queue, model, side) ({failures}) / max by (queue, model, side) ({executions})",
+                "{{model}} {{side}}",
+            ),
+            about="Of the executions that ended; hand-backs, cancels and deadlines aside.",
+        ),
+        lines(
+            "Run time by side",
+            SECONDS,
+            Query(
+                f"max by (queue, model, side, quantile) (pagemill_queue_rollout_run_seconds{{{QUEUE}}})",
+                "{{model}} {{side}} {{quantile}}",
+            ),
+            about="From pull to commit, median and 90th percentile of the latest 256.",
+        ),
+        lines(
+            "Executions by side",
+            PER_SECOND,
+            by_side(executions),
+            about="Those that ended in success, in an error or with their worker.",
+        ),
+        lines(
+            "Share and agreement",
+            RATIO,
+            Query(
+                f"max by (queue, model) (pagemill_queue_rollout_share_ratio{{{QUEUE}}})", "{{model}} share"
+            ),
+            Query(
+                f"max by (queue, model) (pagemill_queue_rollout_agreement_ratio{{{QUEUE}}})",
+                "{{model}} agreement",
+            ),
+            about="The canary's share of the jobs, and the share of equal outputs when they were last compared.",
+        ),
+        lines(
+            "Workers by side",
+            COUNT,
+            by_side(f"pagemill_queue_rollout_workers{{{QUEUE}}}"),
+            about="Live ones. A side without any is served by the other.",
+        ),
+        lines(
+            "State",
+            COUNT,
+            Query(
+                f"max by (queue, model, state) (pagemill_queue_rollout_state{{{QUEUE}}}) == 1",
+                "{{model}} {{state}}",
+            ),
+            about="Open, halted (by a command or for its failures), taken back or ended.",
         ),
     ]

@@ -11,6 +11,7 @@ from pagemill.monitoring.metrics.gateway import GATEWAY_METRICS
 from pagemill.monitoring.metrics.kv_cache import BLOCKS, MOVEMENTS, PREFIXES_AND_RESIDENCY
 from pagemill.monitoring.metrics.metric import Metric
 from pagemill.monitoring.metrics.queue import JOBS_AND_WORKERS, SERVER
+from pagemill.monitoring.metrics.rollouts import ROLLOUTS
 from pagemill.monitoring.metrics.scrape import SCRAPE_METRICS
 from pagemill.monitoring.metrics.worker import ADMISSION_AND_REDIS, JOBS, LEASES_AND_COMMITS, PROCESS
 
@@ -46,6 +47,13 @@ SECTIONS = (
         " priority)` before adding up. Absent while Redis does not answer: unknown is not 0. After the first"
         " 100 models the rest is one, `other`.",
         JOBS_AND_WORKERS,
+    ),
+    Section(
+        "queue",
+        "Rollouts",
+        "By model and side (`stable` or `canary`); absent without a rollout. Every worker of a queue exports the same "
+        "figures: `max` them before you sum.",
+        ROLLOUTS,
     ),
     Section("queue", "The Redis server", "From INFO; absent where the server hides it.", SERVER),
     Section("worker", "Jobs", "What this worker made of the jobs it pulled.", JOBS),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from pagemill.monitoring.metrics.metric import Labels, Metric, Number, counter, gauge
+from pagemill.monitoring.metrics.rollouts import ROLLOUTS
 from pagemill.monitoring.queue_figures import (
     ENDED,
     PRIORITIES,
@@ -247,4 +248,4 @@ SERVER: tuple[Metric[QueueFigures], ...] = (
     ),
 )
 
-QUEUE_METRICS = JOBS_AND_WORKERS + SERVER
+QUEUE_METRICS = JOBS_AND_WORKERS + SERVER + ROLLOUTS

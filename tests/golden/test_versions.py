@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from pagemill import Producer
-from pagemill.producer.wire.calls import quotas, transitions, usage
+from pagemill.producer.wire.calls import quotas, rollouts, transitions, usage
 from pagemill.producer.wire.calls.reads import Outcome
+from pagemill.producer.wire.calls.rollouts import Rollout
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.store.store import Store
 from tests.conftest import ROOT
@@ -235,3 +236,39 @@ def test_a_job_in_a_store_is_never_taken_by_a_worker_that_could_not_read_it(
         with worker_of(releases["this"], client, model="echo", store_url=f"file://{tmp_path}"):
             assert handle.result(timeout=60).text == prompt
     assert client.redis.strlen(keys.outcome(client.queue, handle.id)) > len(prompt)
+
+
+def test_an_upgrade_in_the_middle_of_a_rollout_loses_nothing(
+    releases: dict[str, Release], client: QueueClient
+) -> None:
+    """Both releases on one queue, all workers killed but the last: each job is committed once."""
+    jobs = [{"model": "echo", "prompt": f"{number:02} " * 20, "max_tokens": 60} for number in range(12)]
+    with worker_of(releases["released"], client, model="echo:10", max_num_seqs=8):
+        ids = releases["released"].submit(client.url, client.queue, jobs)
+        eventually(lambda: any(client.generated(job_id) >= 5 for job_id in ids), "a checkpoint")
+        with worker_of(releases["this"], client, model="echo:10", revision_name="v2", max_num_seqs=8):
+            eventually(lambda: any(one.revision == "v2" for one in client.workers()), "the new worker")
+            assert client.run(rollouts.start(client.queue, "echo", Rollout("v2", 0.5))) == "ok"
+            ids += client.submit(*jobs)
+            canary = [
+                job_id
+                for job_id in ids
+                if client.redis.hget(keys.job(client.queue, job_id), "side") == b"canary"
+            ]
+            assert 0 < len(canary) < len(jobs)
+            eventually(lambda: any(client.generated(job_id) >= 5 for job_id in canary), "the canary's first")
+        released_status = releases["released"].command(
+            client.url, client.queue, "status", canary[0], "--json"
+        )
+        assert json.loads(released_status)["state"] in ("queued", "running", "succeeded")
+        (pinned,) = client.submit({"prompt": "a", "revision": "v2", "priority": "high"})
+    with worker_of(releases["this"], client, model="echo", revision_name="v2"):
+        outcomes = client.wait([*ids, pinned])
+        eventually(lambda: client.counts("batch").done, "the batch's end")
+    for outcome, fields in zip(outcomes, [*jobs, *jobs], strict=False):
+        assert outcome.value() is not None
+        assert outcome.result is not None
+        assert outcome.result.text == fields["prompt"]
+    counts = client.stats().counts
+    assert counts["succeeded"] == 5 * len(jobs) + 1
+    assert not any(counts.get(state) for state in ("failed", "dead", "queued", "running", "delayed"))

@@ -16,13 +16,16 @@ from pagemill.monitoring.queue_figures import (
     MemoryFigures,
     Priority,
     QueueFigures,
+    RolloutFigures,
     ServerFigures,
+    SideFigures,
     UsageFigures,
     WorkerStage,
 )
-from pagemill.producer.wire.calls import job_lists, memory, registry, usage
+from pagemill.producer.wire.calls import job_lists, memory, registry, rollouts, usage
 from pagemill.producer.wire.calls.memory import MemoryUse
 from pagemill.producer.wire.calls.registry import QueueStats, WorkerInfo, page_address
+from pagemill.producer.wire.calls.rollouts import RolloutStatus
 from pagemill.producer.wire.calls.usage import UsageTotals
 from pagemill.producer.wire.schema.errors import AccessDenied, RedisRefused
 from pagemill.worker.job_queue import JobQueue, ServerClock
@@ -47,6 +50,7 @@ class QueueReader:
             queue_figures(name, stats, workers, server, self._clock.now()),
             usage=usage_figures(totals),
             memory=self._memory(stats.memory, server),
+            rollouts=rollout_figures(self._queue.run(rollouts.statuses(name))),
         )
         return figures.with_drain(self._drain.update(figures))
 
@@ -116,6 +120,30 @@ def usage_figures(totals: UsageTotals) -> UsageFigures:
         },
         device_seconds=totals.device_s,
         tenants_over_quota=totals.tenants_over_quota,
+    )
+
+
+def rollout_figures(found: list[RolloutStatus]) -> tuple[RolloutFigures, ...]:
+    """Convert rollouts for monitoring."""
+
+    def side(figures: rollouts.SideFigures) -> SideFigures:
+        runs = {"0.5": figures.run_p50_s, "0.9": figures.run_p90_s}
+        return SideFigures(
+            workers=figures.workers,
+            executions=figures.jobs,
+            failures=figures.failures,
+            run_seconds={quantile: run for quantile, run in runs.items() if run is not None},
+        )
+
+    return tuple(
+        RolloutFigures(
+            model=one.model,
+            state=one.state,
+            share=one.share,
+            agreement=one.agreed / one.compared if one.compared else None,
+            sides={"stable": side(one.stable), "canary": side(one.canary)},
+        )
+        for one in found
     )
 
 

@@ -26,6 +26,7 @@ BOUNDED_LABELS = {
     "state", "mode", "phase", "kind", "finish_reason", "queue", "priority", "delivery", "outcome", "code",
     "reason", "result", "direction", "source", "use", "command", "model", "device", "dtype", "tier",
     "fingerprint", "version", "worker", "route", "method", "status", "task", "adapter", "window",
+    "side", "quantile",
 }  # fmt: skip
 INFO_ONLY = {"device", "dtype", "tier", "fingerprint", "version", "worker"}
 """Labels that change with a restart or a deployment: only series that say 1 may carry them."""

@@ -8,8 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from pagemill.monitoring.counters import WorkerCounters
-from pagemill.producer.wire.calls import transitions
+from pagemill.monitoring.metrics.queue_exposition import QueueExposition, QueueReadings
+from pagemill.producer.wire.calls import rollouts, transitions
 from pagemill.producer.wire.calls.registry import WorkerInfo, heartbeat
+from pagemill.producer.wire.calls.rollouts import Rollout
+from pagemill.producer.wire.schema.outputs import ErrorInfo
 from pagemill.worker.job_queue import Connectivity, JobQueue, ServerClock
 from pagemill.worker.status.queue_reader import QueueReader, server_figures
 from tests.worker.harness import QueueClient
@@ -97,3 +100,40 @@ def test_what_the_server_hides_is_unknown() -> None:
     assert hidden.memory_used_bytes == 5
     assert hidden.memory_max_bytes is None
     assert hidden.aof_enabled is None
+
+
+def test_a_rollout_is_told_by_side(client: QueueClient, reader: QueueReader) -> None:
+    for worker, revision in (("old", "r1"), ("new", "r2")):
+        client.run(heartbeat(client.queue, WorkerInfo(id=worker, models=("echo",), revision=revision)))
+    client.run(rollouts.start(client.queue, "echo", Rollout("r2", 0.5, margin=1.0)))
+    client.submit(*({"prompt": f"{number}"} for number in range(40)))
+    for worker, models in (("old", ["echo"]), ("new", ["echo", "echo~r2"])):
+        for job in client.run(transitions.pull(client.queue, worker, models, 10, 10_000)).jobs:
+            error = ErrorInfo(code="engine_error", message="it broke").model_dump_json()
+            client.run(transitions.commit(client.queue, job.job_id, job.token, "failed", error_json=error))
+    client.run(rollouts.note_agreement(client.queue, "echo", 8, 6))
+    client.run(rollouts.halt(client.queue, "echo"))
+    readings = QueueReadings(queues=[reader.read()], redis_up=True, errors=0)
+    exposition = QueueExposition(lambda: readings).render().decode()
+    lines = [line for line in exposition.splitlines() if line.startswith("pagemill_queue_rollout_")]
+    told = {line.partition("{")[0]: 0 for line in lines}
+    assert set(told) == {
+        f"pagemill_queue_rollout_{name}"
+        for name in (
+            "executions_total",
+            "failures_total",
+            "workers",
+            "share_ratio",
+            "state",
+            "agreement_ratio",
+        )
+    }
+    labels = f'{{model="echo",queue="{client.queue}"'
+    for name, value in (
+        (f"executions_total{labels},side=\"canary\"}}", 10), (f"failures_total{labels},side=\"stable\"}}", 10),
+        (f"workers{labels},side=\"stable\"}}", 1), (f"share_ratio{labels}}}", 0.5),
+        (f"state{labels},state=\"halted\"}}", 1), (f"agreement_ratio{labels}}}", 0.75),
+    ):  # fmt: skip
+        assert f"pagemill_queue_rollout_{name} {float(value)}" in lines, lines
+    assert not any("r2" in line for line in lines)
+    assert reader.read().serving == {"echo": 2}  # pinned lanes are no models

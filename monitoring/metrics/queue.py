@@ -61,6 +61,10 @@ def _drain(figures: QueueFigures) -> Mapping[Labels, Number]:
     return {} if figures.drain_seconds is None else {(figures.queue,): figures.drain_seconds}
 
 
+def _memory_kinds(figures: QueueFigures) -> Mapping[Labels, Number]:
+    return {(figures.queue, kind): value for kind, value in figures.memory.kinds.items()}
+
+
 def _server(
     read: Callable[[ServerFigures], float | None],
 ) -> Callable[[QueueFigures], Mapping[Labels, Number]]:
@@ -150,7 +154,7 @@ SERVER: tuple[Metric[QueueFigures], ...] = (
         "queue_memory_bytes",
         "What holds the server's memory, estimated from 512 of its keys. records: of jobs and batches; other: not "
         "this queue's.",
-        lambda q: {(q.queue, kind): value for kind, value in q.memory.kinds.items()},
+        _memory_kinds,
         "queue",
         "kind",
     ),

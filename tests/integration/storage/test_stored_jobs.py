@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from pagemill import AsyncProducer, JobFailed, Producer, StoreError
+from pagemill import AsyncProducer, InvalidJob, JobFailed, Producer, StoreError
 from pagemill.producer.celery.task_message import whole
 from pagemill.producer.dataset.pipeline import Pipeline
-from pagemill.producer.wire.calls import reads
+from pagemill.producer.wire.calls import limits, reads
+from pagemill.producer.wire.calls.limits import QueueLimits
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.store.store import Store
 from pagemill.producer.wire.store.stub import Reference, payload_stub
@@ -362,6 +363,39 @@ def test_files_go_with_cancelled_failed_and_purged_jobs(client: QueueClient, fil
             pass_time(client)
             swept(worker, client)
             assert files.names() == set()
+
+
+def test_dead_letters_are_replayed_one_payload_at_a_time(client: QueueClient, files: TestedStore) -> None:
+    seen: list[str] = []
+
+    def noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            seen.append(name)
+            return method(*args)
+
+        return call
+
+    with producer_of(client, files) as producer:
+        ids = [producer.submit(JOB, max_attempts=1).id for _ in range(3)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Store, "read", _out_of_reach)
+            with running_worker(storing(client, files)):
+                eventually(lambda: client.stats().dead == 3, "the dead letters")
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("read", "write"):
+                patch.setattr(Store, name, noted(name, getattr(Store, name)))
+            assert set(producer.dead_letters().replay(ids).jobs) == set(ids)
+    assert seen == ["read", "write"] * 3
+
+
+def test_a_queues_limit_counts_what_lies_in_the_store(client: QueueClient, files: TestedStore) -> None:
+    client.run(limits.set_limits(client.queue, QueueLimits(payload_bytes=len(LARGE))))
+    with producer_of(client, files) as producer:
+        with pytest.raises(InvalidJob, match="bytes, more than") as caught:
+            producer.submit(JOB)
+        assert caught.value.code == "payload_too_large"
+        client.run(limits.set_limits(client.queue, QueueLimits(payload_bytes=2 * len(LARGE))))
+        assert stored_at(client, producer.submit(JOB).id, "in")
 
 
 def _out_of_reach(store: Store, reference: Reference) -> bytes:

@@ -10,9 +10,9 @@ from pagemill.producer.dataset.pipeline import Pipeline
 from pagemill.producer.wire.calls import registry
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
-from tests.conftest import RedisServer, server_binary
-from tests.producer.driving import Queue, open_queue
+from tests.producer.driving import Queue
 from tests.producer.scripted_worker import scripted_worker
+from tests.producer.small_server import flood, small_server
 
 ROWS = 1500
 TEXT = "x" * 30_000
@@ -24,25 +24,15 @@ def number(queue: Queue, pulled: PulledJob) -> None:
 
 
 def test_a_run_waits_for_room_and_goes_on(tmp_path: Path) -> None:
-    server = RedisServer(server_binary("valkey-server"), tmp_path / "server", ("--maxmemory", "30mb"))
-    server.start()
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"text": f"{i} {TEXT}"}) + "\n" for i in range(ROWS)))
-    queue = open_queue(server.url, "q")
-    try:
-        # Before the first row, it is full already.
-        while "memory" not in queue.submit(
-            *(f"j{i}-{queue.client.dbsize()}" for i in range(20)), prompt=TEXT
-        ):
-            pass
+    with small_server(tmp_path) as queue:
+        flood(queue)
         queue.client.set("junk", "x" * 1_000_000, ex=3)
-        with Producer(server.url, queue="q") as producer, scripted_worker(server.url, "q", run=number):
+        with Producer(queue.url, queue="q") as producer, scripted_worker(queue.url, "q", run=number):
             pipeline = Pipeline("{{ text }}", model="m", chat=False)
             summary = pipeline.run(source, out=out, producer=producer)
         assert (summary.rows, summary.succeeded) == (ROWS, ROWS)
         texts = [json.loads(line)["output"] for line in out.read_text().splitlines()]
         assert texts == [str(i) for i in range(ROWS)]
         assert registry.stats(queue.run, "q").memory.refused > 0
-    finally:
-        queue.transport.close()
-        server.stop()

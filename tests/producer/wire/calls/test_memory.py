@@ -13,37 +13,18 @@ from pagemill.producer.wire.calls.gateway import stored_files
 from pagemill.producer.wire.calls.gateway.stored_files import StoredFile
 from pagemill.producer.wire.calls.memory import MemoryUse
 from pagemill.producer.wire.schema.errors import InvalidJob
-from tests.conftest import RedisServer, server_binary
-from tests.producer.driving import Queue, delta, open_queue
+from tests.producer.driving import Queue, delta
 from tests.producer.scripted_worker import scripted_worker
+from tests.producer.small_server import MOST, PROMPT, flood, small_server
 
-PROMPT = "x" * 20_000
 LARGE = 100_000
-MOST = 30 << 20
 
 
 @pytest.fixture(params=["valkey-server", "redis-server"])
 def small_queue(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Queue]:
     """A queue on a server of 30 MB, Valkey and Redis 6.2."""
-    server = RedisServer(server_binary(request.param), tmp_path / request.param, ("--maxmemory", "30mb"))
-    server.start()
-    queue = open_queue(server.url, "q")
-    yield queue
-    queue.transport.close()
-    server.stop()
-
-
-def flood(queue: Queue, prompt: str = PROMPT) -> list[str]:
-    """Submit until the server's memory is the reason to refuse; returns the ids that were taken."""
-    taken: list[str] = []
-    for call in range(10_000):
-        ids = [f"flood-{call}-{i}" for i in range(20)]
-        statuses = queue.submit(*ids, prompt=prompt)
-        taken += [job_id for job_id, status in zip(ids, statuses, strict=True) if status == "created"]
-        if "memory" in statuses:
-            assert set(statuses) <= {"created", "memory"}
-            return taken
-    raise AssertionError("a server of 30 MB took all jobs")
+    with small_server(tmp_path, request.param) as queue:
+        yield queue
 
 
 def use(queue: Queue) -> MemoryUse:

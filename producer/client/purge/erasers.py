@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagemill.producer.client.effects import Flow
-from pagemill.producer.wire.calls import purge
+from pagemill.producer.wire.calls import purge, usage
 from pagemill.producer.wire.server.scripts import Call
 
 
@@ -27,9 +27,18 @@ class Eraser:
 
 
 def _settings(queue: str, tenant: str) -> Flow[int]:
-    call: Call[int] = purge.places(queue, tenant, [("weight", "")])
+    call: Call[int] = purge.places(queue, tenant, [("settings", "")])
     removed: int = yield call
     return removed
 
 
-ERASERS: tuple[Eraser, ...] = (Eraser("settings", frozenset({"weights"}), _settings),)
+def _ledger(queue: str, tenant: str) -> Flow[int]:
+    call: Call[int] = usage.erase(queue, tenant)
+    removed: int = yield call
+    return removed
+
+
+ERASERS: tuple[Eraser, ...] = (
+    Eraser("settings", frozenset({"weights", "quotas"}), _settings),
+    Eraser("ledger", frozenset({"usage", "spent"}), _ledger),
+)

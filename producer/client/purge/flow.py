@@ -267,7 +267,7 @@ class _Purge:
 
     def _remove_names(self) -> Flow[None]:
         """Remove keys, lanes and places that are left under the tenant's name, or under an id."""
-        self._places = []
+        self._places = [("parked", "")]
         yield from self._walk(self._note_name, "rest")
         for name in ("lanes", "overtaken"):
             items = yield from self._items(name)

@@ -27,7 +27,7 @@ def tenant_of_key(kind: str, rest: str) -> str | None:
             return rest.partition(":")[0]
         case "wait" | "alike":
             return tenant_of_lane(rest)
-        case "files" | "abatches" | "rate":
+        case "files" | "abatches" | "rate" | "spent" | "parked":
             return rest
     return None
 

@@ -25,16 +25,16 @@ _SHORTEST_WORD = 8
 _IDS = frozenset({
     "leases", "delayed", "retrying", "deadlines", "dead", "outbox", "awaited", "settling", "suspects",
     "children", "followers", "bjobs", "bfeed", "backed", "bexpiry", "stored", "wait", "fileuses", "ableases",
-    "abatches", "files"
+    "abatches", "files", "sampled"
 })  # fmt: skip
-_FIELDS = frozenset({"files", "fileuses", "overtaken", "weights", "abopen"})
+_FIELDS = frozenset({"files", "fileuses", "overtaken", "weights", "quotas", "abopen"})
 """Hashes of which the fields are looked at, and not the values."""
 _LANES = frozenset({"lanes", "overtaken"})
-_TENANTS = frozenset({"turns", "weights", "abopen"})
+_TENANTS = frozenset({"turns", "weights", "quotas", "parked", "abopen"})
 # Named by models and workers, which may be called as a tenant is.
 _FLEET = frozenset({
     "bell", "serves", "kept", "about", "worker", "workers", "puller", "commands", "asked", "answers",
-    "jobs_page", "counts", "synced", "meta", "batch"
+    "jobs_page", "counts", "synced", "meta", "batch", "rollouts", "rollout", "ran"
 })  # fmt: skip
 
 Search = Literal["ids", "lanes", "tenants", "ids in text", "all"]

@@ -16,7 +16,7 @@ READ_BYTES = 256 << 10
 CALL_NAMES = 250
 
 Owner = Literal["ours", "theirs", "orphan", "other"]
-Place = Literal["key", "lane", "turn", "weight"]
+Place = Literal["key", "lane", "turn", "parked", "settings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def files(queue: str, tenant: str) -> Call[tuple[list[str], str]]:
 
 
 def places(queue: str, tenant: str, named: Sequence[tuple[Place, str]]) -> Call[int]:
-    """Remove keys, empty lanes, places in the turns, and the weight; returns how many were there."""
+    """Remove keys, empty lanes, places in the turns, and settings; returns how many were there."""
     args: tuple[str, ...] = (tenant,)
     for place, name in named:
         args += (place, name)

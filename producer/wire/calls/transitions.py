@@ -125,7 +125,7 @@ class PulledJob:
     @property
     def checkpoint(self) -> Checkpoint | None:
         """Return the merged entries, otherwise unchecked. Raises ValueError if they are not a checkpoint."""
-        return merge_checkpoint(self.job_id, self.entries, self.fingerprint)
+        return merge_checkpoint(self.entries, self.fingerprint, job_id=self.job_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 -- Remove what is left under a tenant's name: keys, lanes, and places in sets.
 -- KEYS[1] prefix
 -- ARGV[1] tenant  [2] and on: a word and a name in turn: key <name>, lane <lane>, turn <version>:<class>:<model>,
---   weight ''. A lane, and a place in the turns, in which jobs wait stays.
+--   parked '' (over a quota), settings '' (its weight and quotas). A lane, and a place, in which jobs wait stays.
 -- Returns how many were there
 -- @include common
 local removed = 0
@@ -23,8 +23,16 @@ local REMOVE = {
     end
     return redis.call('ZREM', P .. 'turns:' .. name, ARGV[1])
   end,
-  weight = function()
-    return redis.call('HDEL', P .. 'weights', ARGV[1])
+  parked = function()
+    for _, lane in ipairs(redis.call('SMEMBERS', P .. 'parked:' .. ARGV[1])) do
+      if redis.call('EXISTS', P .. 'wait:' .. lane) == 1 then
+        return 0
+      end
+    end
+    return redis.call('ZREM', P .. 'parked', ARGV[1]) + redis.call('UNLINK', P .. 'parked:' .. ARGV[1])
+  end,
+  settings = function()
+    return redis.call('HDEL', P .. 'weights', ARGV[1]) + redis.call('HDEL', P .. 'quotas', ARGV[1])
   end
 }
 for i = 2, #ARGV, 2 do

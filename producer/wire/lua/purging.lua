@@ -42,6 +42,10 @@ local function remove_one(id, job)
     drop_end(job.shared)
     redis.call('HDEL', P .. 'job:' .. id, 'shared')
   end
+  if job.side == 'canary' then
+    local _, _, _, name = split_lane(job.lane)
+    redis.call('LREM', P .. 'sampled:' .. string.match(name, '^[^#~]*'), 0, id)
+  end
   redis.call('ZREM', P .. 'outbox', id)
   if job.relay then
     redis.call('ZREM', P .. 'outbox:' .. job.relay, id)

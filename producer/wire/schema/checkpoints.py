@@ -24,9 +24,9 @@ def read_deltas(job_id: str, entries: Iterable[bytes]) -> list[Delta]:
 
 
 def merge_checkpoint(
-    job_id: str, entries: Iterable[bytes], fingerprint: str = "", seed: int | None = None
+    entries: Iterable[bytes], fingerprint: str = "", seed: int | None = None, *, job_id: str = ""
 ) -> Checkpoint | None:
-    """Merge the entries into samples; None if there are no entries.
+    """Merge the entries of a job into samples; None if there are no entries. `job_id` is needed where they are sealed.
 
     Raises ValueError if an entry is no delta, or does not continue where the one before it ended.
     """
@@ -42,7 +42,7 @@ def merge_checkpoint(
 def partial_outputs(job_id: str, entries: Iterable[bytes]) -> tuple[Output, ...]:
     """Return the partial output of a job that ended without a result; nothing if it cannot be read."""
     try:
-        checkpoint = merge_checkpoint(job_id, entries)
+        checkpoint = merge_checkpoint(entries, job_id=job_id)
     except ValueError:
         return ()
     return tuple(_output(job_id, sample) for sample in checkpoint.seqs) if checkpoint else ()

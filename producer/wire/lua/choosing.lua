@@ -27,7 +27,7 @@ local turn = first_turn
 -- A job with an adapter waits in a lane of its own, `<model>#<adapter>`, of version 5, or 7 if it waited for others, and
 -- nothing else does: there is no need to look at the other versions for each of perhaps hundreds of adapters. One that
 -- names a revision waits in `<model>[#<adapter>]~<revision>`, of version 9.
-local versions, adapted, pinned, classes, models = {}, {}, {}, {}, sided_names({unpack(ARGV, 9)})
+local versions, adapted, pinned, classes, models = {}, {}, {}, {}, sides.sided_names({unpack(ARGV, 9)})
 for class in string.gmatch(ARGV[8], '%d') do
   classes[#classes + 1] = class
 end

@@ -37,7 +37,7 @@ local function give(id, job, affinity, payload, alone)
   bytes = bytes + #payload
   redis.call('HSET', P .. 'job:' .. id, 'state', 'running', 'worker', worker, 'token', token, 'started_at', int(NOW),
     'attempt', attempt)
-  local place = here_of(job.lane)
+  local place = sides.here_of(job.lane)
   if place and not place.is_over then
     redis.call('HSET', P .. 'job:' .. id, 'side', place.side)
   elseif job.side then
@@ -74,7 +74,7 @@ local function take(lane, in_order, alone)
   elseif not payload then
     finish(id, job, 'failed', LOST_PAYLOAD)
   else
-    if left_to_others(lane, name, rank, id, job) then
+    if sides.left_to_others(lane, name, rank, id, job) then
       note_taken(lane, name, nil, in_order)
       return true
     end
@@ -213,4 +213,4 @@ if quotas then
 end
 local queued = tonumber(redis.call('HGET', P .. 'counts', 'queued') or 0)
 return {jobs, swept, paused and 1 or 0, queued - tonumber(redis.call('HGET', P .. 'meta', 'followers') or 0), limited,
-  listens or {}}
+  sides.bells or {}}

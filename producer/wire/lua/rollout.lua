@@ -8,14 +8,14 @@
 -- @include sides
 local model, action = ARGV[1], ARGV[2]
 local key = P .. 'rollout:' .. model
-local rollout = rollout_of(model)
+local rollout = sides.rollout_of(model)
 local is_on = rollout and (rollout.state == 'open' or rollout.state == 'halted')
 
 local function save(state, share, by, to)
   redis.call('HSET', P .. 'rollouts', model, table.concat({state, int(share), by, to}, ' '))
   redis.call('HSET', key, 'changed_at', int(NOW))
   redis.call('HDEL', key, 'reason')
-  rollouts[model] = nil
+  sides.has_changed(model)
   ring(model)
   ring(model .. '~' .. to)
 end

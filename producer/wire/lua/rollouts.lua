@@ -9,12 +9,12 @@ if #models == 0 then
   models = redis.call('HKEYS', P .. 'rollouts')
 end
 for _, model in ipairs(models) do
-  local rollout = rollout_of(model)
+  local rollout = sides.rollout_of(model)
   if rollout then
     replies[#replies + 1] = {
       model, redis.call('HGET', P .. 'rollouts', model), redis.call('HGETALL', P .. 'rollout:' .. model),
       redis.call('LRANGE', P .. 'ran:canary:' .. model, 0, -1), redis.call('LRANGE', P .. 'ran:stable:' .. model, 0, -1),
-      live_workers(model .. '~' .. rollout.to), live_workers(model)
+      sides.live_workers(model .. '~' .. rollout.to), sides.live_workers(model)
     }
   end
 end

@@ -1,64 +1,64 @@
 -- @include sides
--- Which jobs a worker takes while its model is rolled out. Only pull includes it.
+-- Which jobs a worker takes while its model is rolled out. Only pull includes it. `sides.bells`: what the worker is to
+-- listen for; nil: all that it serves.
+do
+  -- By the last part of a lane, without `~`: the worker's side there, and whether jobs of the other side are left to others.
+  local here = {}
 
--- By the last part of a lane, without `~`: the worker's side there, and whether jobs of the other side are left to others.
-local here = {}
--- What the worker is to listen for; nil: all that it serves.
-local listens
-
--- The names to pull from, of those that the worker serves.
-local function sided_names(names)
-  if redis.call('EXISTS', P .. 'rollouts') == 0 then
-    return names
-  end
-  local served, found, bells = {}, {}, {}
-  for _, name in ipairs(names) do
-    served[name] = true
-  end
-  for _, name in ipairs(names) do
-    local rollout = not string.find(name, '~', 1, true) and rollout_of(name)
-    local is_canary = rollout and served[name .. '~' .. rollout.to] or false
-    local takes_canary, takes_stable = false, true
-    if rollout then
-      local canaries = live_workers(name .. '~' .. rollout.to)
-      local others = is_canary and live_workers(name) - canaries or canaries
-      local is_alone = rollout.state ~= 'open' or others <= 0
-      local is_barred = is_canary and (rollout.state == 'halted' or rollout.state == 'back')
-      takes_canary = not is_barred and (is_canary or is_alone)
-      takes_stable = not is_barred and (not is_canary or is_alone)
-      here[name] = {side = is_canary and 'canary' or 'stable', is_alone = is_alone, is_over = rollout.state == 'ended' or rollout.state == 'back'}
-      listens = bells
+  -- The names to pull from, of those that the worker serves.
+  function sides.sided_names(names)
+    if redis.call('EXISTS', P .. 'rollouts') == 0 then
+      return names
     end
-    if takes_stable then
-      found[#found + 1] = name
-      bells[#bells + 1] = name
+    local served, found, bells = {}, {}, {}
+    for _, name in ipairs(names) do
+      served[name] = true
     end
-    if takes_canary then
-      found[#found + 1] = name .. '~'
+    for _, name in ipairs(names) do
+      local rollout = not string.find(name, '~', 1, true) and sides.rollout_of(name)
+      local is_canary = rollout and served[name .. '~' .. rollout.to] or false
+      local takes_canary, takes_stable = false, true
+      if rollout then
+        local canaries = sides.live_workers(name .. '~' .. rollout.to)
+        local others = is_canary and sides.live_workers(name) - canaries or canaries
+        local is_alone = rollout.state ~= 'open' or others <= 0
+        local is_barred = is_canary and (rollout.state == 'halted' or rollout.state == 'back')
+        takes_canary = not is_barred and (is_canary or is_alone)
+        takes_stable = not is_barred and (not is_canary or is_alone)
+        here[name] = {side = is_canary and 'canary' or 'stable', is_alone = is_alone, is_over = rollout.state == 'ended' or rollout.state == 'back'}
+        sides.bells = bells
+      end
+      if takes_stable then
+        found[#found + 1] = name
+        bells[#bells + 1] = name
+      end
+      if takes_canary then
+        found[#found + 1] = name .. '~'
+      end
     end
+    return found
   end
-  return found
-end
 
-local function here_of(lane)
-  local _, _, _, name = split_lane(lane)
-  return here[(string.gsub(name, '~$', ''))]
-end
-
--- Leave a job to the workers of the other side, if it is theirs. It keeps its rank.
-local function left_to_others(lane, name, rank, id, job)
-  local place = here_of(lane)
-  local side = place and not place.is_alone and side_of(id, job)
-  if not side or side == place.side then
-    return false
+  function sides.here_of(lane)
+    local _, _, _, name = split_lane(lane)
+    return here[(string.gsub(name, '~$', ''))]
   end
-  local _, affinity = split_member(name)
-  local other = waiting_lane(sided_lane(job.lane, side), job.crashes)
-  redis.call('ZREM', P .. 'wait:' .. lane, name)
-  remove_alike(lane, affinity, rank)
-  redis.call('ZADD', P .. 'wait:' .. other, rank, name)
-  add_alike(other, affinity, rank)
-  open_lane(other)
-  lane_for(id, job)
-  return true
+
+  -- Leave a job to the workers of the other side, if it is theirs. It keeps its rank.
+  function sides.left_to_others(lane, name, rank, id, job)
+    local place = sides.here_of(lane)
+    local side = place and not place.is_alone and sides.side_of(id, job)
+    if not side or side == place.side then
+      return false
+    end
+    local _, affinity = split_member(name)
+    local other = waiting_lane(sides.sided_lane(job.lane, side), job.crashes)
+    redis.call('ZREM', P .. 'wait:' .. lane, name)
+    remove_alike(lane, affinity, rank)
+    redis.call('ZADD', P .. 'wait:' .. other, rank, name)
+    add_alike(other, affinity, rank)
+    open_lane(other)
+    sides.lane_for(id, job)
+    return true
+  end
 end

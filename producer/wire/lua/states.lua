@@ -71,7 +71,7 @@ local function detach(id, job)
     redis.call('HINCRBY', P .. 'meta', 'followers', -1)
   elseif job.state == 'queued' then
     -- By its rank, which no other job has: its affinity is known only there, until it was pulled.
-    local lane = waiting_lane(sided_lane(job.lane, job.side), job.crashes)
+    local lane = waiting_lane(sides.sided_lane(job.lane, job.side), job.crashes)
     local name = redis.call('ZRANGEBYSCORE', P .. 'wait:' .. lane, job.seq, job.seq)[1]
     if name then
       local _, affinity = split_member(name)
@@ -92,7 +92,7 @@ end
 
 local function enqueue(id, job)
   detach(id, job)
-  local lane = waiting_lane(lane_for(id, job), job.crashes)
+  local lane = waiting_lane(sides.lane_for(id, job), job.crashes)
   redis.call('ZADD', P .. 'wait:' .. lane, job.seq, member(id, job.near or job.affinity))
   add_alike(lane, job.near or job.affinity, job.seq)
   open_lane(lane)
@@ -109,7 +109,7 @@ local function remember(id, job, kind, code, message)
   }))
   redis.call('LTRIM', P .. 'history:' .. id, -HISTORY, -1)
   if job.side and (kind == 'retried' or kind == 'crashed') then
-    note_execution(id, job, true)
+    sides.note_execution(id, job, true)
     job.is_noted = true
   end
 end
@@ -265,7 +265,7 @@ local function record_end(id, job, state, out)
     settle_idempotency(id, job, state)
   end
   if job.side and job.state == 'running' and not job.is_noted and not ENDED[state] then
-    note_execution(id, job, state ~= 'succeeded')
+    sides.note_execution(id, job, state ~= 'succeeded')
   end
   keep(id, job, state)
   redis.call('PUBLISH', P .. 'ended', id)

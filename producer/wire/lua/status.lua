@@ -21,7 +21,7 @@ for i, id in ipairs(ARGV) do
     local _, _, _, model = split_lane(job[2])
     local waits = job[1] == 'queued' and not job[12]
     local failed = job[1] ~= 'succeeded' and outcome_of(id, job[15])
-    job[14] = waits and redis.call('ZCOUNT', P .. 'wait:' .. waiting_lane(sided_lane(job[2], side), job[4]), '-inf', '(' .. job[14])
+    job[14] = waits and redis.call('ZCOUNT', P .. 'wait:' .. waiting_lane(sides.sided_lane(job[2], side), job[4]), '-inf', '(' .. job[14])
     job[15] = redis.call('ZCOUNT', P .. 'serves:' .. model, int(NOW), '+inf')
     job[16] = failed ~= '' and failed
     job[17] = redis.call('GET', P .. 'md:' .. id)

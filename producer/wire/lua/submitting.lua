@@ -203,8 +203,8 @@ local function leader_of(job)
 end
 
 local function wait(job, rank)
-  job.side = side_of(job.id, job, batch) == 'canary' and 'canary' or nil
-  local name = sided_lane(job.lane, job.side)
+  job.side = sides.side_of(job.id, job, batch) == 'canary' and 'canary' or nil
+  local name = sides.sided_lane(job.lane, job.side)
   local lane = lanes[name] or {}
   lanes[name] = lane
   lane[#lane + 1] = rank

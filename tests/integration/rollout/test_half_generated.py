@@ -131,6 +131,7 @@ def test_what_a_dead_revision_left_begins_again_on_the_other(
     assert {found[number].resumed_tokens for number in again} == {0}
 
 
+@pytest.mark.slow
 def test_what_a_killed_canary_left_is_finished_by_another_of_its_revision(
     client: QueueClient, start: Start, whole: Outputs
 ) -> None:
@@ -163,6 +164,7 @@ def test_what_a_killed_canary_left_is_finished_by_another_of_its_revision(
             assert ended[number].resumed_tokens >= 8
 
 
+@pytest.mark.slow
 def test_a_rolled_back_canary_hands_nothing_half_done_on(
     client: QueueClient, start: Start, whole: Outputs
 ) -> None:

@@ -13,7 +13,8 @@ from openai import OpenAI
 
 from pagemill.producer.client.handles import BatchHandle
 from pagemill.producer.client.sync import Producer
-from pagemill.producer.wire.calls import limits
+from pagemill.producer.wire.calls import limits, quotas
+from pagemill.producer.wire.calls.quotas import Quota
 from pagemill.producer.wire.calls.transitions import PulledJob
 from tests.producer.driving import Queue, delta
 from tests.producer.gateway.serving import gateway, write_keys
@@ -102,6 +103,7 @@ def scene(queue: Queue, tmp_path: Path) -> Iterator[Scene]:
             for tenant, producer in producers.items():
                 _ended_in_store(producer, planted[tenant])
         queue.run(limits.set_weights(queue.name, dict.fromkeys(TENANTS, 3)))
+        queue.run(quotas.set_quotas(queue.name, dict.fromkeys(TENANTS, Quota(jobs_per_day=10_000))))
         _gateway_things(queue, tmp_path, planted)
         with scripted_worker(queue.url, queue.name):
             for tenant, producer in producers.items():

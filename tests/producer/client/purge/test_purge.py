@@ -99,7 +99,8 @@ def test_a_running_job_is_asked_to_end_and_waited_for(valkey_queue: Queue) -> No
                 )
                 assert queue.run(call) == "cancelled"
 
-        report = operator.purge_tenant(FIRST, PurgeOptions(wait_s=60), on_progress=end_it)
+        options = PurgeOptions(wait_s=60, also=frozenset({"ledger"}))
+        report = operator.purge_tenant(FIRST, options, on_progress=end_it)
     assert said == ["wait"]
     assert report.forced == 0
     assert report.is_proven

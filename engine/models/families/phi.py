@@ -29,6 +29,7 @@ _PHI3_SPLIT = TensorSplit(
         "layers.*.mlp.gate_up_proj": MERGED_MLP,
         "layers.*.mlp.down_proj": INPUTS,
     },
+    kv_head_counts=("num_key_value_heads",),
     counts_in_config=True,
 )
 

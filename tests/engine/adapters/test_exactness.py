@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
@@ -95,3 +96,26 @@ def test_gpt2(tmp_path: Path) -> None:
     }
     adapters = {name: save_adapter(tmp_path / "gpt2", tmp_path / name, one) for name, one in trained.items()}
     assert_as_merged(tmp_path / "gpt2", adapters)
+
+
+def test_bfloat16_products(llama: Path, tmp_path: Path) -> None:
+    """Adapters are added in fp32: their numbers are nearer to fp32's numbers than an adapter is to none."""
+    adapter = save_adapter(llama, tmp_path / "adapter")
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+
+    def scored(dtype: str, name: str | None) -> torch.Tensor:
+        llm = LLM(
+            str(llama),
+            dtype=dtype,
+            adapters=(f"tuned={adapter}",),
+            skip_tokenizer_init=True,
+            num_kv_blocks=64,
+        )
+        prompts = [list(prompt) for prompt in PROMPTS]
+        results = llm.generate(prompts, params, adapter=[name] * len(prompts), use_tqdm=False)
+        entries = [entry for result in results for entry in result.prompt_logprobs or () if entry is not None]
+        return torch.tensor([entry.logprob for entry in entries])
+
+    exact, rounded = scored("float32", "tuned"), scored("bfloat16", "tuned")
+    moved, wrong = (exact - scored("float32", None)).abs().mean(), (exact - rounded).abs().mean()
+    assert 0 < wrong < moved / 3

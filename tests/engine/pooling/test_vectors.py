@@ -237,3 +237,14 @@ def test_numbers_that_are_not_finite_fail_alone(tmp_path: Path) -> None:
     assert (outputs["bad"].error_code, outputs["good"].error_code) == ("output_invalid", None)
     assert outputs["good"].pooled is not None
     assert engine.stats().scheduler.invalid_logits == 1
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen2"])
+def test_bfloat16_products(name: str, tmp_path: Path) -> None:
+    config = (ENCODERS | DECODERS)[name]
+    saved(tmp_path, config, "mean", st.Normalize())
+    ids = [[5 + (number * place) % 40 for place in range(1, number)] for number in range(2, 30)]
+    exact = run(engine_of(tmp_path / "model", dtype="float32"), "embed", ids)
+    rounded = run(engine_of(tmp_path / "model", dtype="bfloat16"), "embed", ids)
+    assert not np.array_equal(exact, rounded)
+    assert closest(exact, rounded) > 0.99

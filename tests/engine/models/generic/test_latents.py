@@ -41,6 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM 4.7 Flash": ("glm4_moe_lite", {}),
     "MiniCPM 3": ("minicpm3", {}),
 }  # fmt: skip
+ALWAYS = ("V2 Lite", "V3")
 OPTIONS: dict[str, Any] = {
     "num_threads": 1, "block_size": 4, "num_kv_blocks": 400, "max_num_batched_tokens": 24, "num_speculative_tokens": 0,
 }  # fmt: skip
@@ -79,13 +80,27 @@ class Case:
         return LLM(self.directory, **OPTIONS | options)
 
 
+class Cases(dict[str, Case]):
+    """Each is written when a test asks for it."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        super().__init__()
+        self._factory = factory
+
+    def __missing__(self, name: str) -> Case:
+        self[name] = case = Case(name, self._factory.mktemp("latent"))
+        return case
+
+
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    return {name: Case(name, tmp_path_factory.mktemp("latent")) for name in CASES}
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    return Cases(tmp_path_factory)
 
 
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest, cases: dict[str, Case]) -> Case:
+@pytest.fixture(
+    params=[pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in CASES]
+)
+def case(request: pytest.FixtureRequest, cases: Cases) -> Case:
     return cases[request.param]
 
 
@@ -170,7 +185,7 @@ def test_a_token_takes_the_bytes_of_its_latents(case: Case, caplog: pytest.LogCa
 
 @pytest.mark.parametrize("name", ["V2 Lite", "V3"])
 def test_tokens_are_those_of_a_cache_of_keys_and_values(
-    name: str, cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch
+    name: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy, forked samples, beams, and a pool that is far too small for them."""
     every = [params(), params(n=3, temperature=1.0, seed=5), params(beam_width=3, n=3)]
@@ -188,7 +203,7 @@ def test_tokens_are_those_of_a_cache_of_keys_and_values(
 @pytest.mark.parametrize("swap_space_gib", [0.0, 0.01], ids=["recompute", "swap"])
 @pytest.mark.parametrize("cache_dtype", ["float32", "int8"])
 def test_tokens_stay_through_preemption(
-    swap_space_gib: float, cache_dtype: str, cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch
+    swap_space_gib: float, cache_dtype: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PreemptionCost, "prefers_swap", lambda *_: True)
     case, options = cases["wide"], {"kv_cache_dtype": cache_dtype}
@@ -221,8 +236,8 @@ def test_a_resumed_request_goes_on(case: Case) -> None:
     [{"quantization": "int8"}, {"dtype": "bfloat16"}, {"dtype": "float16"}, {"kv_cache_dtype": "int8"}],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["V2", "wide"])
-def test_other_numbers_stay_near(name: str, options: dict[str, Any], cases: dict[str, Case]) -> None:
+@pytest.mark.parametrize("name", ["V2 Lite", pytest.param("wide", marks=pytest.mark.slow)])
+def test_other_numbers_stay_near(name: str, options: dict[str, Any], cases: Cases) -> None:
     """The start compares the logits with transformers' own."""
     assert len(outputs(cases[name].load(**options))[0][0]) == NUM_TOKENS
 

@@ -10,20 +10,24 @@ local function may_expire(job)
 end
 
 -- Records expire by themselves: some of the entries that they leave behind go with each sweep.
-local function forget_expired()
-  for _, id in ipairs(redis.call('ZRANDMEMBER', P .. 'large', 16)) do
+local function forget_expired(count)
+  local first = NOW % count
+  for _, id in ipairs(redis.call('ZRANGE', P .. 'large', first, first + 15)) do
     if redis.call('EXISTS', P .. 'out:' .. id) == 0 then
       redis.call('ZREM', P .. 'large', id)
     end
   end
-  redis.call('ZREMRANGEBYRANK', P .. 'large', 0, -MAX_LARGE - 1)
+  if count > MAX_LARGE then
+    redis.call('ZREM', P .. 'large', unpack(redis.call('ZRANGE', P .. 'large', 0, math.min(count - MAX_LARGE, 64) - 1)))
+  end
 end
 
 -- Returns 0 with room, 1 near the limit, 2 where submits are refused; and how many results were removed.
 local function relieve()
   local share = tonumber(redis.call('HGET', P .. 'meta', 'memory_share') or MEMORY_SHARE)
-  if redis.call('EXISTS', P .. 'large') == 1 then
-    forget_expired()
+  local count = redis.call('ZCARD', P .. 'large')
+  if count > 0 then
+    forget_expired(count)
   end
   local memory = read_memory()
   local excess = memory and memory[1] - (share - MEMORY_WARNING) * memory[2] or 0
@@ -32,13 +36,15 @@ local function relieve()
   end
   local level = memory[1] >= share * memory[2] and 2 or 1
   local freed = 0
-  for _, id in ipairs(redis.call('ZREVRANGE', P .. 'large', 0, MAX_LOOKED - 1)) do
+  local found = redis.call('ZREVRANGE', P .. 'large', 0, MAX_LOOKED - 1, 'WITHSCORES')
+  for i = 1, #found, 2 do
+    local id = found[i]
     if freed == MAX_FREED or excess <= 0 then
       break
     end
     if may_expire(redis.call('HMGET', P .. 'job:' .. id, 'state', 'finished_at')) then
       redis.call('ZREM', P .. 'large', id)
-      excess = excess - redis.call('STRLEN', P .. 'out:' .. id)
+      excess = excess - found[i + 1]
       freed = freed + redis.call('UNLINK', P .. 'out:' .. id)
     end
   end

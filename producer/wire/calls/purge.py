@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.server.scripts import Call
 
-LOOK_KEYS = 500
+LOOK_KEYS = 200
 BATCH_JOBS = 32
 LIST_ITEMS = 500
 READ_BYTES = 256 << 10

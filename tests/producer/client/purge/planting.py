@@ -49,7 +49,7 @@ class Scene:
 
 
 def contents(queue: Queue, name: str) -> list[bytes]:
-    """All that a key holds, of any type."""
+    """All that a key holds, of any type, in an order that a server's rehashing does not change."""
     key = f"{queue.prefix}{name}"
     match queue.client.type(key):
         case b"string":
@@ -57,11 +57,11 @@ def contents(queue: Queue, name: str) -> list[bytes]:
         case b"list":
             return list(queue.client.lrange(key, 0, -1))
         case b"set":
-            return list(queue.client.smembers(key))
+            return sorted(queue.client.smembers(key))
         case b"zset":
             return list(queue.client.zrange(key, 0, -1))
         case b"hash":
-            return [part for pair in queue.client.hgetall(key).items() for part in pair]
+            return [part for pair in sorted(queue.client.hgetall(key).items()) for part in pair]
         case b"stream":
             return [part for _, entry in queue.client.xrange(key) for part in entry.values()]
     return []

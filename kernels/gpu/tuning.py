@@ -46,7 +46,7 @@ class AttentionEntry:
 
     kernel: Literal["decode", "prefill"]
     architectures: tuple[int, ...]
-    """90 stands for what is newer, too."""
+    """See `tuned_architecture`."""
     numbers: Literal["half", "fp32"]
     """The queries'."""
     is_scaled: bool | None
@@ -159,11 +159,19 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def tuned_architecture(capability: tuple[int, int]) -> int:
+    """Return the architecture of whose tiles a device gets: 90, or 80 with less shared memory and without wgmma.
+
+    sm_100 has the memory of sm_90. sm_86, sm_89 and sm_120 have 99 KiB a program, which the tiles of 80 keep to.
+    """
+    return 90 if (9, 0) <= capability < (12, 0) else 80
+
+
 @cache
 def _tile(
     kernel: str, capability: tuple[int, int], element_size: int, is_scaled: bool, head_dim: int, rows: int
 ) -> Tile:
-    architecture = 90 if capability >= (9, 0) else 80
+    architecture = tuned_architecture(capability)
     numbers = "fp32" if element_size >= 4 else "half"
     for entry in ATTENTION_TILES:
         if (

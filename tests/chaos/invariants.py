@@ -14,8 +14,9 @@ from pagemill.producer.wire.schema import keys
 from tests.worker.harness import QueueClient, eventually
 
 STAYS = re.compile(
-    r"(meta|counts|synced|workers|dead|bexpiry|suspects|reserved|overtaken|usage"
-    r"|(job|out|md|in|ckpt|history|batch|bjobs|bfeed|backed|about|worker|puller|serves|turns|bell|idem|usage):.*)"
+    r"(meta|counts|synced|workers|dead|bexpiry|suspects|reserved|overtaken|usage|large|rollouts"
+    r"|(job|out|md|in|ckpt|history|batch|bjobs|bfeed|backed|bowner|about|worker|puller|serves"
+    r"|turns|bell|idem|usage|spent|rollout|ran|sampled):.*)"
 )
 """Records of ended jobs, of batches and of workers; every name of the living (wait, lanes, leases, delayed,
 deadlines, outbox, followers, twins) must be gone."""

@@ -16,7 +16,7 @@ from tests.producer.queue_sets import check_sets
 STAYS = re.compile(r"meta|counts|weights|turns:.*|usage(:.*)?")
 """The keys that an idle queue keeps for good or for a year: totals, settings, the turns of tenants, the ledger."""
 OF_JOBS = re.compile(r"(job|in|out|ckpt|md|history):(.*)")
-OF_BATCHES = re.compile(r"(batch|bjobs|bfeed|backed):(.*)")
+OF_BATCHES = re.compile(r"(batch|bjobs|bfeed|backed|bowner):(.*)")
 FOR_A_TIME = re.compile(r"(workers|dead|bexpiry|large|(end|sharers):.*)")
 """Sweep removes their members; an end goes with the last batch whose jobs share it."""
 LEDGER_S = 390 * 86_400

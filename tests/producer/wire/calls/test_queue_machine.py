@@ -416,7 +416,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert kinds <= {
             "job", "in", "out", "ckpt", "idem", "meta", "counts", "dead", "bell",
             "batch", "bjobs", "bfeed", "bexpiry", "history", "weights", "puller", "end", "sharers",
-            "usage", "quotas", "spent", "parked",
+            "usage", "quotas", "spent", "parked", "bowner", "large",
         }  # fmt: skip
         for name in self.queue.names():
             if name.startswith("end:"):

@@ -121,14 +121,14 @@ class AdaptedLayers:
             raise AdapterError(
                 f"it changes {path}, which is not supported: train the linear layers inside the decoder only"
             )
+        if ".experts." in path:
+            raise AdapterError(f"it changes {path}: adapters of experts are not supported")
         part = self._parts.get(path)
         if part is None:
             known = sorted({known.rpartition(".")[2] for known in self._parts})
             raise AdapterError(
                 f"it changes {path}, which this model has not as a linear layer of its own; it has {', '.join(known)}"
             )
-        if ".experts." in path:
-            raise AdapterError(f"it changes {path}: adapters of experts are not supported")
         shape = (change.b.shape[0], change.a.shape[1])
         if shape != (part.width, part.in_features):
             raise AdapterError(

@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pagemill.engine.errors import AdapterError
 from pagemill.engine.llm import LLM
 from pagemill.engine.sampling_params import SamplingParams
 from tests.engine.adapters.test_exactness import NUM_TOKENS, PROMPTS, assert_as_merged, generated
 from tests.engine.adapters.trained import Trained, merged_model, save_adapter
 from tests.engine.models.families import remote_cases
+from tests.engine.models.families.mixture_cases import MIXTURE_CASES
 from tests.engine.models.quantized import checkpoints
 
 SIZES: dict[str, Any] = {
@@ -30,6 +32,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "falcon": ({"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True, "bias": False}, FUSED),
     "bloom": ({"n_head": 4, "n_layer": 2}, FUSED),
     "gpt_neox": ({}, FUSED),
+    "qwen2_moe": (
+        {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+         "shared_expert_intermediate_size": 64},
+        ("q_proj", "v_proj", "o_proj", "shared_expert.gate_proj", "shared_expert.down_proj"),
+    ),
     "opt": ({"ffn_dim": 64, "word_embed_proj_dim": 32}, ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")),
     "mpt": (
         {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
@@ -178,3 +185,16 @@ def test_rows_without_an_adapter_are_the_same_to_the_last_bit(tmp_path: Path) ->
 
     alone = plain_rows([None] * 6)
     assert plain_rows([None] * 3 + ["a"] * 3) == alone
+
+
+def test_adapters_of_experts_are_refused_by_name(tmp_path: Path) -> None:
+    checkpoint = MIXTURE_CASES["qwen3_moe, a dense layer between"]()
+    model = checkpoint.write(tmp_path / "model")
+    path = "model.layers.0.mlp.experts.1.gate_proj"
+    folder = save_adapter(model, tmp_path / "adapter", Trained(targets=("q_proj",)))
+    weights = folder / "adapter_model.safetensors"
+    change = {"A": torch.zeros(8, 64), "B": torch.zeros(32, 8)}
+    experts = {f"base_model.model.{path}.lora_{half}.weight": matrix for half, matrix in change.items()}
+    save_file({name: tensor.clone() for name, tensor in load_file(weights).items()} | experts, weights)
+    with pytest.raises(AdapterError, match=f"it changes {path}: adapters of experts are not supported"):
+        LLM(str(model), adapters=(f"a={folder}",), skip_tokenizer_init=True, num_kv_blocks=32, num_threads=1)

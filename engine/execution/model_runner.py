@@ -184,7 +184,8 @@ class ModelRunner:
             output.start_copy(self._device)
             token_ids = output.token_ids
         else:
-            token_ids = torch.empty(len(work), dtype=torch.int64, device=self._device.device)
+            # Zeros, for a group whose ranks are alone: the next step looks these tokens up.
+            token_ids = torch.zeros(len(work), dtype=torch.int64, device=self._device.device)
         if self._group is not None:
             self._group.broadcast(token_ids)
         self._batch.token_table[inputs.sample_rows, inputs.sample_positions] = token_ids

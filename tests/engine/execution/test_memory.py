@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from pagemill.engine.config import EngineConfig, resolve_limits
 from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.errors import ConfigError, DeviceLost
 from pagemill.engine.execution import cuda_graphs
 from pagemill.engine.execution.model_runner import ModelRunner
+from pagemill.engine.execution.prepared_model import PreparedModel
+from pagemill.engine.layers.rank_group import RankGroup
 from pagemill.engine.llm import LLM
+from pagemill.engine.models.loader import load_model
 from pagemill.engine.plan import StepPlan
 from pagemill.engine.sampling_params import SamplingParams
 from tests.engine.tiny_model import save_tiny_llama
@@ -155,3 +159,18 @@ def test_a_step_that_does_not_fit_is_a_setting(directory: Path, monkeypatch: pyt
     monkeypatch.setattr(CpuBackend, "peak_bytes", peak_bytes)
     with pytest.raises(ConfigError, match="max_num_batched_tokens=512 tokens in max_num_seqs=8 rows"):
         LLM(str(directory), **_SETTINGS, max_num_batched_tokens=512)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_rehearses_before_it_meets_the_others(
+    directory: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(monkeypatch, 2**20)
+    config = EngineConfig(model=str(directory), tensor_parallel_size=2, max_num_seqs=4, num_threads=1)
+    group, device = RankGroup(rank, 2), CpuBackend()
+    loaded = load_model(config, device, group)
+    shape = loaded.kv_cache_shape(config.block_size, 64)
+    limits = resolve_limits(config, 64, (), device.step_defaults)
+    prepared = PreparedModel.of(loaded, config, shape, 64)
+    assert rehearsal.step_bytes(prepared, config, limits, shape, group) == 2**20
+    assert len(watched.plans) == 4

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from pagemill.engine.execution.parallel.rank_processes import RankProcesses
+    from pagemill.engine.layers.kv_cache_shape import KVCacheShape
     from pagemill.engine.models.loader import LoadedModel
     from pagemill.engine.plan import Executor
 
@@ -178,10 +179,8 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
     max_model_len = resolve_max_model_len(config, model.context_length, model.longest_context)
     shape = replace(model.kv_cache_shape(config.block_size, max_model_len), dtype=cache_dtype)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(model.directory, config.chat_template)
-    eos = list(model.eos_token_ids)
-    if tokenizer is not None and tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos:
-        eos.append(tokenizer.eos_token_id)
-    limits = resolve_limits(config, max_model_len, tuple(eos), device.step_defaults)
+    eos = _eos_token_ids(model, tokenizer)
+    limits = resolve_limits(config, max_model_len, eos, device.step_defaults)
     limits = replace(limits, kv_windows=shape.windows)
     prepared = PreparedModel.of(model, config, shape, max_model_len)
     room = step_bytes(prepared, config, limits, shape, group)
@@ -195,22 +194,8 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
         )
     if ranks is not None:
         limits = ranks.agree(limits, device)
-    logger.info(
-        "%s on %s: %d KV blocks of %d tokens, %.2f GiB",
-        model.served_name,
-        device.device if ranks is None else f"{config.tensor_parallel_size} x {device.device}",
-        limits.num_kv_blocks,
-        shape.block_size,
-        limits.num_kv_blocks * shape.block_bytes / 2**30,
-    )
-    if (expanded := shape.expanded_block_bytes) is not None:
-        logger.info(
-            "latents in place of keys and values: %d bytes per token instead of %d",
-            shape.block_bytes // shape.block_size,
-            expanded // shape.block_size,
-        )
-    if shape.windows != (None,):
-        logger.info("groups of layers with blocks of their own, by window: %s", list(shape.windows))
+    place = str(device.device) if ranks is None else f"{config.tensor_parallel_size} x {device.device}"
+    _log_cache(f"{model.served_name} on {place}", shape, limits.num_kv_blocks)
     executor: Executor = (runner := ModelRunner(prepared, config, limits, shape, group))
     weight_bytes = model.weight_bytes()
     if ranks is not None:
@@ -234,6 +219,30 @@ def _build_model(config: EngineConfig, ranks: RankProcesses | None) -> EnginePar
         adapters=_adapter_pool(config, model),
         ranks=ranks,
     )
+
+
+def _eos_token_ids(model: LoadedModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Return those of the model, and the tokenizer's own."""
+    own = tokenizer.eos_token_id if tokenizer is not None else None
+    return (*model.eos_token_ids, *([own] if own is not None and own not in model.eos_token_ids else ()))
+
+
+def _log_cache(name: str, shape: KVCacheShape, num_blocks: int) -> None:
+    logger.info(
+        "%s: %d KV blocks of %d tokens, %.2f GiB",
+        name,
+        num_blocks,
+        shape.block_size,
+        num_blocks * shape.block_bytes / 2**30,
+    )
+    if (expanded := shape.expanded_block_bytes) is not None:
+        logger.info(
+            "latents in place of keys and values: %d bytes per token instead of %d",
+            shape.block_bytes // shape.block_size,
+            expanded // shape.block_size,
+        )
+    if shape.windows != (None,):
+        logger.info("groups of layers with blocks of their own, by window: %s", list(shape.windows))
 
 
 def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | NoAdapters:

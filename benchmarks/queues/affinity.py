@@ -33,8 +33,8 @@ from benchmarks import machine
 from benchmarks.queues.server import start_server, used_memory
 from benchmarks.report import RESULTS
 from pagemill.producer.client.preparer import Preparer
-from pagemill.producer.wire.calls import transitions
-from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.calls import submissions, transitions
+from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Output, Result
@@ -142,7 +142,7 @@ class BenchmarkQueue:
         if self.order == "arrival":
             items = [_without_affinity(item) for item in items]
         for start in range(0, len(items), CHUNK):
-            self.transport.run(transitions.submit(self.name, items[start : start + CHUNK]))
+            self.transport.run(submissions.submit(self.name, items[start : start + CHUNK]))
         if is_old:
             pipeline = self.transport.client.pipeline(transaction=False)
             for item in items:

@@ -29,8 +29,9 @@ from benchmarks import machine
 from benchmarks.queues.server import start_server
 from benchmarks.report import RESULTS
 from pagemill.producer.client.preparer import Preparer
-from pagemill.producer.wire.calls import transitions
-from pagemill.producer.wire.calls.transitions import PulledJob, Submission
+from pagemill.producer.wire.calls import submissions, transitions
+from pagemill.producer.wire.calls.submissions import Submission
+from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Output, Result
 from pagemill.producer.wire.schema.signing import Keys
@@ -98,7 +99,7 @@ def measure(chains: Chains, fleet: Fleet, transport: SyncTransport, *, near: boo
     if not near:
         items = [_of_another_beginning(item) for item in items]
     for start in range(0, len(items), 250):
-        transport.run(transitions.submit(queue, items[start : start + 250], batch_id="b"))
+        transport.run(submissions.submit(queue, items[start : start + 250], batch_id="b"))
     begin_tokens = chains.instruction_tokens + chains.document_tokens
     own_blocks = -(-(begin_tokens + QUESTION_TOKENS + OUTPUT_TOKENS) // BLOCK_SIZE) + 1
     blocks = fleet.cached_documents * (begin_tokens // BLOCK_SIZE) + fleet.num_seqs * own_blocks

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.queues.server import kinds, start_server
-from pagemill.producer.wire.calls import quotas, transitions
-from pagemill.producer.wire.calls.quotas import EVERYBODY, Quota
-from pagemill.producer.wire.calls.usage import Used
+from pagemill.producer.wire.calls import submissions, transitions
+from pagemill.producer.wire.calls.metering import quotas
+from pagemill.producer.wire.calls.metering.quotas import EVERYBODY, Quota
+from pagemill.producer.wire.calls.metering.usage import Used
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.outputs import Progress
 from pagemill.producer.wire.server.scripts import Call, expanded
@@ -52,7 +53,7 @@ class Tree:
         """Microseconds per pull and per commit."""
         for tenant in range(tenants):
             items = self._items(number, tenant, JOBS // tenants)
-            self.run(transitions.submit("bench", items))
+            self.run(submissions.submit("bench", items))
         held = []
         before = self._spent()
         pulls = 0
@@ -75,9 +76,9 @@ class Tree:
         after = self._spent()
         return {"pull": (between - before) / (pulls + 1), "commit": (after - between) / len(held)}
 
-    def _items(self, number: int, tenant: int, count: int) -> list[transitions.Submission]:
+    def _items(self, number: int, tenant: int, count: int) -> list[submissions.Submission]:
         job = transitions.Job.parse({"prompt": "hello " * 50, "model": "m", "tenant": f"t{tenant}"})
-        return [transitions.prepare(job, f"j{number}.{tenant}.{place}") for place in range(count)]
+        return [submissions.prepare(job, f"j{number}.{tenant}.{place}") for place in range(count)]
 
     def _spent(self) -> float:
         return float(self._queue.client.info("commandstats")["cmdstat_evalsha"]["usec"])

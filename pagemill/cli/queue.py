@@ -11,9 +11,10 @@ import typer
 from pagemill.cli.app import AsJson, Queue, RedisUrl, ask, queue_app, say
 from pagemill.cli.terminal import views
 from pagemill.cli.terminal.checked import between, checked
-from pagemill.producer.wire.calls import limits, quotas
+from pagemill.producer.wire.calls import limits
 from pagemill.producer.wire.calls.limits import QueueLimits
 from pagemill.producer.wire.calls.memory import DEFAULT_SHARE
+from pagemill.producer.wire.calls.metering import quotas
 from pagemill.producer.wire.schema import keys
 
 

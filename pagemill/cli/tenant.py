@@ -69,7 +69,7 @@ class TenantPurgeOptions:
 @tenant_app.command("purge")
 @grouped
 def tenant_purge(options: TenantPurgeOptions) -> None:
-    """Remove all that the queue has of a tenant, and search every key for what is left.
+    """Remove all that is a tenant's, and prove it by a search of every key.
 
     Exit code 1: something is left, and it says where.
     """

@@ -18,7 +18,7 @@ from pagemill.cli.app import AsJson, Queue, RedisUrl, app, say
 from pagemill.cli.terminal import views
 from pagemill.cli.terminal.checked import checked
 from pagemill.producer.client.sync import Producer
-from pagemill.producer.wire.calls.usage import COLUMNS, GROUPS
+from pagemill.producer.wire.calls.metering.usage import COLUMNS, GROUPS
 from pagemill.producer.wire.schema import keys
 
 Rows = Sequence[dict[str, Any]]
@@ -55,7 +55,10 @@ def usage(
     tenant: Annotated[
         str | None, typer.Option("--tenant", callback=checked(keys.TenantName), help="Only this tenant.")
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Only this model, and its adapters.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", callback=checked(keys.ModelName), help="Only this model, and its adapters."),
+    ] = None,
     by: Annotated[
         str, typer.Option("--by", callback=_fields, metavar="FIELDS", help="What to sum by.")
     ] = ",".join(GROUPS),

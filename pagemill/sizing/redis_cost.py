@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls import submissions
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Output, Result, Usage
 
@@ -39,7 +39,7 @@ def job_bytes(prompt_tokens: int, output_tokens: int, bytes_per_token: float) ->
     """Measure a text job of a batch. `bytes_per_token`: of text, prompt and output."""
     prompt = "x" * max(1, round(prompt_tokens * bytes_per_token))
     job = Job.parse({"model": "model", "prompt": prompt, "max_tokens": output_tokens, "temperature": 0.0})
-    payload = len(transitions.prepare(job, _ID, seed=1).payload)
+    payload = len(submissions.prepare(job, _ID, seed=1).payload)
     output = Output(
         index=0,
         text="x" * round(output_tokens * bytes_per_token),

@@ -11,9 +11,9 @@ from pagemill.producer.client import flows
 from pagemill.producer.client.effects import Emit, Flow, Sync
 from pagemill.producer.client.preparer import Preparer, opened_envelope
 from pagemill.producer.client.submit_flow import CHUNK_JOBS, send, upload
-from pagemill.producer.wire.calls import dead_letters, transitions
+from pagemill.producer.wire.calls import dead_letters, submissions
 from pagemill.producer.wire.calls.dead_letters import DeadLetter, LetterPage, OpenedLetter
-from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.schema.errors import InvalidJob, JobNotFound, QueueFull, StoreError
 from pagemill.producer.wire.schema.signing import OUTPUT_SEPARATOR, split_payload
 
@@ -149,14 +149,14 @@ def _submit(queue: str, items: Sequence[tuple[str, Submission]], done: Replay) -
     """Submit replays, each with the id of its dead job. Raises QueueFull."""
     if not items:
         return
-    submissions = [item for _, item in items]
-    yield from upload(queue, submissions)
-    replies = yield from send(transitions.submit(queue, submissions))
+    jobs = [item for _, item in items]
+    yield from upload(queue, jobs)
+    replies = yield from send(submissions.submit(queue, jobs))
     for (dead_id, _), reply in zip(items, replies, strict=True):
         _note(done, dead_id, reply)
 
 
-def _note(done: Replay, dead_id: str, reply: transitions.SubmitReply) -> None:
+def _note(done: Replay, dead_id: str, reply: submissions.SubmitReply) -> None:
     match reply.status:
         case "created" | "exists":
             done.jobs[dead_id] = reply.job_id

@@ -8,7 +8,7 @@ from pagemill.producer.client import dead_letter_flow, flows
 from pagemill.producer.client.base import Driver
 from pagemill.producer.client.dead_letter_flow import Replay
 from pagemill.producer.wire.calls.dead_letters import DeadLetter, OpenedLetter
-from pagemill.producer.wire.calls.quotas import QuotaLeft
+from pagemill.producer.wire.calls.metering.quotas import QuotaLeft
 from pagemill.producer.wire.schema.outputs import (
     BatchCounts,
     BatchItem,

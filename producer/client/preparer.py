@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 from pagemill.producer.client.tracing import traced
-from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls import submissions
 from pagemill.producer.wire.calls.submission_form import (
     JobForm,
     JobForms,
@@ -21,7 +21,7 @@ from pagemill.producer.wire.calls.submission_form import (
     read_metadata,
     read_text,
 )
-from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.dependencies import ITEM_PREFIX
 from pagemill.producer.wire.schema.errors import InvalidJob
@@ -126,7 +126,7 @@ class Preparer:
             built = built.model_copy(update={"traceparent": traceparent})
         if built.key is not None:
             raise InvalidJob("key names an item of a batch; use submit_many, or metadata")
-        item = transitions.prepare(
+        item = submissions.prepare(
             built, job_id, seed=seed_of(job_id), relay=relay, waiter=waiter, max_bytes=self._max_bytes
         )
         return self._signed(item, built.tenant)
@@ -147,7 +147,7 @@ class Preparer:
         job_id = new_job_id()
         # It was told of the ends that it waited for.
         outputs = split_payload(payload).outputs
-        item = transitions.prepare(
+        item = submissions.prepare(
             again, job_id, seed=seed_of(job_id), replay_of=dead_id, max_bytes=self._max_bytes
         )
         signed = self._signed(replace(item, is_linked=bool(outputs)), again.tenant)
@@ -200,7 +200,7 @@ class Preparer:
             job = job.model_copy(update={"after": _resolved(job.after, batch_id)})
         key = names.of(job.key, job.digest)
         job_id = item_id(batch_id, key)
-        item = transitions.prepare(job, job_id, key=key, seed=seed_of(job_id), max_bytes=self._max_bytes)
+        item = submissions.prepare(job, job_id, key=key, seed=seed_of(job_id), max_bytes=self._max_bytes)
         forms.learn(shape, job)
         return self._signed(item, job.tenant)
 

@@ -9,12 +9,12 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from pagemill.producer.client.effects import Begin, Finish, Flow, Sleep, Sync, Write
 from pagemill.producer.client.preparer import OnInvalid, record_invalid
-from pagemill.producer.wire.calls import stored, transitions
+from pagemill.producer.wire.calls import stored, submissions
 from pagemill.producer.wire.calls.limits import QueueLimits, limits
+from pagemill.producer.wire.calls.metering.quotas import QuotaLeft
 from pagemill.producer.wire.calls.promises import Asked, Outlook, estimate, outlook
-from pagemill.producer.wire.calls.quotas import QuotaLeft
 from pagemill.producer.wire.calls.registry import StatsPage, stats_page
-from pagemill.producer.wire.calls.transitions import Submission, SubmitReply, SubmitStatus
+from pagemill.producer.wire.calls.submissions import Submission, SubmitReply, SubmitStatus
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import (
     DeadlineUnreachable,
@@ -74,7 +74,7 @@ def submit(queue: str, item: Submission, on_full: OnFull) -> Flow[SubmitReply]:
     yield from upload(queue, [item])
     while True:
         try:
-            replies = yield from send(transitions.submit(queue, [item]))
+            replies = yield from send(submissions.submit(queue, [item]))
             yield Sync()
         except RedisUnavailable as error:
             raise RedisUnavailable(f"{error}; the job may have arrived or not", item.job_id) from error
@@ -173,7 +173,7 @@ class _Batch:
         self._on_invalid = on_invalid
 
     def call(self, chunk: list[Submission]) -> Call[list[SubmitReply]]:
-        return transitions.submit(self._queue, chunk, batch_id=self._batch_id)
+        return submissions.submit(self._queue, chunk, batch_id=self._batch_id)
 
     def settle(self, chunk: list[Submission], pending: Any) -> Flow[None]:
         """Wait until all of a chunk that was sent is accepted, resending as needed."""
@@ -232,7 +232,7 @@ def _full(queue: str, item: Submission, reply: SubmitReply) -> Flow[QueueFull]:
     except PagemillError:
         return QueueFull(f"queue {queue} takes no more jobs now", queue=queue, lane=lane)
     depth = page.totals.counts.get("queued", 0) + page.totals.counts.get("delayed", 0)
-    limit = found.jobs or transitions.DEFAULT_QUEUE_LIMIT
+    limit = found.jobs or submissions.DEFAULT_QUEUE_LIMIT
     message = f"queue {queue} takes no more jobs now: {depth:,} wait, the limit is {limit:,}"
     return QueueFull(message, queue=queue, limit=limit, depth=depth, lane=lane)
 

@@ -40,7 +40,7 @@ from pagemill.producer.client.replay.verification import Verification
 from pagemill.producer.client.rollout.handles import ModelRollout
 from pagemill.producer.client.submit_flow import OnFull, OnLate
 from pagemill.producer.client.tracing import publishing
-from pagemill.producer.wire.calls.usage import GROUPS, UsageFilter, UsageRow
+from pagemill.producer.wire.calls.metering.usage import GROUPS, UsageFilter, UsageRow
 from pagemill.producer.wire.schema.outputs import BatchInfo, JobStatus
 from pagemill.producer.wire.server.clients import open_client
 from pagemill.producer.wire.server.discovery import find_redis

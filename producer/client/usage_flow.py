@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import date
 
 from pagemill.producer.client.effects import Flow
-from pagemill.producer.wire.calls.usage import UsageFilter, UsageRow, UsageSums, days, rows
+from pagemill.producer.wire.calls.metering.usage import UsageFilter, UsageRow, UsageSums, days, rows
 
 
 def usage(queue: str, wanted: UsageFilter) -> Flow[list[UsageRow]]:

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from pagemill.error_codes import FINAL_CODES
-from pagemill.producer.wire.calls import transitions
-from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.calls import submissions
+from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import Output
@@ -68,7 +68,7 @@ class Neighbourhood:
 
     def _submit(self, items: list[Submission]) -> list[str]:
         for item in items:
-            (reply,) = self.client.run(transitions.submit(self.client.queue, [item]))
+            (reply,) = self.client.run(submissions.submit(self.client.queue, [item]))
             assert reply.status in ("created", "too_large")
         return [item.job_id for item in items]
 

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagemill.error_codes import FINAL_CODES
-from pagemill.producer.wire.calls import reads, transitions
-from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.calls import reads, submissions
+from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
@@ -72,7 +72,7 @@ def run(client: QueueClient, worker: Worker, payloads: list[bytes]) -> Counter[s
         items.append(
             Submission(job_id, json.dumps({"id": job_id, "lane": lane, "cost": 1}).encode(), payload)
         )
-    client.run(transitions.submit(client.queue, items))
+    client.run(submissions.submit(client.queue, items))
     ids = [item.job_id for item in items]
     eventually(lambda: all(client.run(reads.ends(client.queue, ids))), "all jobs to end")
     ends: Counter[str] = Counter()

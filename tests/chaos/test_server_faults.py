@@ -181,8 +181,8 @@ def test_a_full_server_refuses_jobs_and_takes_every_end(client: QueueClient, spa
     eventually(lambda: middle(client), "the middle of the run")
     running = [job_id for job_id in ids if client.status(job_id).state == "running"]
     client.redis.config_set("maxmemory", 1)
-    with pytest.raises(QueueFull):
-        client.submit({"prompt": "refused"})
+    with Producer(client.url, queue=client.queue) as producer, pytest.raises(QueueFull):
+        producer.submit(prompt="refused", model="echo")
     until(lambda: all(client.status(job_id).done for job_id in running), "running jobs to commit")
     client.redis.config_set("maxmemory", 0)
     check(client, ids, texts)

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from pagemill import AsyncProducer, Producer
 from pagemill.__main__ import app
-from pagemill.producer.wire.calls import usage
-from pagemill.producer.wire.calls.usage import Used
+from pagemill.producer.wire.calls.metering import usage
+from pagemill.producer.wire.calls.metering.usage import Used
 from pagemill.producer.wire.schema.errors import InvalidJob
 from tests.producer.driving import Queue
 

@@ -32,6 +32,8 @@ BOUNDED_BY_CONSTRUCTION = {
     "kernels/cpu/matmul/bf16.py": "one answer",
     "kernels/cpu/matmul/int8.py": "one answer",
     "kernels/cpu/jit/compiler.py": "one directory",
+    "kernels/cpu/experts/grouped.py": "an entry per kind of weights",
+    "kernels/cpu/experts/rows.py": "no answer, once",
     "kernels/dispatch.py": "an entry per kind of kernels, and per type of device",
     "kernels/gpu/tuning.py": "an entry per device, and per shape of the models that are loaded",
 }

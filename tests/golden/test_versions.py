@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from pagemill import Producer
-from pagemill.producer.wire.calls import quotas, rollouts, transitions, usage
+from pagemill.producer.wire.calls import rollouts, transitions
+from pagemill.producer.wire.calls.metering import quotas, usage
 from pagemill.producer.wire.calls.reads import Outcome
 from pagemill.producer.wire.calls.rollouts import Rollout
 from pagemill.producer.wire.schema import keys

@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 from pagemill.producer.client.preparer import Preparer, item_id, seed_of
-from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls import submissions
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.signing import Keys
@@ -40,7 +40,7 @@ def submission_of(name: str) -> dict[str, Any]:
     job = Job.parse(fields)
     key = job.key
     job_id = item_id("batch", key or name)
-    item = transitions.prepare(job, job_id, key=key, seed=seed_of(job_id))
+    item = submissions.prepare(job, job_id, key=key, seed=seed_of(job_id))
     with patch.object(time, "time", lambda: SIGNED_AT_S):
         signed = Keys([KEY]).sign_payload(item.payload, queue=QUEUE, job_id=job_id, tenant=job.tenant)
     return {

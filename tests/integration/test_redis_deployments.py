@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,9 @@ from tests.worker.harness import get, running_worker, worker_config
 LUA = ROOT / "producer" / "wire" / "lua"
 ASKED_DIRECTLY = {"EVALSHA", "SCRIPT|LOAD", "PING", "SUBSCRIBE", "UNSUBSCRIBE", "INFO", "BLPOP", "TIME"}
 """Commands that clients send themselves."""
+OF_A_PURGE = {*LUA.glob("purg*.lua"), LUA / "usage_erase.lua"}
 SECURITY_PAGE = ROOT / "docs" / "security.md"
+CONFIDENTIALITY_PAGE = ROOT / "docs" / "confidentiality.md"
 
 
 def check_that_jobs_run(url: str, queue: str) -> None:
@@ -126,23 +128,30 @@ def test_users_with_the_documented_rights_can_work_and_do_no_more(
                     client.execute_command(*command)
 
 
-def test_the_documented_users_may_run_what_the_scripts_run_and_no_more(valkey_url: str) -> None:
-    with redis.Redis.from_url(valkey_url) as client:
+def commands_of(url: str, scripts: Iterable[Path]) -> set[str]:
+    """The commands that the scripts may run."""
+    with redis.Redis.from_url(url) as client:
         commands = {name.upper() for name in client.command()}
-    words: set[str] = set()
-    for path in LUA.glob("*.lua"):
-        words |= set(re.findall(r"'([A-Z]+)'", path.read_text(encoding="utf-8")))
-    used = words & commands
-    used -= {
-        "SCAN",
-        "RANDOMKEY",
-        "MEMORY",
-    }  # the page of jobs, and the kinds of data in memory: optional, and documented
+    text = "".join(path.read_text(encoding="utf-8") for path in scripts)
+    return set(re.findall(r"'([A-Z]+)'", text)) & commands
+
+
+def test_the_documented_users_may_run_what_the_scripts_run_and_no_more(valkey_url: str) -> None:
+    used = commands_of(valkey_url, [path for path in LUA.glob("*.lua") if path not in OF_A_PURGE])
+    # The page of jobs, and the kinds of data in memory: optional, and documented.
+    used -= {"SCAN", "RANDOMKEY", "MEMORY"}
     assert {"HSET", "ZADD", "PUBLISH", "TIME"} <= used
     for user, rules in documented_users("default").items():
         granted = {rule[1:].upper() for rule in rules if rule.startswith("+")}
         assert not used - granted, f"{user} lacks {sorted(used - granted)}"
         assert not granted - used - ASKED_DIRECTLY, f"{user} needs no {sorted(granted - used)}"
+
+
+def test_what_a_purge_may_run_besides_is_documented(valkey_url: str) -> None:
+    (listed,) = re.findall(r"needs `(\+scan[^`]*)`", CONFIDENTIALITY_PAGE.read_text(encoding="utf-8"))
+    documented = {word[1:].upper() for word in listed.split()}
+    others = {rule[1:].upper() for rule in documented_users("default")["producer"] if rule.startswith("+")}
+    assert commands_of(valkey_url, OF_A_PURGE) - others == documented - {"SCAN"}
 
 
 def test_a_wrong_password_is_said_and_never_shown(valkey_url: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import redis
 
-from pagemill.producer.wire.calls import reads, transitions
+from pagemill.producer.wire.calls import reads, submissions, transitions
 from pagemill.producer.wire.calls.gateway.waiters import HangUpReply, hang_up
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema import keys
@@ -56,8 +56,8 @@ class Queue:
     ) -> list[str]:
         """Submit one job per id with the same fields; returns the statuses."""
         job = Job.parse({"prompt": "hello", "model": "m"} | fields)
-        items = [transitions.prepare(job, job_id, waiter=waiter) for job_id in job_ids]
-        return [reply.status for reply in self.run(transitions.submit(self.name, items, batch_id=batch_id))]
+        items = [submissions.prepare(job, job_id, waiter=waiter) for job_id in job_ids]
+        return [reply.status for reply in self.run(submissions.submit(self.name, items, batch_id=batch_id))]
 
     def pull(
         self,

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pagemill.producer.wire.calls import batches, reads, transitions
+from pagemill.producer.wire.calls import batches, reads, submissions, transitions
 from pagemill.producer.wire.calls.reads import Outcome
 from pagemill.producer.wire.calls.registry import QueueStats, WorkerInfo, set_paused, stats, workers
-from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.producer.wire.schema.job import Job
@@ -73,7 +73,7 @@ class QueueClient:
 
     def submit(self, *jobs: dict[str, Any], batch_id: str | None = None) -> list[str]:
         """Submit jobs for the model echo; returns their ids."""
-        items = [transitions.prepare(Job.parse({"model": "echo"} | job), uuid.uuid4().hex) for job in jobs]
+        items = [submissions.prepare(Job.parse({"model": "echo"} | job), uuid.uuid4().hex) for job in jobs]
         return self._submit(items, batch_id)
 
     def submit_raw(self, payload: bytes, model: str = "echo", version: int = 1) -> str:
@@ -84,7 +84,7 @@ class QueueClient:
         return self._submit([Submission(job_id, header, payload)], None)[0]
 
     def _submit(self, items: Sequence[Submission], batch_id: str | None) -> list[str]:
-        replies = self.run(transitions.submit(self.queue, items, batch_id=batch_id))
+        replies = self.run(submissions.submit(self.queue, items, batch_id=batch_id))
         assert all(reply.status == "created" for reply in replies), replies
         return [item.job_id for item in items]
 

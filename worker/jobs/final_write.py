@@ -8,9 +8,9 @@ from typing import Any, Literal
 from pagemill.fingerprint import digest_of
 from pagemill.monitoring.counters import PromiseKept, WorkerCounters
 from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls.metering.usage import Used
 from pagemill.producer.wire.calls.promises import Estimate
 from pagemill.producer.wire.calls.transitions import CheckpointReply, PulledJob, RenewReply
-from pagemill.producer.wire.calls.usage import Used
 from pagemill.producer.wire.schema.outputs import ErrorInfo
 from pagemill.producer.wire.schema.sealing import ring
 from pagemill.producer.wire.schema.signing import Keys

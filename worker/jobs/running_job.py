@@ -14,8 +14,8 @@ from pagemill.engine.outputs import CompletionDelta, PooledRows, RequestOutput, 
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import Generate, Score, Task
 from pagemill.json_values import parse_output
+from pagemill.producer.wire.calls.metering.usage import Used
 from pagemill.producer.wire.calls.transitions import PulledJob
-from pagemill.producer.wire.calls.usage import Used
 from pagemill.producer.wire.schema.errors import TIMED_OUT
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import (
@@ -390,7 +390,6 @@ class RunningJob:
                 queue_s=max(0.0, self.started_at - self.pulled.submitted_at),
                 ttft_s=output.ttft_s if output is not None else None,
                 e2e_s=max(0.0, now - self.pulled.submitted_at),
-                device_s=self.device_s,
             ),
             metadata=self.job.metadata,
             rows=None if self.pooled is None else rows_of(self.pooled, self.job.rows_dtype),

@@ -22,11 +22,12 @@ from pagemill.monitoring.queue_figures import (
     UsageFigures,
     WorkerStage,
 )
-from pagemill.producer.wire.calls import job_lists, memory, registry, rollouts, usage
+from pagemill.producer.wire.calls import job_lists, memory, registry, rollouts
 from pagemill.producer.wire.calls.memory import MemoryUse
+from pagemill.producer.wire.calls.metering import usage
+from pagemill.producer.wire.calls.metering.usage import UsageTotals
 from pagemill.producer.wire.calls.registry import QueueStats, WorkerInfo, page_address
 from pagemill.producer.wire.calls.rollouts import RolloutStatus
-from pagemill.producer.wire.calls.usage import UsageTotals
 from pagemill.producer.wire.schema.errors import AccessDenied, RedisRefused
 from pagemill.worker.job_queue import JobQueue, ServerClock
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagemill.producer.client.effects import Flow
-from pagemill.producer.wire.calls import purge, usage
+from pagemill.producer.wire.calls import purge
+from pagemill.producer.wire.calls.metering import usage
 from pagemill.producer.wire.server.scripts import Call
 
 

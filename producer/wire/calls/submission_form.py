@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, Final
 
-from pagemill.producer.wire.calls.transitions import Submission, header_options, lane_of
+from pagemill.producer.wire.calls.submissions import Submission, header_options, lane_of
 from pagemill.producer.wire.schema.affinity import adapter_affinity, chat_affinity, prompt_affinity
 from pagemill.producer.wire.schema.job import (
     MAX_KEY,

@@ -144,13 +144,11 @@ class Usage(WireModel):
 
 
 class Timing(WireModel):
-    """Seconds from submit to the start, from the start to the first token, and from submit to the end; and the job's
-    share of the steps of the device, in the execution that ended it."""
+    """Seconds from submit to the start, from the start to the first token, and from submit to the end."""
 
     queue_s: float | None = None
     ttft_s: float | None = None
     e2e_s: float | None = None
-    device_s: float | None = None
 
 
 class Result(WireModel):

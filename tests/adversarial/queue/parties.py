@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pagemill.producer.wire.calls import transitions
-from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.calls import submissions, transitions
+from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.schema.outputs import ErrorInfo
 from pagemill.producer.wire.server.scripts import Call
 from tests.adversarial.queue.ledger import KnownJob, Ledger
@@ -204,7 +204,7 @@ class Parties:
         items = [
             Submission(job.id, write_header(header), job.payload, bool(job.parents)) for job, header in made
         ]
-        replies, again = self.send_twice(transitions.submit(self.queue.name, items, batch_id=batch))
+        replies, again = self.send_twice(submissions.submit(self.queue.name, items, batch_id=batch))
         for i, (job, header) in enumerate(made):
             word, other = replies[i].status, replies[i].job_id
             if (word == "exists" and self.is_unsure) or (
@@ -254,7 +254,7 @@ class Parties:
             Submission(i, write_header({"id": i, "lane": "1:1:a:m", "cost": 1}), b"other") for i in known
         ]
         if items:
-            replies = self.send(transitions.submit(self.queue.name, items, batch_id=batch))
+            replies = self.send(submissions.submit(self.queue.name, items, batch_id=batch))
             assert {reply.status for reply in replies} == {"exists"}, f"{known} were forgotten"
 
     def pull(self) -> None:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from pagemill.producer.wire.calls import batches, dead_letters, limits, outbox, reads, registry, transitions
+from pagemill.producer.wire.calls import (
+    batches,
+    dead_letters,
+    limits,
+    outbox,
+    reads,
+    registry,
+    submissions,
+    transitions,
+)
 from pagemill.producer.wire.calls.registry import WorkerInfo
-from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.calls.submissions import Submission
 from tests.adversarial.queue.ledger import BATCH_MS, DAY_MS
 from tests.adversarial.queue.parties import MODELS, RELAYS, TENANTS, WORKERS, Parties, write_header
 
@@ -145,7 +154,7 @@ class Readers(Parties):
             name: value for name, value in header.items() if name not in ("after", "otherwise", "reads")
         }
         item = Submission(job.id, write_header(header | {"replay_of": dead}), job.payload)
-        reply = self.send(transitions.submit(self.queue.name, [item]))[0]
+        reply = self.send(submissions.submit(self.queue.name, [item]))[0]
         if reply.status == "created" or (self.is_unsure and reply.job_id == job.id):
             self.enter(job, header)
         else:

@@ -6,7 +6,8 @@ import re
 import time
 from collections.abc import Callable
 
-from pagemill.producer.wire.calls import batches, limits, registry, transitions, usage
+from pagemill.producer.wire.calls import batches, limits, registry, transitions
+from pagemill.producer.wire.calls.metering import usage
 from tests.adversarial.queue.ledger import BATCH_MS, DAY_MS, NOTICE_MS
 from tests.adversarial.queue.parties import BACKLOG, MAX_BYTES, MODELS, START_S
 from tests.adversarial.queue.readers import Readers

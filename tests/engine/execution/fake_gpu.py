@@ -13,6 +13,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ def install() -> Launches:
 
         return call
 
-    face = type(reference)(*(both(name) for name in reference._fields))
+    face = type(reference)(**{field.name: both(field.name) for field in fields(reference)})
     dispatch._load = lambda _: face  # type: ignore[assignment]
     tuning.multiprocessors = lambda device: 132  # type: ignore[assignment]
     for module in list(sys.modules.values()):

@@ -14,7 +14,7 @@ import torch
 from pagemill.engine.config import EngineConfig, resolve_limits
 from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.errors import ConfigError, DeviceLost
-from pagemill.engine.execution import cuda_graphs
+from pagemill.engine.execution import cuda_graphs, rehearsal
 from pagemill.engine.execution.model_runner import ModelRunner
 from pagemill.engine.execution.prepared_model import PreparedModel
 from pagemill.engine.layers.rank_group import RankGroup

@@ -58,7 +58,7 @@ def test_the_module_gets_placeholders(tmp_path: Path) -> None:
     checkpoint.write(tmp_path)
     llm = LLM(str(tmp_path), num_threads=1, num_kv_blocks=16, dtype="float32")
     executor: Any = llm.engine._parts.executor
-    found = [part for part in executor._module.modules() if isinstance(part, Experts)]
+    found = [part for part in executor._forward_passes[-1]._module.modules() if isinstance(part, Experts)]
     assert len(found) == 2
     for layer in found:
         assert isinstance(layer.inner, PackedGroupedProduct)

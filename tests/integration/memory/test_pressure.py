@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pagemill import Producer
-from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls import submissions
 from pagemill.producer.wire.schema.job import Job
 from tests.conftest import RedisServer, server_binary
 from tests.worker.harness import QueueClient, WorkerProcess, eventually, process_settings
@@ -39,9 +39,9 @@ def submit(url: str, number: int) -> list[tuple[str, str]]:
     client = QueueClient(url, "q")
     items = []
     for _ in range(number):
-        item = transitions.prepare(JOB, uuid.uuid4().hex)
+        item = submissions.prepare(JOB, uuid.uuid4().hex)
         items.append(replace(item, payload=item.payload[:-1] + b" " * PADDING + b"}"))
-    replies = client.run(transitions.submit("q", items))
+    replies = client.run(submissions.submit("q", items))
     client.redis.close()
     return [(item.job_id, reply.status) for item, reply in zip(items, replies, strict=True)]
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from pagemill import AsyncProducer, JobDead, JobNotFound, Producer
 from pagemill.cli.dead import app
-from pagemill.producer.wire.calls import dead_letters, transitions
-from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.calls import dead_letters, submissions, transitions
+from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import ErrorInfo
@@ -107,8 +107,8 @@ def test_a_replay_that_was_stopped_may_be_repeated(queue: Queue, producer: Produ
 
 def test_a_replayed_submit_that_is_sent_twice_is_one_job(queue: Queue) -> None:
     die(queue, "a")
-    item = transitions.prepare(Job.parse({"prompt": "p", "model": "m"}), "new", replay_of="a")
-    call = transitions.submit(queue.name, [item])
+    item = submissions.prepare(Job.parse({"prompt": "p", "model": "m"}), "new", replay_of="a")
+    call = submissions.submit(queue.name, [item])
     assert [queue.run(call)[0].status for _ in range(2)] == ["created", "exists"]
     assert len(queue.pull()) == 1
 
@@ -145,7 +145,7 @@ def test_an_idempotency_key_leads_to_whoever_has_it_now(queue: Queue, producer: 
 def test_what_can_not_be_read_is_refused_alone(queue: Queue, producer: Producer) -> None:
     lane = keys.lane(1, "normal", "default", "m")
     header = json.dumps({"id": "bad", "lane": lane, "cost": 1, "max_attempts": 1}).encode()
-    queue.run(transitions.submit(queue.name, [Submission("bad", header, b"no job")]))
+    queue.run(submissions.submit(queue.name, [Submission("bad", header, b"no job")]))
     queue.retry(queue.pull_one())
     die(queue, "good")
     done = producer.dead_letters().replay()

@@ -82,7 +82,7 @@ def test_the_oldest_server_will_do(redis62_url: str, queue_name: str) -> None:
 def test_what_endangers_jobs_is_found(queue: Queue, setting: str, value: str, check: str, level: str) -> None:
     if setting == "maxmemory":
         queue.client.setrange(
-            "junk", 20_000_000, "x"
+            "junk", 200_000_000, "x"
         )  # beside which what the checks themselves take is nothing
         value = str(int(float(value) * int(queue.client.info("memory")["used_memory"])))
     queue.client.config_set(setting, value)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from pagemill import Producer
 from pagemill.__main__ import app
 from pagemill.producer.gateway.api_keys import ApiKeys, KeyFileError, read_keys
-from pagemill.producer.wire.calls.quotas import Quota, set_quotas
+from pagemill.producer.wire.calls.metering.quotas import Quota, set_quotas
 from tests.producer.driving import open_queue
 from tests.producer.gateway.serving import Served, gateway, write_keys
 from tests.worker.harness import eventually, running_worker, worker_config

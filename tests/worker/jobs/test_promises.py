@@ -8,7 +8,7 @@ import uuid
 import pytest
 
 from pagemill import Producer
-from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls import submissions
 from pagemill.producer.wire.calls.registry import Speed
 from pagemill.producer.wire.schema.job import Job
 from pagemill.worker.jobs.speed import MEMORY, SpeedMeter
@@ -40,12 +40,12 @@ def test_old_jobs_are_forgotten() -> None:
 
 
 def submit_promised(client: QueueClient, promise: str) -> str:
-    item = transitions.prepare(
+    item = submissions.prepare(
         Job.parse({"prompt": "hello", "model": "echo", "max_tokens": 5}), uuid.uuid4().hex
     )
     header = json.loads(item.header) | {"promise": promise}
-    again = transitions.Submission(item.job_id, json.dumps(header).encode(), item.payload)
-    (reply,) = client.run(transitions.submit(client.queue, [again]))
+    again = submissions.Submission(item.job_id, json.dumps(header).encode(), item.payload)
+    (reply,) = client.run(submissions.submit(client.queue, [again]))
     assert reply.status == "created"
     return item.job_id
 

@@ -13,8 +13,9 @@ from openai import OpenAI
 
 from pagemill.producer.client.handles import BatchHandle
 from pagemill.producer.client.sync import Producer
-from pagemill.producer.wire.calls import limits, quotas
-from pagemill.producer.wire.calls.quotas import Quota
+from pagemill.producer.wire.calls import limits
+from pagemill.producer.wire.calls.metering import quotas
+from pagemill.producer.wire.calls.metering.quotas import Quota
 from pagemill.producer.wire.calls.transitions import PulledJob
 from tests.producer.driving import Queue, delta
 from tests.producer.gateway.serving import gateway, write_keys

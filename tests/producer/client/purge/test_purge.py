@@ -10,7 +10,8 @@ import pytest
 
 from pagemill.producer.client.purge.report import PurgeOptions
 from pagemill.producer.client.sync import Producer
-from pagemill.producer.wire.calls import transitions, usage
+from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls.metering import usage
 from pagemill.producer.wire.schema.errors import QueueFull
 from tests.producer.client.purge.planting import TENANTS, contents, everything, scene, traces
 from tests.producer.driving import Queue, delta, result_json

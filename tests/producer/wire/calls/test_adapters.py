@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from pagemill.producer.wire.calls import adapters, registry, transitions
+from pagemill.producer.wire.calls import adapters, registry, submissions
 from pagemill.producer.wire.calls.adapters import AdapterAnswer, AdapterCommand
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.schema import keys
@@ -23,7 +23,7 @@ def test_the_envelope_is_one_that_earlier_workers_leave_alone() -> None:
     job = Job.parse({"prompt": "x", "model": "m", "adapter": "red"})
     assert json.loads(job.to_payload()) == {"v": 5, "prompt": "x", "model": "m", "adapter": "red"}
     assert Job.from_payload(job.to_payload()) == job
-    assert transitions.lane_of(job) == "5:1:default:m#red"
+    assert submissions.lane_of(job) == "5:1:default:m#red"
     with pytest.raises(InvalidJob, match="takes an envelope of version 5, not 1"):
         Job.from_payload(b'{"v":1,"prompt":"x","model":"m","adapter":"red"}')
     score = Job.parse({"task": "score", "prompt": "x", "model": "m", "adapter": "red"})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pagemill.producer.wire.calls import batches, dead_letters, reads, registry, transitions
+from pagemill.producer.wire.calls import batches, dead_letters, reads, registry, submissions, transitions
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.errors import JobCancelled, RedisRefused
 from pagemill.producer.wire.schema.job import Job
@@ -41,7 +41,7 @@ def commit_label(queue: Queue, job: PulledJob, probs: Mapping[str, float]) -> No
 
 def submit_refused(queue: Queue, job_id: str, **fields: Any) -> tuple[str, str]:
     job = Job.parse({"prompt": "a", "model": "m"} | fields)
-    (reply,) = queue.run(transitions.submit(queue.name, [transitions.prepare(job, job_id)]))
+    (reply,) = queue.run(submissions.submit(queue.name, [submissions.prepare(job, job_id)]))
     return reply.status, reply.job_id
 
 
@@ -329,12 +329,12 @@ def test_a_header_that_makes_no_sense_harms_nobody(queue: Queue, header: dict[st
     """Not the job that it names, whose commit would read it."""
     queue.submit("p")
     text = json.dumps({"id": "c", "lane": "7:1:default:m", "cost": 1} | header)
-    item = transitions.Submission("c", text.encode(), b"{}", is_linked=True)
+    item = submissions.Submission("c", text.encode(), b"{}", is_linked=True)
     with pytest.raises(RedisRefused, match="bad header at ARGV 3"):
-        queue.run(transitions.submit(queue.name, [item]))
-    plain = transitions.Submission("c", text.encode(), b"{}")
+        queue.run(submissions.submit(queue.name, [item]))
+    plain = submissions.Submission("c", text.encode(), b"{}")
     with pytest.raises(RedisRefused, match="bad header at ARGV 3"):
-        queue.run(transitions.submit(queue.name, [plain]))
+        queue.run(submissions.submit(queue.name, [plain]))
     assert queue.commit(queue.pull_one()) == "committed"
 
 
@@ -374,8 +374,8 @@ def call_of(queue: Queue, jobs: Mapping[str, list[str]], batch_id: str = "b") ->
     items = []
     for job_id, after in jobs.items():
         fields = {"prompt": "a", "model": "m"} | ({"after": after} if after else {})
-        items.append(transitions.prepare(Job.parse(fields), job_id, key=job_id))
-    replies = queue.run(transitions.submit(queue.name, items, batch_id=batch_id))
+        items.append(submissions.prepare(Job.parse(fields), job_id, key=job_id))
+    replies = queue.run(submissions.submit(queue.name, items, batch_id=batch_id))
     return {name: f"{reply.status}:{reply.job_id}" for name, reply in zip(jobs, replies, strict=True)}
 
 
@@ -539,7 +539,7 @@ def test_a_dead_child_is_replayed_with_what_it_was_given(queue: Queue) -> None:
     queue.client.delete(f"{queue.prefix}job:p", f"{queue.prefix}out:p")
     hmac_keys = Keys([b"0123456789abcdef"])
     item = Preparer(queue.name, "default", hmac_keys).replay(letter.payload, "c")
-    (reply,) = queue.run(transitions.submit(queue.name, [item]))
+    (reply,) = queue.run(submissions.submit(queue.name, [item]))
     assert reply.status == "created"
     again = queue.pull_one()
     assert given(again) == [{"id": "p", "state": "succeeded", "text": "text"}]

@@ -223,7 +223,7 @@ def letters(queue: Queue) -> None:
 
 def files(queue: Queue) -> None:
     for i in range(40):
-        queue.run(stored_files.write("q", f"f{i}", 0, b"z" * 100_000))
+        queue.run(stored_files.write("q", "default", f"f{i}", 0, b"z" * 100_000))
 
 
 def foreign(queue: Queue) -> None:

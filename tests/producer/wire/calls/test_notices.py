@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagemill.producer.wire.calls import batches, dead_letters, outbox, reads, registry
-from pagemill.producer.wire.calls.transitions import prepare, submit
+from pagemill.producer.wire.calls.submissions import prepare, submit
 from pagemill.producer.wire.schema.job import Job
 from tests.producer.driving import Queue
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pagemill.producer.wire.calls import limits, registry, transitions
+from pagemill.producer.wire.calls import limits, registry, submissions, transitions
 from pagemill.producer.wire.calls.promises import (
     Asked,
     Estimate,
@@ -133,10 +133,10 @@ def test_the_queue_tells_what_an_estimate_needs(queue: Queue) -> None:
 
 
 def promised(queue: Queue, job_id: str, promise: str) -> str:
-    item = transitions.prepare(Job.parse({"prompt": "hello", "model": "m"}), job_id)
+    item = submissions.prepare(Job.parse({"prompt": "hello", "model": "m"}), job_id)
     header = json.loads(item.header) | {"promise": promise}
-    again = transitions.Submission(job_id, json.dumps(header).encode(), item.payload)
-    return queue.run(transitions.submit(queue.name, [again]))[0].status
+    again = submissions.Submission(job_id, json.dumps(header).encode(), item.payload)
+    return queue.run(submissions.submit(queue.name, [again]))[0].status
 
 
 def test_jobs_with_a_promise_teach_those_to_come(queue: Queue) -> None:

@@ -17,15 +17,15 @@ from pagemill.producer.wire.calls import (
     batches,
     dead_letters,
     limits,
-    quotas,
     reads,
     registry,
+    submissions,
     transitions,
-    usage,
 )
-from pagemill.producer.wire.calls.quotas import Quota
+from pagemill.producer.wire.calls.metering import quotas, usage
+from pagemill.producer.wire.calls.metering.quotas import Quota
+from pagemill.producer.wire.calls.metering.usage import Used
 from pagemill.producer.wire.calls.transitions import PulledJob
-from pagemill.producer.wire.calls.usage import Used
 from pagemill.producer.wire.schema.affinity import prompt_affinity
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.outputs import ACTIVE_STATES, END_STATES, JobStatus
@@ -171,8 +171,8 @@ class QueueMachine(RuleBasedStateMachine):
             was_dead = self.queue.state(old) == "dead"
             job_id = f"j{len(self.jobs) + len(self.purged)}"
             job = Job.parse({"prompt": "hello", "model": "m"})
-            item = transitions.prepare(job, job_id, replay_of=old)
-            reply = self.queue.run(transitions.submit(self.queue.name, [item]))[0]
+            item = submissions.prepare(job, job_id, replay_of=old)
+            reply = self.queue.run(submissions.submit(self.queue.name, [item]))[0]
             assert (reply.status == "gone") == (not was_dead)
             if reply.status == "created":
                 self.jobs.append(job_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagemill.producer.wire.calls import batches, reads, registry, transitions
+from pagemill.producer.wire.calls import batches, reads, registry, submissions
 from pagemill.producer.wire.schema.job import MAX_PAYLOAD_BYTES, Job
 from tests.producer.driving import DECODE, Queue, delta
 
@@ -14,7 +14,7 @@ def test_nothing_but_the_record_is_left_of_an_ended_job(queue: Queue) -> None:
     queue.commit(job)
     queue.pull()
     queue.run(registry.leave(queue.name, "w1"))
-    assert queue.names() == {"job:a", "out:a", "md:a", "idem:default:k", "meta", "counts"}
+    assert queue.names() == {"job:a", "out:a", "md:a", "idem:default:k", "meta", "counts", "usage:new"}
 
 
 def test_an_input_is_kept_as_long_as_its_result_where_the_job_asks(queue: Queue) -> None:
@@ -85,5 +85,5 @@ def test_stats_tell_depth_and_age_by_lane(queue: Queue) -> None:
 
 def test_a_payload_at_the_limit_goes_through(queue: Queue) -> None:
     job = Job.parse({"prompt": "x" * (MAX_PAYLOAD_BYTES - 100), "model": "m"})
-    queue.run(transitions.submit(queue.name, [transitions.prepare(job, "a")]))
+    queue.run(submissions.submit(queue.name, [submissions.prepare(job, "a")]))
     assert Job.from_payload(queue.pull_one(cost=0).payload) == job

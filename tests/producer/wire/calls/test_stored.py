@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pagemill.producer.wire.calls import batches, dead_letters, stored, transitions
-from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.calls import batches, dead_letters, stored, submissions, transitions
+from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.tasks import STORED_VERSION
 from tests.producer.driving import Queue, result_json
@@ -17,13 +17,13 @@ HOUR_MS, DAY_MS = 3_600_000, 86_400_000
 
 
 def submission(job_id: str, uri: str = URI, **fields: object) -> Submission:
-    item = transitions.prepare(Job.parse({"prompt": "hello", "model": "m", **fields}), job_id)
+    item = submissions.prepare(Job.parse({"prompt": "hello", "model": "m", **fields}), job_id)
     header = item.header.replace(b'"lane":"1:', b'"lane":"8:').replace(b'"lane":"5:', b'"lane":"8:')
     return replace(item, header=b'%b,"stored":"%b"}' % (header[:-1], uri.encode()))
 
 
 def submit(queue: Queue, job_id: str, uri: str = URI, batch_id: str | None = None, **fields: object) -> str:
-    call = transitions.submit(queue.name, [submission(job_id, uri, **fields)], batch_id=batch_id)
+    call = submissions.submit(queue.name, [submission(job_id, uri, **fields)], batch_id=batch_id)
     return queue.run(call)[0].status
 
 
@@ -109,8 +109,8 @@ def test_a_batch_gives_its_files_back_when_it_is_acknowledged(queue: Queue) -> N
 def test_a_shared_result_is_given_back_by_the_last(queue: Queue) -> None:
     for job_id in ("d", "e"):
         fields = {"prompt": "x", "model": "m", "temperature": 0.0, "dedupe": True}
-        item = transitions.prepare(Job.parse(fields), job_id)
-        queue.run(transitions.submit(queue.name, [item], batch_id="twins"))
+        item = submissions.prepare(Job.parse(fields), job_id)
+        queue.run(submissions.submit(queue.name, [item], batch_id="twins"))
     job = queue.pull_one()
     assert job.job_id == "d"
     commit(queue, job.token, "d", "s3://bucket/out/d")

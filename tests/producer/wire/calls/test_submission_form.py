@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pagemill.producer.client.preparer import Preparer
 from pagemill.producer.wire.calls.submission_form import JobForms
-from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.schema.signing import Keys
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.producer.wire.calls import transitions
-from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.calls import submissions, transitions
+from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.schema.errors import RedisRefused
 from pagemill.producer.wire.schema.job import Job
 from tests.producer.driving import Queue
@@ -37,12 +37,12 @@ def test_submit_of_a_running_or_ended_id_changes_nothing(queue: Queue) -> None:
 
 def test_submit_takes_what_fits_under_the_limit(queue: Queue) -> None:
     job = Job.parse({"prompt": "p", "model": "m"})
-    items = [transitions.prepare(job, job_id) for job_id in "abc"]
-    replies = queue.run(transitions.submit(queue.name, items, limit=2))
+    items = [submissions.prepare(job, job_id) for job_id in "abc"]
+    replies = queue.run(submissions.submit(queue.name, items, limit=2))
     assert [reply.status for reply in replies] == ["created", "created", "full"]
     assert "job:c" not in queue.names()
     queue.pull()
-    assert queue.run(transitions.submit(queue.name, items, limit=2))[2].status == "created"
+    assert queue.run(submissions.submit(queue.name, items, limit=2))[2].status == "created"
 
 
 def test_a_limit_of_the_queue_wins_over_the_producers(queue: Queue) -> None:
@@ -76,9 +76,9 @@ def test_a_limit_of_the_queue_wins_over_the_producers(queue: Queue) -> None:
     ],
 )
 def test_a_bad_header_stores_nothing_of_the_call(queue: Queue, header: bytes) -> None:
-    good = transitions.prepare(Job.parse({"prompt": "p", "model": "m"}), "good")
+    good = submissions.prepare(Job.parse({"prompt": "p", "model": "m"}), "good")
     with pytest.raises(RedisRefused, match="bad header"):
-        queue.run(transitions.submit(queue.name, [good, Submission("a", header, b"{}")]))
+        queue.run(submissions.submit(queue.name, [good, Submission("a", header, b"{}")]))
     assert queue.names() == set()
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.producer.wire.calls import transitions
-from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.calls import submissions
+from pagemill.producer.wire.calls.submissions import Submission
 from pagemill.producer.wire.schema.errors import RedisRefused
 from tests.producer.driving import Queue
 
@@ -81,7 +81,7 @@ def test_more_waiters_than_are_counted_keep_a_job(queue: Queue) -> None:
 def test_a_bad_name_stores_nothing(queue: Queue, name: bytes) -> None:
     header = b'{"id":"a","lane":"1:1:t:m","cost":1,"waiters":%b}' % name
     with pytest.raises(RedisRefused, match="bad header"):
-        queue.run(transitions.submit(queue.name, [Submission("a", header, b"{}")]))
+        queue.run(submissions.submit(queue.name, [Submission("a", header, b"{}")]))
     assert queue.names() == set()
 
 
@@ -159,5 +159,5 @@ def replay(queue: Queue, dead_id: str, job_id: str) -> str:
     from pagemill.producer.wire.schema.job import Job
 
     job = Job.parse({"prompt": "hello", "model": "m"})
-    item = transitions.prepare(job, job_id, replay_of=dead_id)
-    return queue.run(transitions.submit(queue.name, [item]))[0].status
+    item = submissions.prepare(job, job_id, replay_of=dead_id)
+    return queue.run(submissions.submit(queue.name, [item]))[0].status

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pagemill import InvalidJob, Job, escape_places
 from pagemill.producer.client.preparer import Preparer, item_id
-from pagemill.producer.wire.calls import transitions
+from pagemill.producer.wire.calls import submissions
 from pagemill.producer.wire.calls.rendering import rendered
 from pagemill.producer.wire.schema.signing import Keys
 from pagemill.producer.wire.schema.templates import ParentOutput, places, render
@@ -125,7 +125,7 @@ def test_the_envelope_is_of_a_version_of_its_own() -> None:
     assert waits.version == 7
     assert Job.from_payload(waits.to_payload()) == waits
     assert Job.from_payload(waits.to_payload() + b'\x1e{"id":"x"}') == waits
-    header = json.loads(transitions.prepare(waits, "j").header)
+    header = json.loads(submissions.prepare(waits, "j").header)
     assert header["lane"] == "7:1:default:m#z"
     assert (header["after"], header["reads"]) == ("x", 1)
     assert json.loads(header["when"]) == {"x": {"label": ["y"]}}

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pagemill.fingerprint import revision_of
-from pagemill.producer.wire.calls import registry, transitions
+from pagemill.producer.wire.calls import registry, submissions
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.schema import keys
 from pagemill.producer.wire.schema.errors import InvalidJob
@@ -22,9 +22,9 @@ def test_the_envelope_is_one_that_earlier_workers_leave_alone() -> None:
     job = Job.parse({"prompt": "x", "model": "m", "revision": "r1"})
     assert json.loads(job.to_payload()) == {"v": 9, "prompt": "x", "model": "m", "revision": "r1"}
     assert Job.from_payload(job.to_payload()) == job
-    assert transitions.lane_of(job) == "9:1:default:m~r1"
+    assert submissions.lane_of(job) == "9:1:default:m~r1"
     adapted = Job.parse({"prompt": "x", "model": "m", "adapter": "red", "revision": "r1"})
-    assert transitions.lane_of(adapted) == "9:1:default:m#red~r1"
+    assert submissions.lane_of(adapted) == "9:1:default:m#red~r1"
     assert keys.split_lane("9:1:default:m#red~r1") == (9, "normal", "default", "m#red")
     for revision in ("a~b", "", "x" * 65):
         with pytest.raises(InvalidJob):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pagemill.producer.wire.calls import registry, transitions
-from pagemill.producer.wire.calls.transitions import Submission
+from pagemill.producer.wire.calls import registry, submissions, transitions
+from pagemill.producer.wire.calls.submissions import Submission
 from tests.producer.driving import Queue, delta
 
 
@@ -73,7 +73,7 @@ def test_each_pull_issues_a_new_token_and_a_lease(queue: Queue) -> None:
 
 def test_an_envelope_of_a_newer_version_is_left_alone(queue: Queue) -> None:
     header = b'{"id":"new","lane":"9:1:default:m","cost":1}'
-    queue.run(transitions.submit(queue.name, [Submission("new", header, b'{"v":9}')]))
+    queue.run(submissions.submit(queue.name, [Submission("new", header, b'{"v":9}')]))
     assert queue.pull() == []
     assert queue.state("new") == "queued"
 

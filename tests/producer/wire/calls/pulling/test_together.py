@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pagemill.producer.client.purge.report import PurgeOptions
 from pagemill.producer.client.sync import Producer
-from pagemill.producer.wire.calls import quotas, registry, rollouts, transitions, usage
-from pagemill.producer.wire.calls.quotas import Quota
+from pagemill.producer.wire.calls import registry, rollouts, transitions
+from pagemill.producer.wire.calls.metering import quotas, usage
+from pagemill.producer.wire.calls.metering.quotas import Quota
+from pagemill.producer.wire.calls.metering.usage import Used
 from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.calls.rollouts import Rollout
 from pagemill.producer.wire.calls.transitions import PulledJob
-from pagemill.producer.wire.calls.usage import Used
 from tests.producer.driving import Queue, result_json
 
 OLD, NEW = ("m", "m~r1"), ("m", "m~r2")

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from pagemill.producer.wire.calls import quotas, transitions, usage
-from pagemill.producer.wire.calls.quotas import EVERYBODY, Left, Quota, QuotaLeft
+from pagemill.producer.wire.calls import submissions, transitions
+from pagemill.producer.wire.calls.metering import quotas, usage
+from pagemill.producer.wire.calls.metering.quotas import EVERYBODY, Left, Quota, QuotaLeft
+from pagemill.producer.wire.calls.metering.usage import Used
 from pagemill.producer.wire.calls.transitions import PulledJob, PullReply
-from pagemill.producer.wire.calls.usage import Used
 from pagemill.producer.wire.schema.errors import InvalidJob, RedisRefused
 from pagemill.producer.wire.schema.job import Job
 from pagemill.producer.wire.server.scripts import Call
@@ -264,8 +265,8 @@ def test_submit_says_what_is_left(queue: Queue) -> None:
     others = Job.parse({"prompt": "hello", "model": "m", "tenant": "b"})
 
     def send(number: int) -> list[QuotaLeft | None]:
-        items = [transitions.prepare(each, f"{each.tenant}{number}") for each in (job, others)]
-        return [reply.left for reply in queue.run(transitions.submit(queue.name, items))]
+        items = [submissions.prepare(each, f"{each.tenant}{number}") for each in (job, others)]
+        return [reply.left for reply in queue.run(submissions.submit(queue.name, items))]
 
     assert send(0) == [None, None]
     limit(queue, jobs_per_minute=5, tokens_per_day=10_000)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from pagemill.producer.wire.calls import transitions, usage
+from pagemill.producer.wire.calls import submissions, transitions
+from pagemill.producer.wire.calls.metering import usage
+from pagemill.producer.wire.calls.metering.usage import UsageFilter, UsageRow, UsageSums, Used
 from pagemill.producer.wire.calls.transitions import PulledJob
-from pagemill.producer.wire.calls.usage import UsageFilter, UsageRow, UsageSums, Used
 from pagemill.producer.wire.schema.errors import InvalidJob
 from pagemill.producer.wire.schema.job import Job
 from tests.producer.driving import DECODE, Queue, delta, error_json, result_json
@@ -118,8 +119,8 @@ def test_a_follower_is_a_job_without_tokens(queue: Queue) -> None:
 
 def test_rows_are_by_tenant_model_and_key(queue: Queue) -> None:
     job = Job.parse({"prompt": "hello", "model": "m", "tenant": "acme"})
-    items = [transitions.prepare(job, job_id).under(name) for job_id, name in [("a", "web"), ("b", "app")]]
-    queue.run(transitions.submit(queue.name, items))
+    items = [submissions.prepare(job, job_id).under(name) for job_id, name in [("a", "web"), ("b", "app")]]
+    queue.run(submissions.submit(queue.name, items))
     queue.submit("c", tenant="acme", adapter="fr")
     queue.submit("d", tenant="beta")
     for pulled in queue.pull(models=("m", "m#fr")):

@@ -8,6 +8,7 @@ import sys
 from typing import Annotated
 
 import typer
+from pydantic import AfterValidator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -33,6 +34,13 @@ tenant_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="One 
 app.add_typer(tenant_app, name="tenant")
 
 
+def _eraser(name: str) -> str:
+    names = [eraser.name for eraser in ERASERS]
+    if name not in names:
+        raise ValueError(f"it should be {' or '.join(names)}")
+    return name
+
+
 @tenant_app.callback()
 def _tenant() -> None:
     """One tenant of a queue."""
@@ -50,6 +58,7 @@ class TenantPurgeOptions:
         typer.Option(
             "--also",
             metavar="WHAT",
+            callback=checked(Annotated[str, AfterValidator(_eraser)]),
             help=f"Remove this too: {', '.join(eraser.name for eraser in ERASERS)}. May be given several times.",
         ),
     ] = None

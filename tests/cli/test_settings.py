@@ -39,6 +39,7 @@ SECRET_VARIABLES = {f"PAGEMILL_{name.upper()}" for name in SECRETS}
 FILLED = {
     "PROMPT": "hello", "ID": "an-id", "[RECIPE.yaml] IN": "rows.jsonl", "REQUESTS": "pyproject.toml", "NAME": "shop",
     "NAME=FOLDER": "shop=folder", "TENANT": "shop", "MODEL": "echo",
+    "--share": "5%", "--to": "v2",
     "--out": "out.jsonl", "--model": "echo", "--celery-app": "shop:app",
 }  # fmt: skip
 BAD_NUMBERS = ("nan", "inf", "-1", "1e300", "1" + "0" * 40, "abc", "")

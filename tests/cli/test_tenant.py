@@ -30,7 +30,7 @@ def test_purge(valkey_queue: Queue) -> None:
     assert (purged["jobs"], purged["batches"], purged["proven"]) == ({"queued": 2}, 1, True)
     assert queue.state("c") == "queued"
     assert "all is gone" in purge(queue, "--yes").output
-    purge(queue, "--yes", "--also", "nothing", code=1)
+    purge(queue, "--yes", "--also", "nothing", code=2)
 
 
 def test_what_is_left_is_an_exit_code(valkey_queue: Queue) -> None:

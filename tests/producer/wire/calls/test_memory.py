@@ -223,7 +223,9 @@ def letters(queue: Queue) -> None:
 
 def files(queue: Queue) -> None:
     for i in range(40):
-        queue.run(stored_files.write("q", "default", f"f{i}", 0, b"z" * 100_000))
+        file = StoredFile(f"f{i}", 0.0, 100_000, 1, "f.jsonl", "batch", 0)
+        assert queue.run(stored_files.begin("q", "default", file, max_files=40, max_bytes=10**7))
+        queue.run(stored_files.write("q", "default", file.id, 0, b"z" * file.size))
 
 
 def foreign(queue: Queue) -> None:

@@ -13,7 +13,7 @@ from redis.backoff import ExponentialBackoff
 
 from pagemill.producer.client import flows, preparer, submit_flow, usage_flow
 from pagemill.producer.client.aio_handles import AsyncBatchHandle, AsyncDeadLetters, AsyncJobHandle
-from pagemill.producer.client.aio_listener import AsyncListener
+from pagemill.producer.client.aio_listener import AsyncListener, AsyncWatched
 from pagemill.producer.client.base import AsyncDriver
 from pagemill.producer.client.effects import (
     Begin,
@@ -26,6 +26,7 @@ from pagemill.producer.client.effects import (
     Sleep,
     Sync,
     Wait,
+    Watch,
     Write,
 )
 from pagemill.producer.client.job_fields import JobFields
@@ -203,7 +204,7 @@ class AsyncProducer(AsyncDriver):
             effect = next(flow)
             while True:
                 try:
-                    value = await self._perform_cancellably(effect)
+                    value = await self._perform_cancellably(effect, {})
                 except Exception as error:
                     effect = flow.throw(error)
                 else:
@@ -216,6 +217,7 @@ class AsyncProducer(AsyncDriver):
 
     async def iterate_flow(self, flow: Flow[None]) -> AsyncIterator[Any]:
         """Drive a flow, yielding its items as they are requested."""
+        watches: dict[str, AsyncWatched] = {}
         try:
             effect = next(flow)
             while True:
@@ -224,7 +226,7 @@ class AsyncProducer(AsyncDriver):
                     effect = next(flow)
                     continue
                 try:
-                    value = await self._perform_cancellably(effect)
+                    value = await self._perform_cancellably(effect, watches)
                 except Exception as error:
                     effect = flow.throw(error)
                 else:
@@ -233,8 +235,10 @@ class AsyncProducer(AsyncDriver):
             return
         finally:
             flow.close()
+            for watched in watches.values():
+                watched.close()
 
-    async def _perform_cancellably(self, effect: Effect) -> Any:
+    async def _perform_cancellably(self, effect: Effect, watches: dict[str, AsyncWatched]) -> Any:
         """Perform an effect without losing a cancellation that arrives meanwhile.
 
         The driver sends under `asyncio.wait_for`, which in Python 3.11 swallows a cancellation that coincides
@@ -243,15 +247,15 @@ class AsyncProducer(AsyncDriver):
         task = asyncio.current_task()
         assert task is not None
         before = task.cancelling()
-        value = await self._perform(effect)
+        value = await self._perform(effect, watches)
         if task.cancelling() > before:
             raise asyncio.CancelledError
         return value
 
-    async def _perform(self, effect: Effect) -> Any:
+    async def _perform(self, effect: Effect, watches: dict[str, AsyncWatched]) -> Any:
         match effect:
             case Begin(call):
-                sending = asyncio.ensure_future(self._connected().transport.run(call))
+                sending = asyncio.ensure_future(self._connected().transport.run_alone(call))
                 await asyncio.sleep(0)  # lets it be sent before the next chunk is prepared
                 return sending
             case Finish(pending):
@@ -267,6 +271,10 @@ class AsyncProducer(AsyncDriver):
                 await asyncio.to_thread(self.delete_stored, uris)
             case Sleep(seconds):
                 await asyncio.sleep(seconds)
+            case Watch(topic):
+                watches[topic] = self._connected().listener.watch(topic)
+            case Wait(topic, timeout) if topic in watches:
+                await watches[topic].wait(timeout)
             case Wait(topic, timeout, polled):
                 await self._connected().listener.wait(topic, timeout, polled=polled)
             case Emit():

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import redis
@@ -20,6 +21,29 @@ from pagemill.producer.wire.server.transport import AsyncTransport, wrap_errors
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RepeatedErrors())
+
+
+class AsyncWatched:
+    """News of a topic, kept until somebody waits for them."""
+
+    def __init__(self, topic: str, room: WaitingRoom, ensure_listener: Callable[[], None]) -> None:
+        self._room = room
+        self._ensure_listener = ensure_listener
+        self._news = asyncio.Event()
+        self._waiter = room.enter(topic, self._news.set, stays=True)
+        ensure_listener()
+
+    async def wait(self, timeout: float | None) -> None:
+        """Return when there has been news since the last wait, or after the timeout."""
+        self._ensure_listener()
+        if not self._news.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._news.wait()
+        self._news.clear()
+
+    def close(self) -> None:
+        self._room.leave(self._waiter)
 
 
 class AsyncListener:
@@ -37,12 +61,20 @@ class AsyncListener:
         event = asyncio.Event()
         waiter = self._room.enter(topic, event.set, polled=polled)
         try:
-            if self._task is None or self._task.done():
-                self._task = asyncio.create_task(self._run(), name="pagemill-listener")
+            self._ensure_task()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), timeout)
+                async with asyncio.timeout(timeout):
+                    await event.wait()
         finally:
             self._room.leave(waiter)
+
+    def watch(self, topic: str) -> AsyncWatched:
+        """Keep news of the topic."""
+        return AsyncWatched(topic, self._room, self._ensure_task)
+
+    def _ensure_task(self) -> None:
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name="pagemill-listener")
 
     async def close(self) -> None:
         """Wake all waiters and end the task."""

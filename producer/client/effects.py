@@ -65,6 +65,13 @@ class Sleep:
 
 
 @dataclass(frozen=True, slots=True)
+class Watch:
+    """Keep news of the topic for the flow's next `Wait` for it, from now until the flow ends. Sent back: None."""
+
+    topic: str
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """Wait until the topic may have news, at most `timeout` seconds (None: no limit). Sent back: None.
 
@@ -85,5 +92,5 @@ class Emit:
     item: Any
 
 
-Effect: TypeAlias = Call[Any] | Begin | Finish | Sync | Write | Read | Delete | Sleep | Wait | Emit
+Effect: TypeAlias = Call[Any] | Begin | Finish | Sync | Write | Read | Delete | Sleep | Watch | Wait | Emit
 Flow: TypeAlias = Generator[Effect, Any, T]

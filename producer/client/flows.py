@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from pagemill.producer.client.effects import Emit, Flow, Read, Sleep, Wait
+from pagemill.producer.client.effects import Emit, Flow, Read, Sleep, Wait, Watch
 from pagemill.producer.wire.calls import batches, reads, registry, transitions
 from pagemill.producer.wire.calls.batches import Page
 from pagemill.producer.wire.calls.reads import Feed, Outcome
@@ -296,6 +296,8 @@ def cancel_batch(queue: str, batch_id: str) -> Flow[int]:
 
 def stream(queue: str, job_id: str) -> Flow[None]:
     """Emit StreamEvents until the job has ended. Raises JobNotFound."""
+    topic = f"feed:{job_id}"
+    yield Watch(topic)
     reader = _FeedReader(job_id)
     pace = _Pace()
     while True:
@@ -309,14 +311,12 @@ def stream(queue: str, job_id: str) -> Flow[None]:
             feed = replace(feed, result=feed.stored.parse(data))
         for event in reader.read(feed):
             yield Emit(event)
-        if feed.deltas:
-            # There may be more events, and the end is reported only after the last one.
-            pace.reset()
+        if feed.is_cut:
             continue
         if feed.end is not None:
             yield Emit(StreamEvent(type="end", attempt=feed.attempt, state=feed.end))
             return
-        yield Wait(f"feed:{job_id}", pace.next_interval())
+        yield Wait(topic, pace.next_interval())
 
 
 class _FeedReader:
@@ -338,7 +338,8 @@ class _FeedReader:
             self.epoch, self.position, self._fresh = feed.epoch, 0, True
             self._stale |= set(self._seen)
             self._seen, self._texts = {}, {}
-        events: list[StreamEvent] = []
+        before: dict[int, Output] = {}
+        """Of samples that have grown, in the order in which they did."""
         as_a_whole: set[int] = set()
         for delta in feed.deltas:
             seen = self._seen.get(delta.index) or Output(index=delta.index)
@@ -352,7 +353,9 @@ class _FeedReader:
             if self._fresh or delta.index in self._stale:
                 as_a_whole.add(delta.index)
             else:
-                events.append(_gain(feed.attempt, seen, grown))
+                before.setdefault(delta.index, seen)
+        # Who reads late gets one event for several tokens, and so catches up.
+        events = [_gain(feed.attempt, seen, self._seen[index]) for index, seen in before.items()]
         events += [_snapshot(feed.attempt, self._seen[index]) for index in sorted(as_a_whole)]
         self._stale -= as_a_whole
         self._fresh = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import redis
@@ -22,6 +23,26 @@ logger.addFilter(RepeatedErrors())
 IDLE_EXIT_S = 5.0
 """Idle time after which a listener ends; the next wait starts another."""
 RECONNECT_PAUSE_S = 0.5
+
+
+class Watched:
+    """News of a topic, kept until somebody waits for them."""
+
+    def __init__(self, topic: str, room: WaitingRoom, ensure_listener: Callable[[], None]) -> None:
+        self._room = room
+        self._ensure_listener = ensure_listener
+        self._news = threading.Event()
+        self._waiter = room.enter(topic, self._news.set, stays=True)
+        ensure_listener()
+
+    def wait(self, timeout: float | None) -> None:
+        """Return when there has been news since the last wait, or after the timeout."""
+        self._ensure_listener()
+        self._news.wait(timeout)
+        self._news.clear()
+
+    def close(self) -> None:
+        self._room.leave(self._waiter)
 
 
 class Listener:
@@ -45,6 +66,10 @@ class Listener:
             event.wait(timeout)
         finally:
             self._room.leave(waiter)
+
+    def watch(self, topic: str) -> Watched:
+        """Keep news of the topic."""
+        return Watched(topic, self._room, self._ensure_thread)
 
     def close(self) -> None:
         """Wake all waiters and end the thread."""

@@ -26,11 +26,12 @@ from pagemill.producer.client.effects import (
     Sleep,
     Sync,
     Wait,
+    Watch,
     Write,
 )
 from pagemill.producer.client.handles import BatchHandle, DeadLetters, JobHandle
 from pagemill.producer.client.job_fields import JobFields
-from pagemill.producer.client.listener import Listener
+from pagemill.producer.client.listener import Listener, Watched
 from pagemill.producer.client.preparer import JobLike, OnInvalid
 from pagemill.producer.client.purge import flow as purge
 from pagemill.producer.client.purge.report import PurgeOptions, PurgeProgress, PurgeReport
@@ -232,7 +233,7 @@ class Producer(Driver):
             effect = next(flow)
             while True:
                 try:
-                    value = self._perform(effect)
+                    value = self._perform(effect, {})
                     if isinstance(effect, Begin):
                         begun = [value]
                 except Exception as error:
@@ -249,6 +250,7 @@ class Producer(Driver):
 
     def iterate_flow(self, flow: Flow[None]) -> Iterator[Any]:
         """Drive a flow, yielding its items as they are requested."""
+        watches: dict[str, Watched] = {}
         try:
             effect = next(flow)
             while True:
@@ -257,7 +259,7 @@ class Producer(Driver):
                     effect = next(flow)
                     continue
                 try:
-                    value = self._perform(effect)
+                    value = self._perform(effect, watches)
                 except Exception as error:
                     effect = flow.throw(error)
                 else:
@@ -266,8 +268,10 @@ class Producer(Driver):
             return
         finally:
             flow.close()
+            for watched in watches.values():
+                watched.close()
 
-    def _perform(self, effect: Effect) -> Any:
+    def _perform(self, effect: Effect, watches: dict[str, Watched]) -> Any:
         match effect:
             case Begin(call):
                 return self._connected().transport.begin(call)
@@ -284,6 +288,10 @@ class Producer(Driver):
                 self.delete_stored(uris)
             case Sleep(seconds):
                 time.sleep(seconds)
+            case Watch(topic):
+                watches[topic] = self._connected().listener.watch(topic)
+            case Wait(topic, timeout) if topic in watches:
+                watches[topic].wait(timeout)
             case Wait(topic, timeout, polled):
                 self._connected().listener.wait(topic, timeout, polled=polled)
             case Emit():

@@ -20,11 +20,12 @@ LEASE_PATIENCE_MS = 10_000
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One wait. `wake` is called at most once, from the listener."""
+    """One wait. `wake` is called from the listener, at most once; of a wait that stays, at all news."""
 
     topic: str
     wake: Callable[[], None]
     polled: bool
+    stays: bool
     next_poll: float
     interval: float = FIRST_POLL_S
 
@@ -40,8 +41,10 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._waiters)
 
-    def enter(self, topic: str, wake: Callable[[], None], *, polled: bool) -> Waiter:
-        waiter = Waiter(topic, wake, polled, time.monotonic() + FIRST_POLL_S)
+    def enter(
+        self, topic: str, wake: Callable[[], None], *, polled: bool = False, stays: bool = False
+    ) -> Waiter:
+        waiter = Waiter(topic, wake, polled, stays, time.monotonic() + FIRST_POLL_S)
         with self._lock:
             self._waiters.setdefault(topic, []).append(waiter)
         return waiter
@@ -57,9 +60,15 @@ class WaitingRoom:
     def call(self, topics: Iterable[str]) -> None:
         """Wake the waiters for these topics."""
         with self._lock:
-            woken = [waiter for topic in topics for waiter in self._waiters.pop(topic, ())]
+            woken = [waiter for topic in topics for waiter in self._take(topic)]
         for waiter in woken:
             waiter.wake()
+
+    def _take(self, topic: str) -> list[Waiter]:
+        waiters = self._waiters.pop(topic, [])
+        if staying := [waiter for waiter in waiters if waiter.stays]:
+            self._waiters[topic] = staying
+        return waiters
 
     def call_all(self) -> None:
         """Wake all waiters: hints may have been missed."""
@@ -92,7 +101,11 @@ class WaitingRoom:
     def tick(self) -> float:
         """Return the seconds that the listener may sleep; short while there is a recent wait."""
         with self._lock:
-            young = any(w.interval < IDLE_TICK_S for waiters in self._waiters.values() for w in waiters)
+            young = any(
+                waiter.polled and waiter.interval < IDLE_TICK_S
+                for waiters in self._waiters.values()
+                for waiter in waiters
+            )
         return FIRST_POLL_S if young else IDLE_TICK_S
 
 

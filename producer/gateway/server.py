@@ -43,7 +43,7 @@ def build_server(config: GatewayConfig) -> uvicorn.Server:
         port=config.port,
         http=limits.protocol(),
         ws="none",
-        loop="asyncio",
+        loop="auto",
         interface="asgi3",
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -322,40 +323,48 @@ class EventStream(Response):
         self._rest = rest
         self._ping_s = ping_s
         self._closed = closed
+        self._has_left = False
+        self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(_hang_up(receive))
-        following: asyncio.Future[bytes] | None = None
+        task = asyncio.current_task()
+        assert task is not None
+        beside = asyncio.create_task(self._attend(task, receive, send))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            while not gone.done():
-                following = following or asyncio.ensure_future(anext(self._rest, b""))
-                either: set[asyncio.Future[Any]] = {following, gone}
-                await asyncio.wait(either, timeout=self._ping_s, return_when=asyncio.FIRST_COMPLETED)
-                chunk = _PING
-                if following.done():
-                    chunk, following = following.result(), None
-                if not chunk:
-                    await send({"type": "http.response.body", "body": b"", "more_body": False})
-                    return
-                if not gone.done():
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await self._send(send, self._first)
+            async for chunk in self._rest:
+                await self._send(send, chunk)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         except asyncio.CancelledError:
+            if self._has_left:
+                task.uncancel()
+                return
             # The gateway is stopping: the client must know that its answer is incomplete.
             await send({"type": "http.response.body", "body": _event(stopping().body()), "more_body": False})
             raise
         finally:
-            await self._close(gone, following)
+            self._closed()
+            beside.cancel()
+            await self._rest.aclose()
 
-    async def _close(self, gone: asyncio.Future[None], following: asyncio.Future[bytes] | None) -> None:
-        self._closed()
-        gone.cancel()
-        if following is not None:
-            following.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await following
-        await self._rest.aclose()
+    async def _send(self, send: Send, chunk: bytes) -> None:
+        self._sent_at = math.inf
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._sent_at = time.monotonic()
+
+    async def _attend(self, stream: asyncio.Task[Any], receive: Receive, send: Send) -> None:
+        """Send a comment whenever nothing else was sent for long, and cancel the stream when the client hangs up."""
+        while not self._has_left:
+            idle_s = time.monotonic() - self._sent_at
+            if idle_s >= self._ping_s:
+                await self._send(send, _PING)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._ping_s - max(0.0, idle_s)):
+                    await _hang_up(receive)
+                    self._has_left = True
+        stream.cancel()
 
 
 async def _hang_up(receive: Receive) -> None:

@@ -112,6 +112,11 @@ class Feed:
     """The result, if it lies in a store."""
 
     @property
+    def is_cut(self) -> bool:
+        """Return whether there may be more deltas already."""
+        return len(self.deltas) == FEED_ENTRIES
+
+    @property
     def end(self) -> EndState | None:
         """The terminal state, once reached."""
         return next((state for state in END_STATES if state == self.state), None)

@@ -7,6 +7,7 @@ server.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -213,12 +214,54 @@ class AsyncTransport:
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self.client = client
+        self._waiting: list[tuple[Call[Any], asyncio.Future[Any]]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """That will send what is waiting."""
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, call: Call[T]) -> T:
-        """Like SyncTransport.run."""
+        """Like SyncTransport.run. Calls made while the event loop handles the same events are sent together."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._waiting, self._loop = [], loop  # nobody waits on a loop that has ended
+            loop.call_soon(self._send_waiting)
+        answered: asyncio.Future[Any] = loop.create_future()
+        self._waiting.append((call, answered))
+        with _reading():
+            reply = await answered
+        return call.parse(reply)
+
+    async def run_alone(self, call: Call[T]) -> T:
+        """Like `run`, and sent at once."""
         with _reading():
             reply = await self._run(call)
         return call.parse(reply)
+
+    def _send_waiting(self) -> None:
+        waiting, self._waiting, self._loop = self._waiting, [], None
+        for start in range(0, len(waiting), _PIPELINE_CALLS):
+            task = asyncio.create_task(self._answer(waiting[start : start + _PIPELINE_CALLS]))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, waiting: list[tuple[Call[Any], asyncio.Future[Any]]]) -> None:
+        calls = [call for call, _ in waiting]
+        replies: list[Any]
+        try:
+            replies = [await self._run(calls[0])] if len(calls) == 1 else await self._replies(calls)
+        except Exception as error:
+            replies = [error] * len(calls)
+        except asyncio.CancelledError:  # the loop ends
+            for _, future in waiting:
+                future.cancel()
+            raise
+        for (_, future), reply in zip(waiting, replies, strict=True):
+            if future.done():
+                continue
+            if isinstance(reply, Exception):
+                future.set_exception(reply)
+            else:
+                future.set_result(reply)
 
     async def _run(self, call: Call[Any]) -> Any:
         for _ in range(_SCRIPT_TRIES):
@@ -234,10 +277,11 @@ class AsyncTransport:
         replies: list[Any] = []
         with _reading():
             for start in range(0, len(calls), _PIPELINE_CALLS):
-                replies += await self._pipeline(calls[start : start + _PIPELINE_CALLS])
+                replies += _without_errors(await self._replies(calls[start : start + _PIPELINE_CALLS]))
         return [call.parse(reply) for call, reply in zip(calls, replies, strict=True)]
 
-    async def _pipeline(self, calls: Sequence[Call[T]]) -> list[Any]:
+    async def _replies(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        """Return a reply or an exception for each call."""
         replies = await self._send(calls)
         for _ in range(_SCRIPT_TRIES - 1):
             unknown = [i for i, reply in enumerate(replies) if isinstance(reply, exceptions.NoScriptError)]
@@ -246,7 +290,7 @@ class AsyncTransport:
             await self._teach()
             for i, reply in zip(unknown, await self._send([calls[i] for i in unknown]), strict=True):
                 replies[i] = reply
-        return _without_errors(replies)
+        return replies
 
     async def _send(self, calls: Sequence[Call[T]]) -> list[Any]:
         async with self.client.pipeline(transaction=False) as pipeline:

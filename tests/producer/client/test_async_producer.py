@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 
 from pagemill import AsyncProducer, JobCancelled, JobNotFound, Producer, ResultTimeout
+from pagemill.producer.wire.calls import reads
+from pagemill.producer.wire.schema.errors import RedisRefused
+from pagemill.producer.wire.server.scripts import Call
+from pagemill.producer.wire.server.transport import AsyncTransport
 from tests.producer.driving import Queue, delta
 from tests.producer.scripted_worker import scripted_worker
 
@@ -107,3 +113,50 @@ def test_both_producers_have_the_same_methods() -> None:
         return {name for name in vars(kind) if not name.startswith("_")}
 
     assert public(Producer) == public(AsyncProducer)
+
+
+async def test_a_token_costs_one_read(
+    queue: Queue, producer: AsyncProducer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts: Counter[str] = Counter()
+    run = AsyncTransport.run
+
+    async def counted(transport: AsyncTransport, call: Call[Any]) -> Any:
+        scripts[call.script] += 1
+        return await run(transport, call)
+
+    monkeypatch.setattr(AsyncTransport, "run", counted)
+    handle = await producer.submit(prompt="p", model="m", stream=True)
+    job = queue.pull_one()
+    events = aiter(handle.stream())
+    for number in range(100):
+        queue.checkpoint(job, delta(number, number, text="word "))
+        event = await anext(events)
+        assert event.text == "word "
+    queue.commit(job, "word " * 100)
+    assert [event.type async for event in events][-1] == "end"
+    assert scripts["feed"] < 150, "one for each, and polls"
+
+
+async def test_calls_made_at_once_are_sent_together(
+    queue: Queue, producer: AsyncProducer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    send = AsyncTransport._send
+
+    async def counted(transport: AsyncTransport, calls: Sequence[Call[Any]]) -> list[Any]:
+        sizes.append(len(calls))
+        return await send(transport, calls)
+
+    monkeypatch.setattr(AsyncTransport, "_send", counted)
+    queue.submit("a")
+    await producer.submit(prompt="p", model="m")
+    transport = producer._connected().transport
+    broken: Call[bool] = Call("feed", (queue.prefix,), ("a",), bool)
+    calls: list[Call[Any]] = [
+        broken if number == 7 else reads.ends(queue.name, ["a", "none"]) for number in range(50)
+    ]
+    replies = await asyncio.gather(*map(transport.run, calls), return_exceptions=True)
+    assert isinstance(replies.pop(7), RedisRefused)
+    assert replies == [[False, True]] * 49
+    assert sizes == [50]

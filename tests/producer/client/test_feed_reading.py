@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pagemill.producer.client import flows
-from pagemill.producer.client.effects import Emit, Wait
+from pagemill.producer.client.effects import Emit, Wait, Watch
 from pagemill.producer.wire.schema.outputs import StreamEvent
 from tests.producer.driving import Queue, delta
 
@@ -16,6 +16,8 @@ class Reader:
     def __init__(self, queue: Queue, job_id: str) -> None:
         self._queue = queue
         self._flow = flows.stream(queue.name, job_id)
+        watch = next(self._flow)
+        assert isinstance(watch, Watch), "news between a read and a wait are not lost"
         self._asked: Any = next(self._flow)
 
     def look(self) -> list[tuple[str, int, str]]:
@@ -45,6 +47,18 @@ def begun_again(queue: Queue) -> tuple[Reader, Any]:
     assert reader.look() == []
     queue.make_due("job")
     return reader, queue.pull_one()
+
+
+def test_a_late_reader_gets_one_event_for_several_tokens(queue: Queue) -> None:
+    queue.submit("job", n=2)
+    job = queue.pull_one()
+    queue.checkpoint(job, delta(0, 1, text="a "), delta(0, 1, index=1, text="x "))
+    reader = Reader(queue, "job")
+    assert reader.look() == [("snapshot", 0, "a "), ("snapshot", 1, "x ")]
+    for position, word in enumerate(("b ", "c ", "d "), 1):
+        queue.checkpoint(job, delta(position, 10 + position, text=word))
+    queue.checkpoint(job, delta(1, 3, index=1, text="y "))
+    assert reader.look() == [("token", 0, "b c d "), ("token", 1, "y ")]
 
 
 def test_each_sample_replaces_what_was_told_before(queue: Queue) -> None:

@@ -41,10 +41,15 @@ do
 
   -- The side that a job belongs to while a rollout is open: the same each time, whatever the share was before and after. A job
   -- that has generated something stays where it did. nil for a job that names a revision.
+  local unsided = {} -- lanes of models without an open rollout: a call may be about thousands of jobs of one
   function sides.side_of(id, job, batch)
+    if unsided[job.lane] then
+      return nil
+    end
     local _, _, tenant, model = split_lane(job.lane)
     local rollout = not string.find(model, '~', 1, true) and sides.rollout_of(model)
     if not rollout or rollout.state ~= 'open' then
+      unsided[job.lane] = true
       return nil
     elseif job.saved then
       return job.side or 'stable'

@@ -35,7 +35,7 @@ local function is_sound(job)
       return false
     end
   end
-  if not (job.id and job.lane and job.cost and string.match(job.id, '^[%w._-]+$')) then
+  if not (job.id and job.lane and job.cost) or string.find(job.id, '[^%w._-]') or job.id == '' then
     return false
   end
   if not lanes[job.lane] then
@@ -220,6 +220,10 @@ local OPTIONAL = {
   'replay_of', 'waiters', 'promise', 'stored', 'after', 'waits', 'when', 'reads', 'otherwise', 'side',
   'api_key'
 }
+local is_optional = {}
+for _, name in ipairs(OPTIONAL) do
+  is_optional[name] = true
+end
 
 local function store(job, name)
   seq = (seq or redis.call('HINCRBY', P .. 'meta', 'seq', #jobs) - #jobs) + 1
@@ -257,10 +261,10 @@ local function store(job, name)
       job.affinity = nil
     end
   end
-  for _, option in ipairs(OPTIONAL) do
-    if job[option] then
-      fields[#fields + 1] = option
-      fields[#fields + 1] = job[option]
+  for name, value in pairs(job) do
+    if is_optional[name] then
+      fields[#fields + 1] = name
+      fields[#fields + 1] = value
     end
   end
   if batch then

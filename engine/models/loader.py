@@ -271,7 +271,8 @@ def _load_module(
                 check_packing(tensors)
             else:
                 tensors = join_parts(tensors, scheme, dtype)
-                if family.convert_tensors is not unchanged:
+                # Of a generic family, its own modules are observed and compared with what will serve.
+                if family.convert_tensors is not unchanged or family.is_generic:
                     logger.info("%s: the weights are widened, and then converted", family.name)
                     tensors = widened(tensors)
             tensors = family.convert_tensors(tensors, model_config)

@@ -134,7 +134,11 @@ def _attend(
     hidden = distances > 0
     if scoring.sliding_window:
         hidden = hidden | (distances <= -scoring.sliding_window)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.to(scores.dtype)[:, None, None].expand(-1, query_len, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(dim=-1)[..., :num_keys]
     return (weights @ values).transpose(0, 1)
 
 

@@ -134,6 +134,7 @@ def _attend_as(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,  # sinks [num_heads]
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     refuse_unknown(attention_mask, others)
@@ -151,9 +152,16 @@ def _attend_as(
             alibi_slopes=getattr(module, "alibi_slopes", None),
             sliding_window=sliding_window,
             softcap=softcap,
+            sinks=None if s_aux is None else padded_sinks(s_aux, query.shape[1]),
         ),
     )
     return out[None, :, :num_heads, :value_dim], None
+
+
+def padded_sinks(sinks: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Return a layer's sinks as the kernels take them; the heads that it lacks get zeros."""
+    sinks = sinks.detach().float().contiguous()
+    return sinks if len(sinks) == num_heads else torch.nn.functional.pad(sinks, (0, num_heads - len(sinks)))
 
 
 def _widened(

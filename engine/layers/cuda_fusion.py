@@ -91,7 +91,8 @@ class PreNormLayer(nn.Module):
         attended, _weights = self.self_attn(normed, position_embeddings)
         norm = self.post_attention_layernorm
         normed_rows, residual = dispatch.add_rms_norm(attended[0], hidden_states[0], norm.weight, norm.eps)
-        out = self.mlp(normed_rows)
+        mixed = self.mlp(normed_rows[None])
+        out = (mixed[0] if isinstance(mixed, tuple) else mixed)[0]  # some mixtures return their weights, too
         if not self._next_norm:
             total: torch.Tensor = out + residual
             return total[None]

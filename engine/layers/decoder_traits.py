@@ -26,6 +26,8 @@ class DecoderTraits:
     """The place of `sliding_window`: on each attention, if any; one: in the configuration, for every layer."""
     has_softcap: bool = False
     """Scores are capped by `attn_logit_softcapping`."""
+    has_half_angles: bool = False
+    """Angles come once for the two numbers of a pair, cos and sin [num_tokens, rotary_dim / 2]."""
     is_plain: bool = True
     """The logits are lm_head(norm(layers(embed_tokens(ids)))), and nothing else."""
 

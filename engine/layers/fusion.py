@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagemill.engine.layers.attention import padded_sinks
 from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.layers.library import is_silu
 from pagemill.engine.layers.linear import Linear, MakeProduct, replace_linears
@@ -44,6 +45,8 @@ class Fusion:
             if self.traits.residual == "pre_norm":
                 decoder.layers[index] = self.pre_norm_layer(layer)
         decoder.norm = self.norm(decoder.norm)
+        if self.traits.has_half_angles:
+            decoder.rotary_emb = RepeatedAngles(decoder.rotary_emb)
         self.finish(decoder)
 
     def norm(self, source: Any) -> RMSNorm:
@@ -92,6 +95,18 @@ class RMSNorm(nn.Module):
         return self._rms_norm(rows, self.weight, self.eps).view(x.shape)
 
 
+class RepeatedAngles(nn.Module):
+    """Half of a head's angles, twice: as the rotations take them."""
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self.source = source
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self.source(x, position_ids)
+        return cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)
+
+
 class SiluGatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)) with gate and up as one product."""
 
@@ -129,6 +144,7 @@ class MergedAttention(nn.Module):
             alibi_slopes=getattr(source, "alibi_slopes", None),
             sliding_window=getattr(windows, "sliding_window", None),
             softcap=source.attn_logit_softcapping if traits.has_softcap else None,
+            sinks=padded_sinks(source.sinks, self.num_heads) if hasattr(source, "sinks") else None,
         )
         self.rotates = self.scoring.alibi_slopes is None and bool(getattr(source, "use_rope", True))
         merged = hasattr(source, "qkv_proj")

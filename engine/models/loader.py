@@ -34,7 +34,7 @@ from pagemill.engine.models.families.family import Family, unchanged
 from pagemill.engine.models.families.generic import attention_shape
 from pagemill.engine.models.families.registry import find_family
 from pagemill.engine.models.layer_windows import layer_windows
-from pagemill.engine.models.plausibility import check_dtypes, check_sizes
+from pagemill.engine.models.plausibility import check_dtypes, check_packing, check_sizes
 from pagemill.engine.models.quantized.reader import join_parts, place, placeholders, widened
 from pagemill.engine.models.quantized.scheme import Scheme
 from pagemill.engine.models.sharding import finish_sharding, sharded_class
@@ -267,9 +267,12 @@ def _load_module(
             tensors = dict(module.state_dict())
         else:
             check_sizes(model_config, tensors)
-            if scheme is not None:
+            if scheme is None:
+                check_packing(tensors)
+            else:
                 tensors = join_parts(tensors, scheme, dtype)
-                if family.convert_tensors is not unchanged:
+                # Of a generic family, its own modules are observed and compared with what will serve.
+                if family.convert_tensors is not unchanged or family.is_generic:
                     logger.info("%s: the weights are widened, and then converted", family.name)
                     tensors = widened(tensors)
             tensors = family.convert_tensors(tensors, model_config)

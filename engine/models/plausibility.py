@@ -28,6 +28,15 @@ def check_sizes(config: Any, tensors: Mapping[str, torch.Tensor]) -> None:
             raise ModelLoadError(f"config.json asks for a {name} of {size}, of {stored} numbers in all")
 
 
+def check_packing(tensors: Iterable[str]) -> None:
+    """Raise `ModelLoadError` for gpt-oss's packed experts in a checkpoint that does not say so."""
+    if (name := next((name for name in tensors if name.endswith("_proj_blocks")), None)) is not None:
+        raise ModelLoadError(
+            f"{name} is in MXFP4, and config.json names no quantization_config for it; take config.json from where "
+            "the weights are from"
+        )
+
+
 def check_dtypes(tensors: Mapping[str, torch.Tensor], used: Iterable[str]) -> None:
     """Raise `ModelLoadError` for weights that are no plain floating point numbers: a cast would not be a model."""
     for name in sorted(used):

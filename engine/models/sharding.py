@@ -26,15 +26,17 @@ def sharded_class(module_class: Any, plan: ShardingPlan, group: RankGroup) -> An
 
 
 def finish_sharding(module: Any, plan: ShardingPlan, group: RankGroup) -> None:
-    """Split the rest after loading: the head over the vocabulary, and ALiBi slopes and head counts."""
+    """Split the rest after loading: the head over the vocabulary, and what attention has by head."""
     head = module.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ConfigError(f"tensor_parallel_size={group.size}: the model's head is no linear layer; use 1")
     module.set_output_embeddings(GatheredHead(head, plan.share, group))
     for child in module.modules():
-        slopes = getattr(child, "alibi_slopes", None)
-        if isinstance(slopes, torch.Tensor):
-            child.alibi_slopes = slopes[plan.share.of(len(slopes))].clone()
+        for name in ("alibi_slopes", "sinks"):
+            if isinstance(per_head := getattr(child, name, None), torch.Tensor):
+                part = per_head.detach()[plan.share.of(len(per_head))].clone()
+                is_parameter = isinstance(per_head, nn.Parameter)
+                setattr(child, name, nn.Parameter(part, requires_grad=False) if is_parameter else part)
     for parent in {name.rpartition(".")[0]: None for name, _ in module.named_modules() if plan.layer(name)}:
         _count_own_heads(module.get_submodule(parent), plan)
 

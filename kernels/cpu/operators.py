@@ -81,6 +81,11 @@ def _addresses(cache: LayerCache) -> tuple[int, int, int, int]:
     )
 
 
+def _address_of(per_head: torch.Tensor | None) -> int:
+    assert per_head is None or (per_head.dtype == torch.float32 and per_head.is_contiguous())
+    return 0 if per_head is None else per_head.data_ptr()
+
+
 def paged_attention(
     query: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scoring: Scoring
 ) -> torch.Tensor:
@@ -88,12 +93,10 @@ def paged_attention(
     if query.dtype != torch.float32:
         return reference.paged_attention(query, cache, metadata, scoring)
     tables, starts, seq_lens = metadata.block_tables, metadata.query_start_loc, metadata.seq_lens
-    alibi_slopes = scoring.alibi_slopes
     # The kernels take addresses at their word.
     assert all(tensor.is_contiguous() for tensor in cache.tensors())
     assert query.stride(2) == tables.stride(1) == 1
     assert tables.dtype == starts.dtype == seq_lens.dtype == torch.int32
-    assert alibi_slopes is None or (alibi_slopes.dtype == torch.float32 and alibi_slopes.is_contiguous())
 
     out = torch.empty(query.shape)
     num_tokens, num_heads, head_dim = query.shape
@@ -113,7 +116,8 @@ def paged_attention(
         float(scoring.scale),
         scoring.sliding_window or 0,
         float(scoring.softcap or 0.0),
-        0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+        _address_of(scoring.alibi_slopes),
+        _address_of(scoring.sinks),
         use_torch_threads(),
     )
     if num_decode_rows:

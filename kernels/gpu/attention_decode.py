@@ -19,6 +19,7 @@ from pagemill.kernels.gpu.attention_tile import (
     load_slots,
     must_upcast,
     slot_offsets,
+    with_sinks,
 )
 from pagemill.kernels.gpu.tuning import (
     LAUNCHES,
@@ -66,6 +67,7 @@ def paged_attention_decode_kernel(
     block_tables_ptr,  # [num_rows, max_blocks] int32
     seq_lens_ptr,  # [num_rows] int32
     alibi_slopes_ptr,  # [num_heads] fp32 or None
+    sinks_ptr,  # likewise; None if SPLIT, since the sinks come in when splits are merged
     scale,
     stride_query_row,
     stride_query_head,
@@ -151,6 +153,8 @@ def paged_attention_decode_kernel(
             maximum, total, output, scores, values, value_scales, query.dtype, SCALED
         )
 
+    if sinks_ptr is not None:
+        total = with_sinks(total, maximum, sinks_ptr, heads, is_head)
     output = output / total[:, None]
     head_rows = row * num_heads + heads
     if SPLIT:
@@ -171,6 +175,7 @@ def merge_splits_kernel(
     partial_ptr,  # fp32 [num_rows, num_heads, num_splits, HEAD_DIM]
     lse_ptr,  # fp32 [num_rows, num_heads, num_splits], base 2
     seq_lens_ptr,  # [num_rows] int32
+    sinks_ptr,  # [num_heads] fp32 or None
     num_splits,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
@@ -207,6 +212,8 @@ def merge_splits_kernel(
         total = total * shrink + tl.sum(weights, 0)
         output = output * shrink + tl.sum(weights[:, None] * tile, 0)
         maximum = new_maximum
+    if sinks_ptr is not None:
+        total = with_sinks(total, maximum, sinks_ptr, tl.program_id(1) + tl.zeros([1], tl.int32), True)
     tl.store(
         out_ptr + head_row * HEAD_DIM + dims,
         (output / total).to(out_ptr.dtype.element_ty),
@@ -273,6 +280,7 @@ def paged_attention_decode(
         block_tables,
         seq_lens,
         scoring.alibi_slopes,
+        None if split else scoring.sinks,
         scoring.scale,
         query.stride(0),
         query.stride(1),
@@ -300,6 +308,7 @@ def paged_attention_decode(
             partial,
             lse,
             seq_lens,
+            scoring.sinks,
             num_splits,
             HEAD_DIM=head_dim,
             HEAD_DIM_PADDED=padded_head_dim(head_dim),

@@ -23,6 +23,7 @@ from pagemill.kernels.gpu.attention_tile import (
     load_slots,
     must_upcast,
     slot_offsets,
+    with_sinks,
 )
 from pagemill.kernels.gpu.tuning import Tile, compute_capability, padded_head_dim, prefill_tile
 from pagemill.kernels.types.layer_cache import LayerCache
@@ -45,6 +46,7 @@ def paged_attention_prefill_kernel(
     seq_lens_ptr,  # [num_rows] int32
     work_list_ptr,  # [num_programs, 2] int32: row, first pair (token * GROUP_SIZE + head of the group)
     alibi_slopes_ptr,  # [num_heads] fp32 or None
+    sinks_ptr,  # likewise
     scale,
     stride_query_token,
     stride_query_head,
@@ -159,6 +161,8 @@ def paged_attention_prefill_kernel(
             maximum, total, output, scores, values, value_scales, query.dtype, SCALED
         )
 
+    if sinks_ptr is not None:
+        total = with_sinks(total, maximum, sinks_ptr, heads, is_query)
     # Pairs past the row's last token have seen nothing when the window left them behind: any divisor but 0.
     output = output / tl.where(is_query, total, 1.0)[:, None]
     tl.store(
@@ -238,6 +242,7 @@ def paged_attention_prefill(
         metadata.seq_lens,
         work_list,
         scoring.alibi_slopes,
+        scoring.sinks,
         scoring.scale,
         query.stride(0),
         query.stride(1),

@@ -131,6 +131,19 @@ def attention_scores(
 
 
 @triton.jit
+def with_sinks(
+    total,  # sums of exp2(score - maximum)
+    maximum,  # of the same shape
+    sinks_ptr,  # [num_heads] fp32
+    heads,  # of the same shape
+    is_head,
+):
+    """`total` with the weights of the heads' sinks: at most 2 ** 126, which leaves nothing of the values either."""
+    sinks = tl.load(sinks_ptr + heads, mask=is_head, other=float("-inf"))
+    return total + tl.exp2(tl.minimum(sinks * _LOG2_E - maximum, 126.0))
+
+
+@triton.jit
 def fold_tile(
     maximum,  # [BLOCK_M] running maximum of the scores
     total,  # [BLOCK_M] running sum of exp2(score - maximum)

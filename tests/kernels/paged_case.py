@@ -41,14 +41,18 @@ class PagedCase:
             name: getattr(self.metadata, name).to(device)
             for name in ("block_tables", "query_start_loc", "seq_lens", "slot_mapping")
         }
-        slopes = self.scoring.alibi_slopes
+        per_head = {
+            name: None if tensor is None else tensor.to(device)
+            for name in ("alibi_slopes", "sinks")
+            for tensor in [getattr(self.scoring, name)]
+        }
         return PagedCase(
             self.query.to(device),
             LayerCache(*(tensor.to(device) for tensor in self.cache.tensors())),
             replace(self.metadata, **moved, work_lists={}),
             [keys.to(device) for keys in self.dense_keys],
             [values.to(device) for values in self.dense_values],
-            replace(self.scoring, alibi_slopes=None if slopes is None else slopes.to(device)),
+            replace(self.scoring, **per_head),
         )
 
     def in_double(self) -> PagedCase:
@@ -153,6 +157,7 @@ def make_case(
     alibi: bool = False,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
     padded_decode_rows: int = 0,
     padded_tokens: int = 0,
     free_outside_window: bool = False,
@@ -202,6 +207,8 @@ def make_case(
     )
     slopes = torch.rand(num_heads, generator=generator) if alibi else None
     scoring = Scoring(head_dim**-0.5, slopes, sliding_window, softcap)
+    if sinks:  # from far below the scores to far above them
+        scoring = replace(scoring, sinks=torch.linspace(-3.0, 6.0, num_heads))
     case = PagedCase(query, pool.cache(), metadata, dense_keys, dense_values, scoring)
     case.query[~case.real_tokens()] = math.nan
     return case
@@ -230,8 +237,11 @@ def dense_attention(case: PagedCase) -> torch.Tensor:
                     scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
                 if scoring.alibi_slopes is not None:
                     slope = scoring.alibi_slopes[head].to(scores.dtype)
-                    scores = scores + slope * torch.arange(first, position + 1)
-                out[start + token, head] = scores.softmax(0) @ values
+                    origin = 0 if scoring.sinks is None else position
+                    scores = scores + slope * (torch.arange(first, position + 1) - origin)
+                if scoring.sinks is not None:
+                    scores = torch.cat([scores, scoring.sinks[head : head + 1].to(scores.dtype)])
+                out[start + token, head] = scores.softmax(0)[: len(values)] @ values
         start += query_len
     return out
 

@@ -33,6 +33,7 @@ def _random_case_arguments(seed: int) -> dict[str, object]:
         "padded_decode_rows": pick.choice([0, 2]),
         "padded_tokens": pick.choice([0, 3]),
         "dtype": torch.float64,
+        "sinks": pick.random() < 0.3,
         "seed": seed,
     }
 

@@ -16,6 +16,7 @@ from torch import nn
 from pagemill.engine.layers.decoder_traits import LLAMA_DECODER, DecoderTraits
 from pagemill.engine.layers.experts.experts import declare_routing
 from pagemill.engine.layers.experts.router import SparseMixer
+from pagemill.engine.layers.share import CHANNELS, INPUTS, KV_HEADS, TensorSplit
 from pagemill.engine.models.families.family import Family
 from pagemill.kernels.experts import Routing
 
@@ -84,8 +85,25 @@ def _mixture(
     )
 
 
+_GPT_OSS_SPLIT = TensorSplit(
+    layers={
+        "layers.*.self_attn.q_proj": CHANNELS,
+        "layers.*.self_attn.k_proj": KV_HEADS,
+        "layers.*.self_attn.v_proj": KV_HEADS,
+        "layers.*.self_attn.o_proj": INPUTS,
+    }
+)
+
 FAMILIES = (
     _mixture("GLM-4.5, 4.6, 4.7", "glm4_moe", "Glm4MoeForCausalLM", sigmoid_routing, LLAMA_DECODER),
+    Family(
+        name="gpt-oss",
+        model_types=("gpt_oss",),
+        architectures=("GptOssForCausalLM",),
+        decoder=DecoderTraits(has_half_angles=True),
+        adapt=partial(declare_routing, routing_of=_normalised),
+        split=_GPT_OSS_SPLIT,
+    ),
     _mixture("Granite 3 MoE", "granitemoe", "GraniteMoeForCausalLM", _normalised),
     _mixture("Mixtral", "mixtral", "MixtralForCausalLM", _normalised, DecoderTraits(window="one")),
     _mixture("OLMoE", "olmoe", "OlmoeForCausalLM", _softmax),

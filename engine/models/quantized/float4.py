@@ -45,6 +45,17 @@ class Mxfp4(Scheme):
     def weight_name(self, module: str) -> str:
         return module
 
+    def weights(self, parts: Parts) -> dict[str, QuantizedWeight]:
+        """Return experts, stacked as blocks [experts, out, groups, 16], one by one: `NAME.0` and so on."""
+        if parts.tensors["blocks"].ndim != 4:
+            return super().weights(parts)
+        blocks = parts.take("blocks", (torch.uint8,), (None, None, None, MXFP4_GROUP // 2))
+        scales = parts.take("scales", (torch.uint8,), tuple(blocks.shape[:3]))
+        return {
+            f"{self.weight_name(parts.module)}.{expert}": mxfp4_weight(parts, each.flatten(1), scales[expert])
+            for expert, each in enumerate(blocks)
+        }
+
     def weight(self, parts: Parts) -> QuantizedWeight:
         blocks = parts.take("blocks", (torch.uint8,), (None, None, MXFP4_GROUP // 2))
         out_features, num_groups = blocks.shape[:2]
@@ -72,17 +83,3 @@ def mxfp4_weight(parts: Parts, packed: torch.Tensor, exponents: torch.Tensor) ->
         return GroupedWeight(doubled_float4(packed), halved_scales(exponents))
 
     return parts.weight(len(packed), 2 * packed.shape[1], read)
-
-
-def dequantise_experts(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Widen the experts of gpt-oss: blocks [experts, out, groups, 16], scales [experts, out, groups].
-
-    Returns:
-        [experts, in, out], as transformers' modules have them.
-    """
-    experts, out_features, groups, _ = blocks.shape
-    numbers = GroupedWeight(
-        doubled_float4(blocks.reshape(experts * out_features, -1)),
-        halved_scales(scales.reshape(experts * out_features, groups)),
-    ).dequantise()
-    return numbers.to(dtype).view(experts, out_features, -1).transpose(1, 2)

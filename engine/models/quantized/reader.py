@@ -40,7 +40,7 @@ def join_parts(tensors: Mapping[str, torch.Tensor], scheme: Scheme, dtype: torch
             out[name] = tensor
     for module, found in modules.items():
         if scheme.is_quantized(found):
-            out[scheme.weight_name(module)] = scheme.weight(Parts(module, found, dtype))
+            out |= scheme.weights(Parts(module, found, dtype))
         elif found.keys() == {"weight"}:
             out[f"{module}.weight"] = found["weight"]
         else:

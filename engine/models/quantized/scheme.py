@@ -108,6 +108,10 @@ class Scheme(ABC):
             ModelLoadError: a tensor is missing or damaged, or is not what the configuration says.
         """
 
+    def weights(self, parts: Parts) -> dict[str, QuantizedWeight]:
+        """Return the weights that these tensors stand for by name: one, or that of each expert. Raises as `weight`."""
+        return {self.weight_name(parts.module): self.weight(parts)}
+
     def is_quantized(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Return True if a module's tensors stand for a quantised weight."""
         return self.main in tensors

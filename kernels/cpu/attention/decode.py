@@ -26,6 +26,7 @@ from pagemill.kernels.cpu.jit.row import (
     line_in,
     max_of,
     scale_columns,
+    sink_weight,
     store_scaled,
     weigh,
 )
@@ -146,14 +147,15 @@ def _softmax_split(stats, scores, group, num_keys, distance, alibi_slopes, softc
 
 
 @jit
-def _store_split(target, acc, stats, is_whole_row, group, head_dim):
+def _store_split(target, acc, stats, is_whole_row, group, head_dim, sinks):
     for g in range(group):
-        factor = ONE / f32_pointer(stats)[2 * g + 1] if is_whole_row else ONE
+        stat = f32_pointer(stats + 2 * F32 * g)
+        factor = ONE / (stat[1] + sink_weight(sinks, g, stat[0])) if is_whole_row else ONE
         store_scaled(target + F32 * g * head_dim, acc + F32 * g * head_dim, head_dim, factor)
 
 
 @jit
-def _merge(out, partials, stats, num_splits, partial_stride, stats_stride, head_dim):
+def _merge(out, partials, stats, num_splits, partial_stride, stats_stride, head_dim, sinks, head):
     """out = the softmax-weighted mean of one head's splits, in their order; strides are from split to split."""
     stat = f32_pointer(stats)
     largest = MINUS_INFINITY
@@ -167,11 +169,11 @@ def _merge(out, partials, stats, num_splits, partial_stride, stats_stride, head_
         partial = partials + F32 * i * partial_stride
         for d in range(head_dim):
             f32_pointer(out)[d] += factor * f32_pointer(partial)[d]
-    store_scaled(out, out, head_dim, ONE / total)
+    store_scaled(out, out, head_dim, ONE / (total + sink_weight(sinks, head, largest)))
 
 
 @jit
-def _merge_rows(out, splits, num_splits, partials, stats, num_rows, num_heads, head_dim):
+def _merge_rows(out, splits, num_splits, partials, stats, num_rows, num_heads, head_dim, sinks):
     """Finish the rows that have several splits, and those that have none.
 
     `partials` and `stats` are arrays, so that the caller keeps them: by their addresses they would be freed before.
@@ -194,6 +196,8 @@ def _merge_rows(out, splits, num_splits, partials, stats, num_rows, num_heads, h
                     num_heads * head_dim,
                     2 * num_heads,
                     head_dim,
+                    sinks,
+                    head,
                 )
 
 
@@ -271,6 +275,7 @@ def decode(
     window,  # 0 = none
     softcap,  # 0 = none
     alibi_slopes,  # address 0 = none
+    sinks,  # likewise
     num_threads,
 ):
     """Attention of rows with one query token each. Rows with seq_len 0 come out as zeros."""
@@ -324,6 +329,7 @@ def decode(
                     target = out + F32 * (row * num_heads + head) * head_dim
                 else:
                     target = address_of(partials) + F32 * (partial * num_heads + head) * head_dim
-                _store_split(target, acc, task_stats, partial < 0, group, head_dim)
+                head_sinks = sinks + F32 * head if sinks != 0 else 0
+                _store_split(target, acc, task_stats, partial < 0, group, head_dim, head_sinks)
             turn = take(line_in(counter))
-    _merge_rows(out, splits, num_splits, partials, stats, num_rows, num_heads, head_dim)
+    _merge_rows(out, splits, num_splits, partials, stats, num_rows, num_heads, head_dim, sinks)

@@ -88,6 +88,7 @@ def _attend_tiles(
     window,
     softcap,
     alibi_slopes,
+    sinks,
 ):
     """Run one thread's tasks. They go through the tiles head by head, so that the next often meets the same keys."""
     clear_slots(panels, num_slots, head_dim)
@@ -134,6 +135,7 @@ def _attend_tiles(
                 window,
                 softcap,
                 alibi_slopes + F32 * head if alibi_slopes != 0 else 0,
+                sinks + F32 * head if sinks != 0 else 0,
             )
             held_head, held_row = kv_head, row
         turn = take(line_in(counter))
@@ -166,6 +168,7 @@ def prefill(
     window,  # 0 = none
     softcap,  # 0 = none
     alibi_slopes,  # address 0 = none
+    sinks,  # likewise
     num_threads,
 ):
     """Attention of rows first_row .. num_rows - 1, whose queries may be any number of tokens."""
@@ -196,5 +199,5 @@ def prefill(
             tiles, num_tiles, turns, counter, panels, num_slots, panels + panel_bytes, out, query, query_token_stride,
             query_head_stride, element, key_cache, value_cache, key_scales, value_scales, block_tables,
             block_table_stride, num_kv_heads, group, head_dim, block_size, query_scale, window,
-            np.float32(softcap) * LOG2_E, alibi_slopes,
+            np.float32(softcap) * LOG2_E, alibi_slopes, sinks,
         )  # fmt: skip

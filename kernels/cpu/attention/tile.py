@@ -22,7 +22,17 @@ from pagemill.kernels.cpu.attention.panels import (
 from pagemill.kernels.cpu.jit import vector
 from pagemill.kernels.cpu.jit.compiler import f32_pointer, jit
 from pagemill.kernels.cpu.jit.element import is_rounding, size_of
-from pagemill.kernels.cpu.jit.row import F32, LOG2_E, ONE, VECTOR, ZERO, cap_vector, fill, store_scaled
+from pagemill.kernels.cpu.jit.row import (
+    F32,
+    LOG2_E,
+    ONE,
+    VECTOR,
+    ZERO,
+    cap_vector,
+    fill,
+    sink_weight,
+    store_scaled,
+)
 from pagemill.kernels.cpu.matmul import bf16_tile
 from pagemill.kernels.cpu.matmul.bf16_rows import round_lines
 from pagemill.kernels.cpu.matmul.fp32_tile import MOST_ROWS, PANEL, multiply_lined_tile
@@ -273,13 +283,15 @@ def _load_queries(q, query, token_stride, head_stride, num_rows, group, head_dim
 
 
 @jit
-def _store_tile(out, token_stride, acc, acc_stride, stats, num_rows, group, head_dim):
+def _store_tile(out, token_stride, acc, acc_stride, stats, num_rows, group, head_dim, sinks):
     for part in range(_num_parts(num_rows)):
         first, last = _rows_of(part, num_rows)
+        maxima = f32_pointer(stats + 2 * VECTOR * part)
         totals = f32_pointer(stats + 2 * VECTOR * part + VECTOR)
         for r in range(first, last):
             target = out + F32 * (r // group * token_stride + r % group * head_dim)
-            store_scaled(target, acc + r * acc_stride, head_dim, ONE / totals[r - first])
+            total = totals[r - first] + sink_weight(sinks, r % group, maxima[r - first])
+            store_scaled(target, acc + r * acc_stride, head_dim, ONE / total)
 
 
 @jit
@@ -308,6 +320,7 @@ def attend_tile(
     window,
     softcap,
     slopes,
+    sinks,  # of the tile's first head; 0 = none
 ):
     """Attention of one tile of queries. Returns how many tiles of keys, from key 0 on, now lie in their slots."""
     num_rows, depth = num_tokens * group, _depth(head_dim)
@@ -369,7 +382,9 @@ def attend_tile(
             (low - tile) // vector.LANES, (high - tile + vector.LANES - 1) // vector.LANES,
         )  # fmt: skip
 
-    _store_tile(out, num_kv_heads * group * head_dim, acc, acc_stride, stats, num_rows, group, head_dim)
+    _store_tile(
+        out, num_kv_heads * group * head_dim, acc, acc_stride, stats, num_rows, group, head_dim, sinks
+    )
     return min(end // KEYS, num_slots - 1) if begin == 0 else 0
 
 

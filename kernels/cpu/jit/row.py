@@ -78,6 +78,15 @@ def weigh(scores, count, largest):
 
 
 @jit
+def sink_weight(sinks, head, largest):
+    """The weight of a head's sink beside a largest score in units of log 2; `sinks` is an address, 0 = none.
+
+    Infinite where the sink is larger by far: what it divides comes out as 0.
+    """
+    return np.exp2(LOG2_E * f32_pointer(sinks)[head] - largest) if sinks != 0 else ZERO
+
+
+@jit
 def scale_columns(rows, num_rows, row_stride, origin, table, begin, end, scales, block_stride, block_size):
     """rows[r, key - origin] *= the scale of the key's slot, for the keys begin .. end - 1 of one KV head.
 

@@ -30,7 +30,8 @@ _LAYER = np.dtype(
         *((name, _ADDRESS) for name in ("qkv", "qkv_bias", "o", "o_bias")),
         *((name, _ADDRESS) for name in ("gate_up", "gate_up_bias", "down", "down_bias")),
         *((f"{name}_format", np.int64) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, _ADDRESS) for name in ("key_cache", "value_cache", "key_scales", "value_scales", "slopes")),
+        *((name, _ADDRESS) for name in ("key_cache", "value_cache", "key_scales", "value_scales")),
+        *((name, _ADDRESS) for name in ("slopes", "sinks")),
         *((name, np.int64) for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads")),
         *((name, np.int64) for name in ("head_dim", "block_size", "window")),
         *((name, np.float64) for name in ("eps", "qk_eps", "scale", "softcap")),
@@ -164,9 +165,7 @@ class DecoderLayer:
     """One layer's operator: `hidden = hidden + attention(norm(hidden))`, then `hidden + mlp(norm(hidden))`."""
 
     def __init__(self, weights: LayerWeights, scoring: Scoring, buffers: StepBuffers) -> None:
-        slopes = scoring.alibi_slopes
-        assert slopes is None or (slopes.dtype == torch.float32 and slopes.is_contiguous())
-        self.weights, self._slopes = weights, slopes  # kept: the record holds addresses only
+        self.weights, self._scoring = weights, scoring  # kept: the record holds addresses only
         self.buffers = buffers
         self._cache: LayerCache | None = None
         self._rounds = scoring.rounds_to_cache
@@ -186,7 +185,9 @@ class DecoderLayer:
         for name in ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "eps", "qk_eps"):
             layer[name] = getattr(weights, name)
         layer["hidden_size"] = len(weights.input_norm)
-        layer["slopes"] = 0 if slopes is None else slopes.data_ptr()
+        for name, per_head in (("slopes", scoring.alibi_slopes), ("sinks", scoring.sinks)):
+            assert per_head is None or (per_head.dtype == torch.float32 and per_head.is_contiguous())
+            layer[name] = 0 if per_head is None else per_head.data_ptr()
         layer["window"], layer["softcap"] = scoring.sliding_window or 0, scoring.softcap or 0.0
         layer["scale"] = scoring.scale
 

@@ -17,11 +17,13 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     GemmaConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -238,10 +240,12 @@ _SMALL = {
         Qwen2Config(**_SMALL),
         Qwen3Config(**_SMALL, head_dim=16),
         SmolLM3Config(**_SMALL, no_rope_layers=[1, 1, 0]),
+        Qwen3MoeConfig(**_SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+        GptOssConfig(**_SMALL, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=6),
     ],
     ids=lambda config: config.model_type,
 )
-def test_fused_modules_compute_what_they_replace(config: Any) -> None:
+def test_fused_modules_compute_what_they_replace(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -251,6 +255,7 @@ def test_fused_modules_compute_what_they_replace(config: Any) -> None:
     with torch.inference_mode():
         truth = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         model.config._attn_implementation = "pagemill_paged"
+        monkeypatch.setattr(CudaBackend, "device", _CPU)
         CudaBackend().fuse(model, traits_of(model), torch.float32, LinearOptions())
         assert sum(isinstance(module, PreNormLayer) for module in model.modules()) == 3
         attention = model.model.layers[0].self_attn

@@ -124,6 +124,7 @@ INVARIANT_CASES = (
     "gemma2",
     "glm4_moe",
     "gpt2",
+    "gpt_oss",
     "gptj",
     "mpt",
     "olmoe",

@@ -24,6 +24,7 @@ def decode_arguments(
     block_size: int = 16,
     split: bool = True,
     alibi: bool = False,
+    sinks: bool = False,
     sliding_window: int = 0,
     softcap: float = 0.0,
 ) -> dict[str, Any]:
@@ -38,6 +39,7 @@ def decode_arguments(
         "block_tables_ptr": "*i32",
         "seq_lens_ptr": "*i32",
         "alibi_slopes_ptr": "*fp32" if alibi else None,
+        "sinks_ptr": "*fp32" if sinks and not split else None,
         "scale": "fp32",
         "stride_query_row": "i32",
         "stride_query_head": "i32",
@@ -67,6 +69,7 @@ def prefill_arguments(
     cache: str | None = None,
     block_size: int = 16,
     alibi: bool = False,
+    sinks: bool = False,
     sliding_window: int = 0,
     softcap: float = 0.0,
 ) -> dict[str, Any]:
@@ -82,6 +85,7 @@ def prefill_arguments(
         "seq_lens_ptr": "*i32",
         "work_list_ptr": "*i32",
         "alibi_slopes_ptr": "*fp32" if alibi else None,
+        "sinks_ptr": "*fp32" if sinks else None,
         "scale": "fp32",
         "stride_query_token": "i32",
         "stride_query_head": "i32",

@@ -55,6 +55,16 @@ def test_other_head_dims(head_dim: int, capability: int) -> None:
     assert decode.wide_loads >= 16, "padding to a power of two must not cut the loads up"
 
 
+@pytest.mark.parametrize("cache", [None, *SCALED])
+def test_sinks_in_the_sizes_of_gpt_oss(cache: str | None, capability: int) -> None:
+    if cache == "fp8e4nv" and capability < 89:
+        pytest.skip("no fp8 before sm_89: the engine refuses it there")
+    for sliding_window in (0, 128):
+        options = {"cache": cache, "sinks": True, "sliding_window": sliding_window}
+        _prefill("bf16", 64, capability, group_size=8, **options)
+        _decode("bf16", 64, 8, capability, split=False, **options)
+
+
 def test_heads_smaller_than_a_tensor_core_product(capability: int) -> None:
     _prefill("bf16", 8, capability)
     _decode("bf16", 8, 4, capability)
@@ -66,6 +76,7 @@ def test_heads_smaller_than_a_tensor_core_product(capability: int) -> None:
         {"alibi": True, "block_size": 64},
         pytest.param({"alibi": True, "block_size": 80}, marks=slow),
         {"sliding_window": 4096, "softcap": 50.0},
+        {"sinks": True, "sliding_window": 128},
         pytest.param({"alibi": True}, marks=slow),
         pytest.param({"block_size": 64}, marks=slow),
     ],
@@ -97,13 +108,15 @@ def test_scaled_caches(head_dim: int, cache: str, capability: int) -> None:
         _decode("bf16", head_dim, group_size, capability, cache=cache)
 
 
-def test_merging_splits(capability: int) -> None:
+@pytest.mark.parametrize("sinks", [None, "*fp32"])
+def test_merging_splits(sinks: str | None, capability: int) -> None:
     for head_dim in (80, 256):
         arguments = {
             "out_ptr": "*bf16",
             "partial_ptr": "*fp32",
             "lse_ptr": "*fp32",
             "seq_lens_ptr": "*i32",
+            "sinks_ptr": sinks,
             "num_splits": "i32",
             "HEAD_DIM": head_dim,
             "HEAD_DIM_PADDED": 128 if head_dim == 80 else 256,

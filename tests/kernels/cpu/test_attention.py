@@ -104,7 +104,9 @@ def make_step(
     return Step(query, key_cache, value_cache, metadata, keys, values, new_keys, new_values)
 
 
-def dense(step: Step, *, scale=0.2, alibi_slopes=None, sliding_window=None, softcap=None) -> torch.Tensor:
+def dense(
+    step: Step, *, scale=0.2, alibi_slopes=None, sliding_window=None, softcap=None, sinks=None
+) -> torch.Tensor:
     """Token by token and head by head, in fp64."""
     num_tokens, num_heads, head_dim = step.query.shape
     out = torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.float64)
@@ -121,8 +123,12 @@ def dense(step: Step, *, scale=0.2, alibi_slopes=None, sliding_window=None, soft
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             if alibi_slopes is not None:
-                scores += alibi_slopes.double()[:, None] * torch.arange(first, i + 1)
-            out[token + i - (seq_len - query_len)] = torch.einsum("hk,khd->hd", scores.softmax(-1), values)
+                origin = 0 if sinks is None else i
+                scores += alibi_slopes.double()[:, None] * (torch.arange(first, i + 1) - origin)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double()[:, None]], dim=-1)
+            weights = scores.softmax(-1)[:, : len(keys)]
+            out[token + i - (seq_len - query_len)] = torch.einsum("hk,khd->hd", weights, values)
         token += query_len
     return out
 
@@ -133,6 +139,7 @@ def assert_exact(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 EDGES = [1, 2, 15, 16, 17, 31, 32, 33, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 1, 700]
 MIXED = [(1, 5), (1, 300), (1, 16), (7, 7), (16, 40), (33, 33), (2, 290)]
+SINKS = torch.tensor([-200.0, -2.0, 0.0, 2.0, 8.0, 200.0])  # the last one leaves nothing to the values
 BIASES = {
     "plain": {},
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.03, 0.015])},
@@ -140,10 +147,12 @@ BIASES = {
     "window of one": {"sliding_window": 1},
     "long window": {"sliding_window": 270},
     "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": SINKS},
     "all": {
         "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.03, 0.015]),
         "sliding_window": 37,
         "softcap": 2.0,
+        "sinks": SINKS,
     },
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -178,6 +179,8 @@ def test_a_padded_row_writes_nothing() -> None:
         {"sliding_window": 70},
         {"sliding_window": 1000},
         {"alibi": True, "softcap": 2.0, "sliding_window": 33},
+        {"sinks": True},
+        {"sinks": True, "alibi": True, "softcap": 2.0, "sliding_window": 33},
     ],
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )
@@ -199,18 +202,21 @@ def test_options(options: dict[str, object], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("sliding_window", [None, 50])
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 20])
-def test_splits_merge_to_the_whole(num_splits: int, sliding_window: int | None) -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+def test_splits_merge_to_the_whole(sinks: bool, num_splits: int, sliding_window: int | None) -> None:
     """Rows that use all splits, some, one and none of them; 20 is more than the merge kernel takes at once."""
-    case = make_case([1] * 4, [1, 32, 65, 640], padded_decode_rows=1, sliding_window=sliding_window, **SMALL)
+    options: dict[str, Any] = {"sliding_window": sliding_window, "sinks": sinks} | SMALL
+    case = make_case([1] * 4, [1, 32, 65, 640], padded_decode_rows=1, **options)
     tile = Tile(block_m=16, block_n=32, num_warps=4, num_stages=1)
     out = _decode(case, tile=tile, num_splits=num_splits, min_split_tokens=32)
     assert_close(out, _truth(case), case, TOLERANCE[torch.float32])
 
 
-def test_large_scores_overflow_nothing() -> None:
+@pytest.mark.parametrize("sinks", [None, torch.tensor([900.0, -900.0])])
+def test_large_scores_overflow_nothing(sinks: torch.Tensor | None) -> None:
     """Scores of several hundred, of which exp2 alone would be infinite; in a split, a merge and a prefill tile."""
     case = make_case([1, 1, 8], [640, 40, 90], **SMALL)
-    case.scoring = replace(case.scoring, scale=20.0)
+    case.scoring = replace(case.scoring, scale=20.0, sinks=sinks)
     _check(case, tolerance=1e-3)
     tile = Tile(block_m=16, block_n=32, num_warps=4, num_stages=1)
     out = _decode(case, tile=tile, num_splits=4, min_split_tokens=32)

@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from tests.engine.models.families.native_cases import LLAMA, Config
 from tests.engine.models.families.tiny import Tensors, TinyCheckpoint, native_checkpoint
 
@@ -83,6 +85,27 @@ _GLM: Config = LLAMA | {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
 }
+_GPT_OSS: Config = LLAMA | {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "attention_bias": True,
+    "swiglu_limit": 0.7,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
 
 
 def _split(tensors: Tensors, names: tuple[str, str, str]) -> Tensors:
@@ -130,6 +153,42 @@ def _correct_choices(model: Any) -> None:
             buffer.normal_(std=0.3)
 
 
+def _raise_sinks(model: Any) -> None:
+    """As large as the scores of several keys: a softmax without them would choose other tokens."""
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data.normal_(mean=1.0, std=2.0)
+
+
+def _gpt_oss() -> TinyCheckpoint:
+    return native_checkpoint(_GPT_OSS, prepare=_raise_sinks)
+
+
+def _gpt_oss_mxfp4() -> TinyCheckpoint:
+    """Experts as OpenAI published them; the reference computes with what transformers makes of these."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    stored: Tensors = {}
+
+    def quantise(model: Any) -> None:
+        _raise_sinks(model)
+        for index, layer in enumerate(model.model.layers):
+            for name in ("gate_up_proj", "down_proj"):
+                parameter = getattr(layer.mlp.experts, name).data
+                count, in_features, out_features = parameter.shape
+                groups = (count, out_features, in_features // 32)
+                blocks = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)
+                scales = torch.randint(122, 126, groups, dtype=torch.uint8)
+                parameter.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+                stem = f"model.layers.{index}.mlp.experts.{name}"
+                stored.update({f"{stem}_blocks": blocks, f"{stem}_scales": scales})
+
+    checkpoint = native_checkpoint(_GPT_OSS, prepare=quantise)
+    widened = {name.rpartition("_")[0] for name in stored}
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in widened}
+    config = checkpoint.config | {"quantization_config": {"quant_method": "mxfp4"}}
+    return replace(checkpoint, config=config, tensors=tensors | stored)
+
+
 _new_names = partial(_split, names=_NEW_NAMES)
 
 
@@ -153,4 +212,6 @@ MIXTURE_CASES: dict[str, Callable[[], TinyCheckpoint]] = {
     "glm4_moe, no norms on queries, one group": lambda: _mixture(
         _GLM | {"use_qk_norm": False, "n_group": 1, "topk_group": 1}
     ),
+    "gpt_oss": _gpt_oss,
+    "gpt_oss, mxfp4": _gpt_oss_mxfp4,
 }  # fmt: skip

@@ -14,10 +14,10 @@ from tests.engine.models.generic.trial import try_type
 VERSION, OUTCOMES = stored_outcomes()
 IS_SAME_VERSION = transformers.__version__ == VERSION
 # Of each way to attend, one: windows by layer, keys wider than values, layers that attend twice, keys shared by
-# layers, windows that only the mask knows; and of each kind of refusal.
+# layers, windows that only the mask knows, sinks; and of each kind of refusal.
 REPRESENTATIVES = (
-    "cohere2", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "gemma3n_text", "granite", "minicpm3",
-    "modernbert-decoder", "olmo2", "bart", "doge", "falcon_h1", "gpt_oss", "hrm_text", "jamba",
+    "cohere2", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "gemma3n_text", "granite", "granite_swa", "minicpm3",
+    "modernbert-decoder", "olmo2", "bart", "doge", "falcon_h1", "hrm_text", "jamba",
     "laguna", "llama4_text", "qwen3_5", "roberta", "rwkv", "openai-gpt",
 )  # fmt: skip
 

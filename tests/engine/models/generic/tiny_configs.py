@@ -114,6 +114,7 @@ _SECOND: dict[str, Config] = {
     "gemma3n_text": {"layer_types": 2 * _BOTH_KINDS},
     "gemma4_text": {"layer_types": _BOTH_KINDS, "per_layer_config": {"1": {"head_dim": 8}}},
     "gemma4_unified_text": {"layer_types": _BOTH_KINDS, "per_layer_config": {"1": {"head_dim": 8}}},
+    "mimo_v2_flash": {"num_key_value_heads": 1},  # twice as many in layers with a window
     "phi4_multimodal": {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}},
     "phimoe": {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}},
 }

@@ -156,6 +156,8 @@ def _minus_one(g_idx: torch.Tensor) -> torch.Tensor:
         (float8_blocks(), _set("weight", _with_nan), f"{UP}weight is not finite"),
         (float8_blocks(), _set("weight", torch.Tensor.half), f"{UP}weight is float16, expected float8_e4m3fn"),
         (mxfp4(), _set("weight_scale", lambda t: t * 0 + 255), "scales that are not finite"),
+        (mxfp4("gpt-oss"), _set("weight_blocks", lambda t: t[None]), "has shape [256, 4], quantization_config asks"),
+        (mxfp4("gpt-oss"), _drop("weight_scales"), f"{UP}weight.scales is missing"),
         (gptq(), _set("qweight", lambda t: t.repeat(1, 2)), "scales has shape [4, 256]"),
     ],
 )  # fmt: skip

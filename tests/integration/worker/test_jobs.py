@@ -35,13 +35,13 @@ def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
 
 
 @pytest.fixture
-def worker(valkey_url: str, queue_name: str) -> Iterator[Worker]:
+def worker(valkey_url: str, queue_name: str, engine_host: str) -> Iterator[Worker]:
     with running_worker(worker_config(valkey_url, queue_name)) as worker:
         yield worker
 
 
 @pytest.fixture
-def slow_worker(valkey_url: str, queue_name: str) -> Iterator[Worker]:
+def slow_worker(valkey_url: str, queue_name: str, engine_host: str) -> Iterator[Worker]:
     with running_worker(worker_config(valkey_url, queue_name, model=SLOW)) as worker:
         yield worker
 

@@ -410,6 +410,8 @@ class Worker:
                 "fingerprint": engine.fingerprint,
             }
             details |= {"parts": engine.model_parts} if engine.model_parts else {}
+        if self.engine.pid is not None:
+            details["engine_pid"] = self.engine.pid
         refusal = self.admission.refusal
         if refusal is not None:
             details["refusal"] = refusal

@@ -94,6 +94,9 @@ class EngineHost(ABC):
         self.state = EngineState.LOADING
         self.error: BaseException | None = None
 
+    pid: int | None = None
+    """The engine's process, if it has one of its own and is started."""
+
     @abstractmethod
     def start(self) -> None:
         """Begin to load the model."""

@@ -19,7 +19,9 @@ from typing import Any, Literal
 
 from pagemill.engine.child_process import ending, environment
 from pagemill.engine.config import EngineConfig
-from pagemill.engine.errors import DeviceLost
+from pagemill.engine.errors import DeviceLost, EngineError
+from pagemill.engine.models.echo import is_echo
+from pagemill.engine.text.tokenizer_files import import_libraries
 from pagemill.worker.engine_host.child import STOP_SIGNALS
 from pagemill.worker.engine_host.codec import decode_report
 from pagemill.worker.engine_host.host import Deliver, EngineHost
@@ -93,11 +95,6 @@ class EngineProcess(EngineHost):
         return not self._thread.is_alive()
 
     @property
-    def pid(self) -> int | None:
-        """The process's id, once it is started."""
-        return None if self._process is None else self._process.pid
-
-    @property
     def engine(self) -> ServedModel:
         assert self._model is not None, "the engine is not loaded yet"
         return self._model
@@ -127,10 +124,14 @@ class EngineProcess(EngineHost):
     def _run(self) -> None:
         try:
             self._spawn()
+            if not (self._start.config.skip_tokenizer_init or is_echo(self._start.config.model)):
+                import_libraries()
             while True:
                 self._handle(pickle.loads(self._connection.recv_bytes()))
         except (EOFError, OSError) as error:
             logger.debug("the engine's process has closed its connection: %r", error)
+        except EngineError as error:  # the tokenizer is read here once more
+            self._fail(error)
         except BaseException as error:
             logger.exception("the engine's process can't be followed")
             self._fail(error)
@@ -149,6 +150,7 @@ class EngineProcess(EngineHost):
                 pass_fds=(fd,),
                 start_new_session=True,  # Ctrl-C is for the worker, which may want to finish its work
             )
+        self.pid = self._process.pid
         self._sender.start()
         self._sender.put(self._start)
 

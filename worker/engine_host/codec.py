@@ -1,5 +1,5 @@
 """Reports as bytes. A step's outputs are flattened to tuples, and all of its log-probabilities to three columns:
-pickled one by one, the objects of 256 rows take eight times as long (0.74 ms a step instead of 0.1).
+pickled one by one, the objects of 256 rows take five times as long (0.82 ms a step instead of 0.17).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from pagemill.engine.engine import Engine
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.monitoring.counters import WorkerCounters
 from pagemill.monitoring.metrics.exporter import WorkerMetrics
-from pagemill.worker.engine_thread import STATS_INTERVAL_S
+from pagemill.worker.engine_host.loop import STATS_INTERVAL_S
 
 GOAL = 0.01
 SHORT_STEP_S = 0.010

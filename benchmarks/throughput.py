@@ -35,6 +35,8 @@ class Pass:
     at_s: float
     """When it was ordered, seconds since the first one."""
     timing: Timing
+    processor_s: float = 0.0
+    """The processor time of the engine's processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,18 @@ class Measurements:
         """Return the subject's throughput over the contender's, per round in which both made a pass."""
         ours, theirs = self.by_round(subject, workload), self.by_round(contender, workload)
         return [ours[n].tokens_per_second / theirs[n].tokens_per_second for n in ours if n in theirs]
+
+    def processor_ratios(self, subject: str, contender: str, workload: str) -> list[float]:
+        """Return the subject's processor time over the contender's, per round in which both made a pass."""
+        ours, theirs = (
+            {
+                item.round_number: item.processor_s
+                for item in self.passes
+                if (item.contender, item.timing.workload) == (name, workload)
+            }
+            for name in (subject, contender)
+        )
+        return [ours[n] / theirs[n] for n in ours if theirs.get(n)]
 
     def equal_outputs(self, contender: str, workload: str) -> tuple[int, int] | None:
         """(requests whose tokens equal transformers', requests). In fp32 only near-ties may differ."""
@@ -136,8 +150,10 @@ def measure_all(
                 console.status(f"round {number} of {rounds}: {workload.name} on {contender.name}"),
                 _failure_noted(measurements, process),
             ):
+                before_s = process.processor_seconds()
                 timing = process.measure(workload.renewed(vocab_size, number - 1))
-                measurements.passes.append(Pass(contender.name, number, at, timing))
+                used_s = process.processor_seconds() - before_s
+                measurements.passes.append(Pass(contender.name, number, at, timing, used_s))
                 measurements.peak_memory_bytes[contender.name] = process.peak_memory_bytes()
                 console.print(
                     f"round {number} of {rounds}: {workload.name:8} {contender.name:14} "

@@ -1,7 +1,9 @@
 """The cost of queue, worker and producer: the bare engine against all of them, on the same requests.
 
 `python -m benchmarks.worker_overhead`. The sides make their passes in turns, as in `benchmarks.throughput`; the share
-of the bare engine's throughput that is left is taken round by round, and both must generate the same tokens.
+of the bare engine's throughput that is left is taken round by round, and all must generate the same tokens. The worker
+runs both ways, its engine on a thread and in a process of its own. Processor time is told too: it holds on a machine
+that others use as well. Client and server of the queue share it, as they share the machine.
 """
 
 from __future__ import annotations
@@ -27,12 +29,23 @@ from benchmarks.workloads import WORKLOADS, Workload
 
 GOAL = 0.97
 BARE = Contender("bare", "benchmarks.engines.pagemill", "the engine alone, offline")
-QUEUED = Contender("queued", "benchmarks.engines.queued", "producer, Valkey and worker")
+QUEUED = tuple(
+    Contender(
+        name,
+        "benchmarks.engines.queued",
+        f"producer, Valkey and worker, its engine {where}",
+        options=(("engine_process", value),),
+    )
+    for name, value, where in (
+        ("thread", "off", "on a thread"),
+        ("process", "on", "in a process of its own"),
+    )
+)
 
 
-def same_tokens(measurements: Measurements, workload: str) -> tuple[int, int]:
-    """(requests with equal output, requests), over all rounds."""
-    queued, bare = (measurements.by_round(name, workload) for name in (QUEUED.name, BARE.name))
+def same_tokens(measurements: Measurements, contender: str, workload: str) -> tuple[int, int]:
+    """(requests with the bare engine's output, requests), over all rounds."""
+    queued, bare = (measurements.by_round(name, workload) for name in (contender, BARE.name))
     pairs = [
         pair for n in queued if n in bare for pair in zip(queued[n].outputs, bare[n].outputs, strict=True)
     ]
@@ -48,27 +61,46 @@ def report(measurements: Measurements, workloads: Sequence[Workload]) -> dict[st
                 name: [round(rate, 2) for rate in measurements.rates(name, workload.name)]
                 for name in measurements.contenders
             },
-            "share_of_bare": [
-                round(share, 4) for share in measurements.ratios(QUEUED.name, BARE.name, workload.name)
-            ],
-            "same_tokens": same_tokens(measurements, workload.name),
+            **{way.name: against_bare(measurements, way.name, workload.name) for way in QUEUED},
         }
         for workload in workloads
     }
 
 
+def against_bare(measurements: Measurements, contender: str, workload: str) -> dict[str, Any]:
+    ratios = measurements.ratios, measurements.processor_ratios
+    share, processor = ([round(one, 4) for one in of(contender, BARE.name, workload)] for of in ratios)
+    return {
+        "share_of_bare": share,
+        "processor_time_over_bare": processor,
+        "same_tokens": same_tokens(measurements, contender, workload),
+    }
+
+
 def table(measurements: Measurements, workloads: Sequence[Workload]) -> Table:
     view = Table(title=f"The worker beside the bare engine (goal: {GOAL:.0%} of its throughput)")
-    for column in ("workload", "bare tok/s", "queued tok/s", "share", "same tokens"):
-        view.add_column(column, justify="left" if column == "workload" else "right")
+    for column in (
+        "workload",
+        "engine",
+        "bare tok/s",
+        "queued tok/s",
+        "share",
+        "processor time",
+        "same tokens",
+    ):
+        view.add_column(column, justify="left" if column in ("workload", "engine") else "right")
     for workload in workloads:
-        bare, queued = (statistics.median(measurements.rates(n, workload.name)) for n in ("bare", "queued"))
-        equal, total = same_tokens(measurements, workload.name)
-        share = Spread.of(measurements.ratios(QUEUED.name, BARE.name, workload.name))
-        view.add_row(
-            workload.name, f"{bare:.1f}", f"{queued:.1f}",
-            f"{share.median:.1%} ({share.low:.1%}..{share.high:.1%})", f"{equal}/{total}",
-        )  # fmt: skip
+        bare = statistics.median(measurements.rates(BARE.name, workload.name))
+        for way in QUEUED:
+            queued = statistics.median(measurements.rates(way.name, workload.name))
+            equal, total = same_tokens(measurements, way.name, workload.name)
+            share = Spread.of(measurements.ratios(way.name, BARE.name, workload.name))
+            used = Spread.of(measurements.processor_ratios(way.name, BARE.name, workload.name))
+            view.add_row(
+                workload.name, way.name, f"{bare:.1f}", f"{queued:.1f}",
+                f"{share.median:.1%} ({share.low:.1%}..{share.high:.1%})",
+                f"{used.median:.3f} x ({used.low:.3f}..{used.high:.3f})", f"{equal}/{total}",
+            )  # fmt: skip
     return view
 
 
@@ -97,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started, where = datetime.now(UTC), machine.describe()
     measurements = Measurements()
     passes = throughput.measure_all(
-        measurements, (BARE, QUEUED), request, workloads, vocab_size=vocab_size, rounds=given.rounds,
+        measurements, (BARE, *QUEUED), request, workloads, vocab_size=vocab_size, rounds=given.rounds,
         console=console,
     )  # fmt: skip
     with contextlib.closing(passes):

@@ -148,6 +148,14 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(params=["thread", "process"])
+def engine_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the engines of a test's workers run: on a thread of the worker, and in a process of their own."""
+    host: str = request.param
+    monkeypatch.setenv("PAGEMILL_ENGINE_PROCESS", {"thread": "off", "process": "on"}[host])
+    return host
+
+
 @pytest.fixture(scope="session")
 def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a Valkey 9 shared by the session: keep to your own `queue_name`."""

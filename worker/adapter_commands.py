@@ -13,7 +13,7 @@ from pagemill.producer.wire.calls.adapters import AdapterAnswer, AdapterCommand,
 from pagemill.producer.wire.process.repeated_errors import IN_LOOP, RepeatedErrors
 from pagemill.producer.wire.schema.errors import InvalidJob, RedisUnavailable
 from pagemill.worker.background import BackgroundThread
-from pagemill.worker.engine_thread import EngineThread
+from pagemill.worker.engine_host.host import EngineHost
 from pagemill.worker.job_queue import Backoff, JobQueue
 from pagemill.worker.jobs.context import WorkerContext
 
@@ -30,7 +30,7 @@ class AdapterCommands(BackgroundThread):
     """The thread. `changed` is called after the adapters have changed."""
 
     def __init__(
-        self, context: WorkerContext, queue: JobQueue, engine: EngineThread, changed: Callable[[], None]
+        self, context: WorkerContext, queue: JobQueue, engine: EngineHost, changed: Callable[[], None]
     ) -> None:
         super().__init__("pagemill-adapter-commands")
         self._queue = queue

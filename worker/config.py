@@ -116,6 +116,9 @@ class WorkerConfig(BaseSettings):
     """The worker exits at most this long after the first signal, even if something hangs."""
     engine_stall_s: float = Field(default=60.0, ge=0.1, le=DAY_S)
     """A step longer than this counts as a hung engine: leases lapse, /healthz fails, the process exits."""
+    engine_process: Literal["auto", "on", "off"] = "auto"
+    """Run the engine in a process of its own, where its steps share no interpreter with the worker's threads.
+    auto: on CUDA."""
     checkpoint_s: float = Field(default=1.0, ge=0.001, le=3600)
     checkpoint_tokens: int = Field(default=32, ge=1, le=2**20)
     """A job's progress is written every `checkpoint_s` or `checkpoint_tokens`, whichever comes first."""

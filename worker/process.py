@@ -6,11 +6,9 @@ engine hangs must not look alive.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from types import FrameType
@@ -22,6 +20,8 @@ from pagemill.producer.wire.schema.errors import PagemillError, RedisRefused, Re
 from pagemill.producer.wire.server import discovery
 from pagemill.worker.config import WorkerConfig
 from pagemill.worker.embedded import EmbeddedServer, EmbeddedServerError
+from pagemill.worker.engine_host.choice import runs_in_process
+from pagemill.worker.interpreter import settle, stay_without_torch
 from pagemill.worker.long_wait import LongWait
 from pagemill.worker.watchdog import Watchdog
 from pagemill.worker.worker import Worker
@@ -35,9 +35,6 @@ EXIT_REDIS = 3
 WATCH_S = 0.2
 CLOSE_S = 5.0
 """The part of the shutdown time reserved for ending threads and the embedded server."""
-SWITCH_S = 0.0001
-"""The engine's thread releases the GIL for every kernel, a hundred times a step, and must not wait the usual
-5 ms to get it back from a thread that writes checkpoints: that cost 1.4 % of short jobs' throughput."""
 
 
 class ShutdownSignals:
@@ -69,6 +66,8 @@ def run_worker(config: WorkerConfig) -> int:
     configure_logging(config.log_level, config.log_format)
     signals = ShutdownSignals()
     signals.install()
+    if runs_in_process(config):
+        stay_without_torch()
     try:
         if config.redis_url is not None:
             return _serve(config, discovery.with_credentials(config.redis_url), None, signals)
@@ -108,8 +107,7 @@ def _serve(
     config: WorkerConfig, redis_url: str, server: EmbeddedServer | None, signals: ShutdownSignals
 ) -> int:
     worker = Worker(config, redis_url)
-    ids = {"worker": worker.worker_id, "queue": config.queue}
-    configure_logging(config.log_level, config.log_format, fields=ids)
+    configure_logging(config.log_level, config.log_format, fields=worker.log_fields)
     watchdog = Watchdog(config.engine_stall_s)
     is_clean = False
     try:
@@ -140,8 +138,7 @@ def _watch(
     """Wait for a signal (None) or the worker's failure (the reason). Raises what loading the model raises."""
 
     def on_loaded() -> None:
-        _freeze_heap()
-        sys.setswitchinterval(SWITCH_S)
+        settle()
         watchdog.arm()
 
     loading = LongWait(logger)
@@ -153,14 +150,6 @@ def _watch(
         if server is not None:
             server.revive()
     return None
-
-
-def _freeze_heap() -> None:
-    """Exclude the model's libraries from garbage collection: half a million permanent objects, whose
-    traversal pauses a step for up to half a second.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def _exit_hard_at(moment: float) -> None:

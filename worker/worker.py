@@ -30,7 +30,8 @@ from pagemill.producer.wire.calls.registry import WorkerInfo
 from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
 from pagemill.worker.adapter_commands import AdapterCommands
 from pagemill.worker.config import WorkerConfig
-from pagemill.worker.engine_thread import EngineState, EngineThread
+from pagemill.worker.engine_host.choice import make_host
+from pagemill.worker.engine_host.messages import EngineState
 from pagemill.worker.job_queue import Connectivity, JobQueue, ServerClock, warn_about_server
 from pagemill.worker.jobs.admission import Admission
 from pagemill.worker.jobs.context import WorkerContext
@@ -94,7 +95,7 @@ class Worker:
         self.reporter = ProgressReporter(
             context, self._new_queue(), on_finished=self._on_finished, results=results
         )
-        self.engine = EngineThread(config.engine, self.reporter.deliver)
+        self.engine = make_host(config, self.reporter.deliver, self.log_fields)
         self.leases = LeaseKeeper(
             context,
             self._new_queue(),
@@ -174,6 +175,11 @@ class Worker:
     def model(self) -> str:
         """The main served name. Available once the model is loaded."""
         return self.engine.engine.served_models[0]
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """What every line of the log has, where it has fields."""
+        return {"worker": self.worker_id, "queue": self.config.queue}
 
     @property
     def http_url(self) -> str | None:
@@ -404,6 +410,8 @@ class Worker:
                 "fingerprint": engine.fingerprint,
             }
             details |= {"parts": engine.model_parts} if engine.model_parts else {}
+        if self.engine.pid is not None:
+            details["engine_pid"] = self.engine.pid
         refusal = self.admission.refusal
         if refusal is not None:
             details["refusal"] = refusal

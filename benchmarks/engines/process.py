@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from benchmarks.engines import peers
 from benchmarks.engines.contenders import Contender
 from benchmarks.measure import Ready, Request, Timing
@@ -106,6 +108,11 @@ class EngineProcess:
     def peak_memory_bytes(self) -> int:
         """The most each process of the group has had in memory, summed; pages they share count twice."""
         return sum(_peak_resident_bytes(pid) for pid in _members(self._process.pid))
+
+    def processor_seconds(self) -> float:
+        """The processor time of the process and all that it has started, in whatever group or session."""
+        this = psutil.Process(self._process.pid)
+        return sum(sum(one.cpu_times()) for one in (this, *this.children(recursive=True)))
 
     def close(self) -> None:
         """Let it end by itself, as an end of its orders tells it to; then end what is left of it."""

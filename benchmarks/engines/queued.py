@@ -55,7 +55,13 @@ def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
 
 def _start_worker(request: measure.Request, state_dir: Path) -> subprocess.Popen[bytes]:
     options = {"kv_cache_memory_bytes": request.kv_cache_memory_bytes, "skip_tokenizer_init": True}
-    settings = {"model": request.model, "queue": QUEUE, "state_dir": str(state_dir), "http_port": 0}
+    settings = {
+        "model": request.model,
+        "queue": QUEUE,
+        "state_dir": str(state_dir),
+        "http_port": 0,
+        "engine_stall_s": 3600.0,  # it is stopped while others make their passes
+    }
     code = (
         "import json, sys\nfrom pagemill.worker.config import WorkerConfig\n"
         "from pagemill.worker.process import run_worker\n"

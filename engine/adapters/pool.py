@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pagemill.bounds import ADAPTER_NAME, ADAPTER_NAME_RULE
 from pagemill.engine.adapters.adapter import Adapter
+from pagemill.engine.adapters.names import AdapterNames
 from pagemill.engine.errors import AdapterError, EngineError, UnknownAdapter
 from pagemill.engine.outputs import AdapterStats
 
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 AGEING_S = 1.0
 """Once a request has waited this long for a slot, later requests queue behind it, even where theirs is in memory."""
-_MAX_NAMES_TOLD = 20
 
 
 class Layers(Protocol):
@@ -69,7 +69,7 @@ class _Waiting:
     since: float
 
 
-class AdapterPool:
+class AdapterPool(AdapterNames):
     """Names are for any thread, everything else for the engine's.
 
     `find` gives a request its adapter, `attach` or later `ready` its slot; `release` at its end lets go of it.
@@ -78,9 +78,9 @@ class AdapterPool:
     def __init__(
         self, layers: Layers, limits: AdapterLimits, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        super().__init__()
         self._layers, self._limits, self._clock = layers, limits, clock
         self._lock = threading.Lock()
-        self._named: dict[str, Adapter] = {}
         self._residents: dict[str, _Resident] = {}
         """By digest, so that a name's later weights are another resident."""
         self._slot_of: dict[str, _Resident] = {}
@@ -121,18 +121,7 @@ class AdapterPool:
         """Forget a name. Requests that have its adapter run on. Raises `UnknownAdapter`."""
         with self._lock:
             if self._named.pop(name, None) is None:
-                raise self._unknown(name)
-
-    def find(self, name: str) -> Adapter:
-        """Return the adapter of this name. Raises `UnknownAdapter`, which tells the names there are."""
-        adapter = self._named.get(name)
-        if adapter is None:
-            raise self._unknown(name)
-        return adapter
-
-    def named(self) -> list[Adapter]:
-        """Return the named adapters, sorted by name."""
-        return sorted(self._named.copy().values(), key=lambda adapter: adapter.name)
+                raise self.unknown(name)
 
     def attach(self, request_id: str, adapter: Adapter) -> int | None:
         """Return the slot of a request's adapter; None: `ready` will return it."""
@@ -184,11 +173,6 @@ class AdapterPool:
             evictions=self._evictions,
             requests={name: self._requests[name] for name in named},
         )
-
-    def _unknown(self, name: str) -> UnknownAdapter:
-        names = sorted(self._named.copy())
-        told = ", ".join(names[:_MAX_NAMES_TOLD]) + (", ..." if len(names) > _MAX_NAMES_TOLD else "")
-        return UnknownAdapter(f"there is no adapter {name!r} here; there are: {told or 'none'}")
 
     def _check_room(self, name: str) -> None:
         if name not in self._named and len(self._named) >= self._limits.max_adapters:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
 import tempfile
 import weakref
-from pathlib import Path
 
+from pagemill.engine.child_process import environment
 from pagemill.engine.structured_output.server import MEMORY_LIMIT_MIB, TIME_LIMIT_S
 from pagemill.engine.structured_output.vocabulary import GrammarVocabulary
 
@@ -34,7 +33,6 @@ class Nursery:
         """Start the process. Returns at once: requests are served once it has read the vocabulary."""
         if self.process is not None and self.process.poll() is None:
             return
-        root = str(Path(sys.modules["pagemill"].__path__[0]).parent)
         self._control, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile("w+", encoding="utf-8") as vocabulary:
             vocabulary.write(self._vocabulary.dump())
@@ -42,7 +40,7 @@ class Nursery:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pagemill.engine.structured_output.server"]
                 + [str(number) for number in (theirs.fileno(), self.time_limit_s, self.memory_limit_mib)],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])},
+                env=environment(),
                 stdin=vocabulary,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

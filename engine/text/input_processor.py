@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NoReturn
+from functools import cached_property, partial
+from typing import Any, NoReturn
 
 from pagemill.chat.parser import ChatSyntax
 from pagemill.engine.byte_cache import ByteCache, text_bytes
@@ -48,6 +48,12 @@ class InputProcessor:
         self._bad_word_ids: ByteCache[tuple[str, ...], tuple[tuple[int, ...], ...]] = ByteCache(
             _BAD_WORDS_BYTES, lambda words, ids: text_bytes(words) + sum(100 + 40 * len(one) for one in ids)
         )
+
+    def __reduce__(self) -> Any:
+        """Leave out what is remembered of requests."""
+        tools, reasoning = self._parsers
+        make = partial(InputProcessor, tool_call_parser=tools, reasoning_parser=reasoning)
+        return make, (self._tokenizer, self._limits)
 
     @property
     def vocab_size(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -31,6 +31,9 @@ class TextEncoder:
         self._json = tokenizer_json
         self._tokenizer: Any = Tokenizer.from_str(tokenizer_json)
         self._shortening = lru_cache(maxsize=8)(self._shortening_tokenizer)
+
+    def __reduce__(self) -> Any:
+        return partial(TextEncoder, gives_types=self._gives_types), (self._json,)
 
     def encode(self, texts: Sequence[Text], *, shorten_to: int | None = None) -> list[EncodedText]:
         """Encode texts, with special tokens; `shorten_to` cuts a longer text's end, and of a pair the longer one's.

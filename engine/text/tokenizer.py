@@ -117,12 +117,17 @@ class HuggingFaceTokenizer:
             ) from error
         # The Rust object directly: the Python wrapper costs several times as much as the decoding itself.
         self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        self._read_from = directory, chat_template
         self.vocab_size: int = len(self._tokenizer)
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
         self._template = ChatTemplate(self._tokenizer, directory, chat_template)
         self.chat_template = self._template.source
         self.gives_types: bool = "token_type_ids" in self._tokenizer.model_input_names
         """The model tells a pair's second text by a type of its tokens."""
+
+    def __reduce__(self) -> tuple[type[HuggingFaceTokenizer], tuple[Path, str | None]]:
+        """Pickle the name of the folder, which another process reads again."""
+        return HuggingFaceTokenizer, self._read_from
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -37,6 +37,13 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).exists() for name in _NAMES)
 
 
+def import_libraries() -> None:
+    """Import what `read_tokenizer` does: a second that passes while a model is loaded elsewhere."""
+    from transformers import AutoTokenizer
+
+    del AutoTokenizer
+
+
 def read_tokenizer(directory: Path) -> Any:
     """Return transformers' tokenizer.
 

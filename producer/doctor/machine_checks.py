@@ -94,6 +94,7 @@ def http_port(port: int) -> Finding:
     told = f"{port} is worker {details.get('worker', '?')}, {details.get('state', '?')}"
     if "model" in details:
         told += "; " + "; ".join(str(details[name]) for name in ("model", "parts") if name in details)
+        told += f"; engine in process {details['engine_pid']}" if "engine_pid" in details else ""
     return Finding("port", "ok", told)
 
 

@@ -23,7 +23,8 @@ from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.process.repeated_errors import IN_LOOP, RepeatedErrors
 from pagemill.producer.wire.schema.errors import InvalidJob, QueueFull, RedisUnavailable
 from pagemill.producer.wire.schema.outputs import ErrorInfo, Progress
-from pagemill.worker.engine_thread import AddRequest, EngineState, EngineThread
+from pagemill.worker.engine_host.host import EngineHost
+from pagemill.worker.engine_host.messages import AddRequest, EngineState
 from pagemill.worker.job_queue import Backoff, JobQueue
 from pagemill.worker.jobs.context import WorkerContext
 from pagemill.worker.jobs.final_write import failed, handed_back, unfetched
@@ -79,7 +80,7 @@ class OutputForecast:
         return max(job.params.num_sequences, expected - job.generated_tokens)
 
 
-def credit(engine: EngineThread, running: list[RunningJob], forecast: OutputForecast) -> Credit:
+def credit(engine: EngineHost, running: list[RunningJob], forecast: OutputForecast) -> Credit:
     """Compute the engine's room for more jobs.
 
     Rows are the engine's, less those its requests will hold after its next step: a job pulled during a step
@@ -155,7 +156,7 @@ class Admission:
         self,
         context: WorkerContext,
         queue: JobQueue,
-        engine: EngineThread,
+        engine: EngineHost,
         intake: Intake,
         reporter: ProgressReporter,
         leases: LeaseKeeper,

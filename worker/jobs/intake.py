@@ -25,7 +25,7 @@ from pagemill.producer.wire.schema.tasks import POOLED_TASKS
 from pagemill.producer.wire.schema.text.chat import NamedToolChoice
 from pagemill.producer.wire.store.store import MAX_STORED_BYTES
 from pagemill.producer.wire.store.stub import Reference, read_payload_stub
-from pagemill.worker.engine_thread import EngineThread
+from pagemill.worker.engine_host.host import EngineHost
 from pagemill.worker.jobs.context import WorkerContext
 from pagemill.worker.jobs.logprob_columns import LogprobColumns
 from pagemill.worker.jobs.pooled_rows import encoded_bytes
@@ -56,7 +56,7 @@ class ResumePoint:
 class Intake:
     """Checks a job before it runs. Called on admission's thread."""
 
-    def __init__(self, context: WorkerContext, engine: EngineThread, webhooks: WebhookPolicy) -> None:
+    def __init__(self, context: WorkerContext, engine: EngineHost, webhooks: WebhookPolicy) -> None:
         self._queue = context.config.queue
         self._engine = engine
         self._counters = context.counters

@@ -20,7 +20,7 @@ from pagemill.producer.wire.process.repeated_errors import RepeatedErrors
 from pagemill.producer.wire.schema.errors import RedisUnavailable
 from pagemill.producer.wire.schema.outputs import ErrorInfo
 from pagemill.worker.config import WorkerConfig
-from pagemill.worker.engine_thread import EngineThread
+from pagemill.worker.engine_host.host import EngineHost
 from pagemill.worker.job_queue import Backoff, JobQueue
 from pagemill.worker.jobs.context import WorkerContext
 from pagemill.worker.jobs.final_write import (
@@ -146,7 +146,7 @@ class ProgressReporter:
         self._storing: dict[str, float] = {}
         """Ended jobs whose results go to the store: `time.monotonic()` when they go into Redis instead."""
         self._stopping: dict[str, float] = {}
-        self._engine: EngineThread | None = None
+        self._engine: EngineHost | None = None
         self._is_holding = False
         self._is_abandoning = False
         self._give_up_at: float | None = None
@@ -154,7 +154,7 @@ class ProgressReporter:
         self._retry_at = 0.0
         self._thread = threading.Thread(target=self._run, name="pagemill-reporter", daemon=True)
 
-    def start(self, engine: EngineThread) -> None:
+    def start(self, engine: EngineHost) -> None:
         self._engine = engine
         if self._results is not None:
             self._results.start(lambda write: self._events.put(Written(write)))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +20,7 @@ from typing import TypeVar
 
 import torch
 
+from pagemill.engine.child_process import ending, environment
 from pagemill.engine.config import EngineConfig, SchedulerConfig
 from pagemill.engine.devices.backend import DeviceBackend
 from pagemill.engine.errors import ConfigError, EngineError, RankLost
@@ -129,7 +128,7 @@ class RankProcesses:
             return self._broken
         for rank, process in enumerate(self._processes if self._end.alive else (), start=1):
             if (code := process.poll()) is not None:
-                return f"the process of rank {rank} {_ending(code)}"
+                return f"the process of rank {rank} {ending(code)}"
         return None
 
     def close(self) -> None:
@@ -170,14 +169,9 @@ def _threads_of_a_rank(config: EngineConfig) -> int:
 
 
 def _spawn(connection_fd: int, num_threads: int | None) -> subprocess.Popen[bytes]:
-    root = str(Path(sys.modules["pagemill"].__path__[0]).parent)
     return subprocess.Popen(
         [sys.executable, "-m", _CHILD, str(connection_fd)],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),
-            "OMP_NUM_THREADS": str(num_threads),
-        },
+        env=environment() | {"OMP_NUM_THREADS": str(num_threads)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=(connection_fd,),
@@ -197,12 +191,3 @@ def _end(processes: list[subprocess.Popen[bytes]], connections: list[Connection]
             process.kill()
             process.wait()
     shutil.rmtree(directory, ignore_errors=True)
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was ended by signal {-code}"

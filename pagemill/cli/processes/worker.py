@@ -115,6 +115,13 @@ class WorkerFlags:
             metavar="INTEGER", help="Processes, and GPUs, that share each layer's work. Default: 1."
         ),
     ] = None
+    engine_process: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|on|off",
+            help="Run the engine in a process of its own, apart from the worker's threads. Default: auto, on CUDA.",
+        ),
+    ] = None
     verify: Annotated[
         bool | None,
         typer.Option(

@@ -11,7 +11,8 @@ from typing import Any
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.producer.wire.calls import transitions
 from pagemill.producer.wire.schema import keys
-from pagemill.worker.engine_thread import STATS_INTERVAL_S, AddRequest
+from pagemill.worker.engine_host.loop import STATS_INTERVAL_S
+from pagemill.worker.engine_host.messages import AddRequest
 from pagemill.worker.worker import Worker
 from tests.integration.worker.test_faults import fail_in_the_engine
 from tests.worker.harness import PATIENCE_S, QueueClient, eventually

@@ -73,6 +73,7 @@ def command(url: str, queue: str, *words: str) -> tuple[int, dict[str, Any]]:
     return run.exit_code, json.loads(run.stdout)["workers"]
 
 
+@pytest.mark.usefixtures("engine_host")
 def test_jobs_name_adapters_that_come_and_go(
     valkey_url: str, client: QueueClient, model: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:

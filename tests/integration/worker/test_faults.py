@@ -10,7 +10,7 @@ import pytest
 
 from pagemill.engine.outputs import RequestOutput
 from pagemill.producer.wire.schema.errors import JobDead
-from pagemill.worker.engine_thread import EngineState
+from pagemill.worker.engine_host.messages import EngineState
 from pagemill.worker.worker import Worker
 from tests.conftest import RedisServer
 from tests.worker.harness import (

@@ -6,10 +6,12 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
 
 import pytest
 
 from pagemill.engine.engine import Engine
+from pagemill.producer.doctor.machine_checks import http_port
 from pagemill.producer.wire.calls.reads import feed
 from pagemill.producer.wire.schema.errors import JobCancelled, JobExpired, JobFailed
 from pagemill.producer.wire.schema.outputs import Delta
@@ -35,13 +37,13 @@ def client(valkey_url: str, queue_name: str) -> Iterator[QueueClient]:
 
 
 @pytest.fixture
-def worker(valkey_url: str, queue_name: str) -> Iterator[Worker]:
+def worker(valkey_url: str, queue_name: str, engine_host: str) -> Iterator[Worker]:
     with running_worker(worker_config(valkey_url, queue_name)) as worker:
         yield worker
 
 
 @pytest.fixture
-def slow_worker(valkey_url: str, queue_name: str) -> Iterator[Worker]:
+def slow_worker(valkey_url: str, queue_name: str, engine_host: str) -> Iterator[Worker]:
     with running_worker(worker_config(valkey_url, queue_name, model=SLOW)) as worker:
         yield worker
 
@@ -243,13 +245,16 @@ def test_paused_means_no_pulls_and_running_jobs_finish(slow_worker: Worker, clie
     assert client.wait([waiting])[0].state == "succeeded"
 
 
-def test_status_pages_and_metrics(worker: Worker, client: QueueClient) -> None:
+def test_status_pages_and_metrics(worker: Worker, client: QueueClient, engine_host: str) -> None:
     client.wait(client.submit(*({"prompt": "m", "max_tokens": 1} for _ in range(3))))
     assert get(f"{worker.http_url}/healthz")[0] == 200
     status, ready = get_json(f"{worker.http_url}/readyz")
     assert status == 200
     assert (ready["state"], ready["model"], ready["redis"]) == ("ready", "echo", "up")
     assert ready["tier"] == worker.engine.engine.tier
+    assert ("engine_pid" in ready) == (engine_host == "process")
+    told = http_port(urlsplit(worker.http_url or "").port or 0).message
+    assert ("engine in process" in told) == (engine_host == "process")
     metrics = get(f"{worker.http_url}/metrics")[1].decode()
     assert 'pagemill_jobs_finished_total{outcome="succeeded"} 3.0' in metrics
     assert "pagemill_kv_cache_capacity_blocks" in metrics

@@ -10,7 +10,8 @@ from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tasks import GENERATE
 from pagemill.producer.wire.calls.transitions import PulledJob
 from pagemill.producer.wire.schema.job import Job
-from pagemill.worker.engine_thread import EngineState, EngineThread
+from pagemill.worker.engine_host.messages import EngineState
+from pagemill.worker.engine_host.thread import EngineThread
 from pagemill.worker.jobs.admission import MAX_JOBS_PER_PULL, OutputForecast, credit
 from pagemill.worker.jobs.running_job import RunningJob, sample_records
 

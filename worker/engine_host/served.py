@@ -1,0 +1,51 @@
+"""A loaded engine as another process sees it: what it is, and the half that needs no device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pagemill.engine.adapters.pool import NoAdapters
+from pagemill.engine.config import SchedulerConfig
+from pagemill.engine.parts import Tier
+from pagemill.engine.text.token_texts import TokenTexts
+from pagemill.engine.text.tokenizer import Tokenizer
+from pagemill.worker.engine_host.remote_adapters import RemoteAdapters
+
+if TYPE_CHECKING:
+    from pagemill.engine.pooling.input_processor import PoolingInputProcessor
+    from pagemill.engine.serving import AnyEngine
+    from pagemill.engine.text.input_processor import InputProcessor
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The first message of an engine's process. The tokenizer is read again from its folder where it arrives."""
+
+    served_models: tuple[str, ...]
+    fingerprint: str
+    model_parts: str
+    tier: Tier
+    limits: SchedulerConfig
+    tokenizer: Tokenizer | None
+    input_processor: InputProcessor | PoolingInputProcessor
+    adapters: RemoteAdapters | NoAdapters
+
+    @classmethod
+    def of(cls, engine: AnyEngine) -> ServedModel:
+        pool = engine.adapters
+        return cls(
+            engine.served_models,
+            engine.fingerprint,
+            engine.model_parts,
+            engine.tier,
+            engine.limits,
+            engine.tokenizer,
+            engine.input_processor,
+            pool if isinstance(pool, NoAdapters) else RemoteAdapters(pool.named()),
+        )
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        return TokenTexts(self.tokenizer)

@@ -47,7 +47,7 @@ def _opening(part: Part) -> tuple[Section, ...]:
         Section(
             name="versions",
             part=part,
-            seconds=8,
+            seconds=12,
             run=versions.run,
             question="What was measured?",
             hint="the versions in pyproject.toml's extra worker; nvidia-smi for other programs on the card",
@@ -67,7 +67,7 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         name="launches",
         part="preflight",
-        seconds=24,
+        seconds=35,
         run=launches.run,
         question="Does every kernel run, and compute what fp64 does?",
         hint="the row whose ok is false; then compute-sanitizer python -m benchmarks.gpu --part preflight "
@@ -76,7 +76,7 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         name="start",
         part="preflight",
-        seconds=28,
+        seconds=30,
         run=start.run,
         question="Does the engine start twice, and say what transformers says?",
         hint="the log; engine/execution/cuda_graphs.py if capture failed, else --part 1 --sections switches",
@@ -85,7 +85,7 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         name="correctness",
         part="1",
-        seconds=160,
+        seconds=155,
         run=correctness.run,
         question="How far from fp64 is every kernel, over every shape and dtype?",
         hint="the rows whose ok is false: kernels/gpu has a file for each kernel",
@@ -101,7 +101,7 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         name="decode",
         part="1",
-        seconds=65,
+        seconds=62,
         run=decode.run,
         question="Does decode attention read keys at the rate of a copy?",
     ),
@@ -122,7 +122,7 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         name="sampling",
         part="1",
-        seconds=25,
+        seconds=22,
         run=sampling.run,
         question="What do top-k, top-p and min-p cost beside plain temperature?",
     ),
@@ -136,14 +136,14 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         name="fused",
         part="1",
-        seconds=25,
+        seconds=24,
         run=fused.run,
         question="Do norms, activations and the cache's write move bytes at the rate of a copy?",
     ),
     Section(
         name="tiles",
         part="1",
-        seconds=80,
+        seconds=90,
         run=tiles.run,
         question="Which tiles belong into the tuning table?",
     ),
@@ -180,7 +180,7 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         name="worker",
         part="2",
-        seconds=120,
+        seconds=115,
         run=worker.run,
         needs=(worker.lacks_server,),
         is_alone=True,
@@ -197,7 +197,7 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         name="generation-qwen",
         part="2",
-        seconds=40,
+        seconds=38,
         run=generation.run_qwen,
         is_alone=True,
         question="What share does a small model reach, whose steps are short?",

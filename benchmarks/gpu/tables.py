@@ -32,7 +32,7 @@ def _verdict(row: Row) -> str:
     if row.ok is False:
         return "WRONG"
     facts = ", ".join(f"{name} {value}" for name, value in row.facts.items())
-    return f"below its target; {facts}" if row.meets_target is False else facts
+    return ", ".join(filter(None, ["below its target" if row.meets_target is False else "", facts]))
 
 
 def _figure(number: float | None, unit: str) -> str:

@@ -175,10 +175,10 @@ def test_a_section_of_another_part_is_refused(capsys: pytest.CaptureFixture[str]
 def test_the_seconds_of_a_part_are_under_nine_minutes_and_a_preflight_a_minute() -> None:
     names = [(section.part, section.name) for section in SECTIONS]
     assert len(set(names)) == len(names)
-    for part in PARTS:
+    assert PART_SECONDS == {"preflight": 60.0, "1": 520.0, "2": 520.0}
+    for part in ("1", "2"):
         assert sum(section.seconds for section in of_part(part)) <= PART_SECONDS[part]
-        assert all(section.hint for section in of_part(part) if part == "preflight")
-    assert PART_SECONDS == {"preflight": 60.0, "1": 530.0, "2": 530.0}
+    assert all(section.hint for section in of_part("preflight"))
     jobs = pickle.dumps([section.run for section in SECTIONS])  # they travel to a process
     assert pickle.loads(jobs) == [section.run for section in SECTIONS]
 
@@ -265,8 +265,8 @@ def test_a_section_is_cut_at_its_seconds_and_the_part_at_its_own(tmp_path: Path)
     found = list(_read(tmp_path, "1").values())
     assert {section["status"] for section in found} == {"cut"}
     assert len(found) == 60, "those for which no time is left say so, too"
-    assert [len(section["rows"]) for section in found[:53]] == [2] * 53
-    assert [len(section["rows"]) for section in found[53:]] == [0] * 7
+    assert [len(section["rows"]) for section in found[:52]] == [2] * 52
+    assert [len(section["rows"]) for section in found[52:]] == [0] * 8
     assert sum(section["seconds"] for section in found) == PART_SECONDS["1"]
     assert "not done after 10 s" in found[0]["reason"]
 
@@ -296,7 +296,8 @@ def test_a_process_that_fails_keeps_its_rows_and_costs_the_next_section_nothing(
             next(rows)
             with pytest.raises(SectionFailed, match=why):
                 next(rows)
-        rows = device.rows(_hangs, replace(bench, seconds=5.0))
+        assert list(device.rows(_tells_its_process, bench)), "it has started again"
+        rows = device.rows(_hangs, replace(bench, seconds=10.0))
         pid = next(rows).facts["pid"]
         with pytest.raises(OutOfTime):
             next(rows)
@@ -306,7 +307,7 @@ def test_a_process_that_fails_keeps_its_rows_and_costs_the_next_section_nothing(
     finally:
         device.stop()
     text = log.read_text()
-    assert text.count("words for the log") == 3
+    assert text.count("words for the log") == 4
     assert "Traceback" in text
 
 
@@ -337,8 +338,8 @@ _START = (
 )
 
 
-@pytest.mark.parametrize("use", ["", pytest.param(_START, marks=pytest.mark.slow)], ids=["import", "start"])
-def test_a_gpu_machine_needs_no_more_than_torch_and_transformers(use: str) -> None:
+@pytest.mark.slow
+def test_a_gpu_machine_needs_no_more_than_torch_and_transformers() -> None:
     """Where nothing can be installed: what only producers and structured outputs use stays unloaded."""
     code = (
         "import sys\n"
@@ -348,8 +349,32 @@ def test_a_gpu_machine_needs_no_more_than_torch_and_transformers(use: str) -> No
         "import pagemill.engine.execution.model_runner\n"
     )
     run = subprocess.run(
-        [sys.executable, "-c", code + use], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code + _START], cwd=ROOT, capture_output=True, text=True, check=False
     )
+    assert run.returncode == 0, run.stderr
+
+
+_LAUNCHES = """
+import torch
+from tests.engine.execution import fake_gpu
+from benchmarks.gpu.section import Bench, Scale
+from benchmarks.gpu.sections import launches
+
+def once(run):
+    run()
+    return 1.0
+
+fake_gpu.install()
+wrong = [row for row in launches.run(Bench(Scale.FULL, torch.device("cpu"), once)) if row.ok is False]
+assert not wrong, wrong
+"""
+
+
+@pytest.mark.slow
+def test_the_launches_of_a_preflight_compile_for_a_card() -> None:
+    """For sm_90, at the sizes that a card gets; numbers come from the reference operators, held to fp64 likewise."""
+    command = [sys.executable, "-c", _LAUNCHES]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
 
 

@@ -1,4 +1,4 @@
-"""Single steps of the engine: of rows that decode, and of as many with a prompt among them."""
+"""Single steps of the engine, of rows that decode and of as many with a prompt among them, and their kernels."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import random
 import time
 from collections.abc import Callable, Iterator
 
+import torch
+from torch.profiler import ProfilerActivity, profile
+
 from benchmarks.gpu.engines import OpenEngine, open_engine
 from benchmarks.gpu.floors import Step
 from benchmarks.gpu.models import LLAMA_8B, random_tokens
 from benchmarks.gpu.section import Bench, Row
 from pagemill.engine.sampling_params import SamplingParams
+
+_PROFILED_STEPS = 4
+_LONGEST = 8
+"""Kernels of a profile that get a row."""
 
 
 def run(bench: Bench) -> Iterator[Row]:
@@ -38,6 +45,8 @@ def run(bench: Bench) -> Iterator[Row]:
         mixed = Step([(1, keys + 2 * steps)] * rows + [(prompt, prompt)])
         case = f"{rows} rows decode beside a prompt of {prompt}"
         yield _row(bench, opened, case, mixed, _timed(opened, steps, add_prompt))
+        yield from _profile(bench, opened, "mixed", lambda number: add_prompt(steps + number))
+        yield from _profile(bench, opened, "decode", lambda _: None)
     finally:
         for name in names:
             engine.abort(name)
@@ -69,3 +78,22 @@ def _row(bench: Bench, opened: OpenEngine, case: str, step: Step, timed: tuple[f
         prediction=bench.expected.step(opened.model, step),
         facts={"model": opened.model.name, "replayed": replayed},
     )
+
+
+def _profile(bench: Bench, opened: OpenEngine, kind: str, before: Callable[[int], None]) -> Iterator[Row]:
+    """The kernels, on a CPU the operators, that take longest: seconds of each in a step."""
+    on_card = bench.device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_card else ProfilerActivity.CPU]) as profiled:
+        for number in range(_PROFILED_STEPS):
+            before(number)
+            opened.llm.engine.step()
+        if on_card:
+            torch.cuda.synchronize()
+    attribute = "self_device_time_total" if on_card else "self_cpu_time_total"  # microseconds
+    taken = sorted(
+        ((getattr(event, attribute), event) for event in profiled.key_averages()), key=lambda e: -e[0]
+    )
+    for microseconds, event in taken[:_LONGEST]:
+        calls = event.count / _PROFILED_STEPS
+        seconds = microseconds / 1e6 / _PROFILED_STEPS
+        yield Row(case=f"{kind} step: {event.key[:100]}", measured=seconds, facts={"calls": calls})

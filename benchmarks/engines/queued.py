@@ -31,7 +31,7 @@ def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
     worker = _start_worker(request, state_dir)
     url = _when_ready(worker, lambda: find_redis(directory=state_dir))
     producer = Producer(url, queue=QUEUE)
-    served = _when_ready(worker, lambda: _served_model(url))
+    served = _when_ready(worker, lambda: served_model(url, QUEUE))
 
     def generate(prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
         jobs = (
@@ -53,6 +53,16 @@ def load(request: measure.Request) -> tuple[measure.Generate, dict[str, str]]:
         return generate, {"server": str(client.info("server").get("valkey_version", "?"))}
 
 
+def worker_command(settings: dict[str, Any]) -> list[str]:
+    """Return the command of a worker's process; `settings`: the fields of `WorkerConfig`."""
+    code = (
+        "import json, sys\nfrom pagemill.worker.config import WorkerConfig\n"
+        "from pagemill.worker.process import run_worker\n"
+        "sys.exit(run_worker(WorkerConfig.load(**json.loads(sys.argv[1]))))"
+    )
+    return [sys.executable, "-c", code, json.dumps(settings)]
+
+
 def _start_worker(request: measure.Request, state_dir: Path) -> subprocess.Popen[bytes]:
     options = {"kv_cache_memory_bytes": request.kv_cache_memory_bytes, "skip_tokenizer_init": True}
     settings = {
@@ -62,15 +72,10 @@ def _start_worker(request: measure.Request, state_dir: Path) -> subprocess.Popen
         "http_port": 0,
         "engine_stall_s": 3600.0,  # it is stopped while others make their passes
     }
-    code = (
-        "import json, sys\nfrom pagemill.worker.config import WorkerConfig\n"
-        "from pagemill.worker.process import run_worker\n"
-        "sys.exit(run_worker(WorkerConfig.load(**json.loads(sys.argv[1]))))"
-    )
     environment = {name: value for name, value in os.environ.items() if name != "PAGEMILL_REDIS_URL"}
     with (state_dir / "worker.log").open("wb") as log:
         worker = subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps(settings | options | request.options)],
+            worker_command(settings | options | request.options),
             stdout=log,
             stderr=log,
             env=environment,
@@ -94,13 +99,14 @@ def _when_ready(worker: subprocess.Popen[bytes], ask: Any) -> Any:
     raise RuntimeError("the worker did not start; see worker.log in its state directory")
 
 
-def _served_model(url: str) -> str | None:
+def served_model(url: str, queue: str) -> str | None:
+    """Return the name under which a live worker of the queue serves its model, if there is one yet."""
     from pagemill.producer.wire.calls import registry
     from pagemill.producer.wire.server.clients import open_client
     from pagemill.producer.wire.server.transport import SyncTransport
 
-    with open_client(url, QUEUE) as client:
-        workers = SyncTransport(client).run(registry.workers(QUEUE))
+    with open_client(url, queue) as client:
+        workers = SyncTransport(client).run(registry.workers(queue))
     return next((model for worker in workers for model in worker.models), None)
 
 

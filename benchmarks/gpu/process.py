@@ -1,7 +1,8 @@
-"""A process for the sections of `benchmarks.gpu` that touch the device, so that none of them can take the rest along.
+"""A process for the sections of `benchmarks.gpu`, so that none of them can take the rest along.
 
 An illegal access leaves its process without a usable device, and a kernel that hangs never returns: here either ends
-one process, which the next section replaces. Rows arrive as they are made, so what a section had found is kept.
+one process, which the next section replaces. Rows arrive as they are made, so what a section had found is kept. What
+sections print, and the processes that they start, goes to a log.
 """
 
 from __future__ import annotations
@@ -11,49 +12,62 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from pathlib import Path
 
 import torch
 
-Row = dict[str, Any]
-Argument = TypeVar("Argument")
+from benchmarks.gpu.section import Bench, Row, Skipped
 
 _SECONDS_TO_END = 5.0
+_LONGEST_POLL_S = 1e6
 
 
 class SectionFailed(Exception):
-    """A section raised, ran out of time, or its process ended."""
+    """A section raised, or its process ended."""
+
+
+class OutOfTime(Exception):
+    """A section was cut."""
 
 
 class DeviceProcess:
     """Runs one section after another; starts on first use, and again after a failure."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: Path) -> None:
+        self._log = log
         self._process: BaseProcess | None = None
         self._connection: Connection | None = None
 
-    def rows(
-        self, run: Callable[[Argument], Iterable[Row]], argument: Argument, timeout_s: float
-    ) -> Iterator[Row]:
-        """The rows of `run(argument)`, both of which can be pickled. Raises `SectionFailed`."""
-        deadline = time.monotonic() + timeout_s
+    def rows(self, run: Callable[[Bench], Iterable[Row]], bench: Bench) -> Generator[Row, None, None]:
+        """The rows of `run(bench)`, both of which can be pickled, made within `bench.seconds`.
+
+        Raises:
+            SectionFailed, OutOfTime, Skipped: in each case after the rows so far.
+        """
+        deadline = time.monotonic() + bench.seconds
         try:
             connection = self._connected()
-            connection.send((run, argument))
+            connection.send((run, bench))
             while True:
-                if not connection.poll(max(0.0, deadline - time.monotonic())):
-                    raise SectionFailed(f"not done after {timeout_s:.0f} s")
+                # No limit is infinity, of which poll knows nothing.
+                if not connection.poll(min(_LONGEST_POLL_S, max(0.0, deadline - time.monotonic()))):
+                    raise OutOfTime
                 kind, content = connection.recv()
                 if kind == "end":
                     return
                 if kind == "error":
                     raise SectionFailed(content)
+                if kind == "skipped":
+                    raise Skipped(content)
                 yield content
+        except Skipped:
+            raise
         except (EOFError, OSError) as error:
             self.stop()
             raise SectionFailed(f"its process has ended: {error!r}") from error
@@ -79,28 +93,39 @@ class DeviceProcess:
             # Spawned: a process that has used CUDA can't be forked.
             context = multiprocessing.get_context("spawn")
             self._connection, theirs = context.Pipe()
-            self._process = context.Process(target=_serve, args=(theirs,))
+            self._process = context.Process(target=_serve, args=(theirs, self._log))
             self._process.start()
             theirs.close()  # or its end would never be noticed
         return self._connection
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, log: Path) -> None:
     os.setpgid(0, 0)  # the processes that a section starts are in it too
+    _print_to(log)
     while True:
         try:
-            run, argument = connection.recv()
+            run, bench = connection.recv()
         except EOFError:
             return
         try:
-            for row in run(argument):
+            for row in run(bench):
                 connection.send(("row", row))
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()  # the engines' processes need the memory
+        except Skipped as reason:
+            connection.send(("skipped", str(reason)))
+            continue
         except Exception as error:
             traceback.print_exc()
             connection.send(("error", f"{type(error).__name__}: {error}".strip().splitlines()[0]))
             return
         connection.send(("end", None))
+
+
+def _print_to(log: Path) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, sys.stdout.fileno())
+    os.dup2(file, sys.stderr.fileno())
+    os.close(file)

@@ -1,20 +1,23 @@
-"""The sections of `benchmarks.gpu` on everything but attention: fused row kernels, cache writes, copies, sampling."""
+"""Operands of everything but attention (fused row kernels, cache writes, copies, sampling), held to fp64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from benchmarks.gpu.attention import Measure, Row, Shape
+from benchmarks.gpu.attention import LLAMA_8B, TOY
+from benchmarks.gpu.models import Shape
+from benchmarks.gpu.section import Bench, Row
 from pagemill.kernels import dispatch, reference
 from pagemill.kernels.types.grouped_weight import GroupedWeight
 from pagemill.kernels.types.layer_cache import FP8, LayerCache, allocate_layer, as_bytes
+from pagemill.kernels.types.low_rank import AdapterRows
 from pagemill.kernels.types.rotation import Rotation
 from pagemill.kernels.types.sampling_rows import SamplingRows
 from pagemill.kernels.types.tiled_weight import TiledWeight
+from tests.kernels.low_rank_case import low_rank_case
 
 # Largest ||out - truth|| / ||truth||: a few roundings of each dtype.
 _RELATIVE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -34,39 +37,38 @@ class Sizes:
 
 
 # Tokens enough that no operand is still in the L2 cache (60 MB on an H200) when the next replay wants it.
-LLAMA_SIZES = Sizes(32768, 4096, 14336, 128256, Shape("llama-3.1-8b", 32, 8, 128), 256)
-TOY_SIZES = Sizes(5, 96, 80, 700, Shape("toy", 2, 1, 64), 3)
+LLAMA_SIZES = Sizes(32768, 4096, 14336, 128256, LLAMA_8B, 256)
+TOY_SIZES = Sizes(5, 96, 80, 700, TOY, 3)
 # The kernels of LLAMA_SIZES, without its gigabytes.
 COMPILED_SIZES = replace(LLAMA_SIZES, num_tokens=64)
+LAUNCHED_SIZES = replace(LLAMA_SIZES, num_tokens=33, intermediate_size=3000, num_rows=8)
 # Enough for a pass over several programs, with remainders everywhere.
-CHECKED_SIZES = Sizes(133, 4096, 3000, 128256, Shape("llama-3.1-8b", 32, 8, 128), 64)
+CHECKED_SIZES = Sizes(133, 4096, 3000, 128256, LLAMA_8B, 64)
 
 
-def correctness(
-    device: torch.device,
-    sizes: Sizes = CHECKED_SIZES,
-    dtypes: Sequence[torch.dtype] = (torch.float16, torch.bfloat16, torch.float32),
-) -> Iterator[Row]:
+def correctness(bench: Bench, sizes: Sizes, dtypes: Sequence[torch.dtype]) -> Iterator[Row]:
     """Every kernel against the reference in fp64 on the same inputs, outputs poisoned first where they are ours."""
     torch.manual_seed(1)
     for dtype in dtypes:
-        for name, out, truth in _dense_cases(device, sizes, dtype):
+        for name, out, truth in _dense_cases(bench, sizes, dtype):
             error = ((out.double() - truth.double()).norm() / truth.double().norm()).item()
             yield _checked(name, dtype, error, _RELATIVE[dtype])
-        yield from _cache_cases(device, sizes, dtype)
-    yield _copied_blocks(device, sizes)
-    yield from _sampled(device, sizes)
+        yield from _cache_cases(bench, sizes, dtype)
+        yield _low_rank(bench, sizes, dtype)
+    yield _copied_blocks(bench, sizes)
+    yield from _sampled(bench, sizes)
 
 
 def _checked(name: str, dtype: torch.dtype, error: float, limit: float) -> Row:
-    row: Row = {"case": name, "dtype": str(dtype).removeprefix("torch."), "max_error": f"{error:.1e}"}
-    return row | {"ok": bool(error <= limit)}  # NaN is not
+    facts = {"dtype": str(dtype).removeprefix("torch."), "limit": limit}
+    return Row(case=name, measured=error, unit="error", ok=error <= limit, facts=facts)  # NaN is not
 
 
 def _dense_cases(
-    device: torch.device, sizes: Sizes, dtype: torch.dtype
+    bench: Bench, sizes: Sizes, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """(name, the kernel's output, the truth)."""
+    device = bench.device
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device).to(dtype)
@@ -75,7 +77,7 @@ def _dense_cases(
         draw(*s) for s in [(sizes.num_tokens, sizes.hidden_size)] * 2 + [(sizes.hidden_size,)]
     )
     gate_up = draw(sizes.num_tokens, 2 * sizes.intermediate_size)
-    with dispatch.override("triton"):
+    with dispatch.override(bench.face):
         normed = dispatch.rms_norm(x, weight, 1e-5)
         normed_sum, total = dispatch.add_rms_norm(x, residual, weight, 1e-5)
         gated = dispatch.silu_and_mul(gate_up)
@@ -106,20 +108,21 @@ def _few_bits(device: torch.device, sizes: Sizes) -> dict[str, TiledWeight]:
     return {name: weight for name, weight in tiled.items() if weight is not None}
 
 
-def _cache_cases(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> Iterator[Row]:
+def _cache_cases(bench: Bench, sizes: Sizes, dtype: torch.dtype) -> Iterator[Row]:
     """Rotation and cache write, with and without norms, into every cache dtype that the device has."""
+    device = bench.device
     cache_dtypes = [dtype, torch.int8]
     if device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9):
         cache_dtypes.append(FP8)
     for cache_dtype in cache_dtypes:
-        query, key, value, rotation, slots = _projected(device, sizes, dtype)
+        query, key, value, rotation, slots = projected(device, sizes, dtype)
         num_blocks = -(-sizes.num_tokens // 16) + 1
         shape = (num_blocks, sizes.shape.num_kv_heads, 16, sizes.shape.head_dim)
         cache, truth = (allocate_layer(*shape, cache_dtype, device) for _ in range(2))
         for tensor in (*cache.tensors(), *truth.tensors()):
             as_bytes(tensor).fill_(7)
         plain, plain_truth = (LayerCache(*(t.clone() for t in cache.tensors())) for _ in range(2))
-        with dispatch.override("triton"):
+        with dispatch.override(bench.face):
             out = dispatch.rotary_and_cache(query, key, value, rotation, cache, slots)
             dispatch.reshape_and_cache(key, value, plain, slots)
         expected = reference.rotary_and_cache(query, key, value, rotation, truth, slots)
@@ -147,7 +150,7 @@ def _cache_error(ours: LayerCache, theirs: LayerCache) -> float:
     return ((numbers(ours) - truth).norm() / truth.norm()).item()
 
 
-def _projected(
+def projected(
     device: torch.device, sizes: Sizes, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Rotation, torch.Tensor]:
     """(queries, keys, values, rotation, slots) as views of one projection; every ninth token is padding."""
@@ -163,19 +166,35 @@ def _projected(
     return query, key, value, rotation, slots
 
 
-def _copied_blocks(device: torch.device, sizes: Sizes) -> Row:
+def _low_rank(bench: Bench, sizes: Sizes, dtype: torch.dtype) -> Row:
+    """Rows of two adapters and of none; the one has nothing for the second part."""
+    slots, ranks = [0, 1, -1] * 7, [[8, 8], [16, 0]]
+    with torch.device(bench.device):
+        widths = [sizes.hidden_size, sizes.hidden_size // 2]
+        case = low_rank_case(slots, ranks, in_features=sizes.hidden_size, widths=widths, dtype=dtype)
+    fields = ("slots", "order", "tiles")
+    rows = AdapterRows(*(getattr(case.rows, name).to(bench.device) for name in fields))
+    truth = case.expected()
+    with dispatch.override(bench.face):
+        dispatch.add_low_rank(case.out, case.x, case.table, rows)
+    error = ((case.out.double() - truth).norm() / truth.norm()).item()
+    return _checked("add_low_rank", dtype, error, _RELATIVE[dtype])
+
+
+def _copied_blocks(bench: Bench, sizes: Sizes) -> Row:
+    device = bench.device
     shape = (40, sizes.shape.num_kv_heads, 16, sizes.shape.head_dim)
     caches = [torch.randn(shape, device=device) for _ in range(2)]
     expected = [cache.clone() for cache in caches]
     pairs = [(number, number + 20) for number in range(20)]
-    with dispatch.override("triton"):
+    with dispatch.override(bench.face):
         dispatch.copy_blocks(caches[0], caches[1], pairs)
     reference.copy_blocks(expected[0], expected[1], pairs)
     error = max((a - b).abs().max().item() for a, b in zip(caches, expected, strict=True))
     return _checked("copy_blocks", torch.float32, error, 0.0)
 
 
-def _sampling_rows(device: torch.device, num_rows: int, *, filters: bool) -> SamplingRows:
+def sampling_rows(device: torch.device, num_rows: int, *, filters: bool) -> SamplingRows:
     numbers = torch.arange(num_rows, device=device)
     off = torch.zeros(num_rows, device=device)
     return SamplingRows(
@@ -189,12 +208,13 @@ def _sampling_rows(device: torch.device, num_rows: int, *, filters: bool) -> Sam
     )
 
 
-def _sampled(device: torch.device, sizes: Sizes) -> Iterator[Row]:
+def _sampled(bench: Bench, sizes: Sizes) -> Iterator[Row]:
     """Tokens equal those of a sort on the CPU for the same logits."""
+    device = bench.device
     for filters in (False, True):
         logits = 3 * torch.randn(sizes.num_rows, sizes.vocab_size, device=device)
-        rows = _sampling_rows(device, sizes.num_rows, filters=filters)
-        with dispatch.override("triton"):
+        rows = sampling_rows(device, sizes.num_rows, filters=filters)
+        with dispatch.override(bench.face):
             out = dispatch.sample_tokens(logits, logits.amax(dim=-1), rows, has_filters=filters)
         host_rows = SamplingRows(*(field.cpu() for field in rows))
         host = logits.cpu()
@@ -205,58 +225,3 @@ def _sampled(device: torch.device, sizes: Sizes) -> Iterator[Row]:
         yield _checked(
             f"{name}: rows that differ from the CPU", torch.float32, differing, sizes.num_rows / 64
         )
-
-
-def speed(
-    device: torch.device, measure: Measure, copy_gb_per_s: float | None, sizes: Sizes = LLAMA_SIZES
-) -> Iterator[Row]:
-    """Microseconds per call and the least bytes each must move, beside the measured copy bandwidth."""
-    dtype = torch.bfloat16
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=device).to(dtype)
-
-    x, residual, weight = (
-        draw(*s) for s in [(sizes.num_tokens, sizes.hidden_size)] * 2 + [(sizes.hidden_size,)]
-    )
-    gate_up = draw(sizes.num_tokens, 2 * sizes.intermediate_size)
-    query, key, value, rotation, slots = _projected(device, sizes, dtype)
-    num_blocks = -(-sizes.num_tokens // 16) + 1
-    cache = allocate_layer(num_blocks, sizes.shape.num_kv_heads, 16, sizes.shape.head_dim, dtype, device)
-    logits = 3 * torch.randn(sizes.num_rows, sizes.vocab_size, device=device)
-    peaks, plain, filtered = (
-        logits.amax(dim=-1),
-        *(_sampling_rows(device, sizes.num_rows, filters=filters) for filters in (False, True)),
-    )
-    heads = query.nbytes * 2 + 4 * key.numel() * key.element_size()
-    calls: list[tuple[str, int, Callable[[], Any]]] = [
-        ("rms_norm", 2 * x.nbytes, lambda: dispatch.rms_norm(x, weight, 1e-5)),
-        ("add_rms_norm", 4 * x.nbytes, lambda: dispatch.add_rms_norm(x, residual, weight, 1e-5)),
-        ("silu_and_mul", gate_up.nbytes * 3 // 2, lambda: dispatch.silu_and_mul(gate_up)),
-        (
-            "rotary_and_cache",
-            query.numel() * 4 + heads - query.nbytes * 2,
-            lambda: dispatch.rotary_and_cache(query, key, value, rotation, cache, slots),
-        ),
-        (
-            "sample_tokens",
-            logits.nbytes,
-            lambda: dispatch.sample_tokens(logits, peaks, plain, has_filters=False),
-        ),
-        (
-            "sample_tokens, filtered",
-            logits.nbytes,
-            lambda: dispatch.sample_tokens(logits, peaks, filtered, has_filters=True),
-        ),
-        ("torch: sort of the logits", logits.nbytes, lambda: logits.sort(dim=-1)),
-    ]
-    for name, num_bytes, call in calls:
-        with dispatch.override("triton"):
-            seconds = measure(call)
-        gb_per_s = num_bytes / seconds / 1e9
-        yield {
-            "kernel": name,
-            "microseconds": round(seconds * 1e6, 1),
-            "gb_per_s": round(gb_per_s),
-            "of_copy": f"{gb_per_s / copy_gb_per_s:.0%}" if copy_gb_per_s else "",
-        }

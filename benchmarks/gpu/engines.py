@@ -1,0 +1,97 @@
+"""The engine as sections use it: over a model's shapes with dummy weights, kept for the next section of the process."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.models import TINY, ModelShape, Requests
+from benchmarks.gpu.section import Bench
+from pagemill.engine.llm import LLM
+from pagemill.engine.sampling_params import SamplingParams
+
+MOST_ROWS = 256
+TOKEN_BUDGET = 8192
+
+
+@dataclass
+class OpenEngine:
+    llm: LLM
+    model: ModelShape
+    start_s: float
+    options: dict[str, Any]
+    directory: tempfile.TemporaryDirectory[str]
+
+
+_open: list[OpenEngine] = []
+
+
+def shape_of(bench: Bench, model: ModelShape) -> ModelShape:
+    """The model, or the toy that stands for every model."""
+    return TINY if bench.is_tiny else model
+
+
+def settings_of(bench: Bench) -> dict[str, Any]:
+    """Return the options of `EngineConfig` that every engine and worker here has."""
+    settings: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "verify": False,
+        "device": bench.device.type,
+    }
+    if bench.is_tiny:
+        small = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+        return settings | small | {"num_kv_blocks": 128, "num_threads": 1}
+    large = {"dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": MOST_ROWS}
+    return settings | large | {"max_num_batched_tokens": TOKEN_BUDGET}
+
+
+def open_engine(bench: Bench, model: ModelShape, **options: Any) -> OpenEngine:
+    """Return the engine that the section before left open, if it has these options, or a new one that has run."""
+    model = shape_of(bench, model)
+    if _open and (_open[0].model, _open[0].options) == (model, options):
+        return _open[0]
+    close_engine()
+    started = time.perf_counter()
+    directory = tempfile.TemporaryDirectory()
+    path = model.save_config(Path(directory.name))
+    llm = LLM(path, **(settings_of(bench) | options))
+    # Kernels are compiled before the clock runs, as in a worker that has warmed up.
+    generate(llm, Requests([[1] * 16, [2] * (16 if bench.is_tiny else 1024)], [4, 4]))
+    freeze_heap()
+    _open.append(OpenEngine(llm, model, time.perf_counter() - started, options, directory))
+    return _open[0]
+
+
+def close_engine() -> None:
+    """Free the memory of the engine that is open, if one is."""
+    while _open:
+        engine = _open.pop()
+        engine.llm.close()
+        engine.directory.cleanup()
+
+
+def freeze_heap() -> None:
+    """As a worker does once its model is there: otherwise full collections stop an engine for tenths of a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def generate(llm: LLM, requests: Requests) -> float:
+    """Return the seconds of one pass over the requests; each ends at its length."""
+    params = [
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length, seed=number)
+        for number, length in enumerate(requests.lengths)
+    ]
+    started = time.perf_counter()
+    results = llm.generate(requests.prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    lengths = [len(result.outputs[0].token_ids) for result in results]
+    if lengths != requests.lengths:
+        errors = {result.error for result in results if result.error}
+        raise RuntimeError(f"{sum(lengths)} tokens of {requests.num_output_tokens}: {errors or 'no error'}")
+    return seconds

@@ -1,0 +1,99 @@
+"""Single steps of the engine, of rows that decode and of as many with a prompt among them, and their kernels."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu.engines import OpenEngine, open_engine
+from benchmarks.gpu.floors import Step
+from benchmarks.gpu.models import LLAMA_8B, random_tokens
+from benchmarks.gpu.section import Bench, Row
+from pagemill.engine.sampling_params import SamplingParams
+
+_PROFILED_STEPS = 4
+_LONGEST = 8
+"""Kernels of a profile that get a row."""
+
+
+def run(bench: Bench) -> Iterator[Row]:
+    """Decode rows of 800 keys, first alone, then with a new prompt of 512 tokens in every step."""
+    rows, keys, prompt, steps = (4, 20, 12, 4) if bench.is_tiny else (240, 800, 512, 64)
+    opened = open_engine(bench, LLAMA_8B)
+    engine, draw = opened.llm.engine, random.Random(1)
+    names = [f"decode-{number}" for number in range(rows)]
+
+    def add(name: str, length: int, outputs: int) -> None:
+        params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=outputs, seed=len(name))
+        engine.add_request(name, random_tokens(draw, opened.model, length), params)
+
+    def add_prompt(number: int) -> None:
+        add(f"prompt-{number}", prompt, 1)
+
+    try:
+        for name in names:
+            add(name, keys, 6 * steps)
+        reading = set(names)
+        while reading:
+            reading -= {output.request_id for output in engine.step() if output.deltas}
+        decode = Step([(1, keys + steps)] * rows)
+        yield _row(bench, opened, f"{rows} rows decode", decode, _timed(opened, steps, lambda _: None))
+        mixed = Step([(1, keys + 2 * steps)] * rows + [(prompt, prompt)])
+        case = f"{rows} rows decode beside a prompt of {prompt}"
+        yield _row(bench, opened, case, mixed, _timed(opened, steps, add_prompt))
+        yield from _profile(bench, opened, "mixed", lambda number: add_prompt(steps + number))
+        yield from _profile(bench, opened, "decode", lambda _: None)
+    finally:
+        for name in names:
+            engine.abort(name)
+        while engine.has_unfinished():
+            engine.step()
+
+
+def _timed(opened: OpenEngine, steps: int, before: Callable[[int], None]) -> tuple[float, float]:
+    """Return the seconds of a step, and the share of them that replayed a graph."""
+    engine = opened.llm.engine
+    stats = engine.stats().steps
+    finished, replayed = stats.finished, stats.replayed
+    started = time.perf_counter()
+    for number in range(steps):
+        before(number)
+        engine.step()
+    seconds = time.perf_counter() - started
+    stats = engine.stats().steps
+    count = stats.finished - finished
+    return seconds / count, (stats.replayed - replayed) / count
+
+
+def _row(bench: Bench, opened: OpenEngine, case: str, step: Step, timed: tuple[float, float]) -> Row:
+    seconds, replayed = timed
+    return Row(
+        case=case,
+        measured=seconds,
+        floor=bench.floor.step(opened.model, step),
+        prediction=bench.expected.step(opened.model, step),
+        facts={"model": opened.model.name, "replayed": replayed},
+    )
+
+
+def _profile(bench: Bench, opened: OpenEngine, kind: str, before: Callable[[int], None]) -> Iterator[Row]:
+    """The kernels, on a CPU the operators, that take longest: seconds of each in a step."""
+    on_card = bench.device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_card else ProfilerActivity.CPU]) as profiled:
+        for number in range(_PROFILED_STEPS):
+            before(number)
+            opened.llm.engine.step()
+        if on_card:
+            torch.cuda.synchronize()
+    attribute = "self_device_time_total" if on_card else "self_cpu_time_total"  # microseconds
+    taken = sorted(
+        ((getattr(event, attribute), event) for event in profiled.key_averages()), key=lambda e: -e[0]
+    )
+    for microseconds, event in taken[:_LONGEST]:
+        calls = event.count / _PROFILED_STEPS
+        seconds = microseconds / 1e6 / _PROFILED_STEPS
+        yield Row(case=f"{kind} step: {event.key[:100]}", measured=seconds, facts={"calls": calls})

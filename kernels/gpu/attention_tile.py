@@ -23,8 +23,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST_SCORE = tl.constexpr(-1.0e30)
 
 # A scaled cache meets queries of half precision in fp16, whatever their dtype: int8 and e4m3 are exact in it, and e4m3
-# has an instruction for two, where bf16 takes one more for each, of an eighth of the rate. What may leave fp16's range is first divided by its largest,
-# and multiplied with this: 2^15 down to fp16's smallest, 2^-24, is a range of 39 bits.
+# has an instruction for two, where bf16 takes one more for each, of an eighth of the rate. What may leave fp16's range
+# is first divided by its largest, and multiplied with this: 2^15 down to fp16's smallest, 2^-24, is a range of 39 bits.
 _HALF_PEAK = tl.constexpr(2.0**15)
 # No larger than any scale of values (`SMALLEST_PEAK` over the largest number), and no number over it overflows.
 SMALLEST_UNIT = tl.constexpr(1.0e-33)
@@ -118,7 +118,7 @@ def load_scales(
 @triton.jit
 def converted(tile, COMPUTE: tl.constexpr):
     """A tile of keys or values as stored, in the dtype of the products."""
-    if tile.dtype == tl.int8 and COMPUTE == tl.float16:
+    if tile.dtype == tl.int8 and tl.float16 == COMPUTE:
         # 0x6480 are the bits of 1152, and the last place counts ones there: adds are four times as fast as conversions.
         return (tile.to(tl.int16) + 0x6480).to(tl.float16, bitcast=True) - 1152.0
     else:

@@ -16,17 +16,20 @@ PYTEST := OMP_NUM_THREADS=1 PAGEMILL_WHOLE_SUITE=1 $(BIN)/python -m pytest -n $(
 TESTS = $(PYTEST) -m "$(or $(MARKS),not slow)" \
   || { [ $$? = 1 ] && echo "==> once more, with nothing beside them: the tests that failed" \
        && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 4 -m "$(or $(MARKS),not slow)"; }
+# What pyproject.toml supports at least: its compiler spills where a newer one does not.
+OLDEST_TRITON := $(shell sed -n 's/.*"triton>=\([0-9.]*\);.*/\1.0/p' pyproject.toml)
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check check-all bench format lock sbom clean
+.PHONY: help setup demo test check check-all oldest-triton bench format lock sbom clean
 
 help:
 	@echo "make demo       label real rows with a real model through a real queue"
 	@echo "make test       the tests, in $(WORKERS) processes (make test WORKERS=1)"
 	@echo "make setup      the virtual environment alone ($(VENV))"
 	@echo "make check      what CI runs: format, lint, types, import rules, tests"
-	@echo "make check-all  the same, with the slow sweeps"
+	@echo "make check-all  the same, with the slow sweeps, and the kernels by the oldest Triton"
+	@echo "make oldest-triton  the kernels compiled by the oldest Triton that is supported"
 	@echo "make bench      every benchmark table and plot, on an idle machine (hours)"
 	@echo "make format     rewrite the sources as the formatter wants them"
 	@echo "make lock       the hashes of what the images install (GPU=yes: of a GPU worker)"
@@ -77,7 +80,15 @@ check: $(STAMP)
 	@$(TESTS)
 
 check-all:
-	@$(MAKE) --no-print-directory check MARKS="slow or not slow"
+	@$(MAKE) --no-print-directory check oldest-triton MARKS="slow or not slow"
+
+# Beside the environment, not in it: torch's own Triton stays what the other tests run.
+oldest-triton: $(STAMP)
+	@test -d $(VENV)/triton-$(OLDEST_TRITON) \
+	  || $(PIP) --no-deps --target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
+	@echo "==> the kernels, compiled by Triton $(OLDEST_TRITON)"
+	@PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) OMP_NUM_THREADS=1 PAGEMILL_TRITON=$(OLDEST_TRITON) \
+	  $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(or $(MARKS),not slow)" tests/kernels/aot
 
 bench: $(STAMP)
 	@$(PIP) -c $(VENV)/constraints.txt -e '.[bench]'

@@ -84,8 +84,9 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
     """Storage format of keys and values; auto: the model's dtype. int8 and fp8 (e4m3) carry a scale per token
     and head; fp8 on CUDA needs compute capability 8.9."""
-    quantization: Literal["int8"] | None = None
-    """int8: weights per output channel, activations per token, exact integer products."""
+    quantization: Literal["int8", "fp8"] | None = None
+    """int8: products of 8-bit integers, weights and activations; fp8: of e4m3 numbers, on GPUs of compute capability
+    8.9 or newer. A scale per output channel and per token, and on CPU per 32 inputs of these."""
     swap_space_gib: Annotated[float, Range(0.0, 1024.0)] = 0.0
     """Host memory for the KV blocks of preempted sequences; 0: they are always recomputed."""
     tensor_parallel_size: Annotated[int, Range(1, 64)] = 1

@@ -178,7 +178,7 @@ def _weight_bits(
     config: EngineConfig, raw: Mapping[str, Any], dtype: torch.dtype, packed: int | None
 ) -> float:
     """`packed`: the model's numbers on a device that packs weights into the bits that give them back."""
-    if config.quantization == "int8":
+    if config.quantization is not None:
         return 8.0
     source = ModelSource.parse(config.model)
     if packed is not None and source.kind in ("packaged", "gguf"):

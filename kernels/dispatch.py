@@ -22,6 +22,7 @@ from pagemill.kernels.types.low_rank import AdapterRows, LowRankTable
 from pagemill.kernels.types.metadata import AttentionMetadata
 from pagemill.kernels.types.rotation import Rotation
 from pagemill.kernels.types.sampling_rows import SamplingRows
+from pagemill.kernels.types.scaled_rows import ScaledRows
 from pagemill.kernels.types.scoring import Scoring
 from pagemill.kernels.types.tiled_weight import TiledWeight
 
@@ -82,6 +83,30 @@ class _GroupedMatmul(Protocol):
     def __call__(self, x: torch.Tensor, weight: TiledWeight) -> torch.Tensor: ...
 
 
+class _QuantiseRows(Protocol):
+    def __call__(self, x: torch.Tensor, numbers: torch.dtype) -> ScaledRows: ...
+
+
+class _NormAndQuantise(Protocol):
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        numbers: torch.dtype,
+        keeps: bool,
+    ) -> tuple[ScaledRows, torch.Tensor]: ...
+
+
+class _SiluAndQuantise(Protocol):
+    def __call__(self, gate_up: torch.Tensor, numbers: torch.dtype, keeps: bool) -> ScaledRows: ...
+
+
+class _ScaledMatmul(Protocol):
+    def __call__(self, rows: ScaledRows, weight: ScaledRows, bias: torch.Tensor | None) -> torch.Tensor: ...
+
+
 class _AddLowRank(Protocol):
     def __call__(
         self, out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: AdapterRows
@@ -115,6 +140,10 @@ class _Face:
     rotary_and_cache: _RotaryAndCache
     sample_tokens: _SampleTokens
     grouped_matmul: _GroupedMatmul
+    quantise_rows: _QuantiseRows
+    norm_and_quantise: _NormAndQuantise
+    silu_and_quantise: _SiluAndQuantise
+    scaled_matmul: _ScaledMatmul
     add_low_rank: _AddLowRank
     route: _Route
     sort_by_expert: _SortByExpert
@@ -139,7 +168,7 @@ def override(face: FaceName) -> Iterator[None]:
 
 @cache
 def _load(face: FaceName) -> _Face:
-    from pagemill.kernels import experts, reference
+    from pagemill.kernels import experts, reference, row_scaled
 
     plain = _Face(
         reference.reshape_and_cache,
@@ -151,6 +180,10 @@ def _load(face: FaceName) -> _Face:
         reference.rotary_and_cache,
         reference.sample_tokens,
         reference.grouped_matmul,
+        row_scaled.quantise_rows,
+        row_scaled.norm_and_quantise,
+        row_scaled.silu_and_quantise,
+        row_scaled.scaled_matmul,
         reference.add_low_rank,
         experts.route,
         experts.sort_by_expert,
@@ -162,9 +195,11 @@ def _load(face: FaceName) -> _Face:
         from pagemill.kernels.gpu.copy_blocks import copy_blocks
         from pagemill.kernels.gpu.grouped_matmul import grouped_matmul
         from pagemill.kernels.gpu.low_rank import add_low_rank
-        from pagemill.kernels.gpu.norm import add_rms_norm, rms_norm
+        from pagemill.kernels.gpu.norm import add_rms_norm, norm_and_quantise, rms_norm
+        from pagemill.kernels.gpu.quantise import quantise_rows, silu_and_quantise
         from pagemill.kernels.gpu.rotary_cache import rotary_and_cache
         from pagemill.kernels.gpu.sampling import sample_tokens
+        from pagemill.kernels.gpu.scaled_matmul import scaled_matmul
         from pagemill.kernels.gpu.silu import silu_and_mul
 
         return replace(
@@ -178,6 +213,10 @@ def _load(face: FaceName) -> _Face:
             rotary_and_cache=rotary_and_cache,
             sample_tokens=sample_tokens,
             grouped_matmul=grouped_matmul,
+            quantise_rows=quantise_rows,
+            norm_and_quantise=norm_and_quantise,
+            silu_and_quantise=silu_and_quantise,
+            scaled_matmul=scaled_matmul,
             add_low_rank=add_low_rank,
         )
     if face == "cpu":
@@ -331,6 +370,55 @@ def grouped_matmul(x: torch.Tensor, weight: TiledWeight) -> torch.Tensor:
     """
     assert x.stride(-1) == 1
     return _face(x).grouped_matmul(x, weight)
+
+
+def quantise_rows(x: torch.Tensor, numbers: torch.dtype) -> ScaledRows:
+    """x [num_rows, size] in int8 or e4m3, each row with a scale; `pagemill.kernels.row_scaled` defines every bit.
+
+    The last dimension of x is contiguous.
+    """
+    assert x.stride(-1) == 1
+    return _face(x).quantise_rows(x, numbers)
+
+
+def norm_and_quantise(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    numbers: torch.dtype,
+    keeps: bool,
+) -> tuple[ScaledRows, torch.Tensor]:
+    """`rms_norm`, or `add_rms_norm` with a residual, and its rows quantised; also the sum, or x without a residual.
+
+    Args:
+        keeps: `ScaledRows.kept` has the norm.
+    """
+    assert x.stride(-1) == 1
+    assert residual is None or residual.stride(-1) == 1
+    return _face(x).norm_and_quantise(x, residual, weight, eps, numbers, keeps)
+
+
+def silu_and_quantise(gate_up: torch.Tensor, numbers: torch.dtype, keeps: bool) -> ScaledRows:
+    """`silu_and_mul` and its rows quantised. `keeps`: `ScaledRows.kept` has what `silu_and_mul` gives."""
+    assert gate_up.stride(-1) == 1
+    return _face(gate_up).silu_and_quantise(gate_up, numbers, keeps)
+
+
+def scaled_matmul(rows: ScaledRows, weight: ScaledRows, bias: torch.Tensor | None) -> torch.Tensor:
+    """(rows W^T * the weight's scales * the rows' scales) + bias, [num_rows, out_features] of the rows' dtype.
+
+    Sums of int8 numbers are exact, those of e4m3 numbers fp32 in any order; each scale is then multiplied with one
+    rounding in fp32.
+
+    Args:
+        weight: [out_features, in_features], of the rows' kind of numbers.
+        bias: [out_features], of any dtype.
+    """
+    assert rows.numbers.is_contiguous()
+    assert weight.numbers.is_contiguous()
+    assert rows.numbers.dtype is weight.numbers.dtype
+    return _face(rows.numbers).scaled_matmul(rows, weight, bias)
 
 
 def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: AdapterRows) -> None:

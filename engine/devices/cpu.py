@@ -71,6 +71,11 @@ class CpuBackend(DeviceBackend):
     def check(self, config: EngineConfig, dtype: torch.dtype) -> None:
         if config.batch_invariant and not (self.has_kernels(dtype) and torch._C._has_mkldnn):
             raise ConfigError(NO_BATCH_INVARIANCE)
+        if config.quantization == "fp8":
+            raise ConfigError(
+                "quantization='fp8' needs a GPU that multiplies such numbers; on a CPU use int8",
+                setting="quantization",
+            )
 
     def default_dtype(self, declared: torch.dtype | None, *, is_quantised: bool) -> torch.dtype:
         # Half precision is emulated where the CPU does not multiply such numbers, slower and less exact; and weights

@@ -12,18 +12,19 @@ from torch import nn
 
 from pagemill.engine.config import EngineConfig, StepDefaults
 from pagemill.engine.devices.backend import NO_BATCH_INVARIANCE, DeviceBackend, HostCopy, Mark
-from pagemill.engine.devices.quantized_products import cuda_product
+from pagemill.engine.devices.quantized_products import cuda_product, rounded_product
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.layers.cuda_fusion import CudaFusion
 from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.layers.experts.matrices import ExpertMatrices
 from pagemill.engine.layers.experts.products import TorchGroupedProduct
 from pagemill.engine.layers.fusion import Fusion
-from pagemill.engine.layers.int8_products import CudaInt8Product
 from pagemill.engine.layers.linear import LinearOptions, MakeProduct
-from pagemill.engine.layers.quantized_weight import QuantizedWeight, Weight, dense
+from pagemill.engine.layers.quantized_weight import QuantizedWeight, Weight
 
 _FP8_CAPABILITY = (8, 9)
+_NUMBERS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""By `EngineConfig.quantization`."""
 
 
 class CudaBackend(DeviceBackend):
@@ -32,17 +33,23 @@ class CudaBackend(DeviceBackend):
     is_apart = captures_graphs = draws_on_device = rehearses = True
     # A tile of 576 numbers a head is padded to 1024, and exceeds a multiprocessor's shared memory.
     caches_latents = False
-    int8_scale_span = "row"
+    int8_scale_span = "row of all inputs"
 
     def check(self, config: EngineConfig, dtype: torch.dtype) -> None:
         if config.batch_invariant:
             raise ConfigError(NO_BATCH_INVARIANCE)
         if (size := config.tensor_parallel_size) > (found := torch.cuda.device_count()):
             raise ConfigError(f"tensor_parallel_size={size} takes as many GPUs; torch finds {found}")
-        if size > 1 and config.quantization == "int8":
+        if size > 1 and config.quantization is not None:
             raise ConfigError(
-                f"quantization='int8' with tensor_parallel_size={size} is not supported on a GPU: a scale spans a "
-                "token's activations, of which a rank sees a part; use a quantised checkpoint (docs/quantization.md)",
+                f"quantization={config.quantization!r} with tensor_parallel_size={size} is not supported on a GPU: a "
+                "scale spans a token's activations, of which a rank sees a part; use a quantised checkpoint "
+                "(docs/quantization.md)",
+                setting="quantization",
+            )
+        if config.quantization == "fp8" and not self._has_float8():
+            raise ConfigError(
+                "quantization='fp8' needs a GPU of compute capability 8.9 or newer; use int8",
                 setting="quantization",
             )
         is_fp8 = config.kv_cache_dtype == "fp8"
@@ -57,19 +64,29 @@ class CudaBackend(DeviceBackend):
     def product(
         self, weights: Sequence[Weight], bias: torch.Tensor | None, options: LinearOptions
     ) -> nn.Module | None:
-        if options.quantization == "int8":
-            return CudaInt8Product(dense(weights).to(self.device), bias)
+        if options.quantization is not None:
+            return rounded_product(weights, bias, self.device, _NUMBERS[options.quantization])
         if any(isinstance(weight, QuantizedWeight) for weight in weights):
             return cuda_product(weights, bias, self.device, has_float8=self._has_float8())
         return None
 
     def grouped_product(self, matrices: ExpertMatrices, options: LinearOptions) -> nn.Module:
+        if options.quantization is not None:
+            raise ConfigError(
+                f"quantization={options.quantization!r} of a mixture of experts is not supported on a GPU: there is no "
+                "product of experts' 8-bit numbers there",
+                setting="quantization",
+            )
         if TorchGroupedProduct.supports(matrices):
             return TorchGroupedProduct(matrices, self.device)
         return super().grouped_product(matrices, options)
 
     def quantized_activations(self) -> str:
-        return "float8 with float8 weights per output" if self._has_float8() else "not rounded"
+        return (
+            "float8, a factor per row, with float8 weights per output"
+            if self._has_float8()
+            else "not rounded"
+        )
 
     def _has_float8(self) -> bool:
         return torch.cuda.get_device_capability(self.device) >= _FP8_CAPABILITY

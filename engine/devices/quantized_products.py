@@ -1,4 +1,4 @@
-"""Products with the weights of a quantised checkpoint. Activations are not rounded, but by `Float8Product`."""
+"""Products with weights of few bits. Activations are not rounded, but by `ScaledProduct`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from pagemill.engine.layers.linear import DenseProduct, PackedProduct
 from pagemill.engine.layers.quantized_weight import Weight, dense, grouped
 from pagemill.kernels import dispatch
 from pagemill.kernels.types.grouped_weight import GroupedWeight
+from pagemill.kernels.types.scaled_rows import ScaledRows
 from pagemill.kernels.types.tiled_weight import TiledWeight
 
-_FLOAT8_LIMIT = 448.0
-_FLOAT8_SMALLEST_PEAK = 1e-10
 _FLOAT8_MULTIPLE = 16
 
 
@@ -81,38 +80,53 @@ class GroupedProduct(nn.Module):
         return out if self.bias is None else out.add_(self.bias)
 
 
-class Float8Product(nn.Module):
-    """The product by cuBLAS of e4m3 numbers, with a scale per output and one per row of activations.
+class ScaledProduct(nn.Module):
+    """The product of 8-bit numbers, int8 or e4m3: a scale per output, and one per row of activations.
 
-    Activations are rounded to e4m3 as they arrive: what a checkpoint of these scales was made for.
+    Activations are rounded to the weight's numbers (`pagemill.kernels.row_scaled`), here or by what computes them.
     """
 
-    kept_as = "8-bit floats, activations rounded to 8-bit floats"
-
-    def __init__(self, weight: GroupedWeight, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: ScaledRows, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.codes = weight.codes.contiguous().t()
-        self.scales = weight.scales.view(1, -1).contiguous()
-        self.bias = bias
+        self.numbers, self.scales, self.bias = weight.numbers, weight.scales, bias
+        self._weight = weight
+        self.rounds_to = weight.numbers.dtype
+        self.kept_as: str | None = None
+        """The form of a quantised checkpoint's weights, if it is their own."""
 
-    @staticmethod
-    def supports(weight: GroupedWeight, dtype: torch.dtype) -> bool:
-        """Return True for scales per output, sizes and an output dtype that the library's product takes."""
-        return (
-            weight.codes.dtype is torch.float8_e4m3fn
-            and weight.scales.shape[1] == 1
-            and dtype is torch.bfloat16
-            and not any(size % _FLOAT8_MULTIPLE for size in weight.shape)
-        )
+    @classmethod
+    def rounding(cls, weight: torch.Tensor, bias: torch.Tensor | None, numbers: torch.dtype) -> ScaledProduct:
+        """Return the product of a weight that is rounded to these numbers."""
+        return cls(dispatch.quantise_rows(weight.contiguous(), numbers), bias)
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        peaks = rows.float().abs().amax(dim=1, keepdim=True).clamp(min=_FLOAT8_SMALLEST_PEAK)
-        scales = peaks / _FLOAT8_LIMIT
-        numbers = (rows.float() / scales).clamp(-_FLOAT8_LIMIT, _FLOAT8_LIMIT).to(torch.float8_e4m3fn)
-        out: torch.Tensor = torch._scaled_mm(
-            numbers, self.codes, scale_a=scales, scale_b=self.scales, out_dtype=torch.bfloat16
-        )
-        return out if self.bias is None else out.add_(self.bias)
+    @classmethod
+    def of_float8(cls, weight: GroupedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> ScaledProduct:
+        """Return the product of a checkpoint's e4m3 numbers as they are; `has_row_scales` is True of them."""
+        rows = ScaledRows(weight.codes.contiguous(), weight.scales.reshape(-1).contiguous(), dtype)
+        product = cls(rows, bias)
+        product.kept_as = "8-bit floats, activations rounded to 8-bit floats"
+        return product
+
+    def forward(self, rows: torch.Tensor | ScaledRows) -> torch.Tensor:
+        if isinstance(rows, torch.Tensor):
+            rows = dispatch.quantise_rows(rows, self.rounds_to)
+        return dispatch.scaled_matmul(rows, self._weight, self.bias)
+
+
+def has_row_scales(weight: GroupedWeight) -> bool:
+    """Return True for e4m3 numbers with a scale per output."""
+    return weight.codes.dtype is torch.float8_e4m3fn and weight.scales.shape[1] == 1 and weight.order is None
+
+
+def rounded_product(
+    weights: Sequence[Weight], bias: torch.Tensor | None, device: torch.device, numbers: torch.dtype
+) -> ScaledProduct:
+    """Return the product of weights rounded to int8 or e4m3; a checkpoint's own e4m3 numbers are not rounded again."""
+    bias = None if bias is None else bias.to(device)
+    whole = grouped(weights) if numbers is torch.float8_e4m3fn else None
+    if whole is not None and has_row_scales(whole):
+        return ScaledProduct.of_float8(whole.to(device), bias, weights[0].dtype)
+    return ScaledProduct.rounding(dense(weights).to(device), bias, numbers)
 
 
 def cuda_product(
@@ -125,7 +139,13 @@ def cuda_product(
     """
     bias = None if bias is None else bias.to(device)
     whole = grouped(weights)
-    if whole is not None and has_float8 and Float8Product.supports(whole, weights[0].dtype):
-        return Float8Product(whole.to(device), bias)
+    if whole is not None and has_float8 and _multiplies_as_float8(whole, weights[0].dtype):
+        return ScaledProduct.of_float8(whole.to(device), bias, weights[0].dtype)
     tiled = None if whole is None else TiledWeight.of(whole.to(device))
     return DenseProduct(dense(weights).to(device), bias) if tiled is None else GroupedProduct(tiled, bias)
+
+
+def _multiplies_as_float8(weight: GroupedWeight, dtype: torch.dtype) -> bool:
+    """Return True where the library's product takes a checkpoint's numbers: elsewhere activations stay as they are."""
+    is_aligned = not any(size % _FLOAT8_MULTIPLE for size in weight.shape)
+    return has_row_scales(weight) and dtype is torch.bfloat16 and is_aligned

@@ -1,4 +1,4 @@
-"""The largest steps, run before a model serves: they show how much memory a step takes, and compile its kernels.
+"""Steps that run before a model serves: they show how much memory the largest take, and compile all kernels.
 
 What is computed means nothing: all rows share one KV block. A device that compiles ahead of its first step, and
 takes memory from the host's, needs none of it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _BLOCK = 1
 """The block of every row; block 0 is never written."""
+_FEW = (16, 32, 64)
+"""Up to each, products with weights of few bits have tiles of their own (`pagemill.kernels.gpu.tuning`)."""
 _GREEDY = SamplingParams(temperature=0.0)
 _FILTERED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, logprobs=1)
 _PLAIN = SamplingParams(temperature=0.9)
@@ -40,7 +43,8 @@ def step_bytes(
     """Return the most memory that a step takes beside weights and caches; 0 on a device that rehearses nothing.
 
     The steps: as many prompt tokens as fit, every row drawing from a filtered distribution; one token for every row;
-    one for a row with the longest context; both kinds together.
+    one for a row with the longest context; both kinds together; and few rows and tokens, which have kernels of their
+    own.
 
     Raises:
         ConfigError: the largest step does not fit.
@@ -97,7 +101,19 @@ def _plans(limits: SchedulerConfig, shape: KVCacheShape) -> list[StepPlan]:
         StepPlan(1, work=decode, samples=[Sample(row, row, length + 1) for row in range(count)]),
         StepPlan(2, work=[RowWork(0, last, 1)], samples=[Sample(0, 0, last + 1)]),
         StepPlan(3, new_rows=plain, work=mixed, samples=[Sample(0, 0, length + 1)]),
+        *_small_steps(limits, count, length),
     ]
+
+
+def _small_steps(limits: SchedulerConfig, count: int, length: int) -> Iterator[StepPlan]:
+    """Steps of few tokens and of few rows, of `count` rows with `length` prompt tokens each."""
+    for few in _FEW:
+        if few < count:
+            decode = [RowWork(row, length, 1) for row in range(few)]
+            yield StepPlan(4, work=decode, samples=[Sample(row, row, length + 1) for row in range(few)])
+        if few < limits.max_num_batched_tokens:
+            prompts = [RowWork(row, 0, min(few, length)) for row in range(min(count, max(1, few // length)))]
+            yield StepPlan(5, work=prompts, samples=[Sample(0, 0, length + 1)])
 
 
 def _kinds(count: int) -> list[SamplingParams]:

@@ -12,7 +12,7 @@ from pagemill.engine.layers.attention import attend
 from pagemill.engine.layers.converted_products import PackedBf16Product
 from pagemill.engine.layers.decoder_layer import FusedDecoderLayer, can_be_compiled
 from pagemill.engine.layers.decoder_traits import DecoderTraits
-from pagemill.engine.layers.fusion import Fusion, MergedAttention, RMSNorm
+from pagemill.engine.layers.fusion import Fusion, MergedAttention, RMSNorm, SiluGatedMLP
 from pagemill.engine.layers.linear import MakeProduct
 
 
@@ -47,7 +47,7 @@ class RotaryAttention(MergedAttention):
 class CpuFusion(Fusion):
     """Fusion for fp32, with our own kernels."""
 
-    norm_class, attention_class = RMSNorm, RotaryAttention
+    norm_class, attention_class, mlp_class = RMSNorm, RotaryAttention, SiluGatedMLP
 
     def __init__(self, traits: DecoderTraits, make_product: MakeProduct) -> None:
         from pagemill.kernels.cpu import fused_rows

@@ -16,6 +16,7 @@ from pagemill.engine.layers.attention import padded_sinks
 from pagemill.engine.layers.decoder_traits import DecoderTraits
 from pagemill.engine.layers.library import is_silu
 from pagemill.engine.layers.linear import Linear, MakeProduct, replace_linears
+from pagemill.kernels.types.scaled_rows import ScaledRows
 from pagemill.kernels.types.scoring import Scoring
 
 
@@ -24,6 +25,7 @@ class Fusion:
 
     norm_class: type[RMSNorm]
     attention_class: type[MergedAttention]
+    mlp_class: type[SiluGatedMLP]
 
     def __init__(self, traits: DecoderTraits, make_product: MakeProduct, operators: Any) -> None:
         """`operators` has `rms_norm` and `silu_and_mul`."""
@@ -35,7 +37,7 @@ class Fusion:
         for index, layer in enumerate(decoder.layers):
             layer.self_attn = self.attention_class(layer.self_attn, self.traits, self.make_product)
             for parent, name in _gated_mlps(layer):
-                mlp = SiluGatedMLP(getattr(parent, name), self.make_product, self.operators.silu_and_mul)
+                mlp = self.mlp_class(getattr(parent, name), self.make_product, self.operators.silu_and_mul)
                 setattr(parent, name, mlp)
             for parent in (layer, layer.self_attn):
                 for name, child in parent.named_children():
@@ -120,10 +122,14 @@ class SiluGatedMLP(nn.Module):
         self.gate_up_proj = Linear.of(layers, make_product)
         self.down_proj = source.down_proj
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate_up = self.gate_up_proj(x.reshape(-1, x.shape[-1]))
-        out: torch.Tensor = self.down_proj(self._silu_and_mul(gate_up))
+    def forward(self, x: torch.Tensor | ScaledRows) -> torch.Tensor:
+        rows = x if isinstance(x, ScaledRows) else x.reshape(-1, x.shape[-1])
+        out: torch.Tensor = self.down_proj(self.activated(self.gate_up_proj(rows)))
         return out.view(x.shape)
+
+    def activated(self, gate_up: torch.Tensor) -> torch.Tensor | ScaledRows:
+        """Return what the last product takes: silu(gate) * up."""
+        return self._silu_and_mul(gate_up)
 
 
 class MergedAttention(nn.Module):
@@ -154,7 +160,7 @@ class MergedAttention(nn.Module):
         self.q_norm = getattr(source, "q_norm", None)
         self.k_norm = getattr(source, "k_norm", None)
 
-    def project(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, rows: torch.Tensor | ScaledRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values [num_tokens, heads, head_dim] of rows [num_tokens, hidden_size]."""
         qkv = self.qkv_proj(rows).view(len(rows), -1, self.head_dim)
         query, key, value = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)

@@ -19,6 +19,7 @@ from pagemill.engine.layers.quantized_weight import QuantizedWeight, Weight, den
 from pagemill.engine.layers.sharded_linear import PartialLinear
 from pagemill.kernels import dispatch
 from pagemill.kernels.types.low_rank import AdapterRows, LowRankTable
+from pagemill.kernels.types.scaled_rows import ScaledRows
 
 if TYPE_CHECKING:
     from pagemill.kernels.cpu.matmul.weight_packing import PackedWeight
@@ -27,7 +28,8 @@ MakeProduct = Callable[[Sequence[Weight], torch.Tensor | None], nn.Module | None
 """Maps weights [out_features, in_features], whose outputs are concatenated, and their bias to a module that
 multiplies rows [num_rows, in_features]. None: no product is better than the layers themselves.
 
-A product of quantised weights names the form it keeps them in by `kept_as`, if it did not widen them."""
+A product of quantised weights names the form it keeps them in by `kept_as`, if it did not widen them. One that rounds
+its rows to 8 bits names the dtype by `rounds_to`, and takes `ScaledRows` too."""
 
 
 _adapter_rows: ContextVar[AdapterRows | None] = ContextVar("adapter_rows", default=None)
@@ -50,7 +52,7 @@ def current_adapter_rows() -> AdapterRows | None:
 @dataclass(frozen=True, slots=True)
 class LinearOptions:
     quantization: str | None = None
-    """int8, or None: the weights' own dtype."""
+    """int8, fp8, or None: the weights' own dtype."""
     row_invariant: bool = False
     """A row's product is the same to the last bit whatever the other rows."""
     dtype: torch.dtype | None = None
@@ -58,7 +60,7 @@ class LinearOptions:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. Takes [..., in_features]."""
+    """y = x W^T + b. Takes [..., in_features], or rows rounded to what `rounds_to` says."""
 
     def __init__(
         self, product: nn.Module, in_features: int, out_features: int, part: PartialLinear | None = None
@@ -95,11 +97,19 @@ class Linear(nn.Module):
             linear.kept_as = getattr(product, "kept_as", None) or widened
         return linear
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features)
+    @property
+    def rounds_to(self) -> torch.dtype | None:
+        """The 8-bit dtype that the product rounds its rows to; None: to none."""
+        dtype: torch.dtype | None = getattr(self.product, "rounds_to", None)
+        return dtype
+
+    def forward(self, x: torch.Tensor | ScaledRows) -> torch.Tensor:
+        rows = x if isinstance(x, ScaledRows) else x.reshape(-1, self.in_features)
         product: torch.Tensor = self.product(rows).to(x.dtype)
         if self.adapters is not None and (adapted := current_adapter_rows()) is not None:
-            dispatch.add_low_rank(product, rows, self.adapters, adapted)
+            given = rows.kept if isinstance(rows, ScaledRows) else rows
+            assert given is not None
+            dispatch.add_low_rank(product, given, self.adapters, adapted)
         out = product.view(*x.shape[:-1], self.out_features)
         return out if self.part is None else self.part.complete(out)
 

@@ -13,12 +13,14 @@ import triton.language as tl
 
 from pagemill.kernels.gpu.attention_tile import (
     LOWEST_SCORE,
+    SMALLEST_UNIT,
     attention_scores,
     fold_tile,
     load_scales,
     load_slots,
     must_upcast,
     slot_offsets,
+    to_half,
     with_sinks,
 )
 from pagemill.kernels.gpu.tuning import (
@@ -89,6 +91,7 @@ def paged_attention_decode_kernel(
     HEAD_TILES: tl.constexpr = (GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
     HAS_ALIBI: tl.constexpr = alibi_slopes_ptr is not None
     SCALED: tl.constexpr = key_scales_ptr is not None
+    HALF: tl.constexpr = SCALED and query_ptr.dtype.element_ty.primitive_bitwidth == 16
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1) // HEAD_TILES
     split = tl.program_id(2)
@@ -112,7 +115,10 @@ def paged_attention_decode_kernel(
         mask=is_element,
         other=0.0,
     )
-    if UPCAST:
+    if HALF:
+        query, factors = to_half(query)
+        scale = scale * factors[:, None]
+    elif UPCAST:
         query = query.to(tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes_ptr + heads, mask=is_head, other=0.0)
@@ -128,6 +134,7 @@ def paged_attention_decode_kernel(
     maximum = tl.full([BLOCK_M], LOWEST_SCORE, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     output = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
+    unit = tl.full([1], SMALLEST_UNIT, tl.float32)
     for tile_start in range(start, end, BLOCK_N):
         positions = tile_start + lanes
         visible = positions < end
@@ -149,12 +156,14 @@ def paged_attention_decode_kernel(
             value_scales = load_scales(
                 value_scales_ptr, kv_head, offsets, visible, BLOCK_SIZE, HEAD_DIM, True
             )
-        maximum, total, output = fold_tile(
-            maximum, total, output, scores, values, value_scales, query.dtype, SCALED
+        maximum, total, output, unit = fold_tile(
+            maximum, total, output, unit, scores, values, value_scales, query.dtype, SCALED, HALF
         )
 
     if sinks_ptr is not None:
         total = with_sinks(total, maximum, sinks_ptr, heads, is_head)
+    if HALF:
+        output = output * unit
     output = output / total[:, None]
     head_rows = row * num_heads + heads
     if SPLIT:

@@ -17,12 +17,14 @@ import triton.language as tl
 
 from pagemill.kernels.gpu.attention_tile import (
     LOWEST_SCORE,
+    SMALLEST_UNIT,
     attention_scores,
     fold_tile,
     load_scales,
     load_slots,
     must_upcast,
     slot_offsets,
+    to_half,
     with_sinks,
 )
 from pagemill.kernels.gpu.tuning import Tile, compute_capability, padded_head_dim, prefill_tile
@@ -65,6 +67,8 @@ def paged_attention_prefill_kernel(
 ):
     HAS_ALIBI: tl.constexpr = alibi_slopes_ptr is not None
     SCALED: tl.constexpr = key_scales_ptr is not None
+    # bf16 stays: a conversion serves a tile's many rows here, and registers are short.
+    HALF: tl.constexpr = SCALED and query_ptr.dtype.element_ty == tl.float16
     row = tl.load(work_list_ptr + tl.program_id(0) * 2)
     first_pair = tl.load(work_list_ptr + tl.program_id(0) * 2 + 1)
     kv_head = tl.program_id(1)
@@ -90,7 +94,10 @@ def paged_attention_prefill_kernel(
         mask=is_element,
         other=0.0,
     )
-    if UPCAST:
+    if HALF:
+        query, factors = to_half(query)
+        scale = scale * factors[:, None]
+    elif UPCAST:
         query = query.to(tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes_ptr + heads, mask=is_query, other=0.0)
@@ -115,6 +122,7 @@ def paged_attention_prefill_kernel(
     maximum = tl.full([BLOCK_M], LOWEST_SCORE, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     output = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
+    unit = tl.full([1], SMALLEST_UNIT, tl.float32)
     for tile_start in range(start, full_end, BLOCK_N):
         offsets = slot_offsets(
             table_ptr, tile_start, None, stride_cache_block, BLOCK_SIZE, BLOCK_N, HEAD_DIM, False
@@ -129,8 +137,8 @@ def paged_attention_prefill_kernel(
         values = load_slots(value_ptr, offsets, None, HEAD_DIM, HEAD_DIM_PADDED, False)
         if SCALED:
             value_scales = load_scales(value_scales_ptr, kv_head, offsets, None, BLOCK_SIZE, HEAD_DIM, False)
-        maximum, total, output = fold_tile(
-            maximum, total, output, scores, values, value_scales, query.dtype, SCALED
+        maximum, total, output, unit = fold_tile(
+            maximum, total, output, unit, scores, values, value_scales, query.dtype, SCALED, HALF
         )
 
     for tile_start in range(full_end, end, BLOCK_N):
@@ -157,12 +165,14 @@ def paged_attention_prefill_kernel(
             value_scales = load_scales(
                 value_scales_ptr, kv_head, offsets, readable, BLOCK_SIZE, HEAD_DIM, True
             )
-        maximum, total, output = fold_tile(
-            maximum, total, output, scores, values, value_scales, query.dtype, SCALED
+        maximum, total, output, unit = fold_tile(
+            maximum, total, output, unit, scores, values, value_scales, query.dtype, SCALED, HALF
         )
 
     if sinks_ptr is not None:
         total = with_sinks(total, maximum, sinks_ptr, heads, is_query)
+    if HALF:
+        output = output * unit
     # Pairs past the row's last token have seen nothing when the window left them behind: any divisor but 0.
     output = output / tl.where(is_query, total, 1.0)[:, None]
     tl.store(

@@ -22,10 +22,25 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 # exp2(-inf - finite) = 0, where -inf minus -inf would give NaN.
 LOWEST_SCORE = tl.constexpr(-1.0e30)
 
+# A scaled cache meets queries of half precision in fp16, whatever their dtype: int8 and e4m3 are exact in it, and e4m3
+# has an instruction for two, where bf16 takes one more for each, of an eighth of the rate. What may leave fp16's range
+# is first divided by its largest, and multiplied with this: 2^15 down to fp16's smallest, 2^-24, is a range of 39 bits.
+_HALF_PEAK = tl.constexpr(2.0**15)
+# No larger than any scale of values (`SMALLEST_PEAK` over the largest number), and no number over it overflows.
+SMALLEST_UNIT = tl.constexpr(1.0e-33)
+
 
 def must_upcast(query: torch.Tensor, cache: LayerCache) -> bool:
     """Return True if a kernel must convert queries, keys and values to fp32 before it computes."""
     return INTERPRETED and torch.bfloat16 in (query.dtype, cache.keys.dtype)
+
+
+@triton.jit
+def to_half(query):
+    """(fp16 rows whose largest number is `_HALF_PEAK`, what to multiply their scores with [BLOCK_M])."""
+    wide = query.to(tl.float32)
+    factors = tl.maximum(tl.max(tl.abs(wide), 1), 1.0e-30) / _HALF_PEAK
+    return (wide * (1.0 / factors)[:, None]).to(tl.float16), factors
 
 
 @triton.jit
@@ -101,20 +116,30 @@ def load_scales(
 
 
 @triton.jit
+def converted(tile, COMPUTE: tl.constexpr):
+    """A tile of keys or values as stored, in the dtype of the products."""
+    if tile.dtype == tl.int8 and tl.float16 == COMPUTE:
+        # 0x6480 are the bits of 1152, and the last place counts ones there: adds are four times as fast as conversions.
+        return (tile.to(tl.int16) + 0x6480).to(tl.float16, bitcast=True) - 1152.0
+    else:
+        return tile.to(COMPUTE)
+
+
+@triton.jit
 def attention_scores(
     query,  # [BLOCK_M, HEAD_DIM_PADDED]
     keys,  # [BLOCK_N, HEAD_DIM_PADDED], as stored
     key_scales,  # [BLOCK_N]; unread unless SCALED
     distances,  # [BLOCK_M, BLOCK_N] or [1, BLOCK_N] key position minus query position
     slopes,  # [BLOCK_M] ALiBi slope of each row's head; unread without ALiBi
-    scale,
+    scale,  # a number, or [BLOCK_M, 1]
     SCALED: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,  # 0 = none
 ):
     """Scores [BLOCK_M, BLOCK_N] in base 2, fp32, unmasked."""
     # "ieee" concerns fp32 inputs only: the default would round them to tf32.
-    scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
+    scores = tl.dot(query, tl.trans(converted(keys, query.dtype)), input_precision="ieee")
     if SCALED:
         scores = scores * key_scales[None, :]
     if SOFTCAP > 0:
@@ -148,18 +173,28 @@ def fold_tile(
     maximum,  # [BLOCK_M] running maximum of the scores
     total,  # [BLOCK_M] running sum of exp2(score - maximum)
     output,  # [BLOCK_M, HEAD_DIM_PADDED] running sum of the weighted values
+    unit,  # [1] what `output` must be multiplied with if HALF; starts at SMALLEST_UNIT
     scores,  # [BLOCK_M, BLOCK_N]; -inf where a key is not visible
     values,  # [BLOCK_N, HEAD_DIM_PADDED], as stored
     value_scales,  # [BLOCK_N]; unread unless SCALED
     COMPUTE: tl.constexpr,  # the queries' dtype
     SCALED: tl.constexpr,
+    HALF: tl.constexpr,
 ):
-    """One step of the softmax recurrence: (maximum, total, output) after this tile."""
+    """One step of the softmax recurrence: (maximum, total, output, unit) after this tile."""
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
     weights = tl.exp2(scores - new_maximum[:, None])
     shrink = tl.exp2(maximum - new_maximum)
     total = total * shrink + tl.sum(weights, 1)
+    if HALF:
+        # The largest scale so far is the unit, so that no weight times a scale leaves fp16's range.
+        new_unit = tl.maximum(unit, tl.max(value_scales, 0) / _HALF_PEAK)
+        shrink = shrink * (unit / new_unit)
+        unit = new_unit
+        value_scales = value_scales * (1.0 / unit)
     if SCALED:
         weights = weights * value_scales[None, :]
-    output = tl.dot(weights.to(COMPUTE), values.to(COMPUTE), output * shrink[:, None], input_precision="ieee")
-    return new_maximum, total, output
+    output = tl.dot(
+        weights.to(COMPUTE), converted(values, COMPUTE), output * shrink[:, None], input_precision="ieee"
+    )
+    return new_maximum, total, output, unit

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagemill.kernels.gpu.rounding import to_e4m3, to_integers
 from pagemill.kernels.gpu.tuning import LAUNCHES, next_power_of_2
 from pagemill.kernels.types.layer_cache import SMALLEST_PEAK, LayerCache, as_bytes, largest_number
 
@@ -13,24 +14,6 @@ from pagemill.kernels.types.layer_cache import SMALLEST_PEAK, LayerCache, as_byt
 # GPU.
 _LAUNCH = LAUNCHES["reshape_and_cache"]
 _SMALLEST_PEAK = tl.constexpr(SMALLEST_PEAK)
-# Added and taken away again, it rounds an fp32 number of up to 22 bits to the nearest integer, ties to even.
-_ROUNDER = tl.constexpr(1.5 * 2.0**23)
-
-
-@triton.jit
-def _to_e4m3(numbers):
-    """The bytes of fp32 numbers of at most 448 in size, to nearest, ties to even.
-
-    In integers, because the interpreter's own cast rounds wrongly.
-    """
-    size = tl.abs(numbers)
-    bits = size.to(tl.int32, bitcast=True)
-    # Drop 20 of 23 bits; the exponent's bias is 127 in fp32 and 7 here.
-    normal = ((bits + ((bits >> 20) & 1) + 0x7FFFF) >> 20) - (120 << 3)
-    # Below 2^-6 numbers are multiples of 2^-9.
-    subnormal = ((size * 512.0 + _ROUNDER) - _ROUNDER).to(tl.int32)
-    code = tl.where(size < 0.015625, subnormal, normal)
-    return (code | tl.where(numbers < 0, 0x80, 0)).to(tl.uint8)
 
 
 @triton.jit
@@ -53,9 +36,9 @@ def store_tokens(
         tl.store(scales_ptr + slots_of_scales, scales, mask=is_token)
         tokens = tl.minimum(tl.maximum(tokens / scales[:, None], -LIMIT), LIMIT)
         if INTEGER:
-            tokens = (tokens + _ROUNDER) - _ROUNDER
+            tokens = to_integers(tokens)
         else:
-            tokens = _to_e4m3(tokens)
+            tokens = to_e4m3(tokens)
     element = cache_ptr.dtype.element_ty
     tl.store(cache_ptr + offsets[:, None] + dims[None, :], tokens.to(element), mask=is_element)
 

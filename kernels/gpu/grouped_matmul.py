@@ -27,7 +27,7 @@ def _widened(codes, zeros, dtype: tl.constexpr, FLOAT: tl.constexpr):
     return numbers
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def grouped_matmul_kernel(
     out_ptr,  # [num_rows, out_features]
     x_ptr,  # [num_rows, in_features]

@@ -134,6 +134,7 @@ def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: 
         BLOCK_M=TILE_ROWS,
         BLOCK_K=_SHRINK.block,
         num_warps=_SHRINK.num_warps,
+        num_stages=_SHRINK.num_stages,
     )
     expand_kernel[(num_tiles, num_parts, triton.cdiv(out.shape[1], _EXPAND.block))](
         out,
@@ -147,4 +148,5 @@ def add_low_rank(out: torch.Tensor, x: torch.Tensor, table: LowRankTable, rows: 
         BLOCK_M=TILE_ROWS,
         BLOCK_N=_EXPAND.block,
         num_warps=_EXPAND.num_warps,
+        num_stages=_EXPAND.num_stages,
     )

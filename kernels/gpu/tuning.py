@@ -3,7 +3,7 @@
 Never autotuned: a serving process must not time kernels on its first requests, a key lookup costs tens of
 microseconds per launch, and a captured graph could not re-tune. The tests compile every entry ahead of time for
 the architectures that it names, and refuse spills and too much shared memory. None has been measured on a GPU yet:
-an entry's reason is what the compiler's output showed (Triton 3.9).
+an entry's reason is what the compiler's output showed (Triton 3.6 and 3.9).
 """
 
 from __future__ import annotations
@@ -66,9 +66,11 @@ class AttentionEntry:
 # decode, 256 dims: converting fp8 spills at three stages; 128 rows spill, and so do 64 at four warps.
 # prefill, half: at least 64 rows, so that sm_90 compiles to wgmma; 16 or 32 would fall back to the older mma.sync.
 # prefill, sm_90: 128 keys a step take 253 registers, and spill once ALiBi is added. Of 256 dims, 128 rows spill at any
-# number of warps, and so do 64 rows at four; and 64 keys of fp8.
-# prefill, sm_80, 128 dims: 64 keys a step spill: without wgmma, scores and output share the registers. Of a scaled
-# cache 128 rows spill, with all that a conversion needs.
+# number of warps, and so do 64 rows at four.
+# prefill, sm_80, 128 dims: 64 keys a step spill: without wgmma, scores and output share the registers.
+# decode, 128 rows of a scaled cache: 64 keys a step spill on sm_80 under Triton 3.6.
+# prefill, scaled caches: Triton 3.6 takes more registers for a conversion than 3.9. There 128 rows spill on sm_80, 64
+# keys a step from 80 dims on, and 64 rows at 256; so do 32 keys a step on sm_90 at 256 dims.
 ATTENTION_TILES = (
     # kernel, sm, numbers, is_scaled, head_dim, rows; rows and keys of a tile, warps, stages
     AttentionEntry("decode", (80, 90), "fp32", None, ANY, ANY, Tile(16, 32, 8, 1)),
@@ -77,7 +79,8 @@ ATTENTION_TILES = (
     AttentionEntry("decode", (80, 90), "half", False, 128, 32, Tile(32, 64, 4, 3)),
     AttentionEntry("decode", (80, 90), "half", True, 128, 32, Tile(32, 64, 4, 2)),
     AttentionEntry("decode", (80, 90), "half", None, 128, 64, Tile(64, 64, 4, 2)),
-    AttentionEntry("decode", (80, 90), "half", None, 128, ANY, Tile(128, 64, 8, 2)),
+    AttentionEntry("decode", (80, 90), "half", False, 128, ANY, Tile(128, 64, 8, 2)),
+    AttentionEntry("decode", (80, 90), "half", True, 128, ANY, Tile(128, 32, 8, 2)),
     AttentionEntry("decode", (80, 90), "half", False, ANY, 16, Tile(16, 32, 4, 3)),
     AttentionEntry("decode", (80, 90), "half", True, ANY, 16, Tile(16, 32, 4, 2)),
     AttentionEntry("decode", (80, 90), "half", False, ANY, 32, Tile(32, 32, 4, 3)),
@@ -86,11 +89,13 @@ ATTENTION_TILES = (
     AttentionEntry("prefill", (80, 90), "fp32", None, ANY, ANY, Tile(16, 32, 8, 1)),
     AttentionEntry("prefill", (90,), "half", None, 128, ANY, Tile(128, 64, 8, 3)),
     AttentionEntry("prefill", (90,), "half", False, ANY, ANY, Tile(64, 64, 8, 2)),
-    AttentionEntry("prefill", (90,), "half", True, ANY, ANY, Tile(64, 32, 8, 2)),
-    AttentionEntry("prefill", (80,), "half", None, 64, ANY, Tile(128, 64, 8, 2)),
+    AttentionEntry("prefill", (90,), "half", True, ANY, ANY, Tile(64, 16, 8, 2)),
+    AttentionEntry("prefill", (80,), "half", False, 64, ANY, Tile(128, 64, 8, 2)),
+    AttentionEntry("prefill", (80,), "half", True, 64, ANY, Tile(64, 64, 8, 2)),
     AttentionEntry("prefill", (80,), "half", False, 128, ANY, Tile(128, 32, 8, 2)),
-    AttentionEntry("prefill", (80,), "half", True, 128, ANY, Tile(64, 64, 8, 2)),
-    AttentionEntry("prefill", (80,), "half", None, ANY, ANY, Tile(64, 32, 8, 2)),
+    AttentionEntry("prefill", (80,), "half", True, 128, ANY, Tile(64, 32, 8, 2)),
+    AttentionEntry("prefill", (80,), "half", False, ANY, ANY, Tile(64, 32, 8, 2)),
+    AttentionEntry("prefill", (80,), "half", True, ANY, ANY, Tile(32, 32, 8, 2)),
 )
 
 
@@ -107,12 +112,25 @@ MATMUL_TILES = (
 )
 
 
+# Products of 8-bit numbers with such numbers (`scaled_matmul`), by rows: (rows at most, tile). A step takes 128 inputs.
+# Sums take 64 registers a thread in the largest, which needs 96 KB: what sm_86, 89 and 120 have, to the last 3 KB.
+SCALED_MATMUL_INPUTS = 128
+SCALED_MATMUL_TILES = (
+    (16, Tile(16, 32, 4, 4)),
+    (32, Tile(32, 32, 4, 4)),
+    (64, Tile(64, 64, 4, 3)),
+    (ANY, Tile(128, 128, 8, 3)),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """The shape of a kernel that is no attention: what a program takes at a time, and by how many warps."""
 
     block: int
     num_warps: int
+    num_stages: int = 3
+    """Of loops with products; Triton's own number."""
 
 
 LAUNCHES = {
@@ -120,11 +138,13 @@ LAUNCHES = {
     "reshape_and_cache": Launch(16, 4),  # tokens of a head
     "rotary_cache": Launch(1024, 4),  # numbers of tokens of a head
     "silu_and_mul": Launch(2048, 4),  # columns
+    "quantise_rows": Launch(8192, 16),  # numbers of a row, at most
     "copy_blocks": Launch(4096, 4),  # numbers of a block
     "sampling_cuts": Launch(512, 8),  # logits
     "gumbel_argmax": Launch(1024, 4),  # logits
-    "low_rank_shrink": Launch(64, 4),  # inputs
-    "low_rank_expand": Launch(64, 4),  # outputs
+    # At four warps fp32's shrink spills on sm_80 under Triton 3.6; in three stages bf16's expand does.
+    "low_rank_shrink": Launch(64, 8),  # inputs
+    "low_rank_expand": Launch(64, 4, num_stages=1),  # outputs
 }
 
 
@@ -215,6 +235,11 @@ def prefill_tile(
 def matmul_tile(num_rows: int, element_size: int) -> Tile:
     """The tile of `grouped_matmul`: `block_m` rows of x by `block_n` outputs."""
     return next(tile for most, size, tile in MATMUL_TILES if size == element_size and num_rows <= most)
+
+
+def scaled_matmul_tile(num_rows: int) -> Tile:
+    """The tile of `scaled_matmul`: `block_m` rows by `block_n` outputs."""
+    return next(tile for most, tile in SCALED_MATMUL_TILES if num_rows <= most)
 
 
 def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) -> int:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 
-from pagemill.engine.devices.quantized_products import Float8Product, GroupedProduct, cuda_product
-from pagemill.engine.layers.linear import DenseProduct
+from pagemill.engine.devices.cuda import CudaBackend
+from pagemill.engine.devices.quantized_products import (
+    GroupedProduct,
+    ScaledProduct,
+    cuda_product,
+    rounded_product,
+)
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.layers.experts.matrices import ExpertMatrices
+from pagemill.engine.layers.linear import DenseProduct, LinearOptions
 from pagemill.engine.layers.quantized_weight import QuantizedWeight, Weight, joined
 from pagemill.engine.models.quantized.reader import join_parts
 from pagemill.engine.models.quantized.registry import find_scheme
+from pagemill.kernels import row_scaled
 from tests.engine.models.quantized.checkpoints import FORMATS, Format
 
 CPU = torch.device("cpu")
@@ -47,11 +58,54 @@ def test_float8_rows(name: str) -> None:
     bias = torch.randn(96).bfloat16()
     rows = (torch.randn(5, 128) * torch.tensor([1e-3, 1.0, 30.0, 1e4, 0.0])[:, None]).bfloat16()
     product = cuda_product(weights, bias, CPU, has_float8=True)
-    assert isinstance(product, Float8Product)
-    scales = rows.float().abs().amax(1, keepdim=True).clamp(min=1e-10) / 448
-    rounded = (rows.float() / scales).to(torch.float8_e4m3fn).float() * scales
-    expected = (rounded @ numbers.t()).bfloat16() + bias
-    torch.testing.assert_close(product(rows), expected, rtol=2e-2, atol=2e-2)
+    assert isinstance(product, ScaledProduct)
+    assert product.kept_as is not None
+    scaled = row_scaled.quantise_rows(rows, torch.float8_e4m3fn)
+    expected = (
+        scaled.numbers.double() * scaled.scales.double()[:, None] @ numbers.double().t() + bias.double()
+    )
+    torch.testing.assert_close(product(rows).double(), expected, rtol=5e-3, atol=1e-5)
+    assert torch.equal(product(scaled), product(rows)), "rows that were rounded before"
+
+
+@pytest.mark.parametrize("numbers", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("in_features", "out_features"), [(80, 96), (83, 257)])
+def test_weights_are_rounded(
+    in_features: int, out_features: int, dtype: torch.dtype, numbers: torch.dtype
+) -> None:
+    """A scale for each output and each row; the error is that of the rounding, of any size and dtype."""
+    torch.manual_seed(3)
+    weights = [torch.randn(out_features - 7, in_features).to(dtype), torch.randn(7, in_features).to(dtype)]
+    bias, rows = torch.randn(out_features).to(dtype), torch.randn(9, in_features).to(dtype)
+    product = rounded_product(weights, bias, CPU, numbers)
+    assert product.kept_as is None
+    out = product(rows)
+    assert out.dtype is dtype
+    whole, exact = torch.cat(weights).double(), rows.double()
+    parts = [row_scaled.quantise_rows(x, numbers) for x in (exact.to(dtype), torch.cat(weights))]
+    left, right = (part.numbers.double() * part.scales.double()[:, None] for part in parts)
+    rounding = torch.finfo(dtype).eps * 8
+    torch.testing.assert_close(out.double(), left @ right.t() + bias.double(), rtol=rounding, atol=rounding)
+    error = (out.double() - (exact @ whole.t() + bias.double())).norm() / (exact @ whole.t()).norm()
+    assert error < (0.015 if numbers is torch.int8 else 0.06)
+
+
+def test_a_checkpoint_of_float8_is_not_rounded_again() -> None:
+    weights, numbers = stored(FORMATS["fp8-rows"][0], 64, 32, dtype=torch.float16)
+    product = rounded_product(weights, None, CPU, torch.float8_e4m3fn)
+    assert product.kept_as is not None
+    assert torch.equal(product.numbers.float() * product.scales[:, None], numbers)
+    assert rounded_product(weights, None, CPU, torch.int8).kept_as is None
+    blocks, _ = stored(FORMATS["fp8-uneven-blocks"][0], 64, dtype=torch.bfloat16)
+    assert rounded_product(blocks, None, CPU, torch.float8_e4m3fn).kept_as is None
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_experts_are_refused_by_name(quantization: str) -> None:
+    with pytest.raises(ConfigError, match=f"quantization='{quantization}' of a mixture of experts") as caught:
+        CudaBackend().grouped_product(cast(ExpertMatrices, None), LinearOptions(quantization))
+    assert caught.value.setting == "quantization"
 
 
 @pytest.mark.parametrize(

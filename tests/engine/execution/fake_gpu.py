@@ -3,7 +3,7 @@
 Numbers come from the reference operators; beside each of them the Triton kernel of the same call is launched, with
 the same arguments, through Triton's own specialisation. A program of its own, since Triton's driver is the process's:
 
-    python -m tests.engine.execution.fake_gpu DIRECTORY     # prints JSON: what was compiled when
+    python -m tests.engine.execution.fake_gpu DIRECTORY [OPTIONS]    # prints JSON: what was compiled when
 """
 
 from __future__ import annotations
@@ -89,6 +89,9 @@ class FakeCuda(CudaBackend):
     def check(self, config: EngineConfig, dtype: torch.dtype) -> None:
         pass
 
+    def _has_float8(self) -> bool:
+        return True
+
     def to_host(self, tensor: torch.Tensor) -> HostCopy:
         return HostCopy(tensor)
 
@@ -155,7 +158,8 @@ def install() -> Launches:
     return launches
 
 
-def main(directory: str) -> None:
+def main(directory: str, options: str = "{}") -> None:
+    """`options`: an `EngineConfig`'s, as JSON."""
     torch.set_num_threads(1)
     launches = install()
     llm = LLM(
@@ -168,6 +172,7 @@ def main(directory: str) -> None:
         max_model_len=2048,
         stage_inputs=True,
         async_scheduling=True,
+        **json.loads(options),
     )
     launches.note("start")
     rng = random.Random(1)
@@ -203,4 +208,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -14,7 +14,22 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 pytest.importorskip("triton")
 
 
-def test_requests_compile_nothing(tmp_path: Path) -> None:
+slow = pytest.mark.slow  # a minute of compiling
+
+ROUNDED = {"rms_norm_kernel", "quantise_rows_kernel", "scaled_matmul_kernel"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"quantization": "fp8", "kv_cache_dtype": "fp8", "enforce_eager": True},
+        pytest.param({"quantization": "int8", "kv_cache_dtype": "int8"}, marks=slow),
+        pytest.param({"quantization": "int8", "enforce_eager": True}, marks=slow),
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) or "bf16",
+)
+def test_requests_compile_nothing(options: dict[str, object], tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=1003,
         hidden_size=256,
@@ -27,7 +42,7 @@ def test_requests_compile_nothing(tmp_path: Path) -> None:
     )
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.execution.fake_gpu", str(tmp_path)],
+        [sys.executable, "-m", "tests.engine.execution.fake_gpu", str(tmp_path), json.dumps(options)],
         capture_output=True,
         text=True,
         timeout=600,
@@ -45,5 +60,7 @@ def test_requests_compile_nothing(tmp_path: Path) -> None:
         "copy_blocks_kernel",
         "merge_splits_kernel",
     } <= set(start)
+    if "quantization" in options:
+        assert set(start) >= ROUNDED
     assert len(rounds) >= 4
     assert not any(rounds.values()), f"compiled while serving: {rounds}"

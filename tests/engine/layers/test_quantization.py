@@ -15,7 +15,7 @@ from pagemill.engine.devices.cpu import CpuBackend
 from pagemill.engine.devices.cuda import CudaBackend
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.execution.kv_cache import num_blocks_for
-from pagemill.engine.layers.int8_products import CudaInt8Product, quantise_rows, quantization_scheme
+from pagemill.engine.layers.int8_products import quantization_scheme
 from pagemill.engine.layers.kv_cache_shape import KVCacheShape
 from pagemill.engine.layers.linear import Linear, LinearOptions
 from pagemill.engine.llm import LLM
@@ -94,45 +94,9 @@ def test_the_cpu_says_how_many_inputs_share_a_scale() -> None:
 
 def test_cpu_and_cuda_have_schemes_of_their_own() -> None:
     spans = [device.int8_scale_span for device in (CpuBackend(), CudaBackend())]
-    assert len({quantization_scheme("int8", span) for span in spans}) == 2
+    schemes = [quantization_scheme("int8", span) for span in spans] + [quantization_scheme("fp8", spans[1])]
+    assert len(set(schemes)) == 3
     assert quantization_scheme(None, spans[0]) is None
-
-
-def test_rows_for_cuda_are_quantised_to_nearest_with_a_scale_each() -> None:
-    torch.manual_seed(42)
-    x = torch.randn(9, 80) * torch.rand(9, 1)
-    x[0] = 0.0
-    numbers, scales = quantise_rows(x)
-    assert ((numbers * scales[:, None] - x).abs() <= scales[:, None] * 0.50001).all()
-    assert (numbers[0] == 0).all()
-
-
-def cuda_int_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Exact, and as particular as `torch._int_mm` is on CUDA."""
-    assert left.dtype is right.dtype is torch.int8
-    assert left.shape[0] > 16
-    assert left.shape[1] % 8 == 0
-    assert right.shape[1] % 8 == 0
-    assert left.is_contiguous()
-    assert right.t().is_contiguous(), "cuBLAS multiplies int8 only with the right matrix transposed"
-    return left.int() @ right.int()
-
-
-@pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize(("in_features", "out_features"), [(80, 96), (80, 50257), (83, 96), (5, 3)])
-@pytest.mark.parametrize("num_rows", [1, 16, 17, 40])
-def test_cuda_gets_only_shapes_that_it_takes(
-    num_rows: int, in_features: int, out_features: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "_int_mm", cuda_int_mm)
-    torch.manual_seed(42)
-    weight, x = torch.randn(out_features, in_features), torch.randn(num_rows, in_features)
-    bias = torch.randn(out_features) if has_bias else None
-    out = CudaInt8Product(weight, bias)(x)
-    (numbers, scales), (weights, weight_scales) = quantise_rows(x), quantise_rows(weight)
-    expected = (numbers.int() @ weights.int().t()) * weight_scales * scales[:, None]
-    assert out.shape == (num_rows, out_features)
-    assert torch.equal(out, expected if bias is None else expected + bias)
 
 
 def test_an_outlier_in_one_row_changes_no_other() -> None:
@@ -188,7 +152,30 @@ def test_int8_weights_take_a_quarter(directory: str) -> None:
     assert rounded.engine.stats().memory_bytes["weights"] - embedding < 0.35 * linear
 
 
-@pytest.mark.parametrize("option", [{"kv_cache_dtype": "int4"}, {"quantization": "fp8"}], ids=str)
+@pytest.mark.parametrize("option", [{"kv_cache_dtype": "int4"}, {"quantization": "int4"}], ids=str)
 def test_what_is_unknown_is_refused(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(option))):
         EngineConfig(model="echo", **option)
+
+
+def test_fp8_products_are_refused_on_a_cpu(directory: str) -> None:
+    with pytest.raises(ConfigError, match=r"quantization='fp8' needs a GPU .* use int8") as caught:
+        make_llm(directory, quantization="fp8")
+    assert caught.value.setting == "quantization"
+
+
+@pytest.mark.parametrize(
+    ("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((12, 0), False)]
+)
+def test_fp8_products_need_a_gpu_that_has_them(
+    capability: tuple[int, int], refused: bool, directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    config = EngineConfig(model=directory, quantization="fp8")
+    if not refused:
+        CudaBackend().check(config, torch.bfloat16)
+        return
+    with pytest.raises(ConfigError, match=r"compute capability 8\.9 or newer; use int8") as caught:
+        CudaBackend().check(config, torch.bfloat16)
+    assert caught.value.setting == "quantization"

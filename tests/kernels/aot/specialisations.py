@@ -10,8 +10,9 @@ SCALED = ("i8", "fp8e4nv")
 
 
 def row_tile(name: str) -> Tile:
-    """The launch options of a kernel of `tuning.LAUNCHES`; none of them has a loop that Triton could pipeline."""
-    return Tile(0, 0, LAUNCHES[name].num_warps, 1)
+    """The launch options of a kernel of `tuning.LAUNCHES`."""
+    launch = LAUNCHES[name]
+    return Tile(0, 0, launch.num_warps, launch.num_stages)
 
 
 def decode_arguments(

@@ -25,6 +25,8 @@ slow = pytest.mark.slow  # a compilation takes seconds: what differs little from
 def test_norms(size: int, adds: bool, capability: int) -> None:
     arguments: dict[str, Any] = {
         "out_ptr": "*bf16",
+        "numbers_ptr": None,
+        "scales_ptr": None,
         "total_ptr": "*bf16" if adds else None,
         "x_ptr": "*bf16",
         "residual_ptr": "*bf16" if adds else None,
@@ -34,6 +36,8 @@ def test_norms(size: int, adds: bool, capability: int) -> None:
         "eps": "fp32",
         "SIZE": size,
         "SIZE_PADDED": next_power_of_2(size),
+        "LIMIT": 0.0,
+        "INTEGER": False,
     }
     compiled = compile_kernel(rms_norm_kernel, arguments, capability, Tile(0, 0, row_warps(size), 1))
     check_resources(compiled, capability)

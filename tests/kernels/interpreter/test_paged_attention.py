@@ -135,6 +135,43 @@ def test_scaled_caches_under_every_option(cache_dtype: torch.dtype) -> None:
     _check(case)
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.int8, FP8])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(1e-9, torch.bfloat16), (1e-3, torch.float16), (1e3, torch.bfloat16)], ids=str
+)
+def test_scaled_caches_of_any_size(size: float, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """Products are in fp16, whose range is 39 bits: values of any size, and beside ones a million times larger."""
+    case = make_case(
+        [1, 1, 20],
+        [200, 70, 90],
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+    )
+    assert case.cache.value_scales is not None
+    case.cache.value_scales.mul_(size)
+    some = case.metadata.block_tables[0, 3:5].long()  # of 13 blocks
+    for factor in (1.0, 1e6):
+        case.cache.value_scales[some] *= factor
+        with dispatch.override("triton"):
+            out = dispatch.paged_attention(case.query, case.cache, case.metadata, case.scoring)
+        truth = _truth(case)
+        error = (out.double() - truth).abs().amax((1, 2)) / truth.abs().amax((1, 2))
+        assert error.max() <= TOLERANCE[dtype]
+
+
+def test_queries_beyond_the_range_of_fp16() -> None:
+    case = make_case(
+        [1, 20], [70, 90], num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, cache_dtype=FP8
+    )
+    case.query = (case.query.float() * torch.logspace(-30, 30, 64)).bfloat16()
+    case.query[1] *= 0
+    case.scoring = replace(case.scoring, scale=1e-31)
+    _check(case)
+
+
 def test_chunks_of_one_prompt_equal_the_whole() -> None:
     whole = make_case([90], [90], num_heads=6, num_kv_heads=2, head_dim=64)
     _check(whole)

@@ -1,0 +1,124 @@
+"""What the compiler makes of products of 8-bit numbers and of rounding to them, for GPUs that are not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pagemill.kernels.gpu.norm import rms_norm_kernel
+from pagemill.kernels.gpu.quantise import quantise_rows_kernel
+from pagemill.kernels.gpu.scaled_matmul import scaled_matmul_kernel
+from pagemill.kernels.gpu.tuning import (
+    LAUNCHES,
+    SCALED_MATMUL_INPUTS,
+    SCALED_MATMUL_TILES,
+    Tile,
+    next_power_of_2,
+    row_warps,
+)
+from pagemill.kernels.types.layer_cache import FP8_LIMIT, INTEGER_LIMIT
+from tests.kernels.aot.compiler import check_resources, compile_kernel
+from tests.kernels.aot.specialisations import row_tile
+
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+INTEGERS, FLOATS = "i8", "fp8e4nv"
+
+slow = pytest.mark.slow  # a compilation takes seconds: what differs little from a case that runs always
+
+
+def product_arguments(numbers: str, element: str, tile: Tile, *, whole: bool) -> dict[str, Any]:
+    return {
+        "out_ptr": f"*{element}",
+        "rows_ptr": f"*{numbers}",
+        "row_scales_ptr": "*fp32",
+        "weight_ptr": f"*{numbers}",
+        "weight_scales_ptr": "*fp32",
+        "bias_ptr": f"*{element}",
+        "num_rows": "i32",
+        "out_features": "i32",
+        "in_features": "i32",
+        "INTEGER": numbers == INTEGERS,
+        "WHOLE": whole,
+        "GROUP": 8,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": SCALED_MATMUL_INPUTS,
+    }
+
+
+def _products() -> list[Any]:
+    cases = []
+    for capability in ARCHITECTURES:
+        for _, tile in SCALED_MATMUL_TILES:
+            for numbers in (INTEGERS, FLOATS) if capability >= 89 else (INTEGERS,):
+                for element, whole in (("bf16", True), ("fp16", False), ("fp32", True)):
+                    runs_always = element == "bf16" and tile.block_m in (16, 128)
+                    name = f"sm_{capability}-{numbers}-{element}-{tile.block_m}"
+                    marks = () if runs_always else slow
+                    cases.append(
+                        pytest.param(numbers, element, whole, tile, capability, id=name, marks=marks)
+                    )
+    return cases
+
+
+@pytest.mark.parametrize(("numbers", "element", "whole", "tile", "capability"), _products())
+def test_product(numbers: str, element: str, whole: bool, tile: Tile, capability: int) -> None:
+    arguments = product_arguments(numbers, element, tile, whole=whole)
+    compiled = compile_kernel(scaled_matmul_kernel, arguments, capability, tile, fp_fusion=False)
+    check_resources(compiled, capability)
+    if capability != 100:  # its products are instructions of another name
+        assert compiled.mma8 + compiled.wgmma8 > 0, "the tensor cores are not used"
+        assert compiled.async_copies > 0, "weights must be copied behind the products"
+    if capability == 90 and tile.block_m >= 64:
+        assert compiled.wgmma8 > 0
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+@pytest.mark.parametrize("integer", [True, pytest.param(False, marks=slow)])
+@pytest.mark.parametrize("gated", [True, pytest.param(False, marks=slow)])
+@pytest.mark.parametrize("size", [LAUNCHES["quantise_rows"].block, pytest.param(1024, marks=slow)])
+def test_quantising(size: int, gated: bool, integer: bool, capability: int) -> None:
+    assert row_warps(size) <= row_tile("quantise_rows").num_warps
+    arguments: dict[str, Any] = {
+        "numbers_ptr": "*i8" if integer else "*u8",
+        "scales_ptr": "*fp32",
+        "kept_ptr": "*bf16",
+        "x_ptr": "*bf16",
+        "size": "i32",
+        "stride_x_row": "i32",
+        "GATED": gated,
+        "LIMIT": INTEGER_LIMIT if integer else FP8_LIMIT,
+        "INTEGER": integer,
+        "BLOCK": size,
+    }
+    tile = Tile(0, 0, row_warps(size), 3)  # Triton's own number of stages, as at the launch
+    compiled = compile_kernel(quantise_rows_kernel, arguments, capability, tile, fp_fusion=False)
+    check_resources(compiled, capability)
+    assert compiled.wide_loads > 0
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+@pytest.mark.parametrize("integer", [True, pytest.param(False, marks=slow)])
+@pytest.mark.parametrize("size", [4096, pytest.param(1024, marks=slow), pytest.param(16384, marks=slow)])
+def test_norms_that_quantise(size: int, integer: bool, capability: int) -> None:
+    arguments: dict[str, Any] = {
+        "out_ptr": "*bf16",
+        "numbers_ptr": "*i8" if integer else "*u8",
+        "scales_ptr": "*fp32",
+        "total_ptr": "*bf16",
+        "x_ptr": "*bf16",
+        "residual_ptr": "*bf16",
+        "weight_ptr": "*bf16",
+        "stride_x_row": "i32",
+        "stride_residual_row": "i32",
+        "eps": "fp32",
+        "SIZE": size,
+        "SIZE_PADDED": next_power_of_2(size),
+        "LIMIT": INTEGER_LIMIT if integer else FP8_LIMIT,
+        "INTEGER": integer,
+    }
+    tile = Tile(0, 0, row_warps(size), 1)
+    compiled = compile_kernel(rms_norm_kernel, arguments, capability, tile, fp_fusion=False)
+    check_resources(compiled, capability)
+    assert compiled.wide_loads > 0

@@ -71,7 +71,10 @@ class Outcome:
         if self.state == "succeeded" and self.result is None and self.error is not None:
             raise SealedError(self.error.message)
         if self.state == "succeeded" and self.result is None:
-            raise ResultExpired(f"the result of job {self.job_id} has been removed")
+            raise ResultExpired(
+                f"the result of job {self.job_id} has been removed, after its time or since the server's memory was "
+                "nearly full: submit the job again"
+            )
         if self.state in JOB_ERRORS:
             raise self.job_error()
         return self.result

@@ -80,7 +80,12 @@ local function take(lane, in_order, alone)
     end
     -- Whatever it asks for, a sequence ends with the context.
     local cost = math.min(tonumber(job.cost), longest * tonumber(job.width or job.n or 1))
-    if quotas and not quotas.admits(job, lane, cost) then
+    local pause = quotas and quotas.pause_of(job, lane, cost) or 0
+    if pause > 0 then
+      if name ~= oldest(lane) then
+        return take(lane, true, alone) -- the oldest may cost less, or was charged before
+      end
+      quotas.park(lane, pause)
       return true
     end
     if cost > credit and holding + #jobs > 0 then

@@ -117,6 +117,15 @@ def test_a_follower_is_a_job_without_tokens(queue: Queue) -> None:
     assert sums(queue) == (2, 10, 4, 3, 0.25)
 
 
+def test_a_job_that_names_a_revision_is_in_its_models_row(queue: Queue) -> None:
+    queue.submit("pinned", revision="r1")
+    commit(queue, queue.pull_one(models=("m", "m~r1")))
+    queue.submit("free")
+    commit(queue, queue.pull_one())
+    (row,) = rows(queue)
+    assert (row.model, row.jobs) == ("m", 2)
+
+
 def test_rows_are_by_tenant_model_and_key(queue: Queue) -> None:
     job = Job.parse({"prompt": "hello", "model": "m", "tenant": "acme"})
     items = [submissions.prepare(job, job_id).under(name) for job_id, name in [("a", "web"), ("b", "app")]]

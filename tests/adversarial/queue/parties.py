@@ -392,7 +392,9 @@ class Parties:
         index, width = 0, self.rng.choice([0, 1, 32])
         offset = (0 if restart else job.lengths[index]) + self.rng.choice([0] * 9 + [3])
         room = MAX_BYTES - sum(map(len, job.entries))
-        news = delta(offset, *range(width), index=index, text="y" * min(self.size(), max(0, room)))
+        # An entry like the last one would be taken for the same call; no worker writes text without tokens twice.
+        text = f"{self.rng.getrandbits(32)}" + "y" * min(self.size(), max(0, room))
+        news = delta(offset, *range(width), index=index, text=text)
         progress = DECODE if is_new else DECODE.model_copy(update={"phase": "waiting"})
         deltas = [news] if is_new else []
         may = self.ledger.may_write(job, token)

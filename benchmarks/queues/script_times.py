@@ -283,16 +283,17 @@ def release(queue: Queue) -> None:
 def meter_and_erase(queue: Queue) -> None:
     """As many rows as a ledger may have, a third of them of one tenant."""
     today = queue.client.time()[0] // 86_400
-    for day in range(today - 24, today):
+    for number in range(today - 24, today):
         rows = {f"{'acme' if n % 3 == 0 else n}:model-{n} key": "1 1 1 1 1" for n in range(4096)}
-        queue.client.hset(f"{queue.prefix}usage:{day}", mapping=rows)
-        queue.client.zadd(f"{queue.prefix}usage", {str(day): day})
+        queue.client.hset(f"{queue.prefix}usage:{number}", mapping=rows)
+        queue.client.zadd(f"{queue.prefix}usage", {str(number): number})
     queue.submit(*ids("j", 200))
     for job in queue.pull(200):
         queue.commit(job)
     queue.run(usage.rows(queue.name, queue.run(usage.days(queue.name))[0]))
     queue.run(usage.totals(queue.name))
-    queue.run(usage.erase(queue.name, "acme"))
+    for day in queue.run(usage.days(queue.name)):
+        queue.run(usage.erase(queue.name, "acme", day))
 
 
 def hold_to_quotas(queue: Queue) -> None:
@@ -306,8 +307,9 @@ def hold_to_quotas(queue: Queue) -> None:
             )
     for _ in range(6 * everybody // MAX_JOBS_PER_PULL):
         queue.pull(MAX_JOBS_PER_PULL)
-    queue.run(quotas.set_quotas(queue.name, {f"t{number}": Quota(jobs_per_day=2) for number in range(500)}))
-    queue.run(quotas.set_quotas(queue.name, {quotas.EVERYBODY: Quota()}))
+    own = {f"t{number}": Quota(jobs_per_day=2) for number in range(500)}
+    queue.run(quotas.set_quotas(queue.name, own))
+    queue.run(quotas.set_quotas(queue.name, dict.fromkeys((*own, quotas.EVERYBODY), Quota())))
     while queue.client.zcard(f"{queue.prefix}parked"):
         queue.run(transitions.sweep(queue.name))
         queue.pull(MAX_JOBS_PER_PULL)

@@ -33,7 +33,7 @@ def producer(queue: Queue, store: Path | None = None) -> Producer:
 def test_one_tenant_goes_and_another_stays(queue: Queue, tmp_path: Path) -> None:
     with scene(queue, tmp_path) as planted, producer(queue, planted.store) as operator:
         ours, theirs = planted.planted[FIRST], planted.planted[SECOND]
-        queue.run(usage.totals(queue.name))  # no end is left beside the ledger's rows
+        queue.run(usage.days(queue.name))  # no end is left beside the ledger's rows
         before = everything(queue)
         assert traces(queue, {FIRST})
         seen = operator.purge_tenant(FIRST, PurgeOptions(dry_run=True))

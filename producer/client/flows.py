@@ -295,7 +295,7 @@ def cancel_batch(queue: str, batch_id: str) -> Flow[int]:
 
 
 def stream(queue: str, job_id: str) -> Flow[None]:
-    """Emit StreamEvents until the job has ended. Raises JobNotFound."""
+    """Emit StreamEvents until the job has ended. Raises JobNotFound and, if its result was removed, ResultExpired."""
     reader = _FeedReader(job_id)
     pace = _Pace()
     while True:
@@ -313,6 +313,8 @@ def stream(queue: str, job_id: str) -> Flow[None]:
             # There may be more events, and the end is reported only after the last one.
             pace.reset()
             continue
+        if feed.end == "succeeded" and feed.result is None:
+            raise reads.result_expired(job_id)
         if feed.end is not None:
             yield Emit(StreamEvent(type="end", attempt=feed.attempt, state=feed.end))
             return

@@ -30,11 +30,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 MODELS = ("llama", "windows", "qwen3_moe", "mixtral", "deepseek_v3", "gpt2")
 QUICK = {("qwen3_moe", "drafts"), ("deepseek_v3", "swapped")}
-    ("llama", "preempted"),
-    ("qwen3_moe", "drafts"),
-    ("deepseek_v3", "swapped"),
-    ("windows", "preempted"),
-}
 NOT_INVARIANT = {"deepseek_v3"}
 """Refused at the start, by name."""
 NUM_JOBS = 40

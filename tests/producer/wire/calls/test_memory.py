@@ -175,11 +175,11 @@ def test_work_whose_result_was_removed_is_done_again_under_its_key(small_queue: 
     assert queue.run(transitions.sweep("q")).expired_results == 1
     queue.client.config_set("maxmemory", 0)
     look_again(queue)
-    with (
-        Producer(queue.url, queue="q") as producer,
-        pytest.raises(ResultExpired, match="submit the job again"),
-    ):
-        producer.job("first").result()
+    with Producer(queue.url, queue="q") as producer:
+        handle = producer.job("first")
+        for read in (handle.result, lambda: list(handle.stream())):
+            with pytest.raises(ResultExpired, match="submit the job again"):
+                read()
     assert queue.submit("again", idempotency_key="k") == ["created"]
     assert queue.submit("twice", idempotency_key="k") == ["same"]
 

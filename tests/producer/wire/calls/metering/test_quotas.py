@@ -238,6 +238,21 @@ def test_the_worker_is_told_when_a_quota_has_room(queue: Queue) -> None:
     )
 
 
+def test_what_waits_for_a_quota_or_another_worker_is_not_said_to_lack_room(queue: Queue) -> None:
+    """A worker that is told of waiting jobs, and gets none, takes its own KV blocks for the reason."""
+    limit(queue, jobs_per_minute=1)
+    submit(queue, "a0", "a1")
+    submit(queue, "b0", tenant="b", model="other")
+    assert len(queue.pull(10)) == 1
+
+    def waiting(cost: int) -> int:
+        return queue.run(transitions.pull(queue.name, "w1", ["m"], 10, cost, holding=1)).queued
+
+    assert waiting(10**6) == 0
+    submit(queue, "c0", tenant="c")
+    assert waiting(1) == 3
+
+
 def test_a_suspect_is_charged_like_others(queue: Queue) -> None:
     """It started before, so it is never held back by what it spent itself."""
     limit(queue, jobs_per_day=1)

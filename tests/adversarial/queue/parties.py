@@ -247,10 +247,13 @@ class Parties:
                 assert word in ("full", "too_large"), f"{job.id}: {word}"
                 assert word == "full" or len(job.payload) > 1000
             if again is not None:
-                if (word, again[i].status) == ("full", "created") and any(job.parents for job, _ in made):
-                    # The first call ended jobs at once whose parents had failed, which made room.
-                    self.enter(job, header)
-                    continue
+                if word in ("full", "same", "conflict") and any(job.parents for job, _ in made):
+                    # The first call ended jobs at once whose parents had failed, which made room and freed keys.
+                    if again[i].status == "created":
+                        self.enter(job, header)
+                        continue
+                    if word != "full" and again[i].status in ("same", "conflict"):
+                        continue
                 expected = "exists" if word == "created" else word
                 if word == "unknown" and again[i].status in ("full", "same", "conflict"):
                     continue  # later ones of the first call took the room, or the key
